@@ -1,0 +1,7 @@
+"""JAX and torch together: arrays crossing without a copy, and torch functions inside jax.jit."""
+
+import pagedattn_torch as _pagedattn_torch  # noqa: F401  (says how to install torch)
+
+from .arrays import to_jax as to_jax
+from .arrays import to_torch as to_torch
+from .call import torch_call as torch_call

@@ -1,0 +1,55 @@
+"""The torch backends as backends for JAX arrays."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pagedattn.backend import Backend, with_xla_gradient
+from pagedattn.validate import is_traced
+from pagedattn_torch import sdpa
+
+from .arrays import to_jax, to_torch
+from .call import torch_call
+
+
+def bridged(backend: Backend) -> Backend:
+    """A torch backend on JAX arrays: by DLPack when they are concrete, by torch_call inside jit."""
+
+    def run(query, cache, batch, spec, return_lse):
+        arrays = (query, cache, batch)
+        if any(is_traced(leaf) for leaf in jax.tree.leaves(arrays)):
+            return _traced(backend, arrays, spec, return_lse)
+        out, lse = backend.run(*to_torch(arrays), spec, return_lse)
+        return to_jax(out), to_jax(lse) if return_lse else None
+
+    def unsupported(query, cache, batch, spec, return_lse):
+        return []
+
+    return Backend(backend.name, unsupported, with_xla_gradient(run))
+
+
+def _traced(backend, arrays, spec, return_lse):
+    query = arrays[0]
+    leaves, treedef = jax.tree.flatten(arrays)
+    outs = [jax.ShapeDtypeStruct(query.shape, query.dtype)]
+    if return_lse:
+        outs.append(jax.ShapeDtypeStruct(query.shape[:2], jnp.float32))
+    fn = _function(backend, treedef, spec, return_lse)
+    out, *lse = torch_call(fn, outs)(*leaves)
+    return out, lse[0] if lse else None
+
+
+@functools.cache
+def _function(backend, treedef, spec, return_lse):
+    """The torch function of one static setting, cached so that it is registered with XLA once."""
+
+    def attend(*leaves):
+        query, cache, batch = jax.tree.unflatten(treedef, leaves)
+        out, lse = backend.run(query, cache, batch, spec, return_lse)
+        return (out, lse) if return_lse else out
+
+    return attend
+
+
+SDPA = bridged(sdpa.BACKEND)

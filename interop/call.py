@@ -1,0 +1,116 @@
+"""Torch functions as JAX functions, called by XLA itself: inside jit and scan, without copies."""
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from pagedattn import BackendUnavailableError, InvalidInputError
+
+try:
+    import jax_tvm_ffi
+    import tvm_ffi
+except ImportError as error:
+    raise BackendUnavailableError(
+        "calling torch inside jax.jit needs jax-tvm-ffi, which is not installed: "
+        "pip install 'pagedattn[torch]'"
+    ) from error
+
+_ids = itertools.count()
+
+
+def torch_call(
+    fn: Callable,
+    out: jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct],
+    *,
+    aliases: Mapping[int, int] | None = None,
+    capturable: bool = False,
+) -> Callable:
+    """A torch function as a JAX function, usable inside jit, scan and (sequentially) vmap.
+
+    XLA hands its buffers to `fn` as tensors by DLPack: inputs are not copied, and must not be
+    written unless aliased. What `fn` returns is copied into XLA's output buffers.
+
+    Args:
+      fn: takes one tensor for each array argument; returns a tensor, or a sequence of them, of
+        the shapes and dtypes of `out`. Runs without gradients, on XLA's stream.
+      out: shape and dtype of each result; a sequence makes the JAX function return a tuple.
+      aliases: `{argument: result}`, the buffers that are updated in place: `fn` writes into the
+        argument and returns it (or None, when every result is aliased). XLA copies the argument
+        first, unless an enclosing jit donates it.
+      capturable: let XLA capture the launches into a CUDA graph and replay them without calling
+        Python again. Then `fn` must not wait for the device, nor depend on its values, nor keep
+        temporary memory that others may be handed later.
+
+    Raises:
+      InvalidInputError: inside, `fn` returned something else than `out`; what `fn` itself raises
+        comes back as `jax.errors.JaxRuntimeError` with its message.
+
+    >>> import jax.numpy as jnp
+    >>> twice = torch_call(lambda x: x * 2, jax.ShapeDtypeStruct((3,), jnp.float32))
+    >>> jax.jit(twice)(jnp.arange(3.0)).tolist()
+    [0.0, 2.0, 4.0]
+    """
+    outs = tuple(out) if isinstance(out, Sequence) else (out,)
+    aliases = dict(aliases or {})
+    in_place = set(aliases.values()) == set(range(len(outs)))
+    target = _target(fn, len(outs), in_place, capturable)
+    call = jax.ffi.ffi_call(target, outs, input_output_aliases=aliases, vmap_method="sequential")
+
+    def called(*arrays):
+        results = call(*arrays)
+        return tuple(results) if isinstance(out, Sequence) else results[0]
+
+    return called
+
+
+@functools.cache
+def _target(fn, num_outs, in_place, capturable) -> str:
+    """Registers fn with XLA, once; a registration lives as long as the process."""
+    name = f"pagedattn_torch_call_{next(_ids)}_{getattr(fn, '__name__', 'fn')}"
+    callback = tvm_ffi.convert(functools.partial(_enter, fn, num_outs, in_place))
+    jax_tvm_ffi.register_ffi_target(name, callback, platform="cpu", pass_owned_tensor=True)
+    jax_tvm_ffi.register_ffi_target(
+        name, callback, platform="gpu", pass_owned_tensor=True, allow_cuda_graph=capturable
+    )
+    return name
+
+
+def _enter(fn, num_outs, in_place, *buffers):
+    """Runs fn on XLA's buffers, arguments first and results last, on XLA's stream."""
+    # A capsule saves torch the look at the buffer's device: a quarter of the cost of a call.
+    tensors = [from_dlpack(buffer.__dlpack__()) for buffer in buffers]
+    device = tensors[-1].device
+    with contextlib.nullcontext() if device.type == "cpu" else _xla_stream(device):
+        _run(fn, tensors[:-num_outs], tensors[-num_outs:], in_place)
+
+
+@contextlib.contextmanager
+def _xla_stream(device):
+    raw = tvm_ffi.get_raw_stream(tvm_ffi.device("cuda", device.index))
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.ExternalStream(raw, device)):
+        yield
+
+
+def _run(fn, arguments, outs, in_place):
+    with torch.no_grad():
+        results = fn(*arguments)
+    if results is None and in_place:
+        return
+    results = (results,) if isinstance(results, torch.Tensor) else tuple(results or ())
+    if len(results) != len(outs):
+        raise _mismatch(fn, outs, results)
+    for result, out in zip(results, outs, strict=True):
+        if result.shape != out.shape or result.dtype != out.dtype:
+            raise _mismatch(fn, outs, results)
+        if result.data_ptr() != out.data_ptr():
+            out.copy_(result)
+
+
+def _mismatch(fn, outs, results):
+    expected, got = (", ".join(f"{t.dtype}{list(t.shape)}" for t in ts) for ts in (outs, results))
+    return InvalidInputError(f"torch_call of {fn!r} expects results {expected}, got {got}")

@@ -1,0 +1,81 @@
+"""What a backend is, and how one is chosen."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from .errors import BackendUnavailableError, UnsupportedError
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to compute paged attention.
+
+    `unsupported(query, cache, batch, spec, return_lse)` lists the reasons why it cannot honour a
+    call (empty: it can), from shapes, dtypes, devices and the spec only; arrays may be traced.
+    `run(query, cache, batch, spec, return_lse)` returns `(out, lse)`; lse may be None unless
+    `return_lse`. Both are given validated arguments.
+    """
+
+    name: str
+    unsupported: Callable[..., list[str]]
+    run: Callable[..., tuple[Any, Any]]
+
+
+def choose(load: Callable[[str], Backend], names: Iterable[str], call: tuple) -> Backend:
+    """The first backend of `names` that can run the call; UnsupportedError with all reasons."""
+    refusals = []
+    for name in names:
+        reasons = why_not(load, name, call)
+        if not reasons:
+            return load(name)
+        refusals.append(f"{name}: {'; '.join(reasons)}")
+    raise UnsupportedError("no backend can run this call: " + " | ".join(refusals))
+
+
+def require(load: Callable[[str], Backend], name: str, call: tuple) -> Backend:
+    """The named backend and no other.
+
+    Raises:
+      BackendUnavailableError: unknown, or a package is missing.
+      UnsupportedError: it cannot honour the call.
+    """
+    backend = load(name)
+    if reasons := backend.unsupported(*call):
+        raise UnsupportedError(f"backend {name!r} cannot run this call: {'; '.join(reasons)}")
+    return backend
+
+
+def why_not(load: Callable[[str], Backend], name: str, call: tuple) -> list[str]:
+    """The reasons why a backend cannot run a call, a missing package included."""
+    try:
+        return load(name).unsupported(*call)
+    except BackendUnavailableError as error:
+        return [str(error)]
+
+
+def with_xla_gradient(run: Callable) -> Callable:
+    """A backend's run whose backward pass recomputes the attention by the xla backend."""
+
+    def differentiable(query, cache, batch, spec, return_lse):
+        from .backends import xla
+
+        @jax.custom_vjp
+        def attend(query, cache, batch):
+            return run(query, cache, batch, spec, return_lse)
+
+        def forward(*arrays):
+            return attend(*arrays), arrays
+
+        def backward(arrays, cotangents):
+            def replay(query, cache):
+                return xla.run(query, cache, arrays[2], spec, return_lse)
+
+            return (*jax.vjp(replay, *arrays[:2])[1](cotangents), None)
+
+        attend.defvjp(forward, backward)
+        return attend(query, cache, batch)
+
+    return differentiable

@@ -1,0 +1,215 @@
+"""Paged attention in pure JAX: every feature, every platform, differentiable.
+
+The packed queries are cut into tiles of one sequence each. A few tiles at a time walk the keys
+that they may see, chunk by chunk, with the online softmax of Milakov & Gimelshein (2018) and Rabe
+& Staats (2021). So memory is O(tokens x chunk), a long sequence does not pad its batch-mates, and
+chunks that no tile of the few may see are skipped.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from ..backend import Backend
+from ..batch import BatchMetadata
+from ..bias import alibi_bias, visible_mask
+from ..blocks import sequence_ids
+from ..cache import KVCache
+from ..spec import AttentionSpec
+
+TILE = 64  # query tokens a tile at most, and about as many tokens a step of several tiles
+CHUNK = 256  # keys a step
+
+
+class Tiles(NamedTuple):
+    """Runs of up to `tile` query tokens of one sequence each; unused ones have no valid row."""
+
+    tokens: Int[Array, "num_tiles tile"]
+    valid: Bool[Array, "num_tiles tile"]
+    positions: Int[Array, "num_tiles tile"]
+    tables: Int[Array, "num_tiles max_blocks"]
+    first_key: Int[Array, "num_tiles"]
+    last_key: Int[Array, "num_tiles"]
+
+
+class State(NamedTuple):
+    """A partial softmax: highest logit, sum of exponentials, weighted sum of values."""
+
+    highest: Float[Array, "step kv_heads rows"]
+    total: Float[Array, "step kv_heads rows"]
+    summed: Float[Array, "step kv_heads rows head_dim"]
+
+
+def unsupported(query, cache, batch, spec, return_lse) -> list[str]:
+    return []
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "return_lse"))
+def run(
+    query: Float[Array, "num_tokens num_heads head_dim"],
+    cache: KVCache,
+    batch: BatchMetadata,
+    spec: AttentionSpec,
+    return_lse: bool,
+):
+    num_tokens, num_heads, head_dim = query.shape
+    if num_tokens == 0 or batch.num_seqs == 0 or batch.max_blocks == 0:
+        return jnp.zeros_like(query), jnp.full((num_tokens, num_heads), -jnp.inf, jnp.float32)
+    tile = min(TILE, batch.max_query_len, num_tokens)
+    tiles = _tiles(batch, spec, tile)
+    step = functools.partial(_attend, query, cache, spec, batch.block_size)
+    out, lse = jax.lax.map(step, _grouped(tiles, TILE // tile))
+    out = out.reshape(-1, num_heads, head_dim)
+    lse = lse.reshape(-1, num_heads)
+    rows, live = _rows_of_tokens(batch, tile)
+    out = jnp.where(live[:, None, None], out[rows], 0)
+    return out, jnp.where(live[:, None], lse[rows], -jnp.inf)
+
+
+BACKEND = Backend("xla", unsupported, run)
+
+
+def _tiles(batch, spec, tile) -> Tiles:
+    """Cuts the batch into tiles. Their number is bounded by shapes alone."""
+    starts = _tile_starts(batch, tile)
+    num_tiles = min(batch.num_tokens, batch.num_tokens // tile + batch.num_seqs)
+    owners = sequence_ids(starts, num_tiles)
+    used, seqs = owners >= 0, jnp.maximum(owners, 0)
+    offsets = (jnp.arange(num_tiles, dtype=jnp.int32) - starts[seqs])[:, None] * tile
+    offsets = offsets + jnp.arange(tile, dtype=jnp.int32)
+    valid = used[:, None] & (offsets < batch.query_lens[seqs][:, None])
+    positions = batch.context_lens[seqs][:, None] + offsets
+    first, last = _key_range(positions, valid, batch.seq_lens[seqs], spec)
+    tokens = batch.query_start_loc[seqs][:, None] + offsets
+    return Tiles(tokens, valid, positions, batch.block_tables[seqs], first, last)
+
+
+def _tile_starts(batch, tile):
+    counts = -(-batch.query_lens // tile)
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts).astype(jnp.int32)])
+
+
+def _key_range(positions, valid, seq_lens, spec):
+    """The keys [first, last) outside which no row of a tile sees any."""
+    lowest = positions[:, 0]
+    highest = jnp.max(jnp.where(valid, positions, -1), axis=1)
+    first, last = jnp.zeros_like(lowest), jnp.where(valid.any(axis=1), seq_lens, 0)
+    reach = 0 if spec.causal else spec.sliding_window
+    if reach is not None:
+        last = jnp.minimum(last, highest + max(reach, 1))
+    if spec.sliding_window is not None:
+        first = jnp.maximum(first, lowest - spec.sliding_window + 1)
+    return first, last
+
+
+def _grouped(tiles, size) -> Tiles:
+    """Tiles in groups of `size`, filled up with tiles that see nothing."""
+    num_tiles = tiles.first_key.shape[0]
+    size = min(size, num_tiles)
+    missing = -num_tiles % size
+
+    def group(array):
+        fill = jnp.zeros((missing, *array.shape[1:]), array.dtype)
+        return jnp.concatenate([array, fill]).reshape(-1, size, *array.shape[1:])
+
+    return jax.tree.map(group, tiles)
+
+
+def _rows_of_tokens(batch, tile):
+    """Where each token's row lies among the tiles' rows, and whether it has one."""
+    seqs = sequence_ids(batch.query_start_loc, batch.num_tokens)
+    live, seqs = seqs >= 0, jnp.maximum(seqs, 0)
+    offsets = jnp.arange(batch.num_tokens, dtype=jnp.int32) - batch.query_start_loc[seqs]
+    return _tile_starts(batch, tile)[seqs] * tile + offsets, live
+
+
+def _attend(query, cache, spec, block_size, tiles):
+    """Attention of some tiles: out `[step, tile, heads, dim]`, lse `[step, tile, heads]`."""
+    capacity = tiles.tables.shape[1] * block_size
+    chunk = min(CHUNK, capacity)
+    scaled = _tile_queries(query, tiles, cache.num_kv_heads) * spec.scale_for(query.shape[2])
+
+    def update(state, keys):
+        inside = (keys >= tiles.first_key[:, None]) & (keys < tiles.last_key[:, None])
+        slots = _slots(tiles.tables, keys, block_size)
+        key, value = (_gather(plane, slots, inside) for plane in (cache.key, cache.value))
+        return _accumulate(state, _logits(scaled, key, spec, tiles, keys, inside), value)
+
+    def visit(state, index):
+        keys = index * chunk + jnp.arange(chunk, dtype=jnp.int32)
+        needed = (keys[0] < tiles.last_key) & (keys[-1] >= tiles.first_key)
+        return jax.lax.cond(needed.any(), update, lambda state, _: state, state, keys), None
+
+    chunks = jnp.arange(-(-capacity // chunk), dtype=jnp.int32)
+    state, _ = jax.lax.scan(visit, _no_key_seen(scaled), chunks)
+    return _finish(state, query.dtype, tiles.tokens.shape)
+
+
+def _tile_queries(query, tiles, num_kv_heads):
+    """`[step, kv_heads, rows, dim]`: a row for each head of a KV head's group and each token."""
+    step, tile = tiles.tokens.shape
+    rows = query.at[tiles.tokens].get(mode="clip")
+    rows = jnp.where(tiles.valid[:, :, None, None], rows, 0)
+    rows = rows.astype(jnp.promote_types(query.dtype, jnp.float32))
+    rows = rows.reshape(step, tile, num_kv_heads, -1, query.shape[2])
+    return rows.transpose(0, 2, 3, 1, 4).reshape(step, num_kv_heads, -1, query.shape[2])
+
+
+def _slots(tables, keys, block_size):
+    return tables.at[:, keys // block_size].get(mode="clip") * block_size + keys % block_size
+
+
+def _gather(plane, slots, inside):
+    """Rows of a cache plane as `[step, kv_heads, chunk, dim]`, 0 where no query may look.
+
+    Gathering heads before slots gives XLA:CPU matrix products without a transposition; zeroing
+    keeps a NaN there from surviving its weight of 0.
+    """
+    num_kv_heads = plane.shape[2]
+    flat = plane.reshape(-1, *plane.shape[2:])
+    heads = jnp.arange(num_kv_heads)[:, None]
+    rows = flat.at[slots[:, None], heads].get(mode="clip")
+    rows = jnp.where(inside[:, None, :, None], rows, 0)
+    return rows.astype(jnp.promote_types(plane.dtype, jnp.float32))
+
+
+def _logits(scaled, key, spec, tiles, keys, inside):
+    logits = jnp.einsum("bhrd,bhkd->bhrk", scaled, key, precision="highest")
+    if spec.logits_soft_cap is not None:
+        logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
+    step, tile = tiles.tokens.shape
+    by_head = logits.reshape(step, -1, tile, len(keys))
+    if spec.alibi_slopes is not None:
+        by_head = by_head + alibi_bias(tiles.positions, keys, spec.alibi_slopes)
+    visible = visible_mask(tiles.positions, keys, spec) & inside[:, None] & tiles.valid[:, :, None]
+    return jnp.where(visible[:, None], by_head, -jnp.inf).reshape(logits.shape)
+
+
+def _no_key_seen(scaled) -> State:
+    empty = jnp.zeros(scaled.shape[:3], scaled.dtype)
+    return State(jnp.full_like(empty, -jnp.inf), empty, jnp.zeros_like(scaled))
+
+
+def _accumulate(state, logits, value) -> State:
+    # The result does not depend on the shift, so no gradient flows through it.
+    highest = jax.lax.stop_gradient(jnp.maximum(state.highest, logits.max(axis=3)))
+    shift = jnp.where(jnp.isneginf(highest), 0, highest)
+    weights = jnp.exp(logits - shift[..., None])
+    kept = jnp.exp(state.highest - shift)
+    total = state.total * kept + weights.sum(axis=3)
+    summed = jnp.einsum("bhrk,bhkd->bhrd", weights, value, precision="highest")
+    return State(highest, total, state.summed * kept[..., None] + summed)
+
+
+def _finish(state, dtype, shape):
+    """Normalises, and turns `[step, kv_heads, rows]` back into `[step, tile, heads]`."""
+    step, tile = shape
+    empty = state.total == 0
+    total = jnp.where(empty, 1, state.total)
+    lse = jnp.where(empty, -jnp.inf, state.highest + jnp.log(total)).astype(jnp.float32)
+    out = (state.summed / total[..., None]).astype(dtype)
+    out = out.reshape(step, -1, tile, out.shape[3]).swapaxes(1, 2)
+    return out, lse.reshape(step, -1, tile).swapaxes(1, 2)

@@ -1,0 +1,87 @@
+"""Attention masks and biases as pure arrays.
+
+Written with operators and one cast, so NumPy, JAX and torch arrays all work. Positions are
+integers of shape `[..., q]` and `[..., k]`; results have shape `[..., q, k]`, ALiBi's
+`[..., num_heads, q, k]`. Distances are integers: in bfloat16 they would be wrong from 257 on.
+"""
+
+import numpy as np
+
+from .spec import AttentionSpec
+
+
+def distance(query_positions, key_positions):
+    """Query position minus key position: int `[..., q, k]`."""
+    return query_positions[..., :, None] - key_positions[..., None, :]
+
+
+def causal_mask(query_positions, key_positions):
+    """True where the key is not after the query: bool `[..., q, k]`.
+
+    >>> causal_mask(np.arange(2), np.arange(3))
+    array([[ True, False, False],
+           [ True,  True, False]])
+    """
+    return distance(query_positions, key_positions) >= 0
+
+
+def sliding_window_mask(query_positions, key_positions, sliding_window: int):
+    """True where query and key are less than `sliding_window` apart: bool `[..., q, k]`.
+
+    >>> sliding_window_mask(np.array([2]), np.arange(5), 2)
+    array([[False,  True,  True,  True, False]])
+    """
+    return abs(distance(query_positions, key_positions)) < sliding_window
+
+
+def alibi_bias(query_positions, key_positions, slopes):
+    """`-slope * |p - j|` (Press et al., 2022): float32 `[..., num_heads, q, k]`.
+
+    `slopes` is a sequence of floats, one per query head, of any sign.
+
+    >>> alibi_bias(np.array([2]), np.arange(3), (0.5,))
+    array([[[-1. , -0.5, -0. ]]], dtype=float32)
+    """
+    apart = -_float32(abs(distance(query_positions, key_positions)))
+    return apart[..., None, :, :] * _float32_like(apart, slopes)[:, None, None]
+
+
+def visible_mask(query_positions, key_positions, spec: AttentionSpec):
+    """True where the spec lets the query see the key: bool `[..., q, k]`."""
+    apart = distance(query_positions, key_positions)
+    visible = apart >= 0 if spec.causal else apart == apart
+    if spec.sliding_window is not None:
+        visible = visible & (abs(apart) < spec.sliding_window)
+    return visible
+
+
+def attention_bias(query_positions, key_positions, spec: AttentionSpec):
+    """What the spec adds to the scaled (and capped) logits: ALiBi, and -inf where invisible.
+
+    Returns float32 `[..., q, k]`, with ALiBi `[..., num_heads, q, k]`.
+
+    >>> attention_bias(np.arange(2), np.arange(2), AttentionSpec())
+    array([[  0., -inf],
+           [  0.,   0.]], dtype=float32)
+    """
+    bias = additive(visible_mask(query_positions, key_positions, spec))
+    if spec.alibi_slopes is None:
+        return bias
+    return bias[..., None, :, :] + alibi_bias(query_positions, key_positions, spec.alibi_slopes)
+
+
+def additive(visible):
+    """0 where True and -inf where False, float32: 1 - 1/1 and 1 - 1/0."""
+    with np.errstate(divide="ignore"):
+        return 1 - 1 / _float32(visible)
+
+
+def _float32(array):
+    return array.float() if hasattr(array, "new_tensor") else array.astype(np.float32)
+
+
+def _float32_like(array, values):
+    # torch's operators take no NumPy array; NumPy's and JAX's do.
+    if hasattr(array, "new_tensor"):
+        return array.new_tensor(values)
+    return np.asarray(values, np.float32)

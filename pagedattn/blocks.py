@@ -1,0 +1,66 @@
+"""Index arithmetic of the paged cache: which token stands where. Pure arrays, usable in jit."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+PAD_SLOT = -1
+
+
+def sequence_ids(
+    query_start_loc: Int[Array, "num_seqs_plus_1"], num_tokens: int
+) -> Int[Array, "num_tokens"]:
+    """The sequence that brought each token of the packed batch, -1 for padding tokens.
+
+    >>> sequence_ids(jnp.array([0, 2, 2, 3]), 4).tolist()
+    [0, 0, 2, -1]
+    """
+    tokens = jnp.arange(num_tokens, dtype=jnp.int32)
+    owners = jnp.searchsorted(query_start_loc, tokens, side="right").astype(jnp.int32) - 1
+    return jnp.where(tokens < query_start_loc[-1], owners, -1)
+
+
+def positions(
+    query_start_loc: Int[Array, "num_seqs_plus_1"],
+    seq_lens: Int[Array, "num_seqs"],
+    num_tokens: int,
+) -> Int[Array, "num_tokens"]:
+    """The absolute position of each token of the packed batch, 0 for padding tokens.
+
+    A sequence's new tokens are its last ones: they end at position `seq_len - 1`.
+
+    >>> positions(jnp.array([0, 2, 3]), jnp.array([2, 8]), 4).tolist()
+    [0, 1, 7, 0]
+    """
+    ids = sequence_ids(query_start_loc, num_tokens)
+    context_ends = (seq_lens - query_start_loc[1:])[ids] if len(seq_lens) else 0
+    tokens = jnp.arange(num_tokens, dtype=jnp.int32)
+    return jnp.where(ids >= 0, tokens + context_ends, 0)
+
+
+def slot_mapping(
+    block_tables: Int[Array, "num_seqs max_blocks"],
+    seq_ids: Int[Array, "*tokens"],
+    positions: Int[Array, "*tokens"],
+    *,
+    block_size: int,
+) -> Int[Array, "*tokens"]:
+    """The slot `block * block_size + offset` of positions of sequences: int32.
+
+    -1 where there is none: the sequence id or the position is negative, or the position lies past
+    the table. Table entries themselves are not checked.
+
+    >>> slot_mapping(jnp.array([[5, 3]]), jnp.array([0, 0, -1]), jnp.array([1, 4, 0]), block_size=4)
+    Array([21, 12, -1], dtype=int32)
+    """
+    num_seqs, max_blocks = block_tables.shape
+    columns = positions // block_size
+    known = (seq_ids >= 0) & (positions >= 0) & (columns < max_blocks)
+    if num_seqs == 0 or max_blocks == 0:
+        return jnp.full(known.shape, PAD_SLOT, jnp.int32)
+    blocks = block_tables[jnp.where(known, seq_ids, 0), jnp.where(known, columns, 0)]
+    return jnp.where(known, blocks * block_size + positions % block_size, PAD_SLOT)
+
+
+def in_range(ids: Int[Array, "*n"], bound: int) -> Bool[Array, "*n"]:
+    """True where an id may index an axis of length `bound`."""
+    return (ids >= 0) & (ids < bound)

@@ -1,0 +1,161 @@
+"""The paged cache of one layer: writing tokens, copying and swapping blocks."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from . import validate
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values of one layer, each `[num_blocks, block_size, num_kv_heads, head_dim]`.
+
+    A pytree of two arrays of one floating dtype. Token t of a sequence whose block table row is
+    `row` stands at `key[row[t // block_size], t % block_size]`. The arrays may be JAX's or
+    torch's.
+    """
+
+    key: Float[Any, "num_blocks block_size num_kv_heads head_dim"]
+    value: Float[Any, "num_blocks block_size num_kv_heads head_dim"]
+
+    @property
+    def num_blocks(self) -> int:
+        return self.key.shape[0]
+
+    @property
+    def block_size(self) -> int:
+        return self.key.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.key.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.key.shape[3]
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def dtype(self):
+        return self.key.dtype
+
+
+def init_kv_cache(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype=jnp.bfloat16
+) -> KVCache:
+    """A cache of zeros.
+
+    Raises:
+      InvalidInputError: a size is below 1, the dtype is not floating, or there would be more
+        slots than int32 counts.
+
+    >>> init_kv_cache(4, 16, 2, 64).key.shape
+    (4, 16, 2, 64)
+    """
+    shape = (num_blocks, block_size, num_kv_heads, head_dim)
+    validate.cache_shape(shape, dtype)
+    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+def write_kv(
+    cache: KVCache,
+    key: Float[Array, "num_tokens num_kv_heads head_dim"],
+    value: Float[Array, "num_tokens num_kv_heads head_dim"],
+    slot_mapping: Int[Array, "num_tokens"],
+) -> KVCache:
+    """Writes the keys and values of new tokens to their slots; slot -1 writes nothing.
+
+    In place when an enclosing `jax.jit` donates the cache; otherwise the cache given stays as it
+    was. Inside jit a slot outside the cache is dropped, and which of two tokens with one slot
+    wins is not defined; outside jit both are errors.
+
+    Raises:
+      InvalidInputError: wrong shapes or dtypes; outside jit also slots out of range or doubled.
+
+    >>> cache = write_kv(init_kv_cache(2, 2, 1, 1), *jnp.ones((2, 1, 1, 1), jnp.bfloat16),
+    ...                  jnp.array([3]))
+    >>> cache.key.ravel().tolist()
+    [0.0, 0.0, 0.0, 1.0]
+    """
+    validate.write(cache, key, value, slot_mapping)
+    return KVCache(
+        _scatter(cache.key, key, slot_mapping), _scatter(cache.value, value, slot_mapping)
+    )
+
+
+def copy_blocks(
+    cache: KVCache, src: Int[Array, "num_copies"], dst: Int[Array, "num_copies"]
+) -> KVCache:
+    """Copies block `src[i]` to block `dst[i]`, all at once: every source is read as it was before.
+
+    Inside jit a copy to or from a block outside the cache is dropped; outside jit it is an error,
+    as is writing one block twice.
+
+    >>> cache = KVCache(*jnp.arange(6.0).reshape(2, 3, 1, 1, 1))
+    >>> copy_blocks(cache, jnp.array([0, 1]), jnp.array([1, 2])).key.ravel().tolist()
+    [0.0, 0.0, 1.0]
+    """
+    return swap_blocks(cache, cache, src, dst)
+
+
+def swap_blocks(
+    src_cache: KVCache,
+    dst_cache: KVCache,
+    src: Int[Array, "num_copies"],
+    dst: Int[Array, "num_copies"],
+) -> KVCache:
+    """Copies block `src[i]` of one cache to block `dst[i]` of another, and returns the latter.
+
+    The name is the field's; it is a copy, not an exchange. The caches may lie on different
+    devices, the host's included; they agree in all but `num_blocks`.
+
+    >>> host, device = init_kv_cache(8, 2, 1, 4), init_kv_cache(4, 2, 1, 4)
+    >>> host = swap_blocks(device, host, jnp.array([0, 3]), jnp.array([6, 7]))
+    """
+    validate.block_copies(src_cache, dst_cache, src, dst)
+    return KVCache(
+        _copy(src_cache.key, dst_cache.key, src, dst),
+        _copy(src_cache.value, dst_cache.value, src, dst),
+    )
+
+
+def _scatter(plane, rows, slots):
+    # Without wrap_negative_indices=False JAX turns -1 into the last slot, in drop mode too. The
+    # dropped ones are made distinct, since XLA trusts unique_indices.
+    num_slots = plane.shape[0] * plane.shape[1]
+    if num_slots == 0:
+        return plane
+    nowhere = -1 - jnp.arange(slots.shape[0], dtype=jnp.int32)
+    slots = slots.astype(jnp.int32)  # first: a narrower dtype cannot be compared with num_slots
+    slots = jnp.where((slots >= 0) & (slots < num_slots), slots, nowhere)
+    flat = plane.reshape(num_slots, *plane.shape[2:])
+    return _drop_set(flat, slots, rows).reshape(plane.shape)
+
+
+def _copy(src_plane, dst_plane, src, dst):
+    src, dst = src.astype(jnp.int32), dst.astype(jnp.int32)
+    nowhere = -1 - jnp.arange(dst.shape[0], dtype=jnp.int32)
+    blocks = _beside(jnp.take(src_plane, src, axis=0, mode="clip"), dst_plane)
+    known = (src >= 0) & (src < src_plane.shape[0]) & (dst >= 0) & (dst < dst_plane.shape[0])
+    return _drop_set(dst_plane, _beside(jnp.where(known, dst, nowhere), dst_plane), blocks)
+
+
+def _drop_set(array, indices, rows):
+    return array.at[indices].set(
+        rows, mode="drop", unique_indices=True, wrap_negative_indices=False
+    )
+
+
+def _beside(array, other):
+    """The array on the device of the other, when both are concrete and their devices differ."""
+    if validate.is_traced(array) or validate.is_traced(other):
+        return array
+    return array if array.devices() == other.devices() else jax.device_put(array, other.sharding)

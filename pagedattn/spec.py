@@ -1,0 +1,117 @@
+"""What one attention layer computes, apart from its arrays."""
+
+import math
+from dataclasses import dataclass
+
+from .errors import InvalidInputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """The formula of a layer: frozen and hashable, so it is static under `jax.jit`.
+
+    For a query at position p, a key at position j and query head h:
+
+        logit = scale * <q, k>
+        logit = cap * tanh(logit / cap)        with logits_soft_cap
+        logit = logit - slope[h] * |p - j|     with alibi_slopes
+        visible = (not causal or j <= p) and (no window or |p - j| < sliding_window)
+
+    Args:
+      scale: factor on the dot product; None is `head_dim ** -0.5`.
+      causal: whether a token sees only itself and what came before.
+      sliding_window: number of visible keys, the token itself included; symmetric when not
+        causal; None is no window.
+      logits_soft_cap: bound of the scaled logits (Gemma 2); None is no cap.
+      alibi_slopes: one float per query head, of any sign (Press et al., 2022); None is no ALiBi.
+
+    Raises:
+      InvalidInputError: a value is out of its range.
+
+    >>> AttentionSpec(sliding_window=128).sliding_window
+    128
+    """
+
+    scale: float | None = None
+    causal: bool = True
+    sliding_window: int | None = None
+    logits_soft_cap: float | None = None
+    alibi_slopes: tuple[float, ...] | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "causal", bool(self.causal))
+        for name, convert in _CONVERSIONS.items():
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, convert(name, value))
+
+    def scale_for(self, head_dim: int) -> float:
+        """The factor on the dot product: `scale`, or the default for this `head_dim`."""
+        return head_dim**-0.5 if self.scale is None else self.scale
+
+
+def alibi_slopes(num_heads: int) -> tuple[float, ...]:
+    """The standard ALiBi slopes: `2 ** (-8 * i / n)`, i = 1..n, for n a power of two.
+
+    For other counts the family of the next smaller power of two is filled up with every second
+    slope of the next larger one, as in the paper's reference code (Press et al., 2022).
+
+    >>> alibi_slopes(4)
+    (0.25, 0.0625, 0.015625, 0.00390625)
+    """
+    if num_heads < 1:
+        raise InvalidInputError(f"num_heads must be at least 1, got {num_heads}")
+    power = 1 << (num_heads.bit_length() - 1)
+    return (_family(power) + _family(2 * power)[::2])[:num_heads]
+
+
+def _family(power: int) -> tuple[float, ...]:
+    return tuple(2.0 ** (-8.0 * i / power) for i in range(1, power + 1))
+
+
+def _finite(name, value) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise InvalidInputError(f"{name} must be a finite number, got {value!r}")
+    return number
+
+
+def _positive(name, value) -> float:
+    number = _finite(name, value)
+    if number <= 0:
+        raise InvalidInputError(f"{name} must be above 0, got {value!r}; None turns it off")
+    return number
+
+
+def _window(name, value) -> int:
+    if not hasattr(value, "__index__") or isinstance(value, bool) or value.__index__() < 1:
+        raise InvalidInputError(
+            f"{name} must be an integer of at least 1 (the token itself is one of the visible "
+            f"keys), got {value!r}; None turns it off"
+        )
+    return min(value.__index__(), _LONGEST)
+
+
+def _slopes(name, value) -> tuple[float, ...]:
+    try:
+        slopes = tuple(value)
+    except TypeError as error:
+        raise InvalidInputError(
+            f"{name} must be a sequence of one float for each query head, got {value!r}"
+        ) from error
+    return tuple(_finite(f"each of {name}", slope) for slope in slopes)
+
+
+# No sequence is longer, and a position plus a window still fits int32.
+_LONGEST = 1 << 30
+
+
+_CONVERSIONS = {
+    "scale": _finite,
+    "sliding_window": _window,
+    "logits_soft_cap": _positive,
+    "alibi_slopes": _slopes,
+}

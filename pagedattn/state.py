@@ -1,0 +1,52 @@
+"""Attention states (out, lse) and their merge."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .errors import InvalidInputError
+
+
+def merge_states(
+    out_a: Float[Array, "*rows head_dim"],
+    lse_a: Float[Array, "*rows"],
+    out_b: Float[Array, "*rows head_dim"],
+    lse_b: Float[Array, "*rows"],
+) -> tuple[Float[Array, "*rows head_dim"], Float[Array, "*rows"]]:
+    """Joins attention over two disjoint sets of keys into attention over their union.
+
+    `lse` is the natural log of the sum of exponentials. The merge is associative and
+    commutative to rounding; (anything, -inf) is the identity: a state that saw no key.
+
+        lse = log(exp(lse_a) + exp(lse_b)),   out = sum of out_i * exp(lse_i - lse)
+
+    Raises:
+      InvalidInputError: the shapes do not belong together.
+
+    >>> out, lse = merge_states(jnp.ones((1, 2)), jnp.zeros(1), jnp.zeros((1, 2)), jnp.zeros(1))
+    >>> out.tolist()
+    [[0.5, 0.5]]
+    """
+    _check(out_a, lse_a, out_b, lse_b)
+    highest = jnp.maximum(lse_a, lse_b)
+    highest = jnp.where(jnp.isneginf(highest), 0, highest)
+    weight_a, weight_b = jnp.exp(lse_a - highest), jnp.exp(lse_b - highest)
+    total = weight_a + weight_b
+    empty = total == 0
+    summed = _weighted(out_a, weight_a) + _weighted(out_b, weight_b)
+    out = summed / jnp.where(empty, 1, total)[..., None]
+    lse = jnp.where(empty, -jnp.inf, highest + jnp.log(jnp.where(empty, 1, total)))
+    return out.astype(out_a.dtype), lse
+
+
+def _weighted(out, weight):
+    # A state that saw no key may hold anything; 0 * NaN would be NaN.
+    weight = weight[..., None]
+    return jnp.where(weight > 0, out.astype(weight.dtype), 0) * weight
+
+
+def _check(out_a, lse_a, out_b, lse_b):
+    if out_a.shape != out_b.shape or lse_a.shape != out_a.shape[:-1] or lse_b.shape != lse_a.shape:
+        raise InvalidInputError(
+            "merge_states expects two outs of one shape [..., head_dim] and two lses [...], got "
+            f"{out_a.shape}, {lse_a.shape}, {out_b.shape}, {lse_b.shape}"
+        )

@@ -1,0 +1,226 @@
+"""Hold a registered backend to the oracle: every feature in every phase and dtype."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from pagedattn import (
+    AttentionSpec,
+    BatchMetadata,
+    KVCache,
+    UnsupportedError,
+    make_batch,
+    paged_attention,
+)
+
+from .problem import Problem, random_problem, random_tables
+from .tolerances import assert_attention_close
+
+DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16)
+NUM_TOKENS, NUM_SEQS, MAX_SEQ_LEN, MAX_QUERY_LEN = 26, 5, 40, 32
+
+# query_lens, seq_lens
+PHASES = {
+    "prefill": ([5, 17, 1], [5, 17, 1]),
+    "chunked prefill": ([6, 16, 1], [31, 20, 9]),
+    "decode": ([1, 1, 1, 1], [1, 16, 17, 40]),
+    "mixed": ([7, 1, 0, 16, 1], [7, 33, 12, 30, 1]),
+    "cross": ([6, 1, 4], [11, 30, 2]),
+}
+
+# what the reason for refusing a cell may name, besides the dtype
+FEATURES = {
+    "plain": {},
+    "scale": {"scale": 0.3},
+    "sliding_window": {"sliding_window": 6},
+    "logits_soft_cap": {"logits_soft_cap": 1.5},
+    "alibi_slopes": {"alibi_slopes": "signed"},
+    "causal=False": {"causal": False},
+    "causal=False, sliding_window": {"causal": False, "sliding_window": 6},
+    "all together": {
+        "scale": 0.3,
+        "sliding_window": 9,
+        "logits_soft_cap": 1.5,
+        "alibi_slopes": "signed",
+    },
+}
+
+
+class Cell(NamedTuple):
+    """One combination and what came of it: "ok", "refused: ..." or "FAILED: ..."."""
+
+    feature: str
+    phase: str
+    dtype: str
+    result: str
+
+
+def batch_of(problem: Problem) -> BatchMetadata:
+    """The batch of a problem, by `make_batch`; its shapes are those of the problem."""
+    lens = {"context_lens": problem.context_lens}
+    if min(problem.context_lens, default=0) < 0:
+        lens = {"context_lens": None, "key_lens": list(problem.seq_lens)}
+    return make_batch(
+        list(problem.query_lens),
+        block_tables=problem.block_tables,
+        block_size=problem.block_size,
+        pad_tokens=len(problem.query),
+        max_query_len=problem.max_query_len,
+        **lens,
+    )
+
+
+def cache_of(problem: Problem) -> KVCache:
+    """The cache of a problem as JAX arrays."""
+    return KVCache(jnp.asarray(problem.key_cache), jnp.asarray(problem.value_cache))
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "backend", "return_lse"))
+def attend_in_jit(query, cache, batch, spec, *, backend, return_lse):
+    return paged_attention(query, cache, batch, spec, backend=backend, return_lse=return_lse)
+
+
+def attend(
+    problem: Problem, *, backend: str | None, jit: bool = False, return_lse: bool = True
+) -> Any:
+    """`paged_attention` on a problem: `(out, lse)`, or out alone without `return_lse`."""
+    call = attend_in_jit if jit else paged_attention
+    arrays = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
+    return call(*arrays, problem.spec, backend=backend, return_lse=return_lse)
+
+
+def check_backend(
+    name: str,
+    *,
+    dtypes: Sequence[Any] = DTYPES,
+    jit: bool = False,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
+    block_size: int = 4,
+    verbose: bool = True,
+) -> list[Cell]:
+    """Run a backend over feature x phase x dtype and hold every cell to the oracle.
+
+    A cell passes if it matches the oracle under the precision rule, with NaN in every slot that
+    no query may see, or if it raises `UnsupportedError` and the reason names the feature, the phase
+    or the dtype. A backend that cannot give lse is asked again without it.
+
+    Args:
+        name: a backend of `available_backends()`; others register through the entry-point group
+            `pagedattn.backends`.
+        dtypes: input dtypes to try.
+        jit: call inside `jax.jit`.
+        num_heads: query heads; also `num_kv_heads`, `head_dim` and `block_size` of the problems.
+        verbose: print the table.
+
+    Returns:
+        One `Cell` for each combination.
+
+    Raises:
+        AssertionError: listing the cells that failed, or that all were refused.
+        BackendUnavailableError: if the backend cannot be loaded here.
+
+    Example:
+        >>> from pagedattn.testing import check_backend
+        >>> cells = check_backend("xla", dtypes=["float32"], verbose=False)
+        >>> {cell.result for cell in cells}
+        {'ok'}
+    """
+    sizes = {
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "block_size": block_size,
+    }
+    cells = [
+        Cell(feature, phase, str(np.dtype(dtype)), "")
+        for feature in FEATURES
+        for phase in PHASES
+        for dtype in dtypes
+    ]
+    cells = [cell._replace(result=run_cell(name, cell, jit=jit, sizes=sizes)) for cell in cells]
+    if verbose:
+        print(table(name, cells))
+    raise_on_failures(name, cells)
+    return cells
+
+
+def cell_problem(cell: Cell, sizes: dict[str, int]) -> Problem:
+    """The problem of a cell, padded so that all cells of a feature share few programs."""
+    fields = dict(FEATURES[cell.feature])
+    if "alibi_slopes" in fields:
+        fields["alibi_slopes"] = tuple((-0.5) ** h for h in range(sizes["num_heads"]))
+    lens = [n + [0] * (NUM_SEQS - len(n)) for n in PHASES[cell.phase]]
+    spec = AttentionSpec(**fields)
+    blocks = [-(-n // sizes["block_size"]) for n in lens[1]]
+    width = -(-MAX_SEQ_LEN // sizes["block_size"])
+    rows = random_tables(np.random.default_rng(0), blocks, NUM_SEQS * width)
+    return random_problem(
+        *lens,
+        spec,
+        **sizes,
+        num_blocks=NUM_SEQS * width,
+        block_tables=[row + [-1] * (width - len(row)) for row in rows],
+        pad_tokens=NUM_TOKENS,
+        dtype=np.dtype(cell.dtype),
+        max_query_len=1 if cell.phase == "decode" else MAX_QUERY_LEN,
+    )
+
+
+def run_cell(name: str, cell: Cell, *, jit: bool, sizes: dict[str, int]) -> str:
+    """What came of one cell."""
+    problem = cell_problem(cell, sizes)
+    try:
+        out, lse = attend_with_lse(problem, name, jit)
+        assert_attention_close(out, lse, problem, name=name)
+        if (out.shape, out.dtype) != (problem.query.shape, problem.query.dtype):
+            return f"FAILED: out is {out.dtype}{list(out.shape)}, unlike the query"
+    except UnsupportedError as error:
+        named = [word for word in words(cell) if word in str(error)]
+        kind = "refused" if named else "FAILED: the reason names no feature of the cell"
+        return f"{kind}: {error}"
+    except AssertionError as error:
+        return f"FAILED: {error}"
+    return "ok"
+
+
+def attend_with_lse(problem: Problem, name: str, jit: bool) -> tuple[Any, Any]:
+    """out and lse; lse is None if the backend refuses to give it."""
+    try:
+        return attend(problem, backend=name, jit=jit)
+    except UnsupportedError as error:
+        if "lse" not in str(error):
+            raise
+        return attend(problem, backend=name, jit=jit, return_lse=False), None
+
+
+def words(cell: Cell) -> list[str]:
+    """What the reason for refusing a cell may name: one of these must be in it."""
+    sizes = ["num_heads", "num_kv_heads", "head_dim", "block_size"]
+    return [*FEATURES[cell.feature], *cell.phase.split(), cell.dtype, *sizes]
+
+
+def table(name: str, cells: Sequence[Cell]) -> str:
+    """The cells as aligned text."""
+    widths = [max(len(str(cell[i])) for cell in cells) for i in range(3)]
+    lines = [
+        "  ".join(str(cell[i]).ljust(widths[i]) for i in range(3)) + f"  {cell.result}"
+        for cell in cells
+    ]
+    return "\n".join([f"backend {name}", *lines])
+
+
+def raise_on_failures(name: str, cells: Sequence[Cell]) -> None:
+    """Raise AssertionError if a cell failed, or if none ran."""
+    failed = [cell for cell in cells if cell.result.startswith("FAILED")]
+    if failed:
+        count = f"{len(failed)} of {len(cells)} cells"
+        raise AssertionError(f"{count} failed:\n{table(name, failed)}")
+    if not any(cell.result == "ok" for cell in cells):
+        raise AssertionError(f"backend {name} refused every cell:\n{table(name, cells)}")

@@ -1,0 +1,169 @@
+"""The float64 reference: walks the block table token by token, shares no code with the library."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Head(NamedTuple):
+    """What one query head of one sequence sees, in float64.
+
+    Shapes: rows is a slice of the token axis; query `[q, head_dim]`; keys and values
+    `[k, head_dim]`, zeros where no query of the sequence looks; distance and visible `[q, k]`.
+    """
+
+    index: int
+    rows: slice
+    query: np.ndarray
+    keys: np.ndarray
+    values: np.ndarray
+    distance: np.ndarray
+    visible: np.ndarray
+
+
+def visible_keys(query_len: int, seq_len: int, spec: Any) -> np.ndarray:
+    """bool `[query_len, seq_len]`: which key each new token of one sequence sees."""
+    p = (seq_len - query_len) + np.arange(query_len)[:, None]
+    j = np.arange(seq_len)[None, :]
+    seen = np.ones((query_len, seq_len), bool)
+    if spec.causal:
+        seen &= j <= p
+    if spec.sliding_window is not None:
+        seen &= np.abs(p - j) < spec.sliding_window
+    return seen
+
+
+def walk(pool: np.ndarray, table: Sequence[int] | np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """float64 `[k, num_kv_heads, head_dim]`: the wanted tokens one by one, zeros for the others."""
+    block_size = pool.shape[1]
+    tokens = np.zeros((len(wanted), *pool.shape[2:]))
+    for j in np.flatnonzero(wanted):
+        tokens[j] = pool[int(table[j // block_size]), j % block_size].astype(np.float64)
+    return tokens
+
+
+def heads(
+    query: np.ndarray,
+    key_cache: np.ndarray,
+    value_cache: np.ndarray,
+    block_tables: Sequence[Sequence[int]] | np.ndarray,
+    seq_lens: Sequence[int] | np.ndarray,
+    query_start_loc: Sequence[int] | np.ndarray,
+    spec: Any,
+) -> Iterator[Head]:
+    """Every query head of every sequence, with exactly the keys that the contract lets it see."""
+    group = query.shape[1] // key_cache.shape[2]
+    for s, seq_len in enumerate(int(n) for n in seq_lens):
+        rows = slice(int(query_start_loc[s]), int(query_start_loc[s + 1]))
+        query_len = rows.stop - rows.start
+        visible = visible_keys(query_len, seq_len, spec)
+        keys = walk(key_cache, block_tables[s], visible.any(0))
+        values = walk(value_cache, block_tables[s], visible.any(0))
+        p = (seq_len - query_len) + np.arange(query_len)
+        distance = np.abs(p[:, None] - np.arange(seq_len)[None, :])
+        for h in range(query.shape[1]):
+            q = query[rows, h].astype(np.float64)
+            kv = h // group
+            yield Head(h, rows, q, keys[:, kv], values[:, kv], distance, visible)
+
+
+def logits(head: Head, spec: Any) -> np.ndarray:
+    """float64 `[q, k]`: scale, then cap, then ALiBi, then the mask."""
+    scale = head.query.shape[-1] ** -0.5 if spec.scale is None else spec.scale
+    score = scale * (head.query @ head.keys.T)
+    if spec.logits_soft_cap is not None:
+        score = spec.logits_soft_cap * np.tanh(score / spec.logits_soft_cap)
+    if spec.alibi_slopes is not None:
+        score = score - spec.alibi_slopes[head.index] * head.distance
+    return np.where(head.visible, score, -np.inf)
+
+
+def softmax(score: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Probabilities `[q, k]` and natural-log lse `[q]`; a row without keys gives 0 and -inf."""
+    top = score.max(-1, initial=-np.inf)
+    shift = np.where(np.isfinite(top), top, 0)
+    weight = np.exp(score - shift[:, None])
+    total = weight.sum(-1)
+    seen = total > 0
+    lse = np.where(seen, shift + np.log(np.where(seen, total, 1)), -np.inf)
+    return weight / np.where(seen, total, 1)[:, None], lse
+
+
+def reference_attention(
+    query: np.ndarray,
+    key_cache: np.ndarray,
+    value_cache: np.ndarray,
+    block_tables: Sequence[Sequence[int]] | np.ndarray,
+    seq_lens: Sequence[int] | np.ndarray,
+    query_start_loc: Sequence[int] | np.ndarray,
+    spec: Any,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Paged attention in float64, slowly and plainly.
+
+    Args:
+        query: `[num_tokens, num_heads, head_dim]`.
+        key_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`; only slots that some query
+            sees are read, so the rest may hold NaN.
+        value_cache: like `key_cache`.
+        block_tables: `[num_seqs, max_blocks]` or rows of different length.
+        seq_lens: `[num_seqs]`, keys of each sequence, the new tokens included.
+        query_start_loc: `[num_seqs + 1]`; rows of `query` from its last value on are padding.
+        spec: an `AttentionSpec`.
+
+    Returns:
+        out float64, of the shape of `query`, and lse float64 `[num_tokens, num_heads]`; 0 and -inf
+        in rows that see no key and in padding rows.
+
+    Example:
+        >>> import numpy as np
+        >>> from pagedattn import AttentionSpec
+        >>> from pagedattn.testing import reference_attention
+        >>> cache = np.ones((3, 4, 1, 8))
+        >>> out, lse = reference_attention(
+        ...     np.zeros((1, 2, 8)), cache, cache, [[2]], [4], [0, 1], AttentionSpec()
+        ... )
+        >>> out[0, 0, 0], np.exp(lse[0, 0]).round(6)
+        (np.float64(1.0), np.float64(4.0))
+    """
+    out = np.zeros(query.shape)
+    lse = np.full(query.shape[:2], -np.inf)
+    args = (query, key_cache, value_cache, block_tables, seq_lens, query_start_loc)
+    for head in heads(*args, spec):
+        probability, lse[head.rows, head.index] = softmax(logits(head, spec))
+        out[head.rows, head.index] = probability @ head.values
+    return out, lse
+
+
+def reference_write(
+    key_cache: np.ndarray,
+    value_cache: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    slot_mapping: Sequence[int] | np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """New caches with token t at slot `slot_mapping[t]`; slots outside the cache write nothing."""
+    key_cache, value_cache = key_cache.copy(), value_cache.copy()
+    num_blocks, block_size = key_cache.shape[:2]
+    for t, slot in enumerate(int(s) for s in slot_mapping):
+        if 0 <= slot < num_blocks * block_size:
+            key_cache[slot // block_size, slot % block_size] = key[t]
+            value_cache[slot // block_size, slot % block_size] = value[t]
+    return key_cache, value_cache
+
+
+def visible_slots(
+    block_tables: Sequence[Sequence[int]] | np.ndarray,
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    spec: Any,
+    *,
+    num_blocks: int,
+    block_size: int,
+) -> np.ndarray:
+    """bool `[num_blocks, block_size]`: slots that some query sees; the others may hold anything."""
+    seen = np.zeros((num_blocks, block_size), bool)
+    for table, query_len, seq_len in zip(block_tables, query_lens, seq_lens, strict=True):
+        for j in np.flatnonzero(visible_keys(int(query_len), int(seq_len), spec).any(0)):
+            seen[int(table[j // block_size]), j % block_size] = True
+    return seen

@@ -1,0 +1,121 @@
+"""One call of paged attention as plain numpy arrays: input of the oracle and of every backend."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from . import oracle
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Problem:
+    """Everything that one attention call reads.
+
+    Args:
+        query: `[num_tokens, num_heads, head_dim]`, float32, bfloat16 or float16; rows past the last
+            sequence are padding.
+        key_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, dtype of `query`.
+        value_cache: like `key_cache`.
+        block_tables: one row of block ids for each sequence; entries past
+            `ceil(seq_len / block_size)` may hold anything.
+        query_lens: new tokens of each sequence.
+        seq_lens: keys of each sequence, the new tokens included.
+        spec: an `AttentionSpec`.
+        max_query_len: static bound to give to `make_batch`; None takes its default.
+    """
+
+    query: np.ndarray
+    key_cache: np.ndarray
+    value_cache: np.ndarray
+    block_tables: Sequence[Sequence[int]] | np.ndarray
+    query_lens: Sequence[int]
+    seq_lens: Sequence[int]
+    spec: Any
+    max_query_len: int | None = None
+
+    @property
+    def block_size(self) -> int:
+        return self.key_cache.shape[1]
+
+    @functools.cached_property
+    def query_start_loc(self) -> np.ndarray:
+        return np.concatenate([[0], np.cumsum(self.query_lens, dtype=np.int64)])
+
+    @property
+    def context_lens(self) -> list[int]:
+        """`seq_len - query_len`; negative in cross attention with more queries than keys."""
+        return [int(n) - int(q) for n, q in zip(self.seq_lens, self.query_lens, strict=True)]
+
+    @property
+    def visible_slots(self) -> np.ndarray:
+        """bool `[num_blocks, block_size]`: slots that some query sees."""
+        num_blocks, block_size = self.key_cache.shape[:2]
+        lens = self.query_lens, self.seq_lens
+        sizes = {"num_blocks": num_blocks, "block_size": block_size}
+        return oracle.visible_slots(self.block_tables, *lens, self.spec, **sizes)
+
+    def replace(self, **changes: Any) -> "Problem":
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def poisoned(self, poison: float = np.nan) -> "Problem":
+        """The same problem with `poison` in all that no query sees, and in the padding rows."""
+        query = self.query.copy()
+        query[self.query_start_loc[-1] :] = poison
+        hidden = ~self.visible_slots[:, :, None, None]
+        key, value = (np.where(hidden, poison, x) for x in (self.key_cache, self.value_cache))
+        key, value = key.astype(query.dtype), value.astype(query.dtype)
+        return self.replace(query=query, key_cache=key, value_cache=value)
+
+
+def random_problem(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    spec: Any,
+    *,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
+    block_size: int = 4,
+    num_blocks: int | None = None,
+    pad_tokens: int | None = None,
+    dtype: Any = np.float32,
+    poison: float | None = np.nan,
+    block_tables: Sequence[Sequence[int]] | np.ndarray | None = None,
+    max_query_len: int | None = None,
+    seed: int = 0,
+) -> Problem:
+    """A problem with unit normal values and shuffled blocks, poisoned wherever nobody may look.
+
+    `num_blocks` defaults to all that is needed and a few more; `pad_tokens` is the length of the
+    token axis; `block_tables=None` draws tables without sharing.
+
+    Example:
+        >>> from pagedattn import AttentionSpec
+        >>> from pagedattn.testing import random_problem
+        >>> random_problem([1, 3], [9, 3], AttentionSpec()).query.shape
+        (4, 4, 16)
+    """
+    rng = np.random.default_rng(seed)
+    blocks = [-(-int(n) // block_size) for n in seq_lens]
+    num_blocks = sum(blocks) + 3 if num_blocks is None else num_blocks
+    if block_tables is None:
+        block_tables = random_tables(rng, blocks, num_blocks)
+    num_tokens = int(sum(query_lens)) if pad_tokens is None else pad_tokens
+    pool = num_blocks, block_size, num_kv_heads, head_dim
+    shapes = (num_tokens, num_heads, head_dim), pool, pool
+    arrays = [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+    problem = Problem(*arrays, block_tables, list(query_lens), list(seq_lens), spec, max_query_len)
+    return problem if poison is None else problem.poisoned(poison)
+
+
+def random_tables(
+    rng: np.random.Generator, blocks: Sequence[int], num_blocks: int
+) -> list[list[int]]:
+    """Rows of distinct block ids, `blocks[s]` of them in row s."""
+    ids = rng.permutation(num_blocks).tolist()
+    stops = np.cumsum(blocks).tolist()
+    return [ids[stop - n : stop] for stop, n in zip(stops, blocks, strict=True)]

@@ -1,0 +1,193 @@
+"""Hypothesis strategies: lengths, tables and values are free, shapes come from few buckets.
+
+Every program is compiled for its shapes and its spec, so those are drawn from short tables.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from hypothesis import strategies as st
+
+from pagedattn import AttentionSpec, alibi_slopes
+
+from .problem import Problem, random_problem
+
+DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16)
+POISONS = (np.nan, np.inf, -np.inf)
+GARBAGE = (-1, 0, 1_000_000, -7)  # what unused table entries may hold
+
+
+class Bucket(NamedTuple):
+    """The static shapes of one family of problems."""
+
+    num_tokens: int
+    num_seqs: int
+    max_blocks: int
+    num_blocks: int
+    block_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_query_len: int
+
+
+BUCKETS = (
+    Bucket(24, 6, 7, 43, 4, 4, 2, 16, 16),
+    Bucket(12, 4, 5, 23, 5, 3, 1, 24, 12),
+)
+KINDS = ("prefill", "chunk", "decode", "empty query", "padding")
+
+
+def spec_table(num_heads: int) -> dict[str, AttentionSpec]:
+    """Named specs that between them use every field, alone and together."""
+    slopes = alibi_slopes(num_heads)
+    signed = tuple((-1.0) ** h * 0.3 * (h + 1) for h in range(num_heads))
+    return {
+        "plain": AttentionSpec(),
+        "scale": AttentionSpec(scale=0.6),
+        "window": AttentionSpec(sliding_window=5),
+        "window 1": AttentionSpec(sliding_window=1),
+        "soft cap": AttentionSpec(logits_soft_cap=1.5),
+        "alibi": AttentionSpec(alibi_slopes=slopes),
+        "signed alibi": AttentionSpec(alibi_slopes=signed),
+        "not causal": AttentionSpec(causal=False),
+        "not causal, window": AttentionSpec(causal=False, sliding_window=4),
+        "all": AttentionSpec(scale=0.4, sliding_window=9, logits_soft_cap=2.0, alibi_slopes=signed),
+        "not causal, all": AttentionSpec(
+            scale=0.4, causal=False, sliding_window=6, logits_soft_cap=2.0, alibi_slopes=signed
+        ),
+    }
+
+
+def specs(num_heads: int) -> st.SearchStrategy[AttentionSpec]:
+    """One of the specs of `spec_table`."""
+    return st.sampled_from(list(spec_table(num_heads).values()))
+
+
+def dtypes() -> st.SearchStrategy[Any]:
+    """One of the dtypes that every backend should take."""
+    return st.sampled_from(DTYPES)
+
+
+def poisons() -> st.SearchStrategy[float]:
+    """What may lie where no query looks."""
+    return st.sampled_from(POISONS)
+
+
+def seeds() -> st.SearchStrategy[int]:
+    """Seeds for numpy: the values of a problem shrink as one number."""
+    return st.integers(0, 2**32 - 1)
+
+
+@st.composite
+def lengths(draw: st.DrawFn, bucket: Bucket, kinds: Sequence[str] = KINDS) -> list[tuple[int, int]]:
+    """`(query_len, seq_len)` of every sequence of the bucket, a ragged mix of `kinds`."""
+    room = bucket.max_blocks * bucket.block_size
+    left, lens = bucket.num_tokens, []
+    for _ in range(bucket.num_seqs):
+        most = min(left, bucket.max_query_len)
+        query_len, context_len = draw(one_length(draw(st.sampled_from(kinds)), most, room))
+        left -= query_len
+        lens.append((query_len, context_len + query_len))
+    return lens
+
+
+def one_length(kind: str, most: int, room: int) -> st.SearchStrategy[tuple[int, int]]:
+    """`(query_len, context_len)` with at most `most` new tokens and `room` keys."""
+    ranges = {
+        "prefill": ((min(1, most), most), (0, 0)),
+        "chunk": ((min(1, most), most), (1, room - most)),
+        "decode": ((min(1, most), min(1, most)), (0, room - 1)),
+        "empty query": ((0, 0), (0, room)),
+        "padding": ((0, 0), (0, 0)),
+    }
+    query, context = ranges[kind]
+    return st.tuples(st.integers(*query), st.integers(*context))
+
+
+@st.composite
+def cross_lengths(draw: st.DrawFn, bucket: Bucket) -> list[tuple[int, int]]:
+    """Like `lengths`, with key lengths that do not depend on the query lengths."""
+    left, lens = bucket.num_tokens, []
+    for _ in range(bucket.num_seqs):
+        query_len = draw(st.integers(0, min(left, bucket.max_query_len)))
+        left -= query_len
+        lens.append((query_len, draw(st.integers(0, bucket.max_blocks * bucket.block_size))))
+    return lens
+
+
+@st.composite
+def tables(
+    draw: st.DrawFn, lens: Sequence[tuple[int, int]], bucket: Bucket, *, share: bool = True
+) -> np.ndarray:
+    """int32 `[num_seqs, max_blocks]`: shuffled ids, shared prefixes, garbage past the used part.
+
+    Only blocks that lie wholly in the context of both sequences are shared: no one writes them.
+    """
+    rng = np.random.default_rng(draw(seeds()))
+    size = bucket.block_size
+    used = [-(-seq_len // size) for _, seq_len in lens]
+    garbage = draw(st.sampled_from(GARBAGE))
+    rows = np.full((len(lens), bucket.max_blocks), garbage, np.int32)
+    ids = iter(rng.permutation(bucket.num_blocks))
+    for s, n in enumerate(used):
+        rows[s, :n] = [next(ids) for _ in range(n)]
+        if share and s and draw(st.booleans()):
+            donor = draw(st.integers(0, s - 1))
+            common = max(0, min(n - q for q, n in (lens[s], lens[donor]))) // size
+            rows[s, :common] = rows[donor, :common]
+    return rows
+
+
+@st.composite
+def problems(
+    draw: st.DrawFn,
+    *,
+    bucket: Bucket | None = None,
+    spec: AttentionSpec | None = None,
+    dtype: Any = None,
+    kinds: Sequence[str] = KINDS,
+    cross: bool = False,
+    poison: bool = True,
+    share: bool = True,
+) -> Problem:
+    """A whole attention call; what is not given is drawn.
+
+    Args:
+        bucket: static shapes, one of `BUCKETS` by default.
+        spec: drawn from `specs` by default.
+        dtype: drawn from `dtypes` by default.
+        kinds: what sequences may be, some of `KINDS`; only decodes and empty queries put the
+            problem in the decode bucket, whose `max_query_len` is 1.
+        cross: key lengths independent of query lengths.
+        poison: put NaN or infinities in all that no query sees.
+        share: let sequences share the blocks of a common prefix.
+    """
+    bucket = draw(st.sampled_from(BUCKETS)) if bucket is None else bucket
+    spec = draw(specs(bucket.num_heads)) if spec is None else spec
+    dtype = draw(dtypes()) if dtype is None else dtype
+    lens = draw(cross_lengths(bucket) if cross else lengths(bucket, kinds))
+    longest = 1 if not cross and not {"prefill", "chunk"} & set(kinds) else bucket.max_query_len
+    return random_problem(
+        *zip(*lens, strict=True),
+        spec,
+        num_heads=bucket.num_heads,
+        num_kv_heads=bucket.num_kv_heads,
+        head_dim=bucket.head_dim,
+        block_size=bucket.block_size,
+        num_blocks=bucket.num_blocks,
+        pad_tokens=bucket.num_tokens,
+        dtype=dtype,
+        poison=draw(poisons()) if poison else None,
+        block_tables=draw(tables(lens, bucket, share=share)),
+        max_query_len=longest,
+        seed=draw(seeds()),
+    )
+
+
+def any_phase(**kwargs: Any) -> st.SearchStrategy[Problem]:
+    """Problems of every phase: mixed batches, decode steps and cross attention."""
+    decode = problems(kinds=("decode", "empty query", "padding"), **kwargs)
+    return st.one_of(problems(**kwargs), decode, problems(cross=True, **kwargs))

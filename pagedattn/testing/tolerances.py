@@ -1,0 +1,203 @@
+"""The one precision rule: how far a backend may be from the float64 oracle."""
+
+import itertools
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from . import oracle
+from .problem import Problem
+
+PLAIN_FACTOR = 2.0  # a backend may err twice as much as the plain computation does
+SPACINGS = 1.0  # and by this many spacings of the result in its dtype
+ACCUMULATION = 4.0  # and by this many float32 roundings of every product that it sums
+
+
+class Expected(NamedTuple):
+    """What a problem must give: exact values and how far off each may be.
+
+    out `[num_tokens, num_heads, head_dim]`, out_error `[num_tokens, num_heads, 1]`,
+    lse and lse_error `[num_tokens, num_heads]`, all float64.
+    """
+
+    out: np.ndarray
+    out_error: np.ndarray
+    lse: np.ndarray
+    lse_error: np.ndarray
+
+
+def epsilon(dtype: Any) -> float:
+    """Spacing of `dtype` at 1.0."""
+    return float(ml_dtypes.finfo(dtype).eps)
+
+
+def expect(problem: Problem) -> Expected:
+    """The oracle's answer to `problem`, and the error allowed in every row.
+
+    A row may differ from the oracle by the sum of
+
+    - twice the largest error, in that row's sequence, of the same formula computed plainly: inputs,
+      scores, probabilities and results in the input dtype, the softmax in float32;
+    - one spacing of the dtype at the row's largest value;
+    - four float32 roundings of each term of the sums behind it (`float32_error`).
+    """
+    dtype = problem.query.dtype
+    out, lse = reference(problem)
+    plain_out, plain_lse = plain_attention(problem)
+    sum_out, sum_lse = float32_error(problem)
+    out_error = PLAIN_FACTOR * worst_of_sequence(problem, np.abs(plain_out - out).max(-1))
+    out_error += SPACINGS * epsilon(dtype) * np.abs(out).max(-1) + ACCUMULATION * sum_out
+    # -inf - -inf is NaN: rows without keys are compared exactly, not by their error
+    lse_gap = np.abs(np.where(np.isfinite(lse), plain_lse, 0) - np.where(np.isfinite(lse), lse, 0))
+    lse_error = PLAIN_FACTOR * worst_of_sequence(problem, lse_gap) + ACCUMULATION * sum_lse
+    return Expected(out, out_error[..., None], lse, lse_error)
+
+
+def arguments(problem: Problem) -> tuple:
+    """The arguments of the oracle, but for the spec."""
+    caches = problem.query, problem.key_cache, problem.value_cache
+    return *caches, problem.block_tables, problem.seq_lens, problem.query_start_loc
+
+
+def reference(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+    """`reference_attention` of a problem."""
+    return oracle.reference_attention(*arguments(problem), problem.spec)
+
+
+def worst_of_sequence(problem: Problem, error: np.ndarray) -> np.ndarray:
+    """`[num_tokens, num_heads]`: in every row the largest error of the row's sequence."""
+    worst = np.zeros_like(error)
+    for start, stop in itertools.pairwise(problem.query_start_loc):
+        worst[start:stop] = error[start:stop].max(initial=0)
+    return worst
+
+
+def plain_attention(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+    """The formula in the input dtype with a float32 softmax: out and lse, as float64 arrays."""
+    spec, dtype = problem.spec, problem.query.dtype
+    out = np.zeros(problem.query.shape)
+    lse = np.full(problem.query.shape[:2], -np.inf)
+    for head in oracle.heads(*arguments(problem), spec):
+        score = plain_logits(head, spec, dtype)
+        probability, lse[head.rows, head.index] = oracle.softmax(score)
+        out[head.rows, head.index] = plain_matmul(probability, head.values, dtype)
+    return out, lse
+
+
+def plain_logits(head: oracle.Head, spec: Any, dtype: Any) -> np.ndarray:
+    """float32 `[q, k]`, from scores rounded to `dtype`."""
+    scale = head.query.shape[-1] ** -0.5 if spec.scale is None else spec.scale
+    score = np.float32(scale) * plain_matmul(head.query, head.keys.T, dtype)
+    if spec.logits_soft_cap is not None:
+        cap = np.float32(spec.logits_soft_cap)
+        score = cap * np.tanh(score / cap)
+    if spec.alibi_slopes is not None:
+        slope = np.float32(spec.alibi_slopes[head.index])
+        score = score - slope * head.distance.astype(np.float32)
+    return np.where(head.visible, score, np.float32(-np.inf))
+
+
+def plain_matmul(a: np.ndarray, b: np.ndarray, dtype: Any) -> np.ndarray:
+    """`a @ b` of values in `dtype`, summed in float32, rounded to `dtype`, as float32."""
+    product = a.astype(dtype).astype(np.float32) @ b.astype(dtype).astype(np.float32)
+    return product.astype(dtype).astype(np.float32)
+
+
+def float32_error(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+    """First-order bound, `[num_tokens, num_heads]`, of one float32 rounding of every summed term.
+
+    A logit is off by eps times the absolute sum of what it is made of; out and lse feel that
+    weighted by the probabilities.
+    """
+    spec, eps = problem.spec, epsilon(np.float32)
+    out = np.zeros(problem.query.shape[:2])
+    lse = np.zeros(problem.query.shape[:2])
+    for head in oracle.heads(*arguments(problem), spec):
+        probability, exact = oracle.softmax(oracle.logits(head, spec))
+        blur = probability * (1 + logit_magnitude(head, spec))
+        spread = np.abs(head.values).max(-1, initial=0)
+        out[head.rows, head.index] = eps * (blur @ spread)
+        lse[head.rows, head.index] = eps * (blur.sum(-1) + np.abs(np.where(blur.any(-1), exact, 0)))
+    return out, lse
+
+
+def logit_magnitude(head: oracle.Head, spec: Any) -> np.ndarray:
+    """float64 `[q, k]`: the absolute sum of the terms of each logit."""
+    scale = head.query.shape[-1] ** -0.5 if spec.scale is None else spec.scale
+    size = abs(scale) * (np.abs(head.query) @ np.abs(head.keys).T)
+    if spec.alibi_slopes is not None:
+        size = size + abs(spec.alibi_slopes[head.index]) * head.distance
+    return size
+
+
+def assert_attention_close(
+    out: Any, lse: Any, expected: Expected | Problem, *, name: str = "backend"
+) -> None:
+    """Raise AssertionError unless out and lse obey the precision rule.
+
+    Args:
+        out: `[num_tokens, num_heads, head_dim]`, any array that numpy reads.
+        lse: `[num_tokens, num_heads]`, or None when the call gave none.
+        expected: from `expect`, or the problem itself.
+        name: who computed it, for the message.
+
+    Rows that see no key and padding rows must be exactly 0 and -inf.
+    """
+    expected = expect(expected) if isinstance(expected, Problem) else expected
+    empty = np.isneginf(expected.lse)
+    check(f"{name}: out", as_float64(out), expected.out, expected.out_error, empty, 0.0)
+    if lse is not None:
+        got = as_float64(lse)
+        check(f"{name}: lse", got, expected.lse, expected.lse_error, empty, -np.inf)
+
+
+def as_float64(x: Any) -> np.ndarray:
+    """Any array of a float dtype, bfloat16 torch tensors too, as float64."""
+    x = x.detach().cpu().double() if hasattr(x, "detach") else x
+    return np.asarray(x).astype(np.float64)
+
+
+def check(
+    name: str,
+    got: np.ndarray,
+    want: np.ndarray,
+    allowed: np.ndarray,
+    empty: np.ndarray,
+    nothing: float,
+) -> None:
+    """Raise unless empty rows hold exactly `nothing` and |got - want| <= allowed in the others."""
+    if got.shape != want.shape:
+        raise AssertionError(f"{name} has shape {got.shape}, expected {want.shape}")
+    check_empty(name, got, empty, nothing)
+    seen = ~empty.reshape(*empty.shape, *[1] * (want.ndim - empty.ndim))
+    check_rows(name, np.where(seen, got, 0), np.where(seen, want, 0), allowed)
+
+
+def check_rows(name: str, got: np.ndarray, want: np.ndarray, allowed: np.ndarray) -> None:
+    """Raise with the place and the size of the worst error unless |got - want| <= allowed."""
+    error = np.abs(got - want)
+    bad = ~(error <= allowed)  # NaN is bad
+    if not bad.any():
+        return
+    excess = np.where(np.isnan(error), np.inf, error - allowed)
+    worst = np.unravel_index(np.argmax(np.where(bad, excess, -np.inf)), error.shape)
+    limit = np.broadcast_to(allowed, error.shape)[worst]
+    place = tuple(int(i) for i in worst)
+    rows = sorted({int(i) for i in np.nonzero(bad)[0]})
+    raise AssertionError(
+        f"{name} is off in {int(bad.sum())} of {bad.size} values, in tokens {rows[:8]}; worst at "
+        f"{place}: got {got[worst]:.6g}, expected {want[worst]:.6g}, "
+        f"error {error[worst]:.3g}, allowed {limit:.3g}"
+    )
+
+
+def check_empty(name: str, got: np.ndarray, empty: np.ndarray, value: float) -> None:
+    """Raise unless every row without keys holds exactly `value`."""
+    wrong = empty & ~(got == value).reshape(*empty.shape, -1).all(-1)
+    if wrong.any():
+        token, head = (int(i[0]) for i in np.nonzero(wrong))
+        raise AssertionError(
+            f"{name} must be {value} in rows that see no key; "
+            f"token {token}, head {head} has {got[token, head]}"
+        )

@@ -1,0 +1,127 @@
+"""The two entry points of pagedattn on torch tensors."""
+
+import functools
+import importlib
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from pagedattn import (
+    AttentionSpec,
+    BackendUnavailableError,
+    BatchMetadata,
+    InvalidInputError,
+    KVCache,
+    validate,
+)
+from pagedattn import backend as backends
+
+from .arrays import batch_on, tensor
+
+# `backend=None` takes the first usable one.
+ORDER = ("sdpa",)
+
+
+def paged_attention(
+    query: Float[Tensor, "num_tokens num_heads head_dim"],
+    cache: KVCache,
+    batch: BatchMetadata,
+    spec: AttentionSpec = AttentionSpec(),
+    *,
+    backend: str | None = None,
+    return_lse: bool = False,
+):
+    """`pagedattn.paged_attention` on torch tensors; the batch may hold arrays of any framework.
+
+    Values of the batch are checked where they lie on the CPU. Not differentiable.
+
+    Returns:
+      out like query; with `return_lse` also lse `f32[num_tokens, num_heads]`.
+
+    Raises:
+      InvalidInputError, UnsupportedError, BackendUnavailableError: as the JAX function.
+
+    >>> from pagedattn import make_batch
+    >>> cache = KVCache(torch.ones(2, 4, 1, 8), torch.ones(2, 4, 1, 8))
+    >>> batch = make_batch([1], [4], [[1, 0]], block_size=4)
+    >>> paged_attention(torch.ones(1, 2, 8), cache, batch).shape
+    torch.Size([1, 2, 8])
+    """
+    _require_tensors(query=query, key=cache.key, value=cache.value)
+    batch = batch_on(batch, query.device)
+    validate.attention(query, cache, batch, spec)
+    call = (query, cache, batch, spec, return_lse)
+    if backend is None:
+        chosen = backends.choose(load, ORDER, call)
+    else:
+        chosen = backends.require(load, backend, call)
+    with torch.no_grad():
+        out, lse = chosen.run(*call)
+    return (out, lse) if return_lse else out
+
+
+def ragged_attention(
+    query: Float[Tensor, "num_tokens num_heads head_dim"],
+    key: Float[Tensor, "num_keys num_kv_heads head_dim"],
+    value: Float[Tensor, "num_keys num_kv_heads head_dim"],
+    query_start_loc: Int[Tensor, "num_seqs_plus_1"],
+    key_start_loc: Int[Tensor, "num_seqs_plus_1"],
+    spec: AttentionSpec = AttentionSpec(),
+    *,
+    max_query_len: int,
+    max_key_len: int,
+    backend: str | None = None,
+    return_lse: bool = False,
+):
+    """`pagedattn.ragged_attention` on torch tensors.
+
+    >>> x, starts = torch.ones(3, 1, 8), torch.tensor([0, 1, 3])
+    >>> ragged_attention(x, x, x, starts, starts, max_query_len=2, max_key_len=2).shape
+    torch.Size([3, 1, 8])
+    """
+    _require_tensors(query=query, key=key, value=value)
+    query_start_loc, key_start_loc = (
+        tensor(starts, query.device) for starts in (query_start_loc, key_start_loc)
+    )
+    max_lens = (max_query_len, max_key_len)
+    validate.ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens)
+    batch = packed_batch(query.shape[0], query_start_loc, key_start_loc, *max_lens)
+    cache = KVCache(key[:, None], value[:, None])
+    return paged_attention(query, cache, batch, spec, backend=backend, return_lse=return_lse)
+
+
+def packed_batch(num_tokens, query_start_loc, key_start_loc, max_query_len, max_key_len):
+    """Packed keys as a batch over blocks of one token."""
+    device = key_start_loc.device
+    key_lens = key_start_loc.diff()
+    tokens = torch.arange(num_tokens, device=device, dtype=query_start_loc.dtype)
+    seqs = (torch.searchsorted(query_start_loc, tokens, right=True) - 1).clamp(
+        max=len(key_lens) - 1
+    )
+    return BatchMetadata(
+        block_tables=key_start_loc[:-1, None] + torch.arange(max_key_len, device=device),
+        seq_lens=key_lens,
+        query_start_loc=query_start_loc,
+        slot_mapping=torch.full_like(tokens, -1),
+        positions=tokens + (key_lens - query_start_loc[1:])[seqs] if len(key_lens) else tokens,
+        block_size=1,
+        max_query_len=max_query_len,
+    )
+
+
+@functools.cache
+def load(name: str) -> backends.Backend:
+    """The torch backend of a name; its kernels are imported now."""
+    if name not in ORDER:
+        raise BackendUnavailableError(f"backend must be one of {list(ORDER)}, got {name!r}")
+    return importlib.import_module(f".{name}", __package__).BACKEND
+
+
+def _require_tensors(**arrays):
+    for name, array in arrays.items():
+        if not isinstance(array, Tensor):
+            raise InvalidInputError(
+                f"{name} must be a torch tensor, got {type(array).__name__}; interop.to_torch "
+                "converts JAX arrays without a copy"
+            )

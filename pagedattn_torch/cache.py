@@ -1,0 +1,73 @@
+"""The paged cache on torch tensors, updated in place."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from pagedattn import KVCache, validate
+
+
+def write_kv_(
+    cache: KVCache,
+    key: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+    value: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+    slot_mapping: Int[Tensor, "num_tokens"],
+) -> KVCache:
+    """Writes the keys and values of new tokens into the cache given; slot -1 writes nothing.
+
+    Raises:
+      InvalidInputError: wrong shapes or dtypes, slots out of range or doubled. Values are checked
+        for tensors on the CPU; elsewhere, slots outside the cache are dropped.
+
+    >>> cache = KVCache(torch.zeros(1, 2, 1, 1), torch.zeros(1, 2, 1, 1))
+    >>> write_kv_(cache, torch.ones(1, 1, 1), torch.ones(1, 1, 1), torch.tensor([1])).key.flatten()
+    tensor([0., 1.])
+    """
+    validate.write(cache, key, value, slot_mapping)
+    write_rows_(cache, key, value, slot_mapping)
+    return cache
+
+
+def write_rows_(cache: KVCache, key: Tensor, value: Tensor, slots: Tensor) -> None:
+    """The write itself, of arguments that are known to fit together; never waits for the device."""
+    if not len(slots):
+        return
+    slots = slots.to(torch.int64)
+    live = (slots >= 0) & (slots < cache.num_slots)
+    for plane, rows in ((cache.key, key), (cache.value, value)):
+        _set_rows_(plane, slots, rows, live)
+
+
+def _set_rows_(plane, slots, rows, live):
+    # Selecting the live tokens would wait for a GPU. So dropped ones repeat the write of a live
+    # one, or, if there is none, write back what stands in slot 0.
+    first, some = live.int().argmax(), live.any()
+    spare_slot = torch.where(some, slots[first], 0)
+    index = torch.where(live, slots, spare_slot)
+    index = (index // plane.shape[1], index % plane.shape[1])
+    spare_row = torch.where(some, rows[first], plane[index[0][first], index[1][first]])
+    plane.index_put_(index, torch.where(live[:, None, None], rows, spare_row))
+
+
+def copy_blocks_(cache: KVCache, src: Int[Tensor, "n"], dst: Int[Tensor, "n"]) -> KVCache:
+    """Copies block `src[i]` to block `dst[i]` in place; every source is read as it was before.
+
+    >>> planes = (torch.arange(3.0).reshape(3, 1, 1, 1) for _ in range(2))
+    >>> copy_blocks_(KVCache(*planes), torch.tensor([0, 1]), torch.tensor([1, 2])).key.flatten()
+    tensor([0., 0., 1.])
+    """
+    return swap_blocks_(cache, cache, src, dst)
+
+
+def swap_blocks_(
+    src_cache: KVCache, dst_cache: KVCache, src: Int[Tensor, "n"], dst: Int[Tensor, "n"]
+) -> KVCache:
+    """Copies block `src[i]` of one cache to block `dst[i]` of another in place, and returns that.
+
+    The caches may lie on different devices. A copy, not an exchange, despite the field's name.
+    """
+    validate.block_copies(src_cache, dst_cache, src, dst)
+    for source, target in ((src_cache.key, dst_cache.key), (src_cache.value, dst_cache.value)):
+        blocks = source.index_select(0, src.to(source.device, torch.int64)).to(target.device)
+        target.index_copy_(0, dst.to(target.device, torch.int64), blocks)
+    return dst_cache

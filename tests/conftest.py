@@ -1,0 +1,36 @@
+"""Hypothesis profiles and the axes that every backend test runs over."""
+
+import os
+
+import hypothesis
+import pytest
+
+PROFILES = {"dev": 20, "ci": 25, "deep": 500}  # examples a test
+for name, examples in PROFILES.items():
+    hypothesis.settings.register_profile(
+        name,
+        max_examples=examples,
+        deadline=None,  # the first example of a shape compiles
+        derandomize=name == "ci",
+        print_blob=True,
+        suppress_health_check=[
+            hypothesis.HealthCheck.too_slow,
+            hypothesis.HealthCheck.function_scoped_fixture,  # backend and mode are plain strings
+        ],
+    )
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+BACKENDS = ("xla", "sdpa")
+MODES = ("eager", "jit")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    """Name of a backend that must be usable on this machine."""
+    return request.param
+
+
+@pytest.fixture(params=MODES)
+def mode(request: pytest.FixtureRequest) -> str:
+    """How the call is made: see `cases.attend`."""
+    return request.param

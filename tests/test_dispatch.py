@@ -1,0 +1,174 @@
+"""How a backend is chosen, refused or missed, and what check_backend holds it to."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+import pagedattn_torch
+from cases import assert_words, good_call
+from interop import to_torch
+from pagedattn import (
+    BackendUnavailableError,
+    InvalidInputError,
+    UnsupportedError,
+    available_backends,
+    explain,
+    paged_attention,
+)
+from pagedattn.testing import harness
+
+
+def test_unknown_backends():
+    with pytest.raises(BackendUnavailableError) as error:
+        paged_attention(*good_call(), backend="flash9")
+    assert_words(error, ["'flash9'", "xla", "sdpa", "pagedattn.backends"])
+    with pytest.raises(BackendUnavailableError, match="flash9"):
+        pagedattn_torch.paged_attention(
+            *to_torch(good_call()[:2], copy=True), *good_call()[2:], backend="flash9"
+        )
+
+
+def test_available_backends():
+    assert {"xla", "sdpa"} <= set(available_backends())
+    assert all(isinstance(name, str) for name in available_backends())
+
+
+def test_explain_names_every_backend():
+    reasons = explain(*good_call())
+    assert reasons.keys() >= {"xla", "sdpa"}
+    assert reasons["xla"] == reasons["sdpa"] == []
+
+
+def test_explain_rejects_what_no_backend_could_run():
+    query, *rest = good_call()
+    with pytest.raises(InvalidInputError, match="num_heads"):
+        explain(query[:, :3], *rest)
+
+
+NO_TORCH = """
+import sys
+
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {blocked}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, NoTorch())
+import jax.numpy as jnp
+import pagedattn
+batch = pagedattn.make_batch([1], [0], [[0]], block_size=4)
+cache = pagedattn.init_kv_cache(1, 4, 1, 8)
+query = jnp.ones((1, 1, 8), jnp.bfloat16)
+assert "xla" in pagedattn.available_backends()
+assert "sdpa" not in pagedattn.available_backends()
+assert pagedattn.paged_attention(query, cache, batch).shape == query.shape
+reasons = pagedattn.explain(query, cache, batch)["sdpa"]
+assert len(reasons) == 1, reasons
+print(reasons[0])
+for call in (
+    lambda: pagedattn.paged_attention(query, cache, batch, backend="sdpa"),
+    lambda: __import__("interop"),
+):
+    try:
+        call()
+    except pagedattn.BackendUnavailableError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize("blocked", [{"torch"}, {"jax_tvm_ffi", "tvm_ffi"}])
+def test_a_missing_package_is_named_with_its_cure(blocked):
+    """A process that cannot import a package: xla serves, sdpa says what to install."""
+    code = NO_TORCH.format(blocked=blocked)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3, done.stdout + done.stderr
+    for line in lines:
+        assert "pip install 'pagedattn[torch]'" in line
+
+
+def test_a_refusal_names_the_feature_and_does_not_fall_back(tmp_path):
+    """A backend of someone else's, registered by entry point and held to the oracle."""
+    site = tmp_path / "picky-1.0.dist-info"
+    site.mkdir()
+    (site / "METADATA").write_text("Metadata-Version: 2.1\nName: picky\nVersion: 1.0\n")
+    (site / "entry_points.txt").write_text("[pagedattn.backends]\npicky = picky:BACKEND\n")
+    (tmp_path / "picky.py").write_text(PICKY)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{USE_PICKY}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["refused", "7.0", "checked"]
+
+
+PICKY = """
+import jax.numpy as jnp
+from pagedattn.backend import Backend
+from pagedattn.backends import xla
+
+def unsupported(query, cache, batch, spec, return_lse):
+    return ["it knows no logits_soft_cap"] if spec.logits_soft_cap else []
+
+def run(query, cache, batch, spec, return_lse):
+    if query.shape[0] == 1:
+        return jnp.full_like(query, 7.0), None
+    return xla.BACKEND.run(query, cache, batch, spec, return_lse)
+
+BACKEND = Backend("picky", unsupported, run)
+"""
+
+USE_PICKY = """
+import jax.numpy as jnp
+import pagedattn
+from pagedattn import AttentionSpec, UnsupportedError
+batch = pagedattn.make_batch([1], [0], [[0]], block_size=4)
+cache = pagedattn.init_kv_cache(1, 4, 1, 8)
+query = jnp.ones((1, 1, 8), jnp.bfloat16)
+capped = AttentionSpec(logits_soft_cap=1.0)
+try:
+    pagedattn.paged_attention(query, cache, batch, capped, backend="picky")
+except UnsupportedError as error:
+    assert "picky" in str(error) and "logits_soft_cap" in str(error), error
+    print("refused")
+assert pagedattn.explain(query, cache, batch, capped)["picky"] == ["it knows no logits_soft_cap"]
+print(float(pagedattn.paged_attention(query, cache, batch, backend="picky")[0, 0, 0]))
+from pagedattn.testing import check_backend
+cells = check_backend("picky", dtypes=["float32"], verbose=False)
+results = {cell.result.split(":")[0] for cell in cells}
+assert results == {"ok", "refused"}, results
+assert all(("cap" in c.feature or c.feature == "all together") == (c.result != "ok") for c in cells)
+print("checked")
+"""
+
+
+def test_check_backend_fails_a_wrong_backend(monkeypatch):
+    """The harness itself: a backend that ignores the window does not pass."""
+
+    def forgetful(query, cache, batch, spec, **kwargs):
+        return paged_attention(
+            query, cache, batch, dataclasses.replace(spec, sliding_window=None), **kwargs
+        )
+
+    monkeypatch.setattr(harness, "paged_attention", forgetful)
+    monkeypatch.setattr(harness, "PHASES", {"mixed": harness.PHASES["mixed"]})
+    with pytest.raises(AssertionError, match=r"cells failed(.|\n)*sliding_window"):
+        harness.check_backend("xla", dtypes=["float32"], verbose=False)
+
+
+@pytest.mark.parametrize("reason", ["no logits_soft_cap", "just because"])
+def test_check_backend_wants_reasons_that_name_the_feature(monkeypatch, reason):
+    def picky(query, cache, batch, spec, **kwargs):
+        if spec.logits_soft_cap:
+            raise UnsupportedError(reason)
+        return paged_attention(query, cache, batch, spec, **kwargs)
+
+    monkeypatch.setattr(harness, "paged_attention", picky)
+    monkeypatch.setattr(harness, "PHASES", {"decode": harness.PHASES["decode"]})
+    if reason == "just because":
+        with pytest.raises(AssertionError, match="names no feature"):
+            harness.check_backend("xla", dtypes=["float32"], verbose=False)
+    else:
+        cells = harness.check_backend("xla", dtypes=["float32"], verbose=False)
+        assert sum(cell.result.startswith("refused") for cell in cells) == 2
