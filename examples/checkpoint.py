@@ -50,7 +50,7 @@ def save_checkpoint(directory: Path, config: LlamaConfig, params: dict, dtype=jn
 
 
 def read_config(path: Path) -> LlamaConfig:
-    """Parses a `config.json`, in the older and the newer spelling of its RoPE fields."""
+    """Parses a `config.json`, with its RoPE fields in the older or the newer place."""
     raw = json.loads(path.read_text())
     raw |= raw.pop("rope_parameters", None) or {}
     reject_unsupported(raw)
@@ -58,7 +58,6 @@ def read_config(path: Path) -> LlamaConfig:
     raw.setdefault("num_key_value_heads", raw["num_attention_heads"])
     if isinstance(raw.get("eos_token_id"), list):
         raw["eos_token_id"] = tuple(raw["eos_token_id"])
-    raw.setdefault("tie_word_embeddings", False)  # Hugging Face's default for Llama
     known = {field.name for field in fields(LlamaConfig)}
     return LlamaConfig(**{name: value for name, value in raw.items() if name in known})
 

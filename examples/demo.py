@@ -3,15 +3,13 @@
     python examples/demo.py
     python examples/demo.py --backend xla --model DIR --picture pool.png
 
-Every usable backend serves the same requests. All have to give the same text, and the text that
-the model gives without any cache; otherwise the exit status is 1.
+Every usable backend serves the same requests. All have to give the same text, which has to be the
+one that the model gives without any cache; otherwise the exit status is 1.
 """
 
 import argparse
-import itertools
 import sys
 import time
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -21,95 +19,108 @@ import numpy as np
 from checkpoint import load_checkpoint
 from display import render
 from engine import Engine
-from jaxtyping import Array, Float, Int
-from llama import LlamaConfig, attention_spec, forward_dense, logits_of
-from occupancy import Owners, blocks_padded, blocks_used, draw_occupancy
+from llama import LlamaConfig, attention_spec
+from parity import dense_scores
 from prompts import PROMPTS
-from rich.console import Console
+from report import Served, console, show_backends, show_pool, show_texts
 from rich.live import Live
-from rich.table import Table
 from scheduler import Limits, Request
 from tokenizer import Tokenizer, load_tokenizer
 
 from pagedattn import explain, init_kv_cache, make_batch
 
-SHIPPED_MODEL = Path(__file__).parent / "models" / "pydoc-llama"
-console = Console()
+MODEL = Path(__file__).parent / "models" / "pydoc-llama"
 
 
-@dataclass(frozen=True)
-class Served:
-    """The outcome of one backend: by request, the tokens and the scores each was chosen from."""
-
-    completions: dict[int, list[int]]
-    logits: dict[int, Float[np.ndarray, "num_new vocab_size"]]
-    owners: Owners
-    seconds: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        return sum(map(len, self.completions.values())) / self.seconds
-
-
-def serve(engine: Engine, requests: list[Request], on_step=lambda: None) -> Served:
+def serve(engine: Engine, requests: list[Request]) -> Served:
     """Runs the requests to their ends."""
     for request in requests:
         engine.submit(request)
-    owners, logits, start = [], {request.id: [] for request in requests}, time.perf_counter()
+    owners, scores, start = [], {request.id: [] for request in requests}, time.perf_counter()
     while not engine.idle:
         step = engine.step()
         owners.append(step.owners)
-        for request_id, row in step.logits.items():
-            logits[request_id].append(row)
-        on_step()
+        for request, row in step.scores.items():
+            scores[request].append(row)
     seconds = time.perf_counter() - start
-    stacked = {request_id: np.stack(rows) for request_id, rows in logits.items()}
-    return Served(engine.completions, stacked, np.stack(owners), seconds)
+    completions = {request.id: engine.completions.pop(request.id) for request in requests}
+    stacked = {request: np.stack(rows) for request, rows in scores.items()}
+    return Served(completions, stacked, np.stack(owners), seconds)
 
 
 def serve_live(engine: Engine, requests: list[Request], tokenizer: Tokenizer) -> Served:
-    """`serve`, on a warm engine and with a display."""
-    warm_up = Request(requests[0].id, requests[0].prompt * 2, max_new_tokens=2)
-    compiling = serve(engine, [warm_up]).seconds
-    engine.completions = {}
-    console.print(f"\n[bold]{engine.backend}[/bold]: compiled in {compiling:.1f} s")
+    """`serve` on a warm engine, with a display while it lasts and a line of what it came to."""
+    compile_seconds = warm_up(engine)
     view = partial(render, engine, requests, tokenizer)
-    with Live(get_renderable=view, console=console, refresh_per_second=8):
-        return serve(engine, requests)
+    with Live(get_renderable=view, console=console, refresh_per_second=8, transient=True):
+        served = serve(engine, requests)
+    console.print(
+        f"[bold]{engine.backend}[/] served {len(requests)} requests in {served.seconds:.1f} s, "
+        f"after {compile_seconds:.1f} s of compiling"
+    )
+    return served
+
+
+def warm_up(engine: Engine) -> float:
+    """Compiles both programs, by a decode step and a mixed one; the seconds it took."""
+    tiny = (Request(0, prompt, max_new_tokens=1) for prompt in ((0,), (0, 0)))
+    return sum(serve(engine, [request]).seconds for request in tiny)
 
 
 def usable_backends(model: LlamaConfig, limits: Limits) -> list[str]:
-    """Backends that can run this model here; says why the others cannot."""
-    cache = init_kv_cache(
-        1, limits.block_size, model.num_key_value_heads, model.head_dim, dtype=jnp.float32
-    )
+    """The backends that can run this model here; prints why the others cannot."""
+    shape = (1, limits.block_size, model.num_key_value_heads, model.head_dim)
     batch = make_batch([1], [0], [[0]], block_size=limits.block_size)
     query = jnp.zeros((1, model.num_attention_heads, model.head_dim))
+    cache = init_kv_cache(*shape, dtype=query.dtype)
     reasons = explain(query, cache, batch, attention_spec(model, layer=0))
     for name, why_not in reasons.items():
         if why_not:
-            console.print(f"[dim]{name}: not used here, {'; '.join(why_not)}[/dim]")
+            console.print(f"[dim]{name} is left out: {'; '.join(why_not)}[/]")
     return [name for name, why_not in reasons.items() if not why_not]
 
 
-@partial(jax.jit, static_argnames="model")
-def dense_logits(
-    params: dict, model: LlamaConfig, tokens: Int[Array, "num_requests length"]
-) -> Float[Array, "num_requests length vocab_size"]:
-    """Scores after every token, one request at a time, each by one uncached forward pass."""
-    return jax.lax.map(lambda row: logits_of(params, forward_dense(params, model, row)), tokens)
+def make_requests(tokenizer: Tokenizer, longest: int) -> list[Request]:
+    """A request for each prompt, of its own length, as real ones end when they like."""
+    lengths = np.random.default_rng(0).integers(longest // 3, longest, len(PROMPTS), endpoint=True)
+    return [
+        Request(index, tuple(tokenizer.encode(prompt)), int(length))
+        for index, (prompt, length) in enumerate(zip(PROMPTS, lengths, strict=True))
+    ]
 
 
-def check_dense(params: dict, model: LlamaConfig, requests, completions) -> dict[int, np.ndarray]:
-    """The dense model's scores where each token of the completions was chosen."""
-    length = max(request.max_cached for request in requests)
-    tokens = np.zeros((len(requests), length), np.int32)  # what follows a text cannot change it
-    for row, request in zip(tokens, requests, strict=True):
-        fed = [*request.prompt, *completions[request.id][:-1]]
-        row[: len(fed)] = fed
-    logits = np.asarray(dense_logits(params, model, tokens))
-    chosen = {}
-    for request, rows in zip(requests, logits, strict=True):
-        first = len(request.prompt) - 1
-        chosen[request.id] = rows[first : first + len(completions[request.id])]
-    return chosen
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--backend", help="serve with this one alone; default: every usable one")
+    parser.add_argument("--model", type=Path, default=MODEL, help="a Llama checkpoint's folder")
+    parser.add_argument("--picture", type=Path, default=Path("block_occupancy.png"))
+    parser.add_argument("--max-new-tokens", type=int, default=240, help="of the longest request")
+    parser.add_argument("--num-blocks", type=int, default=96, help="size of the pool")
+    parser.add_argument("--block-size", type=int, default=16, help="tokens a block")
+    parser.add_argument("--max-seqs", type=int, default=8, help="requests that run at a time")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse_args()
+    jax.config.update("jax_default_matmul_precision", "highest")  # no TF32: texts are compared
+    model, params = load_checkpoint(args.model)
+    tokenizer = load_tokenizer(args.model)
+    requests = make_requests(tokenizer, args.max_new_tokens)
+    max_seq_len = max(request.max_cached for request in requests)
+    limits = Limits(args.num_blocks, args.block_size, max_seq_len, args.max_seqs)
+    outcomes = {
+        name: serve_live(Engine(params, model, limits, name), requests, tokenizer)
+        for name in ([args.backend] if args.backend else usable_backends(model, limits))
+    }
+    served = next(iter(outcomes.values()))
+    show_texts(requests, served, tokenizer)
+    agree = show_backends(outcomes, dense_scores(params, model, requests, served.completions))
+    show_pool(served, requests, limits, args.picture)
+    return 0 if agree else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

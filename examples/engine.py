@@ -22,11 +22,11 @@ class Step:
 
     Fields:
       owners: the request in each block while the step ran, -1 for none.
-      logits: for each request that got a token, the scores that it was chosen from.
+      scores: for each request that got a token, the logits that it was chosen from.
     """
 
     owners: Int[np.ndarray, " num_blocks"]
-    logits: dict[int, Float[np.ndarray, " vocab_size"]]
+    scores: dict[int, Float[np.ndarray, " vocab_size"]]
 
 
 @partial(jax.jit, static_argnames=("config", "backend"), donate_argnames="caches")
@@ -44,11 +44,19 @@ def next_logits(
 
 
 class Engine:
-    """Serves requests: `submit` them, then `step` until `idle`; `completions` are by request id."""
+    """Serves requests: `submit` them, then `step` until `idle`; `completions` are by request id.
+
+    Raises ValueError for limits beyond the positions that the model knows.
+    """
 
     def __init__(
         self, params: dict, model: LlamaConfig, limits: Limits, backend: str | None = None
     ):
+        if limits.max_seq_len > model.max_position_embeddings:
+            raise ValueError(
+                f"expected max_seq_len up to the model's {model.max_position_embeddings} positions,"
+                f" got {limits.max_seq_len}"
+            )
         self.params, self.model, self.limits, self.backend = params, model, limits, backend
         self.scheduler = Scheduler(limits)
         self.submit = self.scheduler.submit

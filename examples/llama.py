@@ -22,7 +22,7 @@ Tokens = Int[Array, " num_tokens"]
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The fields of a Hugging Face `config.json` that shape the model, under their own names."""
+    """What shapes the model: names and defaults are those of a Hugging Face `config.json`."""
 
     vocab_size: int
     hidden_size: int
@@ -32,9 +32,9 @@ class LlamaConfig:
     num_key_value_heads: int
     head_dim: int
     max_position_embeddings: int
-    rms_norm_eps: float = 1e-5
+    rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
-    tie_word_embeddings: bool = True
+    tie_word_embeddings: bool = False
     sliding_window: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
 
@@ -51,7 +51,7 @@ def attention_spec(config: LlamaConfig, layer: int) -> AttentionSpec:
     `dense_attention` has to follow.
     """
     del layer  # Llama and Mistral are alike in every layer; Gemma 2 alternates windows.
-    return AttentionSpec(scale=config.head_dim**-0.5, sliding_window=config.sliding_window)
+    return AttentionSpec(sliding_window=config.sliding_window)
 
 
 def init_params(config: LlamaConfig, key: PRNGKeyArray) -> dict:
@@ -67,13 +67,13 @@ def init_params(config: LlamaConfig, key: PRNGKeyArray) -> dict:
         "up": (inner, hidden),
         "down": (hidden, inner),
     }
-    branch_scale = (2 * config.num_hidden_layers) ** -0.5
-    scales = dict.fromkeys(shapes, 0.02) | dict.fromkeys(("output", "down"), 0.02 * branch_scale)
+    branch_scale = 0.02 * (2 * config.num_hidden_layers) ** -0.5
+    scales = {"output": branch_scale, "down": branch_scale}
 
     def init_layer(key: PRNGKeyArray) -> dict:
         keys = jax.random.split(key, len(shapes))
         normal = {
-            name: scales[name] * jax.random.normal(key, shape)
+            name: scales.get(name, 0.02) * jax.random.normal(key, shape)
             for key, (name, shape) in zip(keys, shapes.items(), strict=True)
         }
         return normal | {"attention_norm": jnp.ones(hidden), "mlp_norm": jnp.ones(hidden)}
@@ -138,7 +138,7 @@ def dense_attention(query: Heads, key: Heads, value: Heads, cache: None, spec: A
     """Causal attention of a whole sequence to itself, by the textbook formula."""
     num_tokens, num_kv_heads, head_dim = key.shape
     grouped = query.reshape(num_tokens, num_kv_heads, -1, head_dim)
-    logits = spec.scale * jnp.einsum("qhgd,khd->hgqk", grouped, key)
+    logits = head_dim**-0.5 * jnp.einsum("qhgd,khd->hgqk", grouped, key)
     distance = jnp.arange(num_tokens)[:, None] - jnp.arange(num_tokens)
     visible = (distance >= 0) & (distance < (spec.sliding_window or num_tokens))
     weights = jax.nn.softmax(jnp.where(visible, logits, -jnp.inf), axis=-1)
