@@ -7,7 +7,7 @@ import torch
 from jaxtyping import PyTree
 
 from pagedattn import InvalidInputError
-from pagedattn.validate import is_traced
+from pagedattn.checks import is_traced
 
 
 def to_torch(x: PyTree, *, copy: bool = False) -> PyTree:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pagedattn.backend import Backend, with_xla_gradient
-from pagedattn.validate import is_traced
+from pagedattn.checks import is_traced
 from pagedattn_torch import sdpa
 
 from .arrays import to_jax, to_torch

@@ -43,8 +43,10 @@ def torch_call(
         argument and returns it (or None, when every result is aliased). XLA copies the argument
         first, unless an enclosing jit donates it.
       capturable: let XLA capture the launches into a CUDA graph and replay them without calling
-        Python again. Then `fn` must not wait for the device, nor depend on its values, nor keep
-        temporary memory that others may be handed later.
+        Python again. Then `fn` must not wait for the device, nor depend on its values, nor write
+        to memory of its own that torch may free. Temporaries are safe: what `fn` allocates while
+        it is captured comes from memory that is kept for as long as the process lives, since the
+        graph goes on writing there. One such function serves one captured call at a time.
 
     Raises:
       InvalidInputError: inside, `fn` returned something else than `out`; what `fn` itself raises
@@ -72,7 +74,8 @@ def torch_call(
 def _target(fn, num_outs, in_place, capturable) -> str:
     """Registers fn with XLA, once; a registration lives as long as the process."""
     name = f"pagedattn_torch_call_{next(_ids)}_{getattr(fn, '__name__', 'fn')}"
-    callback = tvm_ffi.convert(functools.partial(_enter, fn, num_outs, in_place))
+    pools = {} if capturable else None
+    callback = tvm_ffi.convert(functools.partial(_enter, fn, num_outs, in_place, pools))
     jax_tvm_ffi.register_ffi_target(name, callback, platform="cpu", pass_owned_tensor=True)
     jax_tvm_ffi.register_ffi_target(
         name, callback, platform="gpu", pass_owned_tensor=True, allow_cuda_graph=capturable
@@ -80,20 +83,35 @@ def _target(fn, num_outs, in_place, capturable) -> str:
     return name
 
 
-def _enter(fn, num_outs, in_place, *buffers):
+def _enter(fn, num_outs, in_place, pools, *buffers):
     """Runs fn on XLA's buffers, arguments first and results last, on XLA's stream."""
     # A capsule saves torch the look at the buffer's device: a quarter of the cost of a call.
     tensors = [from_dlpack(buffer.__dlpack__()) for buffer in buffers]
     device = tensors[-1].device
-    with contextlib.nullcontext() if device.type == "cpu" else _xla_stream(device):
+    with contextlib.nullcontext() if device.type == "cpu" else _xla_stream(device, pools):
         _run(fn, tensors[:-num_outs], tensors[-num_outs:], in_place)
 
 
 @contextlib.contextmanager
-def _xla_stream(device):
+def _xla_stream(device, pools):
     raw = tvm_ffi.get_raw_stream(tvm_ffi.device("cuda", device.index))
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.ExternalStream(raw, device)):
-        yield
+        if pools is None or not torch.cuda.is_current_stream_capturing():
+            yield
+        else:
+            with _kept_memory(device, pools):
+                yield
+
+
+def _kept_memory(device, pools):
+    """Makes torch allocate from memory of this function on this device, which is never given back.
+
+    XLA replays what is captured now without telling us. In torch's common memory, a temporary that
+    is free again after this call would be handed to others while every replay writes to it.
+    """
+    if device.index not in pools:
+        pools[device.index] = torch.cuda.MemPool()
+    return torch.cuda.use_mem_pool(pools[device.index], device)
 
 
 def _run(fn, arguments, outs, in_place):

@@ -12,6 +12,7 @@ from .blocks import positions as positions
 from .blocks import slot_mapping as slot_mapping
 from .cache import KVCache as KVCache
 from .cache import copy_blocks as copy_blocks
+from .cache import fill_blocks as fill_blocks
 from .cache import init_kv_cache as init_kv_cache
 from .cache import swap_blocks as swap_blocks
 from .cache import write_kv as write_kv
@@ -22,6 +23,19 @@ from .errors import InvalidInputError as InvalidInputError
 from .errors import OutOfBlocksError as OutOfBlocksError
 from .errors import PagedAttentionError as PagedAttentionError
 from .errors import UnsupportedError as UnsupportedError
+from .growth import Growth as Growth
+from .growth import append_tokens as append_tokens
+from .pool import BlockPool as BlockPool
+from .pool import batch_from_pool as batch_from_pool
+from .pool import init_block_pool as init_block_pool
+from .sharing import drop_blocks as drop_blocks
+from .sharing import fork as fork
+from .sharing import hold_blocks as hold_blocks
+from .sharing import release as release
+from .sharing import share_blocks as share_blocks
 from .spec import AttentionSpec as AttentionSpec
 from .spec import alibi_slopes as alibi_slopes
 from .state import merge_states as merge_states
+from .swapping import Swap as Swap
+from .swapping import swap_in as swap_in
+from .swapping import swap_out as swap_out

@@ -1,5 +1,6 @@
 """The two entry points: attention over a paged cache, and over packed keys without one."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -50,6 +51,7 @@ def paged_attention(
     (3, 2, 8)
     """
     validate.attention(query, cache, batch, spec)
+    query, cache, batch = jax.tree.map(jnp.asarray, (query, cache, batch))
     call = (query, cache, batch, spec, return_lse)
     out, lse = dispatch.select(backend, call).run(*call)
     return (out, lse) if return_lse else out

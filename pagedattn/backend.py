@@ -62,20 +62,23 @@ def with_xla_gradient(run: Callable) -> Callable:
     def differentiable(query, cache, batch, spec, return_lse):
         from .backends import xla
 
+        results = slice(2 if return_lse else 1)
+
         @jax.custom_vjp
         def attend(query, cache, batch):
-            return run(query, cache, batch, spec, return_lse)
+            return run(query, cache, batch, spec, return_lse)[results]
 
         def forward(*arrays):
             return attend(*arrays), arrays
 
         def backward(arrays, cotangents):
             def replay(query, cache):
-                return xla.run(query, cache, arrays[2], spec, return_lse)
+                return xla.run(query, cache, arrays[2], spec, return_lse)[results]
 
             return (*jax.vjp(replay, *arrays[:2])[1](cotangents), None)
 
         attend.defvjp(forward, backward)
-        return attend(query, cache, batch)
+        out, *lse = attend(query, cache, batch)
+        return out, lse[0] if lse else None
 
     return differentiable

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from . import validate
+from . import validate_batch as validate
 from .blocks import PAD_SLOT
+from .checks import distinct_slots
 
 
 @jax.tree_util.register_dataclass
@@ -130,7 +131,7 @@ def _slots(tables, seq_ids, positions, block_size, *, cross):
     if cross:
         return np.full(len(seq_ids), PAD_SLOT)
     slots = tables[seq_ids, positions // block_size] * block_size + positions % block_size
-    validate.distinct_slots(slots)
+    distinct_slots(slots)
     return slots
 
 

@@ -64,3 +64,18 @@ def slot_mapping(
 def in_range(ids: Int[Array, "*n"], bound: int) -> Bool[Array, "*n"]:
     """True where an id may index an axis of length `bound`."""
     return (ids >= 0) & (ids < bound)
+
+
+def set_at(array: Array, indices: Int[Array, "*n"], values, *, unique_indices=False) -> Array:
+    """Writes rows; a negative index, or one past the end, writes nothing.
+
+    Without wrap_negative_indices=False JAX turns -1 into the last row, in drop mode too.
+    """
+    return array.at[indices].set(
+        values, mode="drop", wrap_negative_indices=False, unique_indices=unique_indices
+    )
+
+
+def add_at(array: Array, indices: Int[Array, "*n"], value) -> Array:
+    """Adds to rows; a negative index, or one past the end, adds nothing."""
+    return array.at[indices].add(value, mode="drop", wrap_negative_indices=False)

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from . import validate
+from .blocks import in_range, set_at
+from .checks import is_traced
 
 
 @jax.tree_util.register_dataclass
@@ -96,8 +98,8 @@ def copy_blocks(
 ) -> KVCache:
     """Copies block `src[i]` to block `dst[i]`, all at once: every source is read as it was before.
 
-    Inside jit a copy to or from a block outside the cache is dropped; outside jit it is an error,
-    as is writing one block twice.
+    -1 copies nothing. Inside jit so does any other block outside the cache; outside jit it is an
+    error, as is writing one block twice.
 
     >>> cache = KVCache(*jnp.arange(6.0).reshape(2, 3, 1, 1, 1))
     >>> copy_blocks(cache, jnp.array([0, 1]), jnp.array([1, 2])).key.ravel().tolist()
@@ -127,35 +129,40 @@ def swap_blocks(
     )
 
 
+def fill_blocks(cache: KVCache, blocks: Int[Array, "*n"], value: float = 0.0) -> KVCache:
+    """Overwrites blocks with one value: zeros, or NaN to find who still reads them; -1 is skipped.
+
+    >>> cache = KVCache(*jnp.ones((2, 3, 1, 1, 1)))
+    >>> fill_blocks(cache, jnp.array([1, -1])).key.ravel().tolist()
+    [1.0, 0.0, 1.0]
+    """
+    validate.cache(cache)
+    return KVCache(set_at(cache.key, blocks, value), set_at(cache.value, blocks, value))
+
+
 def _scatter(plane, rows, slots):
-    # Without wrap_negative_indices=False JAX turns -1 into the last slot, in drop mode too. The
-    # dropped ones are made distinct, since XLA trusts unique_indices.
     num_slots = plane.shape[0] * plane.shape[1]
-    if num_slots == 0:
-        return plane
-    nowhere = -1 - jnp.arange(slots.shape[0], dtype=jnp.int32)
-    slots = slots.astype(jnp.int32)  # first: a narrower dtype cannot be compared with num_slots
-    slots = jnp.where((slots >= 0) & (slots < num_slots), slots, nowhere)
+    slots = jnp.asarray(slots, jnp.int32)  # a narrower dtype cannot be compared with num_slots
     flat = plane.reshape(num_slots, *plane.shape[2:])
-    return _drop_set(flat, slots, rows).reshape(plane.shape)
+    return _set_rows(flat, slots, in_range(slots, num_slots), rows).reshape(plane.shape)
 
 
 def _copy(src_plane, dst_plane, src, dst):
-    src, dst = src.astype(jnp.int32), dst.astype(jnp.int32)
-    nowhere = -1 - jnp.arange(dst.shape[0], dtype=jnp.int32)
-    blocks = _beside(jnp.take(src_plane, src, axis=0, mode="clip"), dst_plane)
-    known = (src >= 0) & (src < src_plane.shape[0]) & (dst >= 0) & (dst < dst_plane.shape[0])
-    return _drop_set(dst_plane, _beside(jnp.where(known, dst, nowhere), dst_plane), blocks)
+    src, dst = jnp.asarray(src, jnp.int32), jnp.asarray(dst, jnp.int32)
+    known = in_range(src, src_plane.shape[0]) & in_range(dst, dst_plane.shape[0])
+    blocks = src_plane.at[src].get(mode="clip")
+    return _set_rows(dst_plane, *(_beside(x, dst_plane) for x in (dst, known, blocks)))
 
 
-def _drop_set(array, indices, rows):
-    return array.at[indices].set(
-        rows, mode="drop", unique_indices=True, wrap_negative_indices=False
-    )
+def _set_rows(array, indices, known, rows):
+    # XLA may trust unique_indices, so the dropped ones are made distinct too.
+    nowhere = -1 - jnp.arange(len(indices), dtype=jnp.int32)
+    indices = jnp.where(known, indices, _beside(nowhere, indices))
+    return set_at(array, indices, rows, unique_indices=True)
 
 
 def _beside(array, other):
     """The array on the device of the other, when both are concrete and their devices differ."""
-    if validate.is_traced(array) or validate.is_traced(other):
+    if is_traced(array) or is_traced(other):
         return array
     return array if array.devices() == other.devices() else jax.device_put(array, other.sharding)

@@ -9,6 +9,7 @@ from . import backend as backends
 from . import validate
 from .backend import Backend
 from .backends import xla
+from .checks import is_traced
 from .errors import BackendUnavailableError
 from .spec import AttentionSpec
 
@@ -83,7 +84,7 @@ def registered() -> dict[str, Backend | EntryPoint]:
 
 def platform(array) -> str:
     """Where an array lies, or where a traced one will by default: "cpu", "gpu", ..."""
-    if validate.is_traced(array):
+    if is_traced(array):
         device = jax.config.read("jax_default_device")
         return getattr(device, "platform", device) or jax.default_backend()
     return next(iter(array.devices())).platform

@@ -19,7 +19,8 @@ from pagedattn import backend as backends
 
 from .arrays import batch_on, tensor
 
-# `backend=None` takes the first usable one.
+# Every torch backend, and those of which `backend=None` takes the first usable one.
+NAMES = ("sdpa", "xformers", "ipex")
 ORDER = ("sdpa",)
 
 
@@ -48,17 +49,33 @@ def paged_attention(
     >>> paged_attention(torch.ones(1, 2, 8), cache, batch).shape
     torch.Size([1, 2, 8])
     """
-    _require_tensors(query=query, key=cache.key, value=cache.value)
-    batch = batch_on(batch, query.device)
-    validate.attention(query, cache, batch, spec)
-    call = (query, cache, batch, spec, return_lse)
+    out, lse = prepared(query, cache, batch, spec, backend=backend, return_lse=return_lse)()
+    return (out, lse) if return_lse else out
+
+
+def prepared(query, cache, batch, spec, *, backend: str | None, return_lse: bool = False):
+    """A call that is known to be valid and supported, to be run: whoever writes the cache in place
+    between the two leaves it untouched when the call is refused.
+    """
+    call = _call(query, cache, batch, spec, return_lse)
     if backend is None:
         chosen = backends.choose(load, ORDER, call)
     else:
         chosen = backends.require(load, backend, call)
-    with torch.no_grad():
-        out, lse = chosen.run(*call)
-    return (out, lse) if return_lse else out
+    return torch.no_grad()(functools.partial(chosen.run, *call))
+
+
+def explain(query, cache, batch, spec=AttentionSpec(), *, return_lse=False) -> dict[str, list[str]]:
+    """Why each torch backend can or cannot run a call: an empty list means it can.
+
+    >>> from pagedattn import make_batch
+    >>> cache = KVCache(torch.ones(2, 4, 1, 8), torch.ones(2, 4, 1, 8))
+    >>> batch = make_batch([1], [4], [[1, 0]], block_size=4)
+    >>> explain(torch.ones(1, 2, 8), cache, batch)["sdpa"]
+    []
+    """
+    call = _call(query, cache, batch, spec, return_lse)
+    return {name: backends.why_not(load, name, call) for name in NAMES}
 
 
 def ragged_attention(
@@ -113,9 +130,17 @@ def packed_batch(num_tokens, query_start_loc, key_start_loc, max_query_len, max_
 @functools.cache
 def load(name: str) -> backends.Backend:
     """The torch backend of a name; its kernels are imported now."""
-    if name not in ORDER:
-        raise BackendUnavailableError(f"backend must be one of {list(ORDER)}, got {name!r}")
+    if name not in NAMES:
+        raise BackendUnavailableError(f"backend must be one of {list(NAMES)}, got {name!r}")
     return importlib.import_module(f".{name}", __package__).BACKEND
+
+
+def _call(query, cache, batch, spec, return_lse):
+    """The arguments of a backend, validated."""
+    _require_tensors(query=query, key=cache.key, value=cache.value)
+    batch = batch_on(batch, query.device)
+    validate.attention(query, cache, batch, spec)
+    return query, cache, batch, spec, return_lse
 
 
 def _require_tensors(**arrays):

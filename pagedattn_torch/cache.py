@@ -52,6 +52,8 @@ def _set_rows_(plane, slots, rows, live):
 def copy_blocks_(cache: KVCache, src: Int[Tensor, "n"], dst: Int[Tensor, "n"]) -> KVCache:
     """Copies block `src[i]` to block `dst[i]` in place; every source is read as it was before.
 
+    A block of -1 copies nothing.
+
     >>> planes = (torch.arange(3.0).reshape(3, 1, 1, 1) for _ in range(2))
     >>> copy_blocks_(KVCache(*planes), torch.tensor([0, 1]), torch.tensor([1, 2])).key.flatten()
     tensor([0., 0., 1.])
@@ -67,6 +69,8 @@ def swap_blocks_(
     The caches may lie on different devices. A copy, not an exchange, despite the field's name.
     """
     validate.block_copies(src_cache, dst_cache, src, dst)
+    copied = (src >= 0) & (dst >= 0)
+    src, dst = src[copied], dst[copied]
     for source, target in ((src_cache.key, dst_cache.key), (src_cache.value, dst_cache.value)):
         blocks = source.index_select(0, src.to(source.device, torch.int64)).to(target.device)
         target.index_copy_(0, dst.to(target.device, torch.int64), blocks)

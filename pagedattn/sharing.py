@@ -1,0 +1,144 @@
+"""Sharing blocks between sequences, and giving them back."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from . import validate_pool as validate
+from .blocks import add_at, in_range, set_at
+from .pool import BlockPool
+
+
+def fork(
+    pool: BlockPool, parents: Int[Array, "num_forks"], children: Int[Array, "num_forks"]
+) -> tuple[BlockPool, Bool[Array, "num_forks"]]:
+    """Makes unused row `children[i]` a sequence with the blocks of row `parents[i]`, all at once.
+
+    Nothing is copied: the first to write to a block that is still shared gets a copy of it then
+    (`append_tokens`). A child of -1 is skipped.
+
+    Returns:
+      the pool, and whether each fork was made: not if the child is in use or named twice.
+
+    >>> from pagedattn import append_tokens, init_block_pool
+    >>> pool, _ = append_tokens(init_block_pool(4, 4, max_seqs=2, max_blocks=2), jnp.array([5, 0]))
+    >>> pool, made = fork(pool, jnp.array([0]), jnp.array([1]))
+    >>> made.tolist(), pool.seq_lens.tolist(), int(pool.num_free)
+    ([True], [5, 5], 2)
+    """
+    validate.rows(pool.max_seqs, parents=parents, children=children)
+    parents, children = parents.astype(jnp.int32), children.astype(jnp.int32)
+    known = in_range(parents, pool.max_seqs) & in_range(children, pool.max_seqs)
+    named_before = (children[:, None] == children) & jnp.tri(len(children), k=-1, dtype=bool)
+    unused = pool.seq_lens.at[children].get(mode="clip") == 0
+    made = known & unused & ~(named_before & known).any(axis=1)
+    tables = pool.block_tables.at[parents].get(mode="clip")
+    lens = jnp.where(made, pool.seq_lens.at[parents].get(mode="clip"), 0)
+    return _adopt(pool, jnp.where(made, children, -1), tables, lens), made
+
+
+def share_blocks(
+    pool: BlockPool,
+    seq: Int[Array, ""],
+    blocks: Int[Array, "num_shared"],
+    num_tokens: Int[Array, ""],
+) -> tuple[BlockPool, Bool[Array, ""]]:
+    """Starts unused row `seq` with owned blocks that hold its first `num_tokens` tokens already.
+
+    This is prefix sharing: the blocks are another sequence's, or kept by `hold_blocks`. Entries
+    of `blocks` past those tokens may be anything.
+
+    Returns:
+      the pool, and whether it was done: not if the row is in use.
+
+    >>> from pagedattn import append_tokens, init_block_pool
+    >>> pool, _ = append_tokens(init_block_pool(4, 4, max_seqs=2, max_blocks=2), jnp.array([5, 0]))
+    >>> pool, made = share_blocks(pool, 1, pool.block_tables[0, :1], 4)
+    >>> pool.ref_counts[pool.block_tables[0]].tolist()
+    [2, 1]
+    """
+    seq, num_tokens = jnp.asarray(seq, jnp.int32), jnp.asarray(num_tokens, jnp.int32)
+    validate.rows(pool.max_seqs, seq=seq[None])
+    validate.prefix(blocks, num_tokens, pool)
+    made = in_range(seq, pool.max_seqs) & (pool.seq_lens.at[seq].get(mode="clip") == 0)
+    table = jnp.full(pool.max_blocks, -1, jnp.int32).at[: len(blocks)].set(blocks)
+    return _adopt(pool, jnp.where(made, seq, -1)[None], table[None], num_tokens[None]), made
+
+
+def hold_blocks(pool: BlockPool, blocks: Int[Array, "n"]) -> BlockPool:
+    """Keeps owned blocks from being freed when their sequences are released, as a prefix cache
+    does; each hold counts, and ends with `drop_blocks`. -1 and unowned blocks are skipped."""
+    return replace(pool, ref_counts=add_at(pool.ref_counts, _owned(pool, blocks), 1))
+
+
+def drop_blocks(pool: BlockPool, blocks: Int[Array, "n"]) -> tuple[BlockPool, Int[Array, "n"]]:
+    """Ends a hold on each of the blocks; returns the pool and which became free (else -1)."""
+
+    def drop(pool, block):
+        pool, freed = _give_back(pool, _owned(pool, block[None]))
+        return pool, freed[0]
+
+    return jax.lax.scan(drop, pool, blocks.astype(jnp.int32))
+
+
+def release(
+    pool: BlockPool, seqs: Int[Array, "num_released"]
+) -> tuple[BlockPool, Int[Array, "num_released max_blocks"]]:
+    """Ends sequences: their rows are unused again, and blocks that nobody else owns are free.
+
+    An unused row, and -1, are skipped; so releasing twice does nothing.
+
+    Returns:
+      the pool, and the blocks that became free (else -1): `fill_blocks` overwrites them in a
+      cache where one tenant's data must not be readable by the next.
+
+    >>> from pagedattn import append_tokens, init_block_pool
+    >>> pool, _ = append_tokens(init_block_pool(4, 4, max_seqs=2, max_blocks=2), jnp.array([5, 0]))
+    >>> pool, freed = release(pool, jnp.array([0, 1]))
+    >>> freed.tolist(), int(pool.num_free)
+    ([[0, 1], [-1, -1]], 4)
+    """
+    validate.rows(pool.max_seqs, seqs=seqs)
+
+    def end(pool, seq):
+        row = pool.block_tables.at[seq].get(mode="clip")
+        owned = jnp.arange(pool.max_blocks) < pool.seq_blocks.at[seq].get(mode="clip")
+        known = in_range(seq, pool.max_seqs)
+        pool, freed = _give_back(pool, jnp.where(owned & known, row, -1))
+        lens = set_at(pool.seq_lens, jnp.where(known, seq, -1), 0)
+        return replace(pool, seq_lens=lens), freed
+
+    return jax.lax.scan(end, pool, seqs.astype(jnp.int32))
+
+
+def _adopt(pool, rows, tables, lens):
+    """Gives rows (-1: none) tables of owned blocks and lengths."""
+    used = jnp.arange(pool.max_blocks) < -(-lens // pool.block_size)[:, None]
+    blocks = jnp.where(used & (rows >= 0)[:, None], tables, -1)
+    return replace(
+        pool,
+        ref_counts=add_at(pool.ref_counts, blocks, 1),
+        block_tables=set_at(pool.block_tables, rows, tables),
+        seq_lens=set_at(pool.seq_lens, rows, lens),
+    )
+
+
+def _give_back(pool, blocks):
+    """Takes one reference from each of some distinct blocks (-1: none), and frees the unowned."""
+    ref_counts = add_at(pool.ref_counts, blocks, -1)
+    freed = (blocks >= 0) & (ref_counts.at[blocks].get(mode="clip") == 0)
+    at = jnp.where(freed, pool.num_free + jnp.cumsum(freed) - 1, -1)
+    pool = replace(
+        pool,
+        ref_counts=ref_counts,
+        free_blocks=set_at(pool.free_blocks, at, blocks),
+        num_free=pool.num_free + freed.sum(dtype=jnp.int32),
+    )
+    return pool, jnp.where(freed, blocks, -1)
+
+
+def _owned(pool, blocks):
+    counts = pool.ref_counts.at[blocks].get(mode="clip")
+    return jnp.where(in_range(blocks, pool.num_blocks) & (counts > 0), blocks, -1)

@@ -1,0 +1,58 @@
+"""What `make_batch` requires of its lists: values on the host."""
+
+import numpy as np
+
+from .checks import MAX_SLOTS, integers, is_count, require
+
+
+def lengths(name: str, values, like=None) -> np.ndarray:
+    """A list of non-negative integers as int64, as long as `like`."""
+    array = integers(name, values, ndim=1)
+    require(not (array < 0).any(), f"{name} must not be negative, got {array.tolist()}")
+    if like is not None:
+        require(
+            len(array) == len(like),
+            f"{name} must have one entry for each of the {len(like)} sequences, got {len(array)}",
+        )
+    return array
+
+
+def tables(block_tables, seq_lens, block_size) -> np.ndarray:
+    """Block tables as a rectangle of int64, each row long enough for its sequence."""
+    require(is_count(block_size), f"block_size must be an integer above 0, got {block_size!r}")
+    rows = [integers("block_tables", row, ndim=1) for row in block_tables]
+    require(
+        len(rows) == len(seq_lens),
+        f"block_tables must have a row for each of the {len(seq_lens)} sequences, got {len(rows)}",
+    )
+    needed = -(-seq_lens // block_size)
+    table = np.full((len(rows), max(map(len, rows), default=0)), -1, np.int64)
+    for s, (row, count) in enumerate(zip(rows, needed, strict=True)):
+        _check_row(s, row, count, seq_lens[s], block_size)
+        table[s, : len(row)] = row
+    return table
+
+
+def _check_row(s, row, count, seq_len, block_size):
+    require(
+        len(row) >= count,
+        f"sequence {s} of length {seq_len} needs {count} blocks of {block_size}, but its row of "
+        f"block_tables has {len(row)}; allocate blocks before making the batch",
+    )
+    used = row[:count]
+    require(
+        ((used >= 0) & ((used + 1) * block_size <= MAX_SLOTS)).all(),
+        f"block ids must be at least 0, and slots must fit int32; sequence {s} uses "
+        f"{used.tolist()} with block_size {block_size}",
+    )
+
+
+def padding(name: str, needed: int, given) -> int:
+    """A padded length: what is needed, or what is given if that is enough."""
+    if given is None:
+        return needed
+    require(
+        is_count(given, 0) and given >= needed,
+        f"{name} must be an integer of at least {needed}, which this batch needs, got {given!r}",
+    )
+    return int(given)
