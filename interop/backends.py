@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from pagedattn.backend import Backend, with_xla_gradient
 from pagedattn.checks import is_traced
 from pagedattn_torch import sdpa
+from pagedattn_torch.cache import set_rows_
 
 from .arrays import to_jax, to_torch
 from .call import torch_call
@@ -26,7 +27,7 @@ def bridged(backend: Backend) -> Backend:
     def unsupported(query, cache, batch, spec, return_lse):
         return []
 
-    return Backend(backend.name, unsupported, with_xla_gradient(run))
+    return Backend(backend.name, unsupported, with_xla_gradient(run), set_rows)
 
 
 def _traced(backend, arrays, spec, return_lse):
@@ -50,6 +51,12 @@ def _function(backend, treedef, spec, return_lse):
         return (out, lse) if return_lse else out
 
     return attend
+
+
+def set_rows(array, indices, rows):
+    """Rows of a JAX array set in place by torch, inside jit."""
+    out = jax.ShapeDtypeStruct(array.shape, array.dtype)
+    return torch_call(set_rows_, out, aliases={0: 0})(array, indices, rows)
 
 
 SDPA = bridged(sdpa.BACKEND)

@@ -17,11 +17,14 @@ class Backend:
     call (empty: it can), from shapes, dtypes, devices and the spec only; arrays may be traced.
     `run(query, cache, batch, spec, return_lse)` returns `(out, lse)`; lse may be None unless
     `return_lse`. Both are given validated arguments.
+    `set_rows(array, indices, rows)`, if there is one, returns the array with rows set in place,
+    leaving out indices out of range, for where XLA itself cannot.
     """
 
     name: str
     unsupported: Callable[..., list[str]]
     run: Callable[..., tuple[Any, Any]]
+    set_rows: Callable[..., Any] | None = None
 
 
 def choose(load: Callable[[str], Backend], names: Iterable[str], call: tuple) -> Backend:

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from . import validate
-from .blocks import in_range, set_at
+from .blocks import PAD_SLOT, in_range, set_at
 from .checks import is_traced
+from .rows import set_rows
 
 
 @jax.tree_util.register_dataclass
@@ -89,7 +90,7 @@ def write_kv(
     """
     validate.write(cache, key, value, slot_mapping)
     return KVCache(
-        _scatter(cache.key, key, slot_mapping), _scatter(cache.value, value, slot_mapping)
+        set_rows(cache.key, slot_mapping, key), set_rows(cache.value, slot_mapping, value)
     )
 
 
@@ -140,25 +141,11 @@ def fill_blocks(cache: KVCache, blocks: Int[Array, "*n"], value: float = 0.0) ->
     return KVCache(set_at(cache.key, blocks, value), set_at(cache.value, blocks, value))
 
 
-def _scatter(plane, rows, slots):
-    num_slots = plane.shape[0] * plane.shape[1]
-    slots = jnp.asarray(slots, jnp.int32)  # a narrower dtype cannot be compared with num_slots
-    flat = plane.reshape(num_slots, *plane.shape[2:])
-    return _set_rows(flat, slots, in_range(slots, num_slots), rows).reshape(plane.shape)
-
-
 def _copy(src_plane, dst_plane, src, dst):
     src, dst = jnp.asarray(src, jnp.int32), jnp.asarray(dst, jnp.int32)
-    known = in_range(src, src_plane.shape[0]) & in_range(dst, dst_plane.shape[0])
     blocks = src_plane.at[src].get(mode="clip")
-    return _set_rows(dst_plane, *(_beside(x, dst_plane) for x in (dst, known, blocks)))
-
-
-def _set_rows(array, indices, known, rows):
-    # XLA may trust unique_indices, so the dropped ones are made distinct too.
-    nowhere = -1 - jnp.arange(len(indices), dtype=jnp.int32)
-    indices = jnp.where(known, indices, _beside(nowhere, indices))
-    return set_at(array, indices, rows, unique_indices=True)
+    dst = jnp.where(in_range(src, len(src_plane)), dst, PAD_SLOT)
+    return set_rows(dst_plane, *(_beside(array, dst_plane) for array in (dst, blocks)))
 
 
 def _beside(array, other):

@@ -1,12 +1,14 @@
 """Sequences of a batch grouped by length, so that a kernel for rectangles wastes little padding."""
 
-from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pagedattn import AttentionSpec, BatchMetadata
+
+# A call of its own costs a CPU about as much as this many keys more.
+KEYS_A_CALL = 256
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ def first_blocks(batch: BatchMetadata, spec: AttentionSpec) -> Tensor:
 
 
 def make_buckets(batch: BatchMetadata, spec: AttentionSpec, keys_at_once: int) -> list[Bucket]:
-    """Groups sequences of like lengths, at most about `keys_at_once` padded keys a group.
+    """Groups sequences of like lengths, of at most about `keys_at_once` padded keys a group.
 
     Off the CPU there is one bucket of the static bounds: reading lengths would wait for the device.
     """
@@ -55,26 +57,35 @@ def make_buckets(batch: BatchMetadata, spec: AttentionSpec, keys_at_once: int) -
     first = first_blocks(batch, spec)
     num_blocks = (batch.seq_lens + batch.block_size - 1) // batch.block_size - first
     contexts = (batch.context_lens - first * batch.block_size).tolist()
-    groups = defaultdict(list)
-    lengths = zip(batch.query_lens.tolist(), num_blocks.tolist(), strict=True)
-    for seq, (queries, blocks) in enumerate(lengths):
-        if queries > 0 and blocks > 0:
-            keys = _round_up(blocks * batch.block_size)
-            groups[_round_up(queries), keys].append((seq, queries, blocks))
-    return [
-        _bucket(members[begin : begin + size], contexts)
-        for (_, keys), members in groups.items()
-        for size in [max(1, keys_at_once // keys)]
-        for begin in range(0, len(members), size)
-    ]
+    query_lens = batch.query_lens.tolist()
+    classes = map(_query_class, query_lens)
+    sizes = zip(classes, num_blocks.tolist(), range(batch.num_seqs), strict=True)
+    groups: list[list] = []
+    for size in sorted((s for s in sizes if s[0] > 0 and s[1] > 0), reverse=True):
+        if not groups or not _joins(size, groups[-1], batch.block_size, keys_at_once):
+            groups.append([])
+        groups[-1].append(size)
+    return [_bucket(group, query_lens, contexts) for group in groups]
 
 
-def _bucket(members, contexts) -> Bucket:
-    seqs, queries, blocks = zip(*members, strict=True)
-    return Bucket(torch.tensor(seqs), max(queries), max(blocks), [contexts[s] for s in seqs])
+def _query_class(queries: int) -> int:
+    """Decoding apart; else up to an eighth of the power of two, or the 16 rows that cost as one."""
+    step = max(16, 1 << queries.bit_length() >> 4)
+    return queries if queries <= 1 else -(-queries // step) * step
 
 
-def _round_up(length: int) -> int:
-    """To an eighth of its power of two: at most 12.5 % of padding, 16 short classes aside."""
-    step = max(16, 1 << max(0, length.bit_length() - 4)) if length > 16 else length
-    return -(-length // step) * step
+def _joins(size, group, block_size, keys_at_once) -> bool:
+    """Whether to pad a sequence to the size of a group's first, which has the most keys."""
+    queries, blocks, _ = group[0]
+    padding = (blocks - size[1]) * block_size
+    return (
+        size[0] == queries
+        and padding <= max(KEYS_A_CALL, blocks * block_size // 8)
+        and (len(group) + 1) * blocks * block_size <= keys_at_once
+    )
+
+
+def _bucket(group, query_lens, contexts) -> Bucket:
+    _, blocks, seqs = zip(*group, strict=True)
+    queries = max(query_lens[seq] for seq in seqs)
+    return Bucket(torch.tensor(seqs), queries, blocks[0], [contexts[seq] for seq in seqs])

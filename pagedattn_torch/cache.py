@@ -30,23 +30,35 @@ def write_kv_(
 
 def write_rows_(cache: KVCache, key: Tensor, value: Tensor, slots: Tensor) -> None:
     """The write itself, of arguments that are known to fit together; never waits for the device."""
-    if not len(slots):
-        return
-    slots = slots.to(torch.int64)
     live = (slots >= 0) & (slots < cache.num_slots)
+    slots = slots.to(torch.int64)
+    at = (slots // cache.block_size, slots % cache.block_size)
     for plane, rows in ((cache.key, key), (cache.value, value)):
-        _set_rows_(plane, slots, rows, live)
+        _put_live_(plane, at, rows, live)
 
 
-def _set_rows_(plane, slots, rows, live):
-    # Selecting the live tokens would wait for a GPU. So dropped ones repeat the write of a live
-    # one, or, if there is none, write back what stands in slot 0.
+def set_rows_(array: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
+    """Sets rows in place, but those whose index is out of range.
+
+    An index counts the rows of all leading axes of the (contiguous) array.
+    """
+    flat = array.view(-1, *rows.shape[1:])
+    live = (indices >= 0) & (indices < len(flat))
+    _put_live_(flat, (indices.to(torch.int64),), rows, live)
+    return array
+
+
+def _put_live_(array, index, rows, live):
+    if not len(live):
+        return
+    # Selecting the live rows would wait for a GPU. So dropped ones repeat the write of a live
+    # one, or, if there is none, write back what stands in the array's first row.
     first, some = live.int().argmax(), live.any()
-    spare_slot = torch.where(some, slots[first], 0)
-    index = torch.where(live, slots, spare_slot)
-    index = (index // plane.shape[1], index % plane.shape[1])
-    spare_row = torch.where(some, rows[first], plane[index[0][first], index[1][first]])
-    plane.index_put_(index, torch.where(live[:, None, None], rows, spare_row))
+    spare_index = tuple(torch.where(some, axis[first], 0) for axis in index)
+    spare_row = torch.where(some, rows[first], array[spare_index])
+    index = tuple(torch.where(live, axis, s) for axis, s in zip(index, spare_index, strict=True))
+    live = live.view(-1, *[1] * (rows.ndim - 1))
+    array.index_put_(index, torch.where(live, rows, spare_row))
 
 
 def copy_blocks_(cache: KVCache, src: Int[Tensor, "n"], dst: Int[Tensor, "n"]) -> KVCache:

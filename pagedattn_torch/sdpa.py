@@ -14,6 +14,7 @@ from pagedattn import bias
 from pagedattn.backend import Backend
 
 from .buckets import Bucket, first_blocks, make_buckets
+from .device_bias import alibi, aligned, exact_dtype
 
 # Gathered keys and values should stay in the CPU's cache until SDPA reads them.
 SCRATCH_BYTES = 16 << 20
@@ -34,7 +35,7 @@ def run(query: Tensor, cache, batch, spec, return_lse: bool):
     out = query.new_zeros(num_tokens + 1, *query.shape[1:])
     lse = query.new_full((num_tokens + 1, num_heads), -torch.inf, dtype=torch.float32)
     if num_tokens and batch.num_seqs and batch.max_blocks:
-        kernel = _kernel(query.device, spec, return_lse)
+        kernel = _kernel(query, spec, return_lse)
         token_bytes = 2 * cache.num_kv_heads * cache.head_dim * cache.key.element_size()
         buckets = make_buckets(batch, spec, SCRATCH_BYTES // token_bytes)
         scratch = _scratch(cache, max((b.num_gathered for b in buckets), default=0))
@@ -53,7 +54,10 @@ def _attend(query, cache, batch, spec, bucket: Bucket, kernel, scratch, out, lse
     tile = max(1, TILE_ROWS * cache.num_kv_heads // query.shape[1])
     for begin in range(0, bucket.num_queries, tile):
         end = min(begin + tile, bucket.num_queries)
-        keys = slice(*bucket.key_range(begin, end, key.shape[2], spec))
+        first, last = bucket.key_range(begin, end, key.shape[2], spec)
+        if first >= last:
+            continue  # torch's flash kernel divides by the number of keys
+        keys = slice(first, last)
         rows, at = tokens[:, begin:end], positions[:, begin:end]
         visible = bias.visible_mask(at, key_positions[:, keys], spec) & inside[:, None, keys]
         folded = _fold(query[rows.clamp(max=len(query) - 1)], cache.num_kv_heads)
@@ -127,7 +131,7 @@ def _unfold(result, queries):
 def _added(visible, positions, key_positions, spec):
     """What is added to the logits, `[size, 1 or heads, queries, keys]`; None if nothing is."""
     if spec.alibi_slopes is not None:
-        slopes = bias.alibi_bias(positions, key_positions, spec.alibi_slopes)
+        slopes = alibi(positions, key_positions, spec.alibi_slopes)
         return slopes.masked_fill_(~visible[:, None], -torch.inf)
     if visible.device.type == "cpu" and visible.all():
         return None
@@ -145,14 +149,16 @@ def _fold_bias(added, folded):
     return added.expand(size, rows // queries, queries, keys).reshape(size, 1, rows, keys)
 
 
-def _kernel(device, spec, return_lse):
+def _kernel(query, spec, return_lse):
     """The fastest of torch's functions that can do what is asked, exactly."""
-    if spec.logits_soft_cap is None and device.type == "cpu":
+    if spec.logits_soft_cap is not None:
+        return _plain
+    if query.device.type == "cpu":
         return _flash_on_cpu
     # Elsewhere SDPA returns no lse, and takes ALiBi in the queries' dtype: bfloat16 is too coarse.
-    if spec.logits_soft_cap is None and spec.alibi_slopes is None and not return_lse:
+    if spec.alibi_slopes is None and not return_lse:
         return _fused
-    return _plain
+    return _efficient if query.device.type == "cuda" and query.shape[2] % 8 == 0 else _plain
 
 
 def _flash_on_cpu(query, key, value, added, spec):
@@ -160,6 +166,17 @@ def _flash_on_cpu(query, key, value, added, spec):
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, attn_mask=added, scale=spec.scale_for(query.shape[3])
     )
+
+
+def _efficient(query, key, value, added, spec):
+    # One of the kernels behind F.scaled_dot_product_attention; called directly, it gives the lse.
+    dtype = exact_dtype(query, spec.alibi_slopes)
+    query, key, value = (part.to(dtype) for part in (query, key, value))
+    added = aligned(added, dtype).expand(-1, query.shape[1], -1, -1)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, added, True, scale=spec.scale_for(query.shape[3])
+    )
+    return out, lse[:, :, : query.shape[2]]
 
 
 def _fused(query, key, value, added, spec):

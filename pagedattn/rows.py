@@ -1,0 +1,58 @@
+"""Setting rows of an array in place, where XLA can and where it cannot."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Shaped
+
+from .blocks import in_range, set_at
+from .checks import is_traced
+from .registry import can_load, load, order_on, platform_of
+
+
+def set_rows(
+    array: Shaped[Array, "..."], indices: Int[Array, "n"], rows: Shaped[Array, "n *row"]
+) -> Shaped[Array, "..."]:
+    """Sets rows of an array, leaving out those whose index is out of range.
+
+    An index counts the rows of all leading axes: a slot of a cache, or a block.
+
+    In place inside a jit that donates the array. XLA:CPU computes bfloat16 in float32, so to set
+    a row it rewrites the whole array (jax-ml/jax#40101 is of that kind): 500 MB for each token. A
+    backend that can do better says so by `Backend.set_rows`.
+    """
+    indices = jnp.asarray(indices, jnp.int32)  # a narrower dtype may not hold the number of rows
+    if array.dtype == jnp.bfloat16 and is_traced(array) and platform_of(array) == "cpu":
+        for setter in _setters():
+            return _differentiable(setter)(array, indices, rows)
+    return _scatter(array, indices, rows)
+
+
+def _setters():
+    backends = (load(name) for name in order_on("cpu") if can_load(name))
+    return (backend.set_rows for backend in backends if backend.set_rows is not None)
+
+
+def _scatter(array, indices, rows):
+    flat = array.reshape(-1, *rows.shape[1:])
+    # XLA may trust unique_indices, so those to drop are made distinct too.
+    nowhere = -1 - jnp.arange(len(indices), dtype=jnp.int32)
+    indices = jnp.where(in_range(indices, len(flat)), indices, nowhere)
+    return set_at(flat, indices, rows, unique_indices=True).reshape(array.shape)
+
+
+def _differentiable(setter):
+    @jax.custom_vjp
+    def call(array, indices, rows):
+        return setter(array, indices, rows)
+
+    def forward(array, indices, rows):
+        return setter(array, indices, rows), (indices, rows)
+
+    def backward(residuals, cotangent):
+        indices, rows = residuals
+        replay = jax.vjp(lambda a, r: _scatter(a, indices, r), cotangent, rows)[1]
+        d_array, d_rows = replay(cotangent)
+        return d_array, None, d_rows
+
+    call.defvjp(forward, backward)
+    return call

@@ -1,0 +1,148 @@
+"""What each backend can do on this machine: feature x backend x attention type, from `explain`."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from . import dispatch
+from .attention import packed_batch
+from .batch import make_batch
+from .cache import KVCache
+from .spec import AttentionSpec
+
+NUM_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 64, 16
+
+# Attention type -> the (query_len, key_len) of its sequences, and whether keys are paged.
+LENGTHS = {
+    "decoder": (((20, 20), (5, 40), (1, 33)), True),
+    "encoder": (((20, 20), (7, 7)), False),
+    "encoder_only": (((20, 20), (7, 7)), False),
+    "encoder_decoder": (((20, 9), (1, 33)), True),
+}
+# Phases are features of those types that have them.
+PHASES = {
+    "prefill": {"decoder": ((20, 20), (7, 7)), "encoder_decoder": ((20, 9), (7, 33))},
+    "chunked prefill": {"decoder": ((20, 30), (5, 40))},
+    "decode": {"decoder": ((1, 20), (1, 33)), "encoder_decoder": ((1, 9), (1, 33))},
+}
+SPECS = {
+    "scale": {"scale": 0.3},
+    "sliding_window": {"sliding_window": 6},
+    "logits_soft_cap": {"logits_soft_cap": 1.5},
+    "alibi_slopes": {"alibi_slopes": (0.5, -0.25, 0.125, -0.0625)},
+}
+KV_HEADS = {"grouped queries": 2, "multi-query": 1}
+DTYPES = ("float32", "float16", "bfloat16")
+FEATURES = ("plain", *PHASES, *SPECS, *KV_HEADS, "lse", *DTYPES)
+
+
+class Request(NamedTuple):
+    """One attention call in lengths and options; `call` gives it arrays."""
+
+    feature: str
+    attn_type: str
+    lengths: tuple[tuple[int, int], ...]
+    paged: bool
+    spec: AttentionSpec
+    num_kv_heads: int
+    dtype: str
+    return_lse: bool
+
+
+class Cell(NamedTuple):
+    """One answer of the table: no reasons means yes."""
+
+    request: Request
+    backend: str
+    reasons: list[str]
+
+
+def requests() -> list[Request]:
+    """Every feature with every type of attention that has it."""
+    return [
+        request(feature, attn_type)
+        for feature in FEATURES
+        for attn_type in LENGTHS
+        if attn_type in PHASES.get(feature, LENGTHS)
+    ]
+
+
+def request(feature: str, attn_type: str) -> Request:
+    lengths, paged = LENGTHS[attn_type]
+    return Request(
+        feature,
+        attn_type,
+        PHASES[feature][attn_type] if feature in PHASES else lengths,
+        paged,
+        AttentionSpec(causal=attn_type == "decoder", **SPECS.get(feature, {})),
+        KV_HEADS.get(feature, NUM_HEADS),
+        feature if feature in DTYPES else "bfloat16",
+        feature == "lse",
+    )
+
+
+def call(request: Request, normal: Callable = jnp.zeros) -> tuple:
+    """query, cache, batch and spec of a request; `normal(shape, dtype)` makes the values."""
+    query_lens, key_lens = zip(*request.lengths, strict=True)
+    rows = (request.num_kv_heads, HEAD_DIM)
+    query = normal((sum(query_lens), NUM_HEADS, HEAD_DIM), request.dtype)
+    if request.paged:
+        counts = [-(-n // BLOCK_SIZE) for n in key_lens]
+        tables = [list(range(sum(counts[:s]), sum(counts[: s + 1]))) for s in range(len(counts))]
+        batch = make_batch(query_lens, None, tables, key_lens=key_lens, block_size=BLOCK_SIZE)
+        shape = (sum(counts), BLOCK_SIZE, *rows)
+    else:
+        starts = jnp.cumsum(jnp.array((0, *query_lens)))
+        batch = packed_batch(len(query), starts, starts, max(query_lens), max(key_lens))
+        shape = (sum(key_lens), 1, *rows)
+    return (
+        query,
+        KVCache(normal(shape, request.dtype), normal(shape, request.dtype)),
+        batch,
+        request.spec,
+    )
+
+
+def cells(explain: Callable = dispatch.explain) -> list[Cell]:
+    """The table: what `explain` says to every request."""
+    return [
+        Cell(request, backend, reasons)
+        for request in requests()
+        for backend, reasons in explain(*call(request), return_lse=request.return_lse).items()
+    ]
+
+
+def render(cells: Sequence[Cell]) -> str:
+    """The table as text: a row for each request, a column for each backend, then the reasons.
+
+    >>> print(render([Cell(request("lse", "decoder"), "xla", []),
+    ...               Cell(request("lse", "decoder"), "ipex", ["it gives no lse"])]))
+    feature  attention  xla  ipex
+    lse      decoder    yes  no 1
+    <BLANKLINE>
+    1  it gives no lse
+    """
+    backends = dict.fromkeys(cell.backend for cell in cells)
+    notes: dict[str, int] = {}
+    rows: dict[tuple, dict] = {}
+    for cell in cells:
+        row = rows.setdefault((cell.request.feature, cell.request.attn_type), {})
+        row[cell.backend] = _answer(cell.reasons, notes)
+    lines = [
+        (*names, *(row.get(backend, "") for backend in backends)) for names, row in rows.items()
+    ]
+    text = _aligned([("feature", "attention", *backends), *lines])
+    return "\n".join(
+        [*text, *([""] if notes else []), *(f"{i}  {note}" for note, i in notes.items())]
+    )
+
+
+def _answer(reasons, notes):
+    numbers = sorted(notes.setdefault(reason, len(notes) + 1) for reason in reasons)
+    return f"no {','.join(map(str, numbers))}" if numbers else "yes"
+
+
+def _aligned(rows):
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
