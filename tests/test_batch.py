@@ -171,3 +171,12 @@ def test_slots_at_block_edges(size):
 def test_every_bucket_holds_its_longest_sequences():
     for bucket in BUCKETS:
         assert bucket.num_seqs * bucket.max_blocks <= bucket.num_blocks
+
+
+def test_positions_outside_the_table_have_no_slot():
+    """Also in jit, where nobody can raise: before the first token and past the last column."""
+    table = jnp.array([[7, 2]], jnp.int32)
+    places = jnp.array([-1, 0, 7, 8, 2**30], jnp.int32)
+    find = jax.jit(slot_mapping, static_argnames="block_size")
+    slots = find(table, jnp.zeros(5, jnp.int32), places, block_size=4)
+    assert slots.tolist() == [-1, 28, 11, -1, -1]

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-
 from cases import SIGNED, SPECS
+
 from pagedattn import (
     AttentionSpec,
     InvalidInputError,

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from cases import as_numpy, random_cache, rows
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cases import as_numpy, random_cache, rows
 from pagedattn import KVCache, copy_blocks, init_kv_cache, swap_blocks, write_kv
 from pagedattn.testing import reference_write
 
@@ -190,6 +190,17 @@ def test_copy_blocks_in_place_under_donation():
     out = step(cache, jnp.array([0, 1]), jnp.array([1, 2]))
     assert pointers(out) == before
     np.testing.assert_array_equal(out.key[2], old[0][1])
+
+
+@pytest.mark.parametrize("call", [copy_blocks, jax.jit(copy_blocks)], ids=["eager", "jit"])
+def test_block_minus_one_copies_nothing(call):
+    """From or to it, so that lists of copies can be padded."""
+    cache = random_cache()
+    out = call(cache, jnp.array([-1, 2, -1, 4]), jnp.array([0, -1, -1, 5]))
+    want = as_numpy(cache)
+    for half in want:
+        half[5] = half[4]
+    assert_holds(out, want)
 
 
 @pytest.mark.parametrize("bad", [9, 50, -1, 2**31 - 1])

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from cases import as_numpy, assert_words, good_call, random_cache, rows
 
 import pagedattn_torch
-from cases import as_numpy, assert_words, good_call, random_cache, rows
 from interop import to_torch
 from pagedattn import (
     AttentionSpec,

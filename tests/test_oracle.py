@@ -3,8 +3,8 @@
 import ml_dtypes
 import numpy as np
 import pytest
-
 from cases import SIGNED, SPECS, mixed, replace_spec
+
 from pagedattn import AttentionSpec
 from pagedattn.testing import (
     Problem,

@@ -1,16 +1,17 @@
 """What must hold of attention whatever the batch, for every backend, eagerly and in jit."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from cases import SPECS, mixed, replace_spec, run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cases import SPECS, mixed, replace_spec, run
 from pagedattn import (
     AttentionSpec,
     KVCache,
@@ -40,7 +41,6 @@ from pagedattn.testing.strategies import (
 )
 
 BUCKET = BUCKETS[0]
-CAUSAL = {name: spec for name, spec in SPECS.items() if spec.causal}
 FLOAT32 = {"bucket": BUCKET, "dtype": np.float32}
 PLAIN = AttentionSpec()
 
@@ -66,14 +66,14 @@ def test_every_spec_matches_the_oracle(backend, name, data):
 
 
 def test_every_feature_matches_or_is_refused(backend, mode):
-    dtypes = (np.float32, ml_dtypes.bfloat16) if mode == "jit" else (np.float16,)
-    cells = check_backend(backend, jit=mode == "jit", dtypes=dtypes)
-    assert len(cells) == 40 * len(dtypes)
+    dtype = np.float32 if mode == "jit" else ml_dtypes.bfloat16
+    cells = check_backend(backend, jit=mode == "jit", dtypes=[dtype])
+    assert len(cells) == 40
     assert {cell.result for cell in cells} == {"ok"}  # these two refuse nothing
 
 
 @given(problem=problems(**FLOAT32), seed=seeds())
-def test_relabelling_blocks(backend, mode, problem, seed):
+def test_relabelling_blocks(backend, problem, seed):
     """Which blocks hold a sequence is of no account."""
     order = np.random.default_rng(seed).permutation(BUCKET.num_blocks)
     key, value = np.empty_like(problem.key_cache), np.empty_like(problem.value_cache)
@@ -81,11 +81,11 @@ def test_relabelling_blocks(backend, mode, problem, seed):
     known = (problem.block_tables >= 0) & (problem.block_tables < BUCKET.num_blocks)
     tables = np.where(known, order[np.where(known, problem.block_tables, 0)], -1)
     moved = problem.replace(key_cache=key, value_cache=value, block_tables=tables)
-    assert_same(run(moved, backend, mode), run(problem, backend, mode), "relabelled")
+    assert_same(run(moved, backend), run(problem, backend), "relabelled")
 
 
 @given(problem=problems(**FLOAT32), data=st.data())
-def test_batch_mates(backend, mode, problem, data):
+def test_batch_mates(backend, problem, data):
     """A sequence gives the same alone, with the others gone and all else NaN."""
     s = data.draw(st.integers(0, BUCKET.num_seqs - 1), label="sequence")
     rows = slice(*problem.query_start_loc[s : s + 2])
@@ -94,7 +94,7 @@ def test_batch_mates(backend, mode, problem, data):
     query = np.full_like(problem.query, np.nan)
     query[: rows.stop - rows.start] = problem.query[rows]
     alone = problem.replace(query=query, query_lens=lone[0], seq_lens=lone[1]).poisoned()
-    got, want = run(alone, backend, mode), run(problem, backend, mode)
+    got, want = run(alone, backend), run(problem, backend)
     count = rows.stop - rows.start
     assert_same([x[:count] for x in got], [x[rows] for x in want], "alone")
     assert not got[0][count:].any()
@@ -140,8 +140,9 @@ def test_padding(backend, mode):
 
 
 @pytest.mark.parametrize("poison", POISONS)
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, np.float32) for name in SPECS), ("all", ml_dtypes.bfloat16)]
+)
 def test_poison_changes_no_bit(backend, name, dtype, poison):
     """What nobody may see may hold anything: not even rounding tells."""
     clean = mixed(SPECS[name], poison=None, dtype=dtype)
@@ -159,13 +160,13 @@ def test_poison_behind_every_window(backend, mode, poison):
     assert_attention_close(*run(problem, backend, mode), problem)
 
 
-def test_grouped_queries_are_repeated_kv_heads(backend, mode):
+def test_grouped_queries_are_repeated_kv_heads(backend):
     grouped = mixed(SPECS["all"])
     repeated = grouped.replace(
         key_cache=np.repeat(grouped.key_cache, 2, axis=2),
         value_cache=np.repeat(grouped.value_cache, 2, axis=2),
     )
-    assert_same(run(grouped, backend, mode), run(repeated, backend, mode), "repeated")
+    assert_same(run(grouped, backend), run(repeated, backend), "repeated")
 
 
 SAME_SPECS = [
@@ -204,7 +205,7 @@ def test_every_feature_changes_the_result(backend, field, phase):
         lens = ([2, 2], [9, 17])  # one query at the end sees all keys either way
     else:
         lens = {"decode": ([1, 1], [9, 17]), "prefill": ([9, 17], [9, 17])}[phase]
-    problem = random_problem(*lens, PLAIN, poison=None)
+    problem = random_problem(*lens, PLAIN, poison=None, pad_tokens=26, max_query_len=32)
     changed = replace_spec(problem, **{field: FEATURES[field]})
     difference = np.abs(run(changed, backend)[0] - run(problem, backend)[0])
     assert difference.max() > 1e-2
@@ -254,7 +255,7 @@ def pad(x, length):
     return jnp.asarray(np.pad(x, [(0, length - len(x)), *[(0, 0)] * (x.ndim - 1)]))
 
 
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("name", ["plain", "window", "all"])  # causal ones: no key is to come
 @given(
     totals=st.tuples(*[st.integers(0, 12)] * 3),
     cuts=st.lists(st.tuples(*[st.integers(0, 8)] * 3).filter(any), min_size=1, max_size=6),
@@ -268,7 +269,7 @@ def test_chunking(backend, name, totals, cuts, seed):
         [rng.standard_normal((n, heads, 16)).astype(np.float32) for n in totals]
         for heads in (4, 2, 2)
     )
-    spec = CAUSAL[name]
+    spec = SPECS[name]
     if not sum(totals):
         return
     schedules = {
@@ -304,7 +305,7 @@ def dense_reference(query, key, value, blocks, totals, spec):
     return reference_attention(np.concatenate(query), *pools, tables, totals, starts, spec)
 
 
-MERGEABLE = {name: SPECS[name] for name in ("plain", "scale", "soft cap", "not causal")}
+MERGEABLE = {name: SPECS[name] for name in ("plain", "soft cap", "not causal")}
 
 
 @pytest.mark.parametrize("name", MERGEABLE)
@@ -337,7 +338,7 @@ def part(problem, tables, start, stop):
     return problem.replace(block_tables=rows, seq_lens=lens).poisoned()
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(("name", "mode"), [*((name, "jit") for name in SPECS), ("all", "eager")])
 def test_ragged_attention_is_paged_attention(backend, mode, name):
     """Packed keys without a cache, with more and with fewer keys than queries."""
     rng = np.random.default_rng(0)
@@ -350,7 +351,7 @@ def test_ragged_attention_is_paged_attention(backend, mode, name):
     sizes = {"max_query_len": 8, "max_key_len": 16}
     arrays = [jnp.asarray(x) for x in (query, key, value, *starts)]
     got = call(*arrays, SPECS[name], **sizes, backend=backend, return_lse=True)
-    tables = [range(start, stop) for start, stop in zip(starts[1], starts[1][1:], strict=False)]
+    tables = [range(start, stop) for start, stop in itertools.pairwise(starts[1])]
     pools = key[:, None], value[:, None]
     want = reference_attention(query, *pools, tables, key_lens, starts[0], SPECS[name])
     assert_same(got, want, "ragged")
@@ -362,19 +363,28 @@ RAGGED = jax.jit(
 )
 
 
-@pytest.mark.parametrize("spec", [AttentionSpec(alibi_slopes=(1e-4, -1e-4, 0.5, 2e-5))])
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_alibi_is_exact_at_100k_tokens(backend, dtype, spec):
-    """Keys of zero: the softmax is that of the biases alone, over 100 003 positions."""
+def test_alibi_is_exact_at_100k_tokens(backend, dtype):
+    """Keys of zero: the softmax is that of the biases alone, over 100 003 positions.
+
+    With slope -1 the first keys, at distances 100 002, 100 001, ..., weigh most: distances that
+    were rounded to bfloat16 would tie there.
+    """
+    slopes = (1e-4, -1.0, 0.5, 2e-5)
     problem = random_problem(
-        [1, 2], [100_003, 4], spec, num_kv_heads=1, block_size=128, dtype=dtype, max_query_len=2
+        [1, 2],
+        [100_003, 4],
+        AttentionSpec(alibi_slopes=slopes),
+        num_kv_heads=1,
+        block_size=128,
+        dtype=dtype,
+        max_query_len=2,
     )
     problem = problem.replace(key_cache=np.zeros_like(problem.key_cache))
-    assert_attention_close(*run(problem, backend), problem, name=backend)
-    lse = run(problem, backend)[1][0]
-    distances = np.arange(100_003)
-    want = [np.log(np.exp(-slope * distances).sum()) for slope in spec.alibi_slopes]
-    np.testing.assert_allclose(lse, want, rtol=2e-6)
+    out, lse = run(problem, backend)
+    assert_attention_close(out, lse, problem, name=backend)
+    want = [np.logaddexp.reduce(-slope * np.arange(100_003)) for slope in slopes]
+    np.testing.assert_allclose(lse[0], want, rtol=2e-5)
 
 
 @given(dtype=dtypes(), seed=seeds())
@@ -384,14 +394,14 @@ def test_identical_values_average_to_themselves(backend, dtype, seed):
     value = np.where(np.isnan(problem.value_cache), problem.value_cache, 1).astype(dtype)
     out, lse = run(problem.replace(value_cache=value), backend)
     seen = np.isfinite(lse)
-    eps = float(ml_dtypes.finfo(dtype).eps)
-    np.testing.assert_allclose(out.astype(np.float64)[seen], 1, atol=4 * eps)
+    allowed = float(ml_dtypes.finfo(dtype).eps) + 1e-6
+    np.testing.assert_allclose(out.astype(np.float64)[seen], 1, atol=allowed)
 
 
 @pytest.mark.parametrize("size", [50.0, 300.0])
-def test_large_logits_do_not_overflow(backend, mode, size):
+def test_large_logits_do_not_overflow(backend, size):
     problem = mixed(AttentionSpec(scale=size))
-    out, lse = run(problem, backend, mode)
+    out, lse = run(problem, backend)
     want = expect(problem)
     assert np.isfinite(out).all()
     assert_attention_close(out, lse, want, name=backend)

@@ -62,16 +62,15 @@ class Cell(NamedTuple):
 
 def batch_of(problem: Problem) -> BatchMetadata:
     """The batch of a problem, by `make_batch`; its shapes are those of the problem."""
-    lens = {"context_lens": problem.context_lens}
-    if min(problem.context_lens, default=0) < 0:
-        lens = {"context_lens": None, "key_lens": list(problem.seq_lens)}
+    cross = min(problem.context_lens, default=0) < 0
     return make_batch(
         list(problem.query_lens),
-        block_tables=problem.block_tables,
+        None if cross else problem.context_lens,
+        problem.block_tables,
+        key_lens=list(problem.seq_lens) if cross else None,
         block_size=problem.block_size,
         pad_tokens=len(problem.query),
         max_query_len=problem.max_query_len,
-        **lens,
     )
 
 
@@ -156,13 +155,14 @@ def cell_problem(cell: Cell, sizes: dict[str, int]) -> Problem:
     fields = dict(FEATURES[cell.feature])
     if "alibi_slopes" in fields:
         fields["alibi_slopes"] = tuple((-0.5) ** h for h in range(sizes["num_heads"]))
-    lens = [n + [0] * (NUM_SEQS - len(n)) for n in PHASES[cell.phase]]
+    query_lens, seq_lens = (n + [0] * (NUM_SEQS - len(n)) for n in PHASES[cell.phase])
     spec = AttentionSpec(**fields)
-    blocks = [-(-n // sizes["block_size"]) for n in lens[1]]
+    blocks = [-(-n // sizes["block_size"]) for n in seq_lens]
     width = -(-MAX_SEQ_LEN // sizes["block_size"])
     rows = random_tables(np.random.default_rng(0), blocks, NUM_SEQS * width)
     return random_problem(
-        *lens,
+        query_lens,
+        seq_lens,
         spec,
         **sizes,
         num_blocks=NUM_SEQS * width,

@@ -58,8 +58,9 @@ def heads(
         rows = slice(int(query_start_loc[s]), int(query_start_loc[s + 1]))
         query_len = rows.stop - rows.start
         visible = visible_keys(query_len, seq_len, spec)
-        keys = walk(key_cache, block_tables[s], visible.any(0))
-        values = walk(value_cache, block_tables[s], visible.any(0))
+        wanted = np.any(visible, axis=0, keepdims=True)[0]
+        keys = walk(key_cache, block_tables[s], wanted)
+        values = walk(value_cache, block_tables[s], wanted)
         p = (seq_len - query_len) + np.arange(query_len)
         distance = np.abs(p[:, None] - np.arange(seq_len)[None, :])
         for h in range(query.shape[1]):
@@ -164,6 +165,6 @@ def visible_slots(
     """bool `[num_blocks, block_size]`: slots that some query sees; the others may hold anything."""
     seen = np.zeros((num_blocks, block_size), bool)
     for table, query_len, seq_len in zip(block_tables, query_lens, seq_lens, strict=True):
-        for j in np.flatnonzero(visible_keys(int(query_len), int(seq_len), spec).any(0)):
+        for j in np.flatnonzero(visible_keys(int(query_len), int(seq_len), spec).any(0)).tolist():
             seen[int(table[j // block_size]), j % block_size] = True
     return seen

@@ -107,8 +107,9 @@ def random_problem(
     num_tokens = int(sum(query_lens)) if pad_tokens is None else pad_tokens
     pool = num_blocks, block_size, num_kv_heads, head_dim
     shapes = (num_tokens, num_heads, head_dim), pool, pool
-    arrays = [rng.standard_normal(shape).astype(dtype) for shape in shapes]
-    problem = Problem(*arrays, block_tables, list(query_lens), list(seq_lens), spec, max_query_len)
+    query, key, value = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
+    lens = list(query_lens), list(seq_lens)
+    problem = Problem(query, key, value, block_tables, *lens, spec, max_query_len)
     return problem if poison is None else problem.poisoned(poison)
 
 

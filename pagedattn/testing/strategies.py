@@ -169,9 +169,11 @@ def problems(
     spec = draw(specs(bucket.num_heads)) if spec is None else spec
     dtype = draw(dtypes()) if dtype is None else dtype
     lens = draw(cross_lengths(bucket) if cross else lengths(bucket, kinds))
+    query_lens, seq_lens = ([length[i] for length in lens] for i in (0, 1))
     longest = 1 if not cross and not {"prefill", "chunk"} & set(kinds) else bucket.max_query_len
     return random_problem(
-        *zip(*lens, strict=True),
+        query_lens,
+        seq_lens,
         spec,
         num_heads=bucket.num_heads,
         num_kv_heads=bucket.num_kv_heads,

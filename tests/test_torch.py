@@ -1,0 +1,220 @@
+"""The functions on torch tensors: the oracle's answers, in-place writes, strided caches."""
+
+import dataclasses
+import itertools
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from cases import SPECS, mixed, random_cache, rows, run
+from hypothesis import given
+
+from interop import to_torch
+from pagedattn import KVCache, UnsupportedError
+from pagedattn.testing import (
+    assert_attention_close,
+    batch_of,
+    cache_of,
+    random_problem,
+    reference_attention,
+    reference_write,
+)
+from pagedattn.testing.strategies import any_phase
+from pagedattn_torch import (
+    copy_blocks_,
+    paged_attention,
+    ragged_attention,
+    swap_blocks_,
+    write_kv_,
+)
+
+
+def torch_cache(seed: int = 0, num_blocks: int = 9) -> KVCache:
+    return to_torch(random_cache(num_blocks, seed=seed), copy=True)
+
+
+def numpy_of(cache: KVCache) -> tuple[np.ndarray, np.ndarray]:
+    return cache.key.cpu().numpy().copy(), cache.value.cpu().numpy().copy()
+
+
+def attend(problem, **options):
+    query, cache = to_torch((jnp.asarray(problem.query), cache_of(problem)))
+    return paged_attention(query, cache, batch_of(problem), problem.spec, **options)
+
+
+@given(problem=any_phase())
+def test_matches_the_oracle(problem):
+    out, lse = attend(problem, backend="sdpa", return_lse=True)
+    assert_attention_close(out, lse, problem, name="torch")
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
+def test_is_what_jax_gets(name, dtype):
+    """The same kernel behind both doors, to the bit; with and without lse the same out."""
+    problem = mixed(SPECS[name], dtype=dtype)
+    out, lse = attend(problem, return_lse=True)
+    assert (out.dtype, lse.dtype) == (to_torch(jnp.asarray(problem.query)).dtype, torch.float32)
+    want = run(problem, "sdpa", "eager")
+    np.testing.assert_array_equal(out.float().cpu().numpy(), want[0].astype(np.float32))
+    np.testing.assert_array_equal(lse.cpu().numpy(), want[1])
+    assert_attention_close(attend(problem), None, problem, name="without lse")
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_batches_of_torch_tensors(dtype):
+    problem = mixed(SPECS["all"])
+    batch = batch_of(problem)
+    names = [f.name for f in dataclasses.fields(batch) if not f.metadata.get("static")]
+    tensors = {name: to_torch(getattr(batch, name)).to(dtype) for name in names}
+    query, cache = to_torch((jnp.asarray(problem.query), cache_of(problem)))
+    got = paged_attention(query, cache, dataclasses.replace(batch, **tensors), problem.spec)
+    assert_attention_close(got, None, problem)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_ragged(name):
+    rng = np.random.default_rng(0)
+    query = rng.standard_normal((9, 4, 16)).astype(np.float32)
+    key, value = rng.standard_normal((2, 12, 2, 16)).astype(np.float32)
+    query_starts, key_starts = np.array([0, 5, 6, 6, 9]), np.array([0, 5, 10, 12, 12])
+    arrays = [to_torch(jnp.asarray(x)) for x in (query, key, value, query_starts, key_starts)]
+    out, lse = ragged_attention(
+        *arrays, SPECS[name], max_query_len=5, max_key_len=5, return_lse=True
+    )
+    tables = [range(start, stop) for start, stop in itertools.pairwise(key_starts)]
+    planes = key[:, None], value[:, None]
+    want = reference_attention(
+        query, *planes, tables, np.diff(key_starts), query_starts, SPECS[name]
+    )
+    np.testing.assert_allclose(out.cpu(), want[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(lse.cpu(), want[1], rtol=1e-5, atol=1e-5)
+
+
+SLOTS = [[0, 35, 4], [-1, 5, -1], [-1, -1, -1], [35, -1, 0]]
+
+
+@pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_write_in_place(slots, dtype):
+    cache = torch_cache()
+    key, value = to_torch(rows(3, random_cache()), copy=True)
+    want = reference_write(*numpy_of(cache), key.cpu().numpy(), value.cpu().numpy(), slots)
+    before = cache.key.data_ptr(), cache.value.data_ptr()
+    out = write_kv_(cache, key, value, torch.tensor(slots, dtype=dtype, device=key.device))
+    assert out.key is cache.key
+    assert out.value is cache.value
+    assert (cache.key.data_ptr(), cache.value.data_ptr()) == before
+    np.testing.assert_array_equal(numpy_of(cache)[0], want[0])
+    np.testing.assert_array_equal(numpy_of(cache)[1], want[1])
+
+
+def test_dropped_rows_may_hold_nan():
+    cache = torch_cache()
+    key, value = to_torch(rows(3, random_cache()), copy=True)
+    key[1] = value[1] = torch.nan
+    write_kv_(cache, key, value, torch.tensor([4, -1, 6], device=key.device))
+    assert cache.key.isfinite().all()
+    assert cache.value.isfinite().all()
+
+
+def test_no_tokens():
+    cache = torch_cache()
+    before = numpy_of(cache)
+    key, value = to_torch(rows(0, random_cache()), copy=True)
+    write_kv_(cache, key, value, torch.zeros(0, dtype=torch.int32))
+    np.testing.assert_array_equal(numpy_of(cache)[0], before[0])
+
+
+def interleaved(cache: KVCache) -> KVCache:
+    """The same values in one tensor `[num_blocks, 2, block_size, ...]`: planes with gaps."""
+    pool = torch.stack([cache.key, cache.value], dim=1)
+    return KVCache(pool[:, 0], pool[:, 1])
+
+
+def by_head(cache: KVCache) -> KVCache:
+    """The same values with heads outside of slots in memory."""
+    return KVCache(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in vars(cache).values()))
+
+
+LAYOUTS = {"interleaved": interleaved, "by head": by_head}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strided_caches_are_written_in_place(layout):
+    cache = LAYOUTS[layout](torch_cache())
+    assert not cache.key.is_contiguous()
+    key, value = to_torch(rows(3, random_cache()), copy=True)
+    want = reference_write(*numpy_of(cache), key.cpu().numpy(), value.cpu().numpy(), [9, -1, 0])
+    write_kv_(cache, key, value, torch.tensor([9, -1, 0], device=key.device))
+    copy_blocks_(cache, torch.tensor([2]), torch.tensor([5]))
+    for half, plane in zip(numpy_of(cache), want, strict=True):
+        plane[5] = plane[2]
+        np.testing.assert_array_equal(half, plane)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strided_caches_are_read_right(layout):
+    problem = mixed(SPECS["all"])
+    query, cache = to_torch((jnp.asarray(problem.query), cache_of(problem)))
+    cache = LAYOUTS[layout](cache)
+    got = paged_attention(query, cache, batch_of(problem), problem.spec, return_lse=True)
+    assert_attention_close(*got, problem)
+
+
+def test_strided_queries_are_read_right():
+    problem = mixed(SPECS["all"])
+    query, cache = to_torch((jnp.asarray(problem.query), cache_of(problem)))
+    fused = torch.stack([query, query], dim=1)[:, 0]
+    got = paged_attention(fused, cache, batch_of(problem), problem.spec, return_lse=True)
+    assert_attention_close(*got, problem)
+
+
+def test_copy_blocks_reads_before_it_writes():
+    cache = torch_cache()
+    old = numpy_of(cache)
+    out = copy_blocks_(cache, torch.tensor([0, 1, 2]), torch.tensor([1, 2, 0]))
+    assert out.key is cache.key
+    for half, before in zip(numpy_of(cache), old, strict=True):
+        np.testing.assert_array_equal(half[[1, 2, 0]], before[[0, 1, 2]])
+        np.testing.assert_array_equal(half[3:], before[3:])
+
+
+def test_block_minus_one_copies_nothing():
+    cache = torch_cache()
+    old = numpy_of(cache)
+    copy_blocks_(cache, torch.tensor([-1, 2, -1, 4]), torch.tensor([0, -1, -1, 5]))
+    for half, before in zip(numpy_of(cache), old, strict=True):
+        before[5] = before[4]
+        np.testing.assert_array_equal(half, before)
+
+
+def test_swap_blocks_copies_between_pools():
+    source, target = torch_cache(3), torch_cache(4, num_blocks=5)
+    host = KVCache(target.key.cpu(), target.value.cpu())
+    old = numpy_of(host)
+    before = host.key.data_ptr()
+    out = swap_blocks_(source, host, torch.tensor([8, 0]), torch.tensor([1, 4]))
+    assert out.key.data_ptr() == before
+    for half, given_, rest in zip(numpy_of(host), numpy_of(source), old, strict=True):
+        np.testing.assert_array_equal(half[[1, 4]], given_[[8, 0]])
+        np.testing.assert_array_equal(half[[0, 2, 3]], rest[[0, 2, 3]])
+
+
+def test_attention_leaves_its_inputs_alone():
+    problem = mixed(SPECS["all"])
+    query, cache = to_torch((jnp.asarray(problem.query), cache_of(problem)), copy=True)
+    before = query.clone(), cache.key.clone(), cache.value.clone()
+    out = paged_attention(query, cache, batch_of(problem), problem.spec)
+    for now, then in zip((query, cache.key, cache.value), before, strict=True):
+        assert torch.equal(now.nan_to_num(7.0), then.nan_to_num(7.0))
+    assert not out.requires_grad
+
+
+def test_gradients_are_refused():
+    problem = random_problem([1], [5], SPECS["plain"])
+    query, cache = to_torch((jnp.asarray(problem.query), cache_of(problem)), copy=True)
+    with pytest.raises(UnsupportedError, match="gradient"):
+        paged_attention(query.requires_grad_(), cache, batch_of(problem))
