@@ -31,7 +31,7 @@ def paged_attention(
       cache: holds the keys and values, the new ones included.
       batch: which tokens and blocks belong to which sequence (`make_batch`).
       spec: the formula; static.
-      backend: a name never falls back; None takes the first usable one by `dispatch.ORDER`.
+      backend: a name never falls back; None takes the first usable one by `registry.ORDER`.
       return_lse: also return the natural log of the sum of exponentials, for `merge_states`.
 
     Returns:
@@ -87,8 +87,15 @@ def ragged_attention(
     max_lens = (max_query_len, max_key_len)
     validate.ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens)
     batch = packed_batch(query.shape[0], query_start_loc, key_start_loc, *max_lens)
-    cache = KVCache(key[:, None], value[:, None])
+    cache = packed_cache(key, value)
     return paged_attention(query, cache, batch, spec, backend=backend, return_lse=return_lse)
+
+
+def packed_cache(key, value) -> KVCache:
+    """Packed keys as blocks of one token; no keys as a block that no sequence owns."""
+    if not len(key):
+        key = value = jnp.zeros((1, *key.shape[1:]), key.dtype)
+    return KVCache(key[:, None], value[:, None])
 
 
 def packed_batch(num_tokens, query_start_loc, key_start_loc, max_query_len, max_key_len):

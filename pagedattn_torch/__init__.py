@@ -9,8 +9,28 @@ except ImportError as error:
         "pagedattn_torch needs torch, which is not installed: pip install 'pagedattn[torch]'"
     ) from error
 
+from .attention import explain as explain
 from .attention import paged_attention as paged_attention
 from .attention import ragged_attention as ragged_attention
+from .attention_type import AttentionType as AttentionType
+from .backend import AttentionBackend as AttentionBackend
 from .cache import copy_blocks_ as copy_blocks_
 from .cache import swap_blocks_ as swap_blocks_
 from .cache import write_kv_ as write_kv_
+from .impl import AttentionImpl as AttentionImpl
+from .ipex import IpexAttnBackend as IpexAttnBackend
+from .ipex import IpexAttnBackendImpl as IpexAttnBackendImpl
+from .ipex import IpexAttnMetadata as IpexAttnMetadata
+from .layout import kv_cache_shape as kv_cache_shape
+from .layout import pack_keys as pack_keys
+from .layout import pack_values as pack_values
+from .layout import split_kv_cache as split_kv_cache
+from .layout import unpack_keys as unpack_keys
+from .layout import unpack_values as unpack_values
+from .metadata import AttentionMetadata as AttentionMetadata
+from .torch_sdpa import TorchSDPABackend as TorchSDPABackend
+from .torch_sdpa import TorchSDPABackendImpl as TorchSDPABackendImpl
+from .torch_sdpa import TorchSDPAMetadata as TorchSDPAMetadata
+from .xformers import XFormersBackend as XFormersBackend
+from .xformers import XFormersImpl as XFormersImpl
+from .xformers import XFormersMetadata as XFormersMetadata

@@ -18,6 +18,7 @@ from pagedattn import (
 from pagedattn import backend as backends
 
 from .arrays import batch_on, tensor
+from .lengths import token_positions
 
 # Every torch backend, and those of which `backend=None` takes the first usable one.
 NAMES = ("sdpa", "xformers", "ipex")
@@ -104,24 +105,27 @@ def ragged_attention(
     max_lens = (max_query_len, max_key_len)
     validate.ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens)
     batch = packed_batch(query.shape[0], query_start_loc, key_start_loc, *max_lens)
-    cache = KVCache(key[:, None], value[:, None])
+    cache = packed_cache(key, value)
     return paged_attention(query, cache, batch, spec, backend=backend, return_lse=return_lse)
+
+
+def packed_cache(key, value) -> KVCache:
+    """Packed keys as blocks of one token; no keys as a block that no sequence owns."""
+    if not len(key):
+        key = value = key.new_zeros(1, *key.shape[1:])
+    return KVCache(key[:, None], value[:, None])
 
 
 def packed_batch(num_tokens, query_start_loc, key_start_loc, max_query_len, max_key_len):
     """Packed keys as a batch over blocks of one token."""
     device = key_start_loc.device
     key_lens = key_start_loc.diff()
-    tokens = torch.arange(num_tokens, device=device, dtype=query_start_loc.dtype)
-    seqs = (torch.searchsorted(query_start_loc, tokens, right=True) - 1).clamp(
-        max=len(key_lens) - 1
-    )
     return BatchMetadata(
         block_tables=key_start_loc[:-1, None] + torch.arange(max_key_len, device=device),
         seq_lens=key_lens,
         query_start_loc=query_start_loc,
-        slot_mapping=torch.full_like(tokens, -1),
-        positions=tokens + (key_lens - query_start_loc[1:])[seqs] if len(key_lens) else tokens,
+        slot_mapping=torch.full((num_tokens,), -1, device=device),
+        positions=token_positions(query_start_loc, key_lens, num_tokens),
         block_size=1,
         max_query_len=max_query_len,
     )

@@ -418,3 +418,14 @@ def test_one_backend_does_not_stand_in_for_another():
     problem = mixed()
     assert "ffi_call" in program("sdpa")
     assert "ffi_call" not in program("xla")
+
+
+def test_no_keys_at_all_give_nothing():
+    query, none = jnp.ones((3, 4, 8)), jnp.zeros((0, 2, 8))
+    starts = jnp.array([0, 3])
+    lens = {"max_query_len": 3, "max_key_len": 0}
+    out, lse = ragged_attention(
+        query, none, none, starts, 0 * starts, backend="xla", return_lse=True, **lens
+    )
+    assert not out.any()
+    assert jnp.isneginf(lse).all()

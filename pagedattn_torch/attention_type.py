@@ -1,0 +1,36 @@
+"""Which tokens attend to which: the four kinds of attention that a layer may ask for."""
+
+from enum import StrEnum
+
+from pagedattn import InvalidInputError
+
+
+class AttentionType(StrEnum):
+    """The kind of an attention call; wherever one is expected, its string does as well.
+
+    - DECODER: causal self-attention over the cache.
+    - ENCODER: self-attention of the encoder of an encoder-decoder model; nothing is cached.
+    - ENCODER_ONLY: self-attention both ways over the ordinary sequences; nothing is cached.
+    - ENCODER_DECODER: cross-attention, decoder queries over cached encoder keys.
+
+    >>> AttentionType("encoder_only")
+    <AttentionType.ENCODER_ONLY: 'encoder_only'>
+    """
+
+    DECODER = "decoder"
+    ENCODER = "encoder"
+    ENCODER_ONLY = "encoder_only"
+    ENCODER_DECODER = "encoder_decoder"
+
+    @classmethod
+    def _missing_(cls, value):
+        raise InvalidInputError(f"attn_type must be one of {[*map(str, cls)]}, got {value!r}")
+
+    @property
+    def causal(self) -> bool:
+        return self is AttentionType.DECODER
+
+    @property
+    def cached(self) -> bool:
+        """Whether its keys live in the paged cache."""
+        return self in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)

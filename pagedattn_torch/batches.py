@@ -1,0 +1,118 @@
+"""Metadata as batches of the core, and back, over the same memory."""
+
+import torch
+from torch import Tensor
+
+from pagedattn import BatchMetadata, InvalidInputError
+from pagedattn.checks import known, require
+
+from .arrays import tensor
+from .attention import packed_batch
+from .attention_type import AttentionType
+from .lengths import token_positions
+
+
+def paged(meta, block_size: int, attn_type: AttentionType) -> BatchMetadata:
+    """The batch whose keys are in the cache, for DECODER and ENCODER_DECODER."""
+    require_fields(meta, attn_type, paged=True)
+    decoder = attn_type is AttentionType.DECODER
+    starts, num_tokens = meta.query_start_loc, meta.num_query_tokens(attn_type)
+    seq_lens = meta.seq_lens_tensor if decoder else meta.encoder_seq_lens_tensor
+    # Cross-attention writes nothing by this batch: the slots are those of other tokens.
+    slots = meta.slot_mapping if decoder else None
+    nowhere = torch.full((num_tokens,), -1, dtype=torch.int32, device=starts.device)
+    return BatchMetadata(
+        block_tables=int32(meta.block_tables if decoder else meta.cross_block_tables),
+        seq_lens=int32(seq_lens),
+        query_start_loc=int32(starts),
+        slot_mapping=nowhere if slots is None else int32(slots),
+        positions=token_positions(starts, seq_lens, num_tokens),
+        block_size=block_size,
+        max_query_len=meta.max_query_len,
+    )
+
+
+def packed(meta, attn_type: AttentionType) -> BatchMetadata:
+    """The batch whose keys are packed tokens of this step: blocks of one token.
+
+    Raises:
+      InvalidInputError: queries should see keys that are not among the tokens of this step.
+    """
+    require_fields(meta, attn_type, paged=False)
+    queries, keys, longest_query, longest_key = _packed_sides(meta, attn_type)
+    if attn_type in (AttentionType.DECODER, AttentionType.ENCODER_ONLY):
+        context_lens = known(meta.context_lens_tensor)
+        require(
+            context_lens is None or not context_lens.any(),
+            f"{attn_type} attention without a cache and block_tables sees only the new tokens, but "
+            f"context_lens are {meta.context_lens_tensor.tolist()}",
+        )
+    num_tokens = meta.num_query_tokens(attn_type)
+    return packed_batch(num_tokens, int32(queries), int32(keys), longest_query, longest_key)
+
+
+def _packed_sides(meta, attn_type):
+    own = meta.query_start_loc, meta.max_query_len
+    encoder = meta.encoder_query_start_loc, meta.max_encoder_seq_len
+    queries = encoder if attn_type is AttentionType.ENCODER else own
+    keys = own if attn_type in (AttentionType.DECODER, AttentionType.ENCODER_ONLY) else encoder
+    return queries[0], keys[0], queries[1], keys[1]
+
+
+def decoder_fields(batch: BatchMetadata, num_prefills, num_prefill_tokens) -> dict:
+    """The fields that a batch gives."""
+    starts = tensor(batch.query_start_loc)
+    if num_prefills is None:
+        several = (starts.diff() > 1).nonzero()
+        num_prefills = int(several[-1]) + 1 if len(several) else 0
+    if num_prefill_tokens is None:
+        num_prefill_tokens = int(starts[num_prefills])
+    num_tokens = batch.num_tokens if known(starts) is None else int(starts[-1])
+    return {
+        "num_prefills": num_prefills,
+        "num_prefill_tokens": num_prefill_tokens,
+        "num_decode_tokens": num_tokens - num_prefill_tokens,
+        "slot_mapping": batch.slot_mapping,
+        "seq_lens_tensor": batch.seq_lens,
+        "block_tables": batch.block_tables,
+        "query_start_loc": starts,
+        "max_query_len": batch.max_query_len,
+    }
+
+
+def encoder_fields(batch: BatchMetadata) -> dict:
+    """The fields that the encoders' batch gives."""
+    return {
+        "encoder_seq_lens_tensor": batch.seq_lens,
+        "encoder_query_start_loc": batch.query_start_loc,
+        "num_encoder_tokens": batch.num_tokens,
+        "cross_slot_mapping": batch.slot_mapping,
+        "cross_block_tables": batch.block_tables,
+    }
+
+
+def int32(array: Tensor) -> Tensor:
+    """The tensor itself if it is int32; otherwise a copy, in which what does not fit is -1."""
+    narrow = array.to(torch.int32)
+    return array if array.dtype is torch.int32 else torch.where(narrow == array, narrow, -1)
+
+
+def missing(meta, attn_type: AttentionType, *, paged: bool) -> list[str]:
+    """The fields that a type of attention needs and that are None; keys may be paged or packed."""
+    own = () if attn_type is AttentionType.ENCODER else ("seq_lens_tensor",)
+    encoder = ("encoder_seq_lens_tensor", "max_encoder_seq_len", "num_encoder_tokens")
+    cross = ("encoder_seq_lens_tensor", "cross_block_tables")
+    needed = {
+        AttentionType.DECODER: own,
+        AttentionType.ENCODER_ONLY: own,
+        AttentionType.ENCODER: encoder,
+        AttentionType.ENCODER_DECODER: own + (cross if paged else encoder),
+    }[attn_type]
+    return [name for name in needed if getattr(meta, name) is None]
+
+
+def require_fields(meta, attn_type: AttentionType, *, paged: bool) -> None:
+    if names := missing(meta, attn_type, paged=paged):
+        raise InvalidInputError(
+            f"{attn_type} attention needs {', '.join(names)} in its attn_metadata, got None"
+        )

@@ -1,0 +1,150 @@
+"""The fields of a metadata object that follow from those given."""
+
+import torch
+
+from pagedattn.checks import known, require
+
+from .lengths import agreed, both_forms, bound, span_lengths, start_locs
+
+
+def decoder_side(meta) -> dict:
+    """Everything about the tokens of this step; `{}` for a run of encoders alone."""
+    device = _device(meta.slot_mapping, meta.block_tables)
+    listed, seq_lens = both_forms("seq_lens", meta.seq_lens, meta.seq_lens_tensor, device)
+    if seq_lens is None:
+        return {}
+    starts = meta.query_start_loc
+    starts = _query_starts(meta, seq_lens) if starts is None else starts
+    _check_tokens(meta, starts, len(seq_lens))
+    context_lens = seq_lens - starts.diff().to(seq_lens)
+    return {
+        "seq_lens": listed,
+        "seq_lens_tensor": seq_lens,
+        "query_start_loc": starts,
+        "context_lens_tensor": agreed("context_lens", meta.context_lens_tensor, context_lens),
+        "seq_start_loc": agreed("seq_start_loc", meta.seq_start_loc, start_locs(seq_lens)),
+        **_bounds(meta, listed, span_lengths(starts)),
+        "is_prompt": _is_prompt(meta),
+    }
+
+
+def encoder_side(meta) -> dict:
+    """Everything about the encoders; `{}` without them."""
+    device = _device(meta.cross_slot_mapping, meta.slot_mapping)
+    given = meta.encoder_seq_lens, meta.encoder_seq_lens_tensor
+    listed, lens = both_forms("encoder_seq_lens", *given, device)
+    if lens is None:
+        return {}
+    starts = start_locs(lens)
+    count = _num_encoder_tokens(meta, listed)
+    new = meta.encoder_query_start_loc
+    if new is None:
+        new = starts if count is None else starts.clamp(max=count)
+    _check_encoder_tokens(listed, span_lengths(new))
+    return {
+        "encoder_seq_lens": listed,
+        "encoder_seq_lens_tensor": lens,
+        "encoder_seq_start_loc": agreed(
+            "encoder_seq_start_loc", meta.encoder_seq_start_loc, starts
+        ),
+        "encoder_query_start_loc": new,
+        "max_encoder_seq_len": bound("max_encoder_seq_len", meta.max_encoder_seq_len, listed),
+        "num_encoder_tokens": count,
+    }
+
+
+def _num_encoder_tokens(meta, lens):
+    if meta.num_encoder_tokens is not None:
+        return meta.num_encoder_tokens
+    if meta.cross_slot_mapping is not None:
+        return len(meta.cross_slot_mapping)
+    return None if lens is None else sum(lens)
+
+
+def _query_starts(meta, seq_lens):
+    _check_prefills(meta, len(seq_lens))
+    decodes = len(seq_lens) - meta.num_prefills
+    require(
+        decodes == meta.num_decode_tokens,
+        f"without query_start_loc a decode brings one token, so {len(seq_lens)} sequences with "
+        f"{meta.num_prefills} prefills make {decodes} decode tokens, got {meta.num_decode_tokens}",
+    )
+    query_lens = torch.ones_like(seq_lens)
+    prefills = slice(meta.num_prefills)
+    query_lens[prefills] = seq_lens[prefills]
+    if meta.context_lens_tensor is not None:
+        query_lens[prefills] -= meta.context_lens_tensor[prefills].to(seq_lens)
+    return start_locs(query_lens)
+
+
+def _check_prefills(meta, num_seqs):
+    require(
+        0 <= meta.num_prefills <= num_seqs,
+        f"num_prefills must be from 0 to the {num_seqs} of seq_lens, got {meta.num_prefills}",
+    )
+
+
+def _check_tokens(meta, starts, num_seqs):
+    _check_prefills(meta, num_seqs)
+    require(
+        len(starts) == num_seqs + 1,
+        f"query_start_loc must have {num_seqs + 1} entries for {num_seqs} seq_lens, got "
+        f"{len(starts)}",
+    )
+    values = known(starts)
+    if values is not None:
+        prefill, every = int(values[meta.num_prefills]), int(values[-1])
+        got = meta.num_prefill_tokens, meta.num_decode_tokens
+        require(
+            got == (prefill, every - prefill),
+            f"the lengths make {prefill} prefill and {every - prefill} decode tokens, got "
+            f"num_prefill_tokens, num_decode_tokens = {got}",
+        )
+    tokens = meta.num_prefill_tokens + meta.num_decode_tokens
+    require(
+        meta.slot_mapping is None or len(meta.slot_mapping) >= tokens,
+        f"slot_mapping must have a slot (or -1) for each of the {tokens} tokens, got "
+        f"{0 if meta.slot_mapping is None else len(meta.slot_mapping)}",
+    )
+
+
+def _check_encoder_tokens(lens, new_lens):
+    if lens is not None and new_lens is not None:
+        require(
+            all(new in (0, length) for new, length in zip(new_lens, lens, strict=True)),
+            f"an encoder sequence comes whole or not at all: of lengths {lens}, this step's "
+            f"encoder tokens make {new_lens}",
+        )
+
+
+def _bounds(meta, seq_lens, query_lens):
+    prefills, decodes = slice(meta.num_prefills), slice(meta.num_prefills, None)
+    decode_seqs = len(meta.seq_lens_tensor if seq_lens is None else seq_lens) - meta.num_prefills
+    # Unread lengths: no sequence brings more tokens than there are.
+    one_each = 1 if decode_seqs == meta.num_decode_tokens else meta.num_decode_tokens
+    longest = max(meta.num_prefill_tokens, one_each)
+    parts = {
+        "max_query_len": (query_lens, slice(None), longest),
+        "max_decode_query_len": (query_lens, decodes, one_each),
+        "max_prefill_seq_len": (seq_lens, prefills, None if meta.num_prefills else 0),
+        "max_decode_seq_len": (seq_lens, decodes, None if decode_seqs else 0),
+    }
+    return {
+        name: bound(name, getattr(meta, name), lens and lens[part], fallback)
+        for name, (lens, part, fallback) in parts.items()
+    }
+
+
+def _is_prompt(meta):
+    prompt = meta.num_prefills > 0 and meta.num_decode_tokens == 0
+    tokens = meta.num_prefill_tokens + meta.num_decode_tokens
+    require(
+        meta.is_prompt in (None, prompt) or not tokens,
+        f"is_prompt must be {prompt} with {meta.num_prefill_tokens} prefill and "
+        f"{meta.num_decode_tokens} decode tokens, got {meta.is_prompt}",
+    )
+    return prompt if meta.is_prompt is None else bool(meta.is_prompt)
+
+
+def _device(*tensors):
+    return next((tensor.device for tensor in tensors if tensor is not None), None)

@@ -1,0 +1,131 @@
+"""How a layer's cache lies in memory, and the packed form that some kernels want.
+
+A layer's kv_cache is one tensor `[2, num_blocks, block_size, num_kv_heads, head_size]`: plane 0
+holds the keys, plane 1 the values. `[2, num_blocks, block_size * num_kv_heads * head_size]` is the
+same memory seen flat.
+"""
+
+import math
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from pagedattn import InvalidInputError, KVCache
+
+PACK_BYTES = 16  # what a group of threads reads of one key at once
+DENSE = torch.contiguous_format
+
+
+def kv_cache_shape(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+) -> tuple[int, int, int, int, int]:
+    """The shape of one layer's cache.
+
+    >>> kv_cache_shape(8, 16, 2, 64)
+    (2, 8, 16, 2, 64)
+    """
+    return (2, num_blocks, block_size, num_kv_heads, head_size)
+
+
+def split_kv_cache(kv_cache: Tensor | KVCache, num_kv_heads: int, head_size: int) -> KVCache:
+    """A layer's cache as views of its keys and values: what is written there is written in it.
+
+    Args:
+      kv_cache: `[2, num_blocks, block_size, num_kv_heads, head_size]`, or flat with the last three
+        axes as one; a KVCache is given back as it is.
+
+    Raises:
+      InvalidInputError: another shape, or a flat cache whose memory has gaps.
+
+    >>> split_kv_cache(torch.zeros(2, 8, 16 * 2 * 64), num_kv_heads=2, head_size=64).block_size
+    16
+    """
+    cache = kv_cache if isinstance(kv_cache, KVCache) else _split(kv_cache, num_kv_heads, head_size)
+    if tuple(cache.key.shape[2:]) != (num_kv_heads, head_size):
+        raise _unlike(kv_cache, num_kv_heads, head_size)
+    return cache
+
+
+def planes(kv_cache: Tensor | KVCache) -> KVCache:
+    """Keys and values of a cache of any head count, block by block: for copying whole blocks."""
+    if isinstance(kv_cache, KVCache):
+        return kv_cache
+    if kv_cache.ndim not in (3, 5) or len(kv_cache) != 2:
+        raise _unlike(kv_cache)
+    key, value = kv_cache.unbind(0)
+    return (
+        KVCache(key, value) if key.ndim == 4 else KVCache(key[:, None, None], value[:, None, None])
+    )
+
+
+def pack_keys(
+    keys: Float[Tensor, "num_blocks block_size num_kv_heads head_size"],
+) -> Float[Tensor, "num_blocks num_kv_heads groups block_size x"]:
+    """Keys in the packed layout: `x = 16 // itemsize` dimensions of a token lie side by side.
+
+    Token t, dimension d of a block stands at `[:, :, d // x, t, d % x]`. Returns a new tensor;
+    `unpack_keys` is the inverse.
+
+    Raises:
+      InvalidInputError: head_size is no multiple of x.
+
+    >>> pack_keys(torch.zeros(4, 16, 2, 64, dtype=torch.bfloat16)).shape
+    torch.Size([4, 2, 8, 16, 8])
+    """
+    x = PACK_BYTES // keys.element_size()
+    if keys.shape[-1] % x:
+        raise InvalidInputError(
+            f"head_size must be a multiple of {x} to pack {keys.dtype} keys, got {keys.shape[-1]}"
+        )
+    return keys.unflatten(3, (-1, x)).permute(0, 2, 3, 1, 4).clone(memory_format=DENSE)
+
+
+def unpack_keys(
+    packed: Float[Tensor, "num_blocks num_kv_heads groups block_size x"],
+) -> Float[Tensor, "num_blocks block_size num_kv_heads head_size"]:
+    """The inverse of `pack_keys`."""
+    return packed.permute(0, 3, 1, 2, 4).flatten(3).clone(memory_format=DENSE)
+
+
+def pack_values(
+    values: Float[Tensor, "num_blocks block_size num_kv_heads head_size"],
+) -> Float[Tensor, "num_blocks num_kv_heads head_size block_size"]:
+    """Values in the packed layout, the tokens of a block innermost; a new tensor."""
+    return values.permute(0, 2, 3, 1).clone(memory_format=DENSE)
+
+
+def unpack_values(
+    packed: Float[Tensor, "num_blocks num_kv_heads head_size block_size"],
+) -> Float[Tensor, "num_blocks block_size num_kv_heads head_size"]:
+    """The inverse of `pack_values`."""
+    return packed.permute(0, 3, 1, 2).clone(memory_format=DENSE)
+
+
+def _split(kv_cache, num_kv_heads, head_size):
+    if kv_cache.ndim == 5 and len(kv_cache) == 2:
+        return KVCache(*kv_cache.unbind(0))
+    if kv_cache.ndim != 3 or len(kv_cache) != 2 or kv_cache.shape[2] % (num_kv_heads * head_size):
+        raise _unlike(kv_cache, num_kv_heads, head_size)
+    if not kv_cache.is_contiguous():
+        raise InvalidInputError(
+            f"a flat kv_cache must be contiguous, got strides {kv_cache.stride()}"
+        )
+    shape = (2, len(kv_cache[0]), -1, num_kv_heads, head_size)
+    return KVCache(*kv_cache.view(shape).unbind(0))
+
+
+def _unlike(kv_cache, num_kv_heads: Any = "num_kv_heads", head_size: Any = "head_size"):
+    shape = kv_cache.key.shape if isinstance(kv_cache, KVCache) else kv_cache.shape
+    return InvalidInputError(
+        f"kv_cache must be [2, num_blocks, block_size, {num_kv_heads}, {head_size}], or "
+        f"[2, num_blocks, block_size * {num_kv_heads} * {head_size}], got {list(shape)}"
+    )
+
+
+def is_empty(kv_cache: Tensor | KVCache | None) -> bool:
+    """Whether there is no cache yet, as in a profiling run."""
+    if kv_cache is None:
+        return True
+    return math.prod((kv_cache.key if isinstance(kv_cache, KVCache) else kv_cache).shape) == 0

@@ -1,0 +1,104 @@
+"""The lengths of a batch in their several forms, derived from those that are given.
+
+Values on a GPU are never read, since that would wait for it: what can only be known from them stays
+None, and bounds that need not be tight take the place of maxima.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pagedattn import InvalidInputError
+from pagedattn.checks import known, require
+
+
+def start_locs(lengths: Tensor) -> Tensor:
+    """Where each span starts and the last one ends: int32 `[n + 1]`.
+
+    >>> start_locs(torch.tensor([3, 1]))
+    tensor([0, 3, 4], dtype=torch.int32)
+    """
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def token_positions(query_start_loc: Tensor, seq_lens: Tensor, num_tokens: int) -> Tensor:
+    """`pagedattn.positions` of tensors: the absolute position of each token, 0 for padding.
+
+    >>> token_positions(torch.tensor([0, 2, 3]), torch.tensor([2, 8]), 4)
+    tensor([0, 1, 7, 0], dtype=torch.int32)
+    """
+    tokens = torch.arange(num_tokens, device=seq_lens.device, dtype=torch.int32)
+    if not len(seq_lens):
+        return torch.zeros_like(tokens)
+    owners = torch.searchsorted(query_start_loc.to(torch.int32), tokens, right=True) - 1
+    ends = (seq_lens - query_start_loc[1:])[owners.clamp(max=len(seq_lens) - 1)]
+    return torch.where(owners < len(seq_lens), tokens + ends, 0).to(torch.int32)
+
+
+def both_forms(name: str, listed: Sequence[int] | None, tensor: Tensor | None, device):
+    """Lengths as a list and as an int32 tensor, from either; the list is None while unknown.
+
+    Raises:
+      InvalidInputError: both are given and differ.
+    """
+    values = None if tensor is None else known(tensor)
+    if listed is None:
+        return None if values is None else values.tolist(), tensor
+    if tensor is None:
+        return list(listed), torch.tensor(listed, dtype=torch.int32, device=device)
+    require(
+        values is None or values.tolist() == list(listed),
+        f"{name} and {name}_tensor must hold the same lengths, got {list(listed)} and {values}",
+    )
+    return list(listed), tensor
+
+
+def agreed(name: str, given: Tensor | None, derived: Tensor) -> Tensor:
+    """What is given, or else what is derived.
+
+    Raises:
+      InvalidInputError: they differ, as far as is known.
+    """
+    if given is None:
+        return derived
+    values, expected = known(given), known(derived)
+    require(
+        tuple(given.shape) == tuple(derived.shape)
+        and (values is None or expected is None or (values == expected).all()),
+        f"{name} must be {derived.tolist() if expected is not None else derived.shape}, as the "
+        f"other lengths say, got {given.tolist() if values is not None else given.shape}",
+    )
+    return given
+
+
+def bound(name: str, given: int | None, lengths, fallback: int | None = None) -> int | None:
+    """An upper bound on some lengths: given, or else the longest, or else the fallback.
+
+    Raises:
+      InvalidInputError: the bound given is none.
+    """
+    if lengths is None:
+        return fallback if given is None else given
+    longest = max(lengths, default=0)
+    require(
+        given is None or given >= longest,
+        f"{name} must be at least {longest}, the longest of {list(lengths)}, got {given}",
+    )
+    return longest if given is None else given
+
+
+def span_lengths(starts: Tensor | None) -> list[int] | None:
+    """The lengths of the spans between starts; None while unknown."""
+    values = None if starts is None else known(starts)
+    return None if values is None else (values[1:] - values[:-1]).tolist()
+
+
+def on_host(name: str, values):
+    """Lengths that must be known by now."""
+    if values is None:
+        raise InvalidInputError(
+            f"this needs {name} on the host, but they lie on a GPU, and reading them would wait "
+            "for it; give the metadata its lists of lengths too"
+        )
+    return values

@@ -1,0 +1,92 @@
+"""How the tests call layers: a problem as fresh keys, a cache without them, and metadata."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from interop import to_torch
+from pagedattn import AttentionSpec
+from pagedattn.testing import Problem, batch_of, reference_attention
+from pagedattn_torch import AttentionMetadata, AttentionType, TorchSDPABackendImpl
+
+TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class Step(NamedTuple):
+    """The arguments of a forward."""
+
+    query: torch.Tensor
+    key: torch.Tensor | None
+    value: torch.Tensor | None
+    kv_cache: Any
+    attn_metadata: Any
+
+
+def tensor(array) -> torch.Tensor:
+    """Memory of its own."""
+    return to_torch(jnp.asarray(array), copy=True)
+
+
+def layer_of(problem: Problem, cls=TorchSDPABackendImpl, **options):
+    """A layer that computes the problem's spec, but for its causality."""
+    spec = problem.spec
+    return cls(
+        num_heads=problem.query.shape[1],
+        head_size=problem.query.shape[2],
+        num_kv_heads=problem.key_cache.shape[2],
+        scale=spec.scale,
+        alibi_slopes=spec.alibi_slopes,
+        sliding_window=spec.sliding_window,
+        logits_soft_cap=spec.logits_soft_cap,
+        **options,
+    )
+
+
+def step_of(problem: Problem, **split) -> Step:
+    """The new tokens' keys taken out of the cache, with NaN in their place."""
+    meta = AttentionMetadata.from_batch(batch_of(problem), **split)
+    kv_cache = torch.stack([tensor(problem.key_cache), tensor(problem.value_cache)])
+    slots = meta.slot_mapping.long()
+    flat = kv_cache.flatten(1, 2)
+    key, value = (plane[slots.clamp(min=0)].clone() for plane in flat)
+    flat[:, slots[slots >= 0]] = torch.nan
+    return Step(tensor(problem.query), key, value, kv_cache, meta)
+
+
+def reference(problem: Problem) -> np.ndarray:
+    """The oracle's out."""
+    arrays = problem.query, problem.key_cache, problem.value_cache
+    lens = problem.block_tables, problem.seq_lens, problem.query_start_loc
+    return reference_attention(*arrays, *lens, problem.spec)[0]
+
+
+def dense(query, key, value, query_lens, key_lens, spec: AttentionSpec) -> np.ndarray:
+    """The oracle's out for packed keys: each sequence's keys are one block."""
+    width = max(max(key_lens, default=0), 1)
+    planes = []
+    for rows in (key, value):
+        rows = rows.detach().double().numpy()
+        blocks = np.full((max(len(key_lens), 1), width, *rows.shape[1:]), np.nan)
+        for block, stop, n in zip(blocks, np.cumsum(key_lens), key_lens, strict=False):
+            block[:n] = rows[stop - n : stop]
+        planes.append(blocks)
+    starts = np.concatenate([[0], np.cumsum(query_lens)])
+    tables = [[s] for s in range(len(key_lens))]
+    query = query.detach().double().numpy()
+    return reference_attention(query, *planes, tables, key_lens, starts, spec)[0]
+
+
+def normal(seed: int, *shape: int, dtype=torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def assert_close(got: torch.Tensor, want: np.ndarray, atol: float, rtol: float = 0.0) -> None:
+    got = got.detach().double().numpy().reshape(want.shape)
+    np.testing.assert_allclose(got, want, atol=atol, rtol=rtol)
+
+
+def spec_of(layer, kind: str) -> AttentionSpec:
+    return layer.specs[AttentionType(kind)]
