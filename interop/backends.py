@@ -15,7 +15,11 @@ from .call import torch_call
 
 
 def bridged(backend: Backend) -> Backend:
-    """A torch backend on JAX arrays: by DLPack when they are concrete, by torch_call inside jit."""
+    """A torch backend on JAX arrays: by DLPack when they are concrete, by torch_call inside jit.
+
+    Its `unsupported` takes arrays of either framework; its `run` never waits for a GPU, nor
+    depends on values there, so that XLA may capture it.
+    """
 
     def run(query, cache, batch, spec, return_lse):
         arrays = (query, cache, batch)
@@ -24,10 +28,7 @@ def bridged(backend: Backend) -> Backend:
         out, lse = backend.run(*to_torch(arrays), spec, return_lse)
         return to_jax(out), to_jax(lse) if return_lse else None
 
-    def unsupported(query, cache, batch, spec, return_lse):
-        return []
-
-    return Backend(backend.name, unsupported, with_xla_gradient(run), set_rows)
+    return Backend(backend.name, backend.unsupported, with_xla_gradient(run), set_rows)
 
 
 def _traced(backend, arrays, spec, return_lse):
@@ -37,7 +38,7 @@ def _traced(backend, arrays, spec, return_lse):
     if return_lse:
         outs.append(jax.ShapeDtypeStruct(query.shape[:2], jnp.float32))
     fn = _function(backend, treedef, spec, return_lse)
-    out, *lse = torch_call(fn, outs)(*leaves)
+    out, *lse = torch_call(fn, outs, capturable=True)(*leaves)
     return out, lse[0] if lse else None
 
 
@@ -56,7 +57,7 @@ def _function(backend, treedef, spec, return_lse):
 def set_rows(array, indices, rows):
     """Rows of a JAX array set in place by torch, inside jit."""
     out = jax.ShapeDtypeStruct(array.shape, array.dtype)
-    return torch_call(set_rows_, out, aliases={0: 0})(array, indices, rows)
+    return torch_call(set_rows_, out, aliases={0: 0}, capturable=True)(array, indices, rows)
 
 
 SDPA = bridged(sdpa.BACKEND)

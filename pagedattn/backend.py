@@ -19,19 +19,24 @@ class Backend:
     `return_lse`. Both are given validated arguments.
     `set_rows(array, indices, rows)`, if there is one, returns the array with rows set in place,
     leaving out indices out of range, for where XLA itself cannot.
+    `unfit`, called like `unsupported`, lists the reasons why another backend is likely faster:
+    `backend=None` then passes this one over.
     """
 
     name: str
     unsupported: Callable[..., list[str]]
     run: Callable[..., tuple[Any, Any]]
     set_rows: Callable[..., Any] | None = None
+    unfit: Callable[..., list[str]] | None = None
 
 
 def choose(load: Callable[[str], Backend], names: Iterable[str], call: tuple) -> Backend:
-    """The first backend of `names` that can run the call; UnsupportedError with all reasons."""
+    """The first backend of `names` that is fit to run the call; UnsupportedError with reasons."""
     refusals = []
     for name in names:
         reasons = why_not(load, name, call)
+        if not reasons and (unfit := load(name).unfit) is not None:
+            reasons = unfit(*call)
         if not reasons:
             return load(name)
         refusals.append(f"{name}: {'; '.join(reasons)}")

@@ -14,7 +14,7 @@ XLA = EntryPoint("xla", "pagedattn.backends.xla:BACKEND", ENTRY_POINT_GROUP)
 
 # In which order `backend=None` tries them; what else is registered runs when named.
 ORDER = {
-    "gpu": ("triton", "xformers", "sdpa", "xla"),
+    "gpu": ("cudnn", "triton", "xformers", "sdpa", "xla"),
     "cpu": ("sdpa", "ipex", "xla"),
 }
 

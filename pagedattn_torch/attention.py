@@ -13,6 +13,7 @@ from pagedattn import (
     BatchMetadata,
     InvalidInputError,
     KVCache,
+    UnsupportedError,
     validate,
 )
 from pagedattn import backend as backends
@@ -20,9 +21,9 @@ from pagedattn import backend as backends
 from .arrays import batch_on, tensor
 from .lengths import token_positions
 
-# Every torch backend, and those of which `backend=None` takes the first usable one.
-NAMES = ("sdpa", "xformers", "ipex")
-ORDER = ("sdpa",)
+# Every torch backend, and those of which `backend=None` takes the first usable one by device.
+NAMES = ("triton", "xformers", "sdpa", "ipex")
+ORDER = {"cuda": ("triton", "xformers", "sdpa")}
 
 
 def paged_attention(
@@ -42,7 +43,8 @@ def paged_attention(
       out like query; with `return_lse` also lse `f32[num_tokens, num_heads]`.
 
     Raises:
-      InvalidInputError, UnsupportedError, BackendUnavailableError: as the JAX function.
+      InvalidInputError, UnsupportedError, BackendUnavailableError: as the JAX function; tensors
+        that require gradients are unsupported too.
 
     >>> from pagedattn import make_batch
     >>> cache = KVCache(torch.ones(2, 4, 1, 8), torch.ones(2, 4, 1, 8))
@@ -60,7 +62,7 @@ def prepared(query, cache, batch, spec, *, backend: str | None, return_lse: bool
     """
     call = _call(query, cache, batch, spec, return_lse)
     if backend is None:
-        chosen = backends.choose(load, ORDER, call)
+        chosen = backends.choose(load, ORDER.get(query.device.type, ("sdpa",)), call)
     else:
         chosen = backends.require(load, backend, call)
     return torch.no_grad()(functools.partial(chosen.run, *call))
@@ -136,12 +138,23 @@ def load(name: str) -> backends.Backend:
     """The torch backend of a name; its kernels are imported now."""
     if name not in NAMES:
         raise BackendUnavailableError(f"backend must be one of {list(NAMES)}, got {name!r}")
-    return importlib.import_module(f".{name}", __package__).BACKEND
+    try:
+        return importlib.import_module(f".{name}", __package__).BACKEND
+    except ImportError as error:
+        raise BackendUnavailableError(
+            f"backend {name!r} is not available ({error}): pip install 'pagedattn[{name}]'"
+        ) from error
 
 
 def _call(query, cache, batch, spec, return_lse):
     """The arguments of a backend, validated."""
-    _require_tensors(query=query, key=cache.key, value=cache.value)
+    tensors = {"query": query, "key": cache.key, "value": cache.value}
+    _require_tensors(**tensors)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values()):
+        raise UnsupportedError(
+            "gradients do not flow through torch tensors: call pagedattn from JAX for them, or "
+            "this under torch.no_grad()"
+        )
     batch = batch_on(batch, query.device)
     validate.attention(query, cache, batch, spec)
     return query, cache, batch, spec, return_lse

@@ -23,9 +23,6 @@ TILE_ROWS = 512
 
 
 def unsupported(query, cache, batch, spec, return_lse) -> list[str]:
-    tensors = (query, cache.key, cache.value)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return ["gradients do not flow through torch tensors; call pagedattn from JAX for them"]
     return []
 
 

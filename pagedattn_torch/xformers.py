@@ -1,29 +1,9 @@
-"""Paged attention by xFormers, on CUDA; and the XFormers classes, an engine's view of it."""
-
-from importlib.util import find_spec
-
-from pagedattn import UnsupportedError
-from pagedattn.backend import Backend
+"""The XFormers classes: an engine's view of the xformers backend."""
 
 from .backend import AttentionBackend
 from .impl import AttentionImpl
 from .metadata import AttentionMetadata
-
-
-def unsupported(query, cache, batch, spec, return_lse) -> list[str]:
-    reasons = []
-    if find_spec("xformers") is None:
-        reasons.append("xformers is not installed: pip install xformers==0.0.35")
-    if query.device.type != "cuda":
-        reasons.append(f"xformers runs on CUDA tensors, the query lies on {query.device}")
-    return [*reasons, "its kernels are not in this version of pagedattn"]
-
-
-def run(query, cache, batch, spec, return_lse):
-    raise UnsupportedError("; ".join(unsupported(query, cache, batch, spec, return_lse)))
-
-
-BACKEND = Backend("xformers", unsupported, run)
+from .xformers_kernels import BACKEND as BACKEND
 
 
 class XFormersMetadata(AttentionMetadata):

@@ -1,0 +1,115 @@
+"""cuDNN on packed sequences: queries and outs stay where they are, nothing is padded.
+
+For Hopper and newer. Offsets say where a sequence's rows start, lengths how many they are; what
+lies between is undefined afterwards.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from ..blocks import sequence_ids
+from .cudnn_kernel import attention
+
+# JAX 0.10 gets the offsets of keys wrong when query heads share them.
+OLDEST_JAX = (0, 11)
+STATISTICS_BYTES = 512 << 20  # at most: a float for every sequence, head and token of the batch
+
+
+class Tokens(NamedTuple):
+    """Which sequence's query each token is; `live`: it is one, and some key precedes it."""
+
+    live: Bool[Array, "num_tokens"]
+    seqs: Int[Array, "num_tokens"]
+    positions: Int[Array, "num_tokens"]
+
+
+class Spans(NamedTuple):
+    """Where the rows of each sequence start, and how many they are: `[num_seqs]`."""
+
+    starts: Int[Array, "num_seqs"]
+    lens: Int[Array, "num_seqs"]
+
+
+def packs(query, batch) -> bool:
+    """Whether a batch can stay packed, by its shapes."""
+    size = 4 * (batch.num_seqs + 1) * query.shape[0] * query.shape[1]
+    return jax.__version_info__ >= OLDEST_JAX and size <= STATISTICS_BYTES
+
+
+def tokens_of(batch) -> Tokens:
+    seqs = sequence_ids(batch.query_start_loc, batch.num_tokens)
+    known, seqs = seqs >= 0, jnp.maximum(seqs, 0)
+    offsets = jnp.arange(batch.num_tokens, dtype=jnp.int32) - batch.query_start_loc[seqs]
+    positions = batch.context_lens[seqs] + offsets
+    return Tokens(known & (positions >= 0), seqs, positions)
+
+
+def query_spans(batch) -> Spans:
+    """The queries of each sequence, without those that stand before all keys."""
+    early = jnp.maximum(-batch.context_lens, 0)
+    lens = jnp.maximum(batch.query_lens - early, 0)
+    return Spans(jnp.minimum(batch.query_start_loc[:-1] + early, batch.num_tokens), lens)
+
+
+def on_new_tokens(query, cache, batch, scale, *, with_lse) -> tuple[Array, Any]:
+    """The state of every token with the new tokens of its sequence up to itself."""
+    tokens, spans = tokens_of(batch), query_spans(batch)
+    columns = jnp.clip(tokens.positions // batch.block_size, 0, batch.max_blocks - 1)
+    at = batch.block_tables[tokens.seqs, columns], tokens.positions % batch.block_size
+    live = tokens.live[:, None, None]  # a NaN in what is not would survive a weight of 0
+    key, value = (
+        jnp.where(live, plane.at[at].get(mode="clip", wrap_negative_indices=False), 0)
+        for plane in (cache.key, cache.value)
+    )
+    options = {"causal": True, "scale": scale, "with_lse": with_lse}
+    return _state(query, key, value, (spans, spans), tokens, **options)
+
+
+def on_first_keys(query, batch, key_lens, pages, scale) -> tuple[Array, Any]:
+    """The state of every token with all of the first `key_lens` keys of its sequence."""
+    key, value = (plane.reshape(-1, *plane.shape[2:]) for plane in pages)
+    capacity = key.shape[0] // batch.num_seqs
+    keys = Spans(jnp.arange(batch.num_seqs, dtype=jnp.int32) * capacity, key_lens)
+    tokens = tokens_of(batch)
+    tokens = tokens._replace(live=tokens.live & (key_lens[tokens.seqs] > 0))
+    return _state(query, key, value, (query_spans(batch), keys), tokens, causal=False, scale=scale)
+
+
+def _state(query, key, value, spans, tokens, *, with_lse=True, **options) -> tuple[Array, Any]:
+    """cuDNN's results, 0 and -inf for tokens that are not live."""
+    arrays = (query, key, value, *map(_closed, spans))
+    out, lse = kernel(*arrays, with_lse=with_lse, **options)
+    live = tokens.live[:, None]
+    out = jnp.where(live[..., None], out, 0)
+    if not with_lse:
+        return out, None
+    rows = jnp.arange(len(query), dtype=jnp.int32) - spans[0].starts[tokens.seqs]
+    lse = lse.at[tokens.seqs, :, rows].get(mode="clip", wrap_negative_indices=False)
+    return out, jnp.where(live, lse, -jnp.inf)
+
+
+def _closed(spans) -> Spans:
+    """With one empty sequence more: cuDNN takes a single sequence for a rectangle."""
+    return Spans(*(jnp.append(part, jnp.zeros(1, part.dtype)) for part in spans))
+
+
+def kernel(query, key, value, queries, keys, *, causal, scale, with_lse) -> tuple[Array, Any]:
+    """out `[num_tokens, heads, dim]`, lse `[num_seqs, heads, num_tokens]` by row of a sequence."""
+    starts = (jnp.append(spans.starts, jnp.zeros(1, jnp.int32)) for spans in (queries, keys))
+    query_starts, key_starts = (part[None] for part in starts)
+    out, lse = attention(
+        query[None],
+        key[None],
+        value[None],
+        q_seqlen=queries.lens[None],
+        kv_seqlen=keys.lens[None],
+        q_offsets=query_starts,
+        kv_offsets=key_starts,
+        mask="PADDING_CAUSAL" if causal else "PADDING",
+        with_lse=with_lse,
+        scale=scale,
+    )
+    return out[0], lse

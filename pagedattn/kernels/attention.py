@@ -1,0 +1,376 @@
+"""Paged attention in Triton: one kernel for decode, prefill, chunks and any mix.
+
+A program computes a tile of rows for one KV head. Its rows are tokens x query heads of the group,
+so that a key is loaded once for the whole group; it walks the keys that any of its rows sees, and
+of a split walk only its share. Padding tokens count as one more sequence, without keys.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+ONE = tl.constexpr(1.0)
+
+
+# Launchers that specialise on values would compile anew when one of these becomes 1 or 16.
+SIZES = [
+    *("window", "num_tokens", "num_seqs", "num_kv_heads", "num_blocks", "max_blocks"),
+    *("table_stride", "query_token_stride", "query_head_stride"),
+    *("block_stride", "slot_stride", "head_stride"),
+]
+
+
+@triton.jit(do_not_specialize=SIZES)
+def attention_kernel(
+    query,  # [num_tokens, num_kv_heads * GROUP, HEAD_DIM]
+    key,  # [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM], value alike
+    value,
+    block_tables,  # i32 [num_seqs, max_blocks]
+    seq_lens,  # i32 [num_seqs]
+    query_start_loc,  # i32 [num_seqs + 1]
+    alibi_slopes,  # f32 [num_heads]; any array when not ALIBI
+    scale,  # on the dot product, never negative; holds 1 / cap when SOFT_CAP, log2(e) when LOG2
+    cap,
+    window,
+    num_tokens,
+    num_seqs,
+    num_kv_heads,
+    num_blocks,
+    max_blocks,
+    table_stride,
+    query_token_stride,  # these strides count units of STRIDE_UNIT elements
+    query_head_stride,
+    block_stride,
+    slot_stride,
+    head_stride,
+    out,  # [splits, num_tokens, num_heads, HEAD_DIM]
+    lse,  # f32 [splits, num_tokens, num_heads]
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,  # HEAD_DIM padded to a power of two
+    BLOCK_SIZE: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,  # tells the compiler what divides the strides: loads are then wide
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,  # query heads of a tile: all of the group if they fit
+    TOKENS: tl.constexpr,  # tokens of a tile
+    ROWS: tl.constexpr,  # rows of a tile: at least TOKENS * HEADS
+    FEW_TOKENS: tl.constexpr,  # tiles with no more tokens than this, decodes in a mixed batch,
+    FEW_ROWS: tl.constexpr,  # take fewer rows; 0 if none do
+    KEYS: tl.constexpr,  # keys of one step of the walk
+    TILES_A_SEQ: tl.constexpr,  # tiles given to each sequence; 0 finds the sequence by search
+    SPLIT: tl.constexpr,  # whether the grid's second axis splits the keys, for `merge_kernel`
+    MIN_STEPS: tl.constexpr,  # steps below which keys are not split further
+    UNMASKED: tl.constexpr,  # whether steps that all rows see wholly get a loop without masks
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    NEGATE: tl.constexpr,  # the scale is negative
+):
+    head_tiles: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    programs_a_tile = num_kv_heads * head_tiles
+    num_tiles = tl.num_programs(0) // programs_a_tile
+    tile = tl.program_id(0) // programs_a_tile
+    kv_head = tl.program_id(0) % programs_a_tile // head_tiles
+    skipped_heads = tl.program_id(0) % head_tiles * HEADS
+    num_heads = num_kv_heads * GROUP
+
+    # `tile` becomes the tile's number in its sequence.
+    if TILES_A_SEQ == 0:
+        # A sequence's last tiles walk the most keys: starting with them evens out the end.
+        tile = num_tiles - 1 - tile
+        seq = find_sequence(query_start_loc, num_seqs, tile, TOKENS)
+        tile -= tl.load(query_start_loc + seq) // TOKENS + seq
+    else:
+        seq = tl.minimum(tile // TILES_A_SEQ, num_seqs)
+        tile -= seq * TILES_A_SEQ
+    first = tile * TOKENS
+    query_start = tl.load(query_start_loc + seq)
+    query_stop = tl.load(query_start_loc + seq + 1, mask=seq < num_seqs, other=num_tokens)
+    seq_len = tl.load(seq_lens + seq, mask=seq < num_seqs, other=0)
+    # Values that break the contract must not lead outside the arrays.
+    query_start = tl.minimum(tl.maximum(query_start, 0), num_tokens)
+    query_len = tl.minimum(query_stop, num_tokens) - query_start
+    seq_len = tl.minimum(seq_len, max_blocks * BLOCK_SIZE)
+
+    # From here on rows, heads and planes count from those of the tile.
+    head = kv_head * GROUP + skipped_heads
+    token = (query_start + first).to(tl.int64)
+    row = (tl.program_id(1) * num_tokens + token) * num_heads + head
+    query += token * (query_token_stride * STRIDE_UNIT)
+    query += head.to(tl.int64) * (query_head_stride * STRIDE_UNIT)
+    out += row * HEAD_DIM
+    lse += row
+    alibi_slopes += head
+    key += kv_head.to(tl.int64) * (head_stride * STRIDE_UNIT)
+    value += kv_head.to(tl.int64) * (head_stride * STRIDE_UNIT)
+    table = block_tables + seq.to(tl.int64) * table_stride
+    num_tile_heads = GROUP - skipped_heads
+
+    if TILES_A_SEQ > 0:  # noqa: SIM102 (the kernel is compiled with or without it)
+        if seq == num_seqs:
+            # The programs past the last sequence share all padding tokens, however many.
+            stride = (num_tiles - num_seqs * TILES_A_SEQ) * TOKENS
+            nothing = tl.zeros([ROWS, DIMS], tl.float32)
+            for skipped in range(0, query_len - first, stride):
+                store_rows(
+                    out, lse, nothing, nothing_seen(ROWS), skipped, query_len - first,
+                    num_heads, num_tile_heads, HEAD_DIM, DIMS, TOKENS, HEADS, ROWS,
+                )  # fmt: skip
+            return
+    if first >= query_len:
+        return
+    # Here and below, `fmt: skip` keeps a column of arguments from growing to a page.
+    if FEW_ROWS > 0:  # noqa: SIM102
+        if query_len - first <= FEW_TOKENS:
+            attend(
+                query, key, value, table, alibi_slopes, out, lse, scale, cap, window,
+                first, query_len, seq_len, num_heads, num_tile_heads, num_blocks,
+                query_token_stride, query_head_stride, block_stride, slot_stride,
+                HEAD_DIM, DIMS, BLOCK_SIZE, STRIDE_UNIT, HEADS, FEW_TOKENS, FEW_ROWS, KEYS,
+                SPLIT, MIN_STEPS, False, CAUSAL, WINDOW, SOFT_CAP, ALIBI, NEGATE,
+            )  # fmt: skip
+            return
+    attend(
+        query, key, value, table, alibi_slopes, out, lse, scale, cap, window,
+        first, query_len, seq_len, num_heads, num_tile_heads, num_blocks,
+        query_token_stride, query_head_stride, block_stride, slot_stride,
+        HEAD_DIM, DIMS, BLOCK_SIZE, STRIDE_UNIT, HEADS, TOKENS, ROWS, KEYS,
+        SPLIT, MIN_STEPS, UNMASKED, CAUSAL, WINDOW, SOFT_CAP, ALIBI, NEGATE,
+    )  # fmt: skip
+
+
+@triton.jit
+def attend(
+    query, key, value, table, alibi_slopes, out, lse, scale, cap, window,
+    first, query_len, seq_len, num_heads, num_tile_heads, num_blocks,
+    query_token_stride, query_head_stride, block_stride, slot_stride,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, SPLIT: tl.constexpr, MIN_STEPS: tl.constexpr, UNMASKED: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
+    NEGATE: tl.constexpr,
+):  # fmt: skip
+    """Computes one tile: the tokens of a sequence from `first` on, for a KV head's query heads."""
+    rows = tl.arange(0, ROWS)
+    tokens = rows // HEADS
+    heads = rows % HEADS
+    dims = tl.arange(0, DIMS)
+    left = query_len - first
+    exists = (tokens < tl.minimum(left, TOKENS)) & (heads < num_tile_heads)
+
+    # The keys that any row of the tile sees: all of [begin, end) and no others.
+    first_position = seq_len - left
+    last_position = first_position + tl.minimum(left, TOKENS) - 1
+    begin = 0
+    end = seq_len
+    if CAUSAL:
+        end = tl.minimum(end, last_position + 1)
+    elif WINDOW:
+        end = tl.minimum(end, last_position + window)
+    if WINDOW:
+        begin = tl.maximum(begin, first_position - window + 1)
+
+    start = begin // KEYS * KEYS
+    stop = end
+    if SPLIT:
+        # A share of them, in whole steps; a short range leaves the last splits without any.
+        steps = tl.maximum(end - start + KEYS - 1, 0) // KEYS
+        share = tl.maximum(tl.cdiv(steps, tl.num_programs(1)), MIN_STEPS)
+        start += tl.program_id(1) * share * KEYS
+        stop = tl.minimum(start + share * KEYS, end)
+        if start >= stop:
+            # The merge reads no values where the log-sum-exp is -inf.
+            tl.store(lse + tokens * num_heads + heads, nothing_seen(ROWS), mask=exists)
+            return
+
+    q = tl.load(
+        query
+        + tokens.to(tl.int64)[:, None] * (query_token_stride * STRIDE_UNIT)
+        + heads.to(tl.int64)[:, None] * (query_head_stride * STRIDE_UNIT)
+        + dims[None, :],
+        mask=exists[:, None] & (dims < HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    if NEGATE:
+        q = -q
+    slopes = tl.zeros([ROWS], tl.float32)
+    if ALIBI:
+        slopes = tl.load(alibi_slopes + heads, mask=exists, other=0.0)
+
+    positions = first_position + tokens
+    highest = nothing_seen(ROWS)
+    total = tl.zeros([ROWS], tl.float32)
+    summed = tl.zeros([ROWS, DIMS], tl.float32)
+    if UNMASKED:
+        # The first row sees every key before `middle`, and so do the others.
+        middle = end
+        if CAUSAL:
+            middle = tl.maximum(tl.minimum(end, first_position + 1), 0)
+        middle = tl.minimum(tl.maximum(middle // KEYS * KEYS, start), stop)
+        highest, total, summed = walk(
+            highest, total, summed, start, middle, begin, end, q, key, value, table, positions,
+            slopes, scale, cap, window, num_blocks, block_stride, slot_stride,
+            HEAD_DIM, DIMS, BLOCK_SIZE, STRIDE_UNIT, KEYS, False, CAUSAL, WINDOW, SOFT_CAP, ALIBI,
+        )  # fmt: skip
+        start = middle
+    highest, total, summed = walk(
+        highest, total, summed, start, stop, begin, end, q, key, value, table, positions,
+        slopes, scale, cap, window, num_blocks, block_stride, slot_stride,
+        HEAD_DIM, DIMS, BLOCK_SIZE, STRIDE_UNIT, KEYS, True, CAUSAL, WINDOW, SOFT_CAP, ALIBI,
+    )  # fmt: skip
+
+    empty = total == 0
+    total = tl.where(empty, 1.0, total)
+    # Without ALiBi logits are in units of ln 2: see `walk`.
+    log_total = highest + tl.log(total) if ALIBI else (highest + tl.log2(total)) * LN2
+    store_rows(
+        out, lse, summed / total[:, None], tl.where(empty, float("-inf"), log_total), 0, left,
+        num_heads, num_tile_heads, HEAD_DIM, DIMS, TOKENS, HEADS, ROWS,
+    )  # fmt: skip
+
+
+@triton.jit
+def find_sequence(query_start_loc, num_seqs, tile, TOKENS: tl.constexpr):
+    """The sequence of a tile: the last one whose tiles begin at or before it.
+
+    Sequence s begins at tile `query_start_loc[s] // TOKENS + s`, which leaves each sequence enough
+    tiles and wastes at most one; nothing but shapes is needed to launch them.
+    """
+    low = 0
+    high = num_seqs  # the padding counts as a sequence
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(query_start_loc + middle) // TOKENS + middle <= tile:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@triton.jit
+def nothing_seen(ROWS: tl.constexpr):
+    return tl.full([ROWS], float("-inf"), tl.float32)
+
+
+@triton.jit
+def store_rows(
+    out, lse, values, log_total, skipped, left, num_heads, num_tile_heads,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Stores the tile that begins `skipped` tokens later; `left` tokens of the sequence exist."""
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, DIMS)
+    tokens = rows // HEADS
+    heads = rows % HEADS
+    exists = (tokens < TOKENS) & (tokens + skipped < left) & (heads < num_tile_heads)
+    row = (tokens + skipped).to(tl.int64) * num_heads + heads
+    tl.store(
+        out + row[:, None] * HEAD_DIM + dims[None, :],
+        values.to(out.dtype.element_ty),
+        mask=exists[:, None] & (dims < HEAD_DIM)[None, :],
+    )
+    tl.store(lse + row, log_total, mask=exists)
+
+
+@triton.jit
+def walk(
+    highest, total, summed, start, stop, begin, end, q, key, value, table, positions,
+    slopes, scale, cap, window, num_blocks, block_stride, slot_stride,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the keys from start to stop; only those in [begin, end) are read.
+
+    `scale` (or `cap`) holds a factor log2(e), so that the exponential is a bare exp2, except with
+    ALiBi: its large terms are exact in the units they came in.
+    """
+    exponent: tl.constexpr = LOG2E if ALIBI else ONE
+    dims = tl.arange(0, DIMS)
+    for step in range(start, stop, KEYS):
+        keys = step + tl.arange(0, KEYS)
+        inside = (keys >= begin) & (keys < end)
+        offsets = slot_offsets(
+            table, step, keys, inside, num_blocks, block_stride * STRIDE_UNIT,
+            slot_stride * STRIDE_UNIT, BLOCK_SIZE, KEYS, MASKED,
+        )  # fmt: skip
+        # What no row sees may hold NaN, which would survive a weight of 0: it is not read.
+        k = load_slots(key, offsets, dims, inside, HEAD_DIM, DIMS, MASKED)
+        v = load_slots(value, offsets, dims, inside, HEAD_DIM, DIMS, MASKED)
+        products = tl.dot(q, tl.trans(k), input_precision="ieee")
+        logits = cap * tanh(products * scale) if SOFT_CAP else products * scale
+        distance = positions[:, None] - keys[None, :]
+        if ALIBI:
+            logits -= slopes[:, None] * tl.abs(distance).to(tl.float32)
+        if MASKED:
+            visible = inside[None, :]
+            if CAUSAL:
+                visible = visible & (distance >= 0)
+            elif WINDOW:
+                visible = visible & (-distance < window)
+            if WINDOW:
+                visible = visible & (distance < window)
+            logits = tl.where(visible, logits, float("-inf"))
+        if MASKED or SOFT_CAP or ALIBI:
+            new_highest = tl.maximum(highest, tl.max(logits, 1))
+        else:
+            # The same number, since scale is not negative, for one multiplication a row.
+            new_highest = tl.maximum(highest, tl.max(products, 1) * scale)
+        shift = new_highest
+        if MASKED:
+            shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        weights = tl.exp2((logits - shift[:, None]) * exponent)
+        kept = tl.exp2((highest - shift) * exponent)
+        total = total * kept + tl.sum(weights, 1)
+        summed = summed * kept[:, None]
+        summed = tl.dot(weights.to(v.dtype), v, summed, input_precision="ieee")
+        highest = new_highest
+    return highest, total, summed
+
+
+@triton.jit
+def slot_offsets(
+    table, step, keys, inside, num_blocks, block_stride, slot_stride,
+    BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Where each key of a step lies in a cache plane, in elements; ids are clamped to the cache."""
+    if BLOCK_SIZE % KEYS == 0:
+        blocks = tl.load(table + step // BLOCK_SIZE)  # the step lies in one block
+    elif MASKED:
+        blocks = tl.load(table + keys // BLOCK_SIZE, mask=inside, other=0)
+    else:
+        blocks = tl.load(table + keys // BLOCK_SIZE)
+    blocks = tl.minimum(tl.maximum(blocks, 0), num_blocks - 1).to(tl.int64)
+    return blocks * block_stride + (keys % BLOCK_SIZE).to(tl.int64) * slot_stride
+
+
+@triton.jit
+def load_slots(
+    plane, offsets, dims, inside, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, MASKED: tl.constexpr
+):
+    """`[KEYS, DIMS]` of a cache plane, 0 where nothing is to be read."""
+    pointers = plane + offsets[:, None] + dims[None, :]
+    if MASKED and DIMS > HEAD_DIM:
+        return tl.load(pointers, mask=inside[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    if MASKED:
+        return tl.load(pointers, mask=inside[:, None], other=0.0)
+    if DIMS > HEAD_DIM:
+        return tl.load(pointers, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def tanh(x):
+    """tanh to float32 rounding: by a polynomial near 0, where the exponential would cancel."""
+    square = x * x
+    near = -0.0062763858 * square + 0.0211162125
+    near = near * square - 0.0538751378
+    near = near * square + 0.1333292400
+    near = near * square - 0.3333333043
+    near = x + x * square * near
+    size = tl.abs(x)
+    fading = tl.exp2(size * (-2.0 * LOG2E))
+    far = (1.0 - fading) / (1.0 + fading)
+    return tl.where(size < 0.6, near, tl.where(x < 0, -far, far))

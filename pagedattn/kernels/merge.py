@@ -1,0 +1,42 @@
+"""Joins what the splits of the keys gave, by their log-sum-exps."""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_splits"])
+def merge_kernel(
+    split_out,  # f32 [num_splits, num_rows, HEAD_DIM], unspecified where lse is -inf
+    split_lse,  # f32 [num_splits, num_rows]
+    num_rows,  # tokens x heads
+    num_splits,
+    out,  # [num_rows, HEAD_DIM]
+    lse,  # f32 [num_rows]
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    SPLITS: tl.constexpr,  # num_splits padded to a power of two
+    EAGER: tl.constexpr,  # read all parts at once, rather than only those that hold something
+):
+    row = tl.program_id(0).to(tl.int64)
+    splits = tl.arange(0, SPLITS)
+    dims = tl.arange(0, DIMS)
+    at = splits.to(tl.int64) * num_rows + row
+    part = tl.load(split_lse + at, mask=splits < num_splits, other=float("-inf"))
+    highest = tl.max(part, 0)
+    shift = tl.where(highest == float("-inf"), 0.0, highest)
+    weights = tl.exp2((part - shift) * LOG2E)
+    total = tl.sum(weights, 0)
+    empty = total == 0
+    total = tl.where(empty, 1.0, total)
+    wanted = splits < num_splits if EAGER else part > float("-inf")
+    parts = tl.load(
+        split_out + at[:, None] * HEAD_DIM + dims[None, :],
+        mask=wanted[:, None] & (dims < HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    parts = tl.where((part > float("-inf"))[:, None], parts, 0.0)
+    values = tl.sum(parts * (weights / total)[:, None], 0)
+    tl.store(out + row * HEAD_DIM + dims, values.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+    tl.store(lse + row, tl.where(empty, float("-inf"), shift + tl.log(total)))

@@ -1,0 +1,35 @@
+"""Biases on any torch device, without waiting for it."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from pagedattn import bias
+
+ALIGNMENT = 16  # elements a row of a bias is a multiple of, in memory
+
+
+def alibi(query_positions: Tensor, key_positions: Tensor, slopes: tuple[float, ...]) -> Tensor:
+    """`bias.alibi_bias` with the slopes where the positions are: `[..., num_heads, q, k]`."""
+    apart = bias.distance(query_positions, key_positions).abs().float()
+    return -apart[..., None, :, :] * _on_device(slopes, apart.device)[:, None, None]
+
+
+def aligned(added: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bias in the dtype of the queries, which CUTLASS wants, with rows where it can load them."""
+    num_keys = added.shape[-1]
+    width = -(-num_keys // ALIGNMENT) * ALIGNMENT
+    room = added.new_empty((*added.shape[:-1], width), dtype=dtype)[..., :num_keys]
+    return room.copy_(added)
+
+
+def exact_dtype(query: Tensor, slopes: tuple[float, ...] | None) -> torch.dtype:
+    """The dtype in which the bias is exact: a mask is in any, distances are in float32."""
+    return query.dtype if slopes is None else torch.float32
+
+
+@functools.cache
+def _on_device(slopes: tuple[float, ...], device: torch.device) -> Tensor:
+    # Kept: a copy to a GPU waits for it, and cannot be part of a CUDA graph.
+    return torch.tensor(slopes, dtype=torch.float32, device=device)

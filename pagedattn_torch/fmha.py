@@ -1,0 +1,65 @@
+"""Where xFormers' attention is imported from: the one place that knows its packages.
+
+xFormers 0.0.35's library is built for CUDA 12 and needs libcudart.so.12. Beside a torch for another
+CUDA it loads if that library is loaded first, from the package nvidia-cuda-runtime-cu12. After
+0.0.35 the attention moves to the package mslk, under the same names.
+"""
+
+import ctypes
+import functools
+import importlib
+from importlib.metadata import PackageNotFoundError, files
+from types import ModuleType
+
+import torch
+
+from pagedattn import BackendUnavailableError
+
+ROOTS = ("xformers.ops.fmha", "mslk.attention.fmha")
+RUNTIME_PACKAGE, RUNTIME_LIBRARY = "nvidia-cuda-runtime-cu12", "libcudart.so.12"
+
+
+@functools.cache
+def fmha() -> ModuleType:
+    """The package with `attn_bias`, `triton_splitk`, `flash` and `cutlass` in it.
+
+    Raises:
+      BackendUnavailableError: not installed.
+    """
+    _load_runtime()
+    for root in ROOTS:
+        try:
+            return importlib.import_module(root)
+        except ModuleNotFoundError as error:
+            if error.name != root.partition(".")[0]:
+                raise
+    raise BackendUnavailableError(
+        "xFormers' attention is not installed: pip install --no-deps xformers==0.0.35 "
+        f"{RUNTIME_PACKAGE} (its own requirements would replace torch)"
+    )
+
+
+def why_unusable() -> list[str]:
+    """Why the kernels cannot run here, and what to install."""
+    try:
+        common = fmha().common
+    except BackendUnavailableError as error:
+        return [str(error)]
+    if getattr(common, "_built_with_cuda", True):
+        return []
+    return [
+        f"xFormers' CUDA library did not load: it needs {RUNTIME_LIBRARY}, which this torch "
+        f"(CUDA {torch.version.cuda}) does not bring: pip install {RUNTIME_PACKAGE}"
+    ]
+
+
+def _load_runtime():
+    if torch.version.cuda is None or torch.version.cuda.startswith("12."):
+        return
+    try:
+        installed = files(RUNTIME_PACKAGE) or []
+    except PackageNotFoundError:
+        return
+    for file in installed:
+        if file.name == RUNTIME_LIBRARY:
+            ctypes.CDLL(str(file.locate()), mode=ctypes.RTLD_GLOBAL)

@@ -1,0 +1,153 @@
+"""The Triton backend without a GPU: launch arithmetic, and the kernels by Triton's interpreter."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pagedattn import AttentionSpec
+from pagedattn.kernels.launch import (
+    MAX_SPLITS,
+    Shape,
+    attention_launch,
+    device_of,
+    merge_launch,
+    power_of_two,
+    tiling,
+)
+
+H200 = device_of(132, (9, 0))
+SMALL = device_of(20, (8, 9))
+STRIDES = (256, 4096, 128, 16384, 1024, 128)
+
+
+def shape(**sizes) -> Shape:
+    """A decode of 64 sequences of up to 4096 tokens, with changes."""
+    defaults = {
+        "num_tokens": 64,
+        "num_heads": 32,
+        "num_seqs": 64,
+        "max_blocks": 256,
+        "max_query_len": 1,
+        "max_keys": 4096,
+        "block_size": 16,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "itemsize": 2,
+    }
+    return Shape(**defaults | sizes)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_kernels_by_the_interpreter():
+    """Triton decides at its import whether it interprets: so in a process of its own."""
+    path = Path(__file__).with_name("triton_interpreted.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(path)]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def test_launch_arithmetic_loads_no_triton():
+    code = "import pagedattn.kernels.launch, sys; assert 'triton' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("device", [H200, SMALL])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("head_dim", [16, 80, 128, 256])
+@pytest.mark.parametrize("group", [1, 3, 4, 71, 300])
+@pytest.mark.parametrize("max_query_len", [1, 5, 16, 17, 8192])
+def test_tiles_cover_the_batch(max_query_len, group, head_dim, itemsize, device):
+    """Every token of every sequence and every head has a tile, and programs are possible."""
+    sizes = shape(
+        max_query_len=max_query_len,
+        num_tokens=max_query_len * 3 + 2,
+        num_seqs=3,
+        num_heads=2 * group,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        itemsize=itemsize,
+    )
+    tiles = tiling(sizes, device)
+    assert tiles.tokens * tiles.heads <= tiles.program.rows
+    assert tiles.heads * tiles.head_tiles >= group
+    for size in (tiles.program.rows, tiles.program.keys, tiles.program.num_warps):
+        assert power_of_two(size) == size
+    assert tiles.program.rows >= 16
+    assert tiles.program.keys >= 16
+    if tiles.tiles_a_seq:
+        assert tiles.tiles_a_seq * tiles.tokens >= max_query_len
+        assert tiles.num_tiles > 3 * tiles.tiles_a_seq  # the padding's
+    assert tiles.min_steps >= 1
+    shared = (2 * tiles.program.keys + tiles.program.rows) * power_of_two(head_dim) * itemsize
+    assert shared <= device.shared_bytes
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 64])
+def test_searched_tiles_are_enough(tokens):
+    """Sequence s begins at tile start // tokens + s: no two overlap, and the last one fits."""
+    lens = [1, 0, 0, 7, 64, 65, 3, 0, 128, 5]  # the last is the padding
+    starts = [sum(lens[:s]) for s in range(len(lens) + 1)]
+    begins = [start // tokens + s for s, start in enumerate(starts)]
+    for length, begin, end in zip(lens, begins, begins[1:], strict=False):
+        assert end - begin >= -(-length // tokens)
+    assert begins[-1] <= starts[-1] // tokens + len(lens)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "splits"),
+    [
+        ({}, 1),  # enough programs, none of them long
+        ({"num_seqs": 256, "num_tokens": 256, "max_keys": 1024}, 1),
+        ({"max_keys": 16384}, 16),  # lengths may differ: a thousand keys each
+        ({"max_keys": 16384, "max_query_len": 8, "num_tokens": 512}, 8),  # dearer to merge
+        ({"max_keys": 1 << 20}, 16),  # most of the grid would be empty
+        ({"num_seqs": 1, "num_tokens": 1, "max_keys": 131072}, 49),  # three a multiprocessor
+        ({"num_seqs": 8, "num_tokens": 8, "max_keys": 512}, 8),
+        ({"num_seqs": 16, "num_tokens": 16, "max_keys": 2048}, 1),  # one a multiprocessor
+        ({"num_seqs": 1, "num_tokens": 1, "max_keys": 16}, 1),
+        ({"num_seqs": 1, "num_kv_heads": 1, "max_keys": 1 << 20}, MAX_SPLITS),
+        ({"max_query_len": 8192, "num_tokens": 8192, "num_seqs": 1}, 1),
+        ({"max_query_len": 64, "num_tokens": 64, "num_seqs": 1, "max_keys": 131072}, 8),
+    ],
+)
+def test_splits(sizes, splits):
+    assert tiling(shape(**sizes), H200).splits == splits
+
+
+def test_a_new_cache_or_batch_size_does_not_recompile():
+    """What a kernel is compiled for depends on neither: they are scalars, as are the strides."""
+
+    def constants(num_blocks, strides, **sizes):
+        sizes = shape(**sizes)
+        return attention_launch(sizes, tiling(sizes, H200), AttentionSpec(), num_blocks, strides)
+
+    first = constants(1000, STRIDES)
+    others = [
+        constants(1, STRIDES),
+        constants(1 << 20, (17, *STRIDES[1:])),
+        constants(1000, STRIDES, num_seqs=65, num_tokens=80),
+        constants(1000, STRIDES, max_blocks=200, max_keys=3200),
+    ]
+    for other in others:
+        assert (other.constants, other.num_warps) == (first.constants, first.num_warps)
+        assert other.scalars != first.scalars
+
+
+@pytest.mark.parametrize(("stride", "unit"), [(128, 16), (24, 8), (7, 1)])
+def test_strides_are_counted_in_units(stride, unit):
+    strides = (256, 32 * stride, stride, 128 * stride, 8 * stride, stride)
+    launch = attention_launch(shape(), tiling(shape(), H200), AttentionSpec(), 9, strides)
+    assert launch.constants["STRIDE_UNIT"] == unit
+    assert [s * unit for s in launch.scalars[-5:]] == list(strides[1:])
+
+
+def test_a_grid_has_a_program_for_every_row_to_merge():
+    sizes = shape(max_keys=16384)
+    launch = merge_launch(sizes, tiling(sizes, H200))
+    assert launch.grid == (64 * 32, 1, 1)
+    assert launch.constants["SPLITS"] == 16

@@ -1,0 +1,177 @@
+"""The Triton backend on a CUDA device, from JAX and from torch."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from cases import SPECS, mixed
+
+from pagedattn import AttentionSpec, KVCache, paged_attention
+from pagedattn.testing import (
+    Problem,
+    assert_attention_close,
+    attend,
+    batch_of,
+    cache_of,
+    check_backend,
+    random_problem,
+)
+from pagedattn_torch.arrays import batch_on
+
+if not torch.cuda.is_available() or jax.default_backend() != "gpu":
+    pytest.skip("needs a CUDA device that both JAX and torch see", allow_module_level=True)
+
+backend = pytest.importorskip("pagedattn_torch.triton")
+PLAIN = AttentionSpec()
+DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
+
+
+def tensor(array: np.ndarray) -> torch.Tensor:
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16).cuda()
+    return torch.from_numpy(np.ascontiguousarray(array)).cuda()
+
+
+def call(problem: Problem, **changes):
+    cache = KVCache(tensor(problem.key_cache), tensor(problem.value_cache))
+    batch = dataclasses.replace(batch_on(batch_of(problem), "cuda"), **changes)
+    return tensor(problem.query), cache, batch, problem.spec, True
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_every_feature_in_jax(jit):
+    cells = check_backend("triton", jit=jit, dtypes=DTYPES if jit else DTYPES[2:])
+    assert {cell.result for cell in cells} == {"ok"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("max_query_len", [8, 32])
+@pytest.mark.parametrize("name", SPECS)
+def test_every_feature_in_torch(name, max_query_len, dtype):
+    problem = mixed(SPECS[name], dtype=dtype, max_query_len=max_query_len)
+    assert_attention_close(*backend.run(*call(problem)), problem)
+
+
+@pytest.mark.parametrize("block_size", [1, 12, 128])
+@pytest.mark.parametrize("head_dim", [24, 80, 128, 256])
+@pytest.mark.parametrize("query_lens", [[1, 1, 1], [200, 1, 30]])
+def test_sizes(query_lens, head_dim, block_size):
+    """Splits, several tiles, few rows beside many; not only the smallest of everything."""
+    spec = AttentionSpec(logits_soft_cap=20.0)
+    sizes = {"head_dim": head_dim, "block_size": block_size, "dtype": ml_dtypes.bfloat16}
+    problem = random_problem(query_lens, [900, 1, 333], spec, num_heads=14, **sizes)
+    assert_attention_close(*backend.run(*call(problem)), problem)
+
+
+@pytest.mark.parametrize("spec", [PLAIN, AttentionSpec(sliding_window=100)])
+def test_cuda_graph(spec):
+    """Lengths and tables change between replays."""
+    problems = [
+        random_problem([1] * 4, lens, spec, num_blocks=400, dtype=np.float16, seed=seed)
+        for seed, lens in enumerate(([300, 2, 4, 40], [3, 290, 1, 200]))
+    ]
+    tables = [np.full((4, 75), -1, np.int32) for _ in problems]
+    for table, problem in zip(tables, problems, strict=True):
+        for row, ids in zip(table, problem.block_tables, strict=True):
+            row[: len(ids)] = ids
+    query, cache, batch, _, _ = call(problems[0].replace(block_tables=tables[0]))
+    arrays = query, cache, batch, spec, True
+    backend.run(*arrays)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = backend.run(*arrays)
+    for problem, table in zip(problems[::-1], tables[::-1], strict=True):
+        query.copy_(tensor(problem.query))
+        cache.key.copy_(tensor(problem.key_cache))
+        cache.value.copy_(tensor(problem.value_cache))
+        batch.seq_lens.copy_(torch.tensor(problem.seq_lens))
+        batch.block_tables.copy_(torch.from_numpy(table))
+        graph.replay()
+        assert_attention_close(*results, problem)
+
+
+@pytest.mark.parametrize("max_query_len", [1, 17])
+@pytest.mark.parametrize("scale", [1.0, -0.5])
+def test_sizes_of_one_in_jax(scale, max_query_len):
+    """Every scalar that jax-triton makes a constant of the program when it is 1."""
+    spec = AttentionSpec(scale=scale, sliding_window=1, alibi_slopes=(1.0,))
+    sizes = {"num_heads": 1, "num_kv_heads": 1, "num_blocks": 1, "block_size": 1}
+    problem = random_problem([1], [1], spec, max_query_len=max_query_len, **sizes)
+    assert_attention_close(*attend(problem, backend="triton", jit=True), problem)
+
+
+def test_inside_scan_and_grad():
+    problem = mixed(SPECS["all"], poison=None)
+    query, cache, batch = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
+    attend = functools.partial(paged_attention, batch=batch, spec=problem.spec)
+
+    def layers(query, cache, backend):
+        def layer(x, scale):
+            return attend(x * scale, cache, backend=backend), None
+
+        return jax.lax.scan(layer, query, jnp.array([1.0, 0.5]))[0].sum()
+
+    got, want = (
+        jax.jit(jax.value_and_grad(layers, (0, 1)), static_argnums=2)(query, cache, name)
+        for name in ("triton", "xla")
+    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-3, atol=2e-4), got, want)
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1], [40, 1]])
+def test_a_cache_of_more_than_two_to_the_31_elements(query_lens):
+    sizes = {"head_dim": 128, "num_kv_heads": 8, "num_heads": 16, "block_size": 16}
+    problem = random_problem(query_lens, [700, 44], PLAIN, dtype=np.float16, **sizes)
+    query, cache, batch, spec, _ = call(problem)
+    far = (1 << 31) // cache.key[0].numel() + 5
+    planes = []
+    for plane in (cache.key, cache.value):
+        big = torch.empty(far + len(plane), *plane.shape[1:], dtype=plane.dtype, device="cuda")
+        big[far:] = plane
+        planes.append(big)
+    moved = dataclasses.replace(batch, block_tables=batch.block_tables + far)
+    assert_attention_close(*backend.run(query, KVCache(*planes), moved, spec, True), problem)
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1, 1], [20, 1, 3]])
+def test_bad_values_stay_inside_the_arrays(query_lens):
+    """The cache lies between guards of NaN; ids, lengths and starts are out of their range."""
+    problem = random_problem(query_lens, [90, 50, 7], PLAIN, poison=None)
+    query, cache, batch, spec, _ = call(problem)
+    guarded = []
+    for plane in (cache.key, cache.value):
+        room = torch.full((3 * len(plane), *plane.shape[1:]), torch.nan, device="cuda")
+        room[len(plane) : 2 * len(plane)] = plane
+        guarded.append(room[len(plane) : 2 * len(plane)])
+    wild = torch.full_like(batch.block_tables, 2**31 - 1)
+    wild[:, ::2], wild[1] = len(cache.key), -3
+    long = torch.full_like(batch.seq_lens, 10**6)
+    bad = dataclasses.replace(batch, block_tables=wild, seq_lens=long)
+    out, lse = backend.run(query, KVCache(*guarded), bad, spec, True)
+    assert out.isfinite().all()
+    assert lse.isfinite().all()
+    starts = torch.tensor([-5, 30, 10**6, 7], dtype=torch.int32, device="cuda")
+    backend.run(query, KVCache(*guarded), dataclasses.replace(bad, query_start_loc=starts), spec, 1)
+    torch.cuda.synchronize()
+
+
+def test_new_sizes_do_not_recompile():
+    def compiled():
+        kernel = backend.attention_kernel
+        return sum(len(cache[0]) for cache in kernel.device_caches.values())
+
+    def decode(lens, **sizes):
+        backend.run(*call(random_problem([1] * len(lens), lens, PLAIN, max_query_len=1, **sizes)))
+
+    decode([100, 30, 9])
+    before = compiled()
+    decode([100, 30, 9], num_blocks=128)
+    decode([16] * 16 + [90])
+    decode([101], num_blocks=1000)
+    assert compiled() == before
