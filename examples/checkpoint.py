@@ -1,106 +1,96 @@
-"""Llama checkpoints as Hugging Face lays them out: `config.json` beside `model*.safetensors`."""
+"""Checkpoints as Hugging Face lays them out: `config.json` beside safetensors, whole or sharded."""
 
 import json
-from dataclasses import asdict, fields
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 import jax.numpy as jnp
-from llama import LlamaConfig
+from decoder import Decoder
+from families import model_of
 from safetensors.flax import load_file, save_file
 
-LAYER_NAMES = {
-    "attention_norm": "input_layernorm",
-    "query": "self_attn.q_proj",
-    "key": "self_attn.k_proj",
-    "value": "self_attn.v_proj",
-    "output": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}
-REQUIRED = {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)}
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+UNREAD = ("rotary_emb.inv_freq", "lm_head.weight")  # computed anew; left out when it is tied
 
 
-def load_checkpoint(directory: Path) -> tuple[LlamaConfig, dict]:
-    """The model in `directory`; float32 parameters, whatever the file stores.
+def load_checkpoint(directory: Path, dtype=jnp.float32) -> tuple[Decoder, dict]:
+    """The model in `directory`, and its parameters, as `dtype` whatever the files store.
 
-    Raises ValueError when the config asks for what `llama.py` does not compute, or when the file's
-    tensors are not the model's.
+    Raises ValueError when the config asks for what no family computes, or when the tensors are
+    not the model's: one is missing, or one would not be used.
     """
-    config = read_config(directory / "config.json")
+    model = read_config(directory / "config.json")
     tensors = {}
-    for path in sorted(directory.glob("model*.safetensors")):
-        tensors |= load_file(path)
-    return config, params_of(config, tensors)
+    for path in tensor_files(directory):
+        tensors |= {name: tensor.astype(dtype) for name, tensor in load_file(path).items()}
+    return model, params_of(model, tensors)
 
 
-def save_checkpoint(directory: Path, config: LlamaConfig, params: dict, dtype=jnp.bfloat16) -> None:
+def save_checkpoint(directory: Path, model: Decoder, params: dict, dtype=jnp.bfloat16) -> None:
     """Writes `config.json` and `model.safetensors`, with the parameters rounded to `dtype`."""
     directory.mkdir(parents=True, exist_ok=True)
     names = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
+        "architectures": [model.architecture],
+        "model_type": model.model_type,
         "torch_dtype": jnp.dtype(dtype).name,
     }
-    (directory / "config.json").write_text(json.dumps(names | asdict(config), indent=2) + "\n")
-    tensors = {name: tensor.astype(dtype) for name, tensor in tensors_of(params).items()}
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(names | asdict(model), indent=2) + "\n")
+    tensors = {name: tensor.astype(dtype) for name, tensor in tensors_of(model, params).items()}
+    save_file(tensors, directory / WHOLE, metadata={"format": "pt"})
 
 
-def read_config(path: Path) -> LlamaConfig:
-    """Parses a `config.json`, with its RoPE fields in the older or the newer place."""
-    raw = json.loads(path.read_text())
-    raw |= raw.pop("rope_parameters", None) or {}
-    reject_unsupported(raw)
-    raw["head_dim"] = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
-    raw.setdefault("num_key_value_heads", raw["num_attention_heads"])
-    if isinstance(raw.get("eos_token_id"), list):
-        raw["eos_token_id"] = tuple(raw["eos_token_id"])
-    known = {field.name for field in fields(LlamaConfig)}
-    return LlamaConfig(**{name: value for name, value in raw.items() if name in known})
+def read_config(path: Path) -> Decoder:
+    return model_of(json.loads(path.read_text()))
 
 
-def reject_unsupported(raw: dict) -> None:
-    """Raises ValueError for a model that would load but compute something else."""
-    if raw["model_type"] not in ("llama", "mistral"):
-        raise ValueError(f"expected model_type llama or mistral, got {raw['model_type']!r}")
-    if raw.get("rope_scaling") or raw.get("rope_type", "default") != "default":
-        raise ValueError("scaled RoPE is not implemented: extend rope() in llama.py")
-    for name, accepted in REQUIRED.items():
-        if raw.get(name, accepted[0]) not in accepted:
-            raise ValueError(f"expected {name} in {accepted}, got {raw[name]!r}")
+def tensor_files(directory: Path) -> Iterable[Path]:
+    """The one file, or the shards that the index names."""
+    index = directory / INDEX
+    if not index.exists():
+        return [directory / WHOLE]
+    shards = set(json.loads(index.read_text())["weight_map"].values())
+    if outside := [shard for shard in shards if Path(shard).name != shard]:
+        raise ValueError(f"shards must lie beside their index, got {outside}")
+    return [directory / shard for shard in sorted(shards)]
 
 
-def layer_prefix(index: int) -> str:
-    return f"model.layers.{index}."
+def names_of(model: Decoder) -> tuple[dict[str, str], list[dict[str, str]]]:
+    """Our names to the checkpoint's, outside the layers and in each of them."""
+    prefixes = (model.layer_prefix.format(index) for index in range(model.num_hidden_layers))
+    layers = [
+        {n: prefix + theirs for n, theirs in model.layer_names().items()} for prefix in prefixes
+    ]
+    return model.outer_names(), layers
 
 
-def params_of(config: LlamaConfig, tensors: dict) -> dict:
-    """Hugging Face's flat names to the tree that `llama.py` reads."""
-    tensors = {name: jnp.asarray(tensor, jnp.float32) for name, tensor in tensors.items()}
-    params = {
-        "embedding": tensors["model.embed_tokens.weight"],
-        "layers": [
-            {
-                name: tensors[f"{layer_prefix(index)}{theirs}.weight"]
-                for name, theirs in LAYER_NAMES.items()
-            }
-            for index in range(config.num_hidden_layers)
-        ],
-        "norm": tensors["model.norm.weight"],
-    }
-    return params if config.tie_word_embeddings else params | {"lm_head": tensors["lm_head.weight"]}
-
-
-def tensors_of(params: dict) -> dict:
-    """The tree to Hugging Face's flat names; the inverse of `params_of`."""
+def params_of(model: Decoder, tensors: dict) -> dict:
+    """Hugging Face's flat names to the tree that the families read."""
+    prefixes = (model.base_prefix, "lm_head.")  # a checkpoint without a head lacks the prefix
     tensors = {
-        f"{layer_prefix(index)}{theirs}.weight": layer[name]
-        for index, layer in enumerate(params["layers"])
-        for name, theirs in LAYER_NAMES.items()
+        name if name.startswith(prefixes) else model.base_prefix + name: tensor
+        for name, tensor in tensors.items()
     }
-    tensors["model.embed_tokens.weight"] = params["embedding"]
-    tensors["model.norm.weight"] = params["norm"]
-    return tensors | ({"lm_head.weight": params["lm_head"]} if "lm_head" in params else {})
+    outer, layers = names_of(model)
+    _require_exactly(tensors, {theirs for names in (outer, *layers) for theirs in names.values()})
+    params = {name: tensors[theirs] for name, theirs in outer.items()}
+    return params | {
+        "layers": [{name: tensors[theirs] for name, theirs in names.items()} for names in layers]
+    }
+
+
+def tensors_of(model: Decoder, params: dict) -> dict:
+    """The tree to Hugging Face's flat names; the inverse of `params_of`."""
+    outer, layers = names_of(model)
+    tensors = {theirs: params[name] for name, theirs in outer.items()}
+    for names, layer in zip(layers, params["layers"], strict=True):
+        tensors |= {theirs: layer[name] for name, theirs in names.items()}
+    return tensors
+
+
+def _require_exactly(tensors: dict, expected: set[str]) -> None:
+    if missing := sorted(expected - tensors.keys()):
+        raise ValueError(f"the checkpoint lacks {len(missing)} tensors: {', '.join(missing[:5])}")
+    unused = sorted(name for name in tensors.keys() - expected if not name.endswith(UNREAD))
+    if unused:
+        raise ValueError(f"{len(unused)} tensors would not be used: {', '.join(unused[:5])}")

@@ -17,14 +17,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from checkpoint import load_checkpoint
+from decoder import Decoder
 from display import render
 from engine import Engine
-from llama import LlamaConfig, attention_spec
+from limits import Limits
 from parity import dense_scores
+from preemption import Recompute, Swap
 from prompts import PROMPTS
 from report import Served, console, show_backends, show_pool, show_texts
+from request import Request
 from rich.live import Live
-from scheduler import Limits, Request
+from sampling import GREEDY
 from tokenizer import Tokenizer, load_tokenizer
 
 from pagedattn import explain, init_kv_cache, make_batch
@@ -40,12 +43,13 @@ def serve(engine: Engine, requests: list[Request]) -> Served:
     while not engine.idle:
         step = engine.step()
         owners.append(step.owners)
-        for request, row in step.scores.items():
-            scores[request].append(row)
+        for request, rows in step.scores.items():
+            scores[request].append(rows[0])
     seconds = time.perf_counter() - start
-    completions = {request.id: engine.completions.pop(request.id) for request in requests}
+    completions = {request.id: engine.completions.pop(request.id)[0] for request in requests}
     stacked = {request: np.stack(rows) for request, rows in scores.items()}
-    return Served(completions, stacked, np.stack(owners), seconds)
+    counts = engine.scheduler.num_preemptions, engine.prefixes.num_hit_tokens
+    return Served(completions, stacked, np.stack(owners), seconds, *counts)
 
 
 def serve_live(engine: Engine, requests: list[Request], tokenizer: Tokenizer) -> Served:
@@ -63,17 +67,17 @@ def serve_live(engine: Engine, requests: list[Request], tokenizer: Tokenizer) ->
 
 def warm_up(engine: Engine) -> float:
     """Compiles both programs, by a decode step and a mixed one; the seconds it took."""
-    tiny = (Request(0, prompt, max_new_tokens=1) for prompt in ((0,), (0, 0)))
+    tiny = (Request(0, prompt, 1, GREEDY) for prompt in ((0,), (0, 0)))
     return sum(serve(engine, [request]).seconds for request in tiny)
 
 
-def usable_backends(model: LlamaConfig, limits: Limits) -> list[str]:
+def usable_backends(model: Decoder, limits: Limits) -> list[str]:
     """The backends that can run this model here; prints why the others cannot."""
     shape = (1, limits.block_size, model.num_key_value_heads, model.head_dim)
     batch = make_batch([1], [0], [[0]], block_size=limits.block_size)
     query = jnp.zeros((1, model.num_attention_heads, model.head_dim))
     cache = init_kv_cache(*shape, dtype=query.dtype)
-    reasons = explain(query, cache, batch, attention_spec(model, layer=0))
+    reasons = explain(query, cache, batch, model.attention_spec(0))
     for name, why_not in reasons.items():
         if why_not:
             console.print(f"[dim]{name} is left out: {'; '.join(why_not)}[/]")
@@ -84,7 +88,7 @@ def make_requests(tokenizer: Tokenizer, longest: int) -> list[Request]:
     """A request for each prompt, of its own length, as real ones end when they like."""
     lengths = np.random.default_rng(0).integers(longest // 3, longest, len(PROMPTS), endpoint=True)
     return [
-        Request(index, tuple(tokenizer.encode(prompt)), int(length))
+        Request(index, tuple(tokenizer.encode(prompt)), int(length), GREEDY)
         for index, (prompt, length) in enumerate(zip(PROMPTS, lengths, strict=True))
     ]
 
@@ -100,6 +104,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--num-blocks", type=int, default=96, help="size of the pool")
     parser.add_argument("--block-size", type=int, default=16, help="tokens a block")
     parser.add_argument("--max-seqs", type=int, default=8, help="requests that run at a time")
+    parser.add_argument("--preemption", choices=("recompute", "swap"), default="recompute")
     return parser.parse_args()
 
 
@@ -111,8 +116,10 @@ def main() -> int:
     requests = make_requests(tokenizer, args.max_new_tokens)
     max_seq_len = max(request.max_cached for request in requests)
     limits = Limits(args.num_blocks, args.block_size, max_seq_len, args.max_seqs)
+    swap = partial(Swap, num_blocks=args.num_blocks, num_rows=len(requests))
+    policy = {"recompute": Recompute, "swap": swap}[args.preemption]
     outcomes = {
-        name: serve_live(Engine(params, model, limits, name), requests, tokenizer)
+        name: serve_live(Engine(params, model, limits, name, policy), requests, tokenizer)
         for name in ([args.backend] if args.backend else usable_backends(model, limits))
     }
     served = next(iter(outcomes.values()))

@@ -8,9 +8,23 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap, to_hex
 from matplotlib.figure import Figure
-from scheduler import FREE
+from memory import Memory
+from request import Group
 
-Owners = Int[np.ndarray, "num_steps num_blocks"]
+KEPT = "whitesmoke"  # the colour of what the prefix cache alone holds
+FREE, CACHED = -1, -2  # owners of a block: nobody, and the prefix cache alone
+Owners = Int[np.ndarray, "*steps num_blocks"]
+
+
+def owners_of(memory: Memory, groups: list[Group]) -> Int[np.ndarray, " num_blocks"]:
+    """The request in each block; of those that share one, the oldest."""
+    owners = np.where(memory.ref_counts() > 0, CACHED, FREE)
+    tables, block_size = memory.tables(), memory.limits.block_size
+    for group in reversed(groups):
+        for sequence in group.sequences:
+            used = -(-sequence.num_cached // block_size)
+            owners[tables[sequence.row, :used]] = group.request.id
+    return owners
 
 
 def colour_of(request_id: int) -> str:
@@ -18,12 +32,13 @@ def colour_of(request_id: int) -> str:
 
 
 def blocks_used(owners: Owners) -> Int[np.ndarray, " num_steps"]:
-    return (owners != FREE).sum(axis=1)
+    """By requests; what the prefix cache keeps is theirs to take."""
+    return (owners > FREE).sum(axis=1)
 
 
 def blocks_padded(owners: Owners, longest: int) -> Int[np.ndarray, " num_steps"]:
     """What the same requests would take if each had `longest` blocks from start to end."""
-    return np.array([longest * len(np.unique(step[step != FREE])) for step in owners])
+    return np.array([longest * len(np.unique(step[step > FREE])) for step in owners])
 
 
 def draw_occupancy(owners: Owners, longest: int, path: Path) -> None:
@@ -36,10 +51,12 @@ def draw_occupancy(owners: Owners, longest: int, path: Path) -> None:
 
 
 def draw_owners(axes: Axes, owners: Owners) -> None:
-    ids = np.unique(owners[owners != FREE])
-    colours = ListedColormap(["white", *(colour_of(request) for request in range(ids.max() + 1))])
+    ids = np.unique(owners[owners > FREE])
+    colours = ListedColormap(
+        [KEPT, "white", *(colour_of(request) for request in range(ids.max() + 1))]
+    )
     axes.imshow(
-        owners.T - FREE,
+        owners.T - CACHED,
         cmap=colours,
         vmin=0,
         vmax=colours.N - 1,
@@ -49,6 +66,7 @@ def draw_owners(axes: Axes, owners: Owners) -> None:
     )
     for request in ids:  # empty lines, for their legend
         axes.plot([], [], "s", color=colour_of(request), label=str(request))
+    axes.plot([], [], "s", color=KEPT, label="kept")
     axes.legend(title="request", loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
     axes.set(title="The request in each block of the cache", ylabel="block")
 

@@ -4,15 +4,15 @@ from functools import partial
 
 import jax
 import numpy as np
+from decoder import Decoder, forward_dense
 from jaxtyping import Array, Float, Int
-from llama import LlamaConfig, forward_dense, logits_of
-from scheduler import Request
+from request import Request
 
 Scores = dict[int, Float[np.ndarray, "num_new vocab_size"]]  # of each request's new tokens
 
 
 def dense_scores(
-    params: dict, model: LlamaConfig, requests: list[Request], completions: dict[int, list[int]]
+    params: dict, model: Decoder, requests: list[Request], completions: dict[int, list[int]]
 ) -> Scores:
     """What the uncached model scores wherever a token of the completions was chosen."""
     texts = [[*request.prompt, *completions[request.id][:-1]] for request in requests]
@@ -28,10 +28,10 @@ def dense_scores(
 
 @partial(jax.jit, static_argnames="model")
 def dense_logits(
-    params: dict, model: LlamaConfig, tokens: Int[Array, "num_requests length"]
+    params: dict, model: Decoder, tokens: Int[Array, "num_requests length"]
 ) -> Float[Array, "num_requests length vocab_size"]:
     """Scores after every token, each request by one plain forward pass of its own."""
-    return jax.lax.map(lambda row: logits_of(params, forward_dense(params, model, row)), tokens)
+    return jax.lax.map(lambda row: model.logits(params, forward_dense(params, model, row)), tokens)
 
 
 def greedy(scores: Scores) -> dict[int, list[int]]:

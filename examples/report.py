@@ -4,13 +4,14 @@ import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
+from limits import Limits
 from occupancy import Owners, blocks_padded, blocks_used, draw_occupancy
 from parity import Scores, greedy, largest_difference
+from request import Request
 from rich.box import HORIZONTALS
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from scheduler import Limits, Request
 from tokenizer import Tokenizer
 
 console = Console()
@@ -24,6 +25,8 @@ class Served:
     scores: Scores
     owners: Owners
     seconds: float
+    num_preemptions: int
+    num_hit_tokens: int  # not computed, for the prefix cache had them
 
 
 def show_texts(requests: list[Request], served: Served, tokenizer: Tokenizer) -> None:
@@ -63,6 +66,10 @@ def show_pool(served: Served, requests: list[Request], limits: Limits, picture: 
         f"Peak use: {used} of {limits.num_blocks} blocks of {limits.block_size} tokens. With every "
         f"running request padded to the longest: {padded}; all {len(requests)} requests at once: "
         f"{longest * len(requests)}."
+    )
+    console.print(
+        f"Preemptions: {served.num_preemptions}; {served.num_hit_tokens} tokens were found in the "
+        "prefix cache instead of computed."
     )
     draw_occupancy(served.owners, longest, picture)
     console.print(f"Picture of the pool: {picture}")

@@ -1,131 +1,132 @@
-"""Who runs in a step, and in which blocks: requests, and the host's side of a bounded pool.
+"""Who runs in a step: admission first come, first served, and preemption last come, first out.
 
-A request's worst case is reserved when it is admitted, but its blocks are taken only as its tokens
-come. So a running request never waits for a block, and none is ever evicted.
+A request is admitted when its prompt fits; its blocks are taken as its tokens come. When they run
+out, blocks that only the prefix cache holds are freed first; then the youngest request gives way.
+So the oldest always goes on, and every request that fits the pool alone comes to its end.
 """
 
 from collections import deque
-from dataclasses import dataclass, field
 
-import numpy as np
-from jaxtyping import Int
+from limits import Limits
+from memory import Memory
+from preemption import Preemption
+from prefix_cache import PrefixCache
+from request import NO_ROW, Group, Request, Sequence
 
-FREE = -1  # the owner of a block that nobody owns
+from pagedattn import OutOfBlocksError
 
-
-@dataclass(frozen=True)
-class Limits:
-    """Sizes of the pool and of a step; the shapes of all arrays follow from these alone."""
-
-    num_blocks: int = 64
-    block_size: int = 16
-    max_seq_len: int = 512  # tokens of one request in the cache
-    max_seqs: int = 8  # requests that run at a time
-    token_budget: int = 64  # tokens a step
-    max_query_len: int = 32  # tokens of one prompt a step
-
-    def __post_init__(self):
-        if self.token_budget < self.max_seqs:
-            raise ValueError(
-                f"token_budget must reach max_seqs, {self.max_seqs}, so that all may decode in one "
-                f"step; got {self.token_budget}"
-            )
-
-    def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt to continue; the id is the caller's, from 0 up, and unique."""
-
-    id: int
-    prompt: tuple[int, ...]
-    max_new_tokens: int
-
-    @property
-    def max_cached(self) -> int:
-        """The worst case: all but the last token, which is never fed back."""
-        return len(self.prompt) + self.max_new_tokens - 1
-
-
-@dataclass
-class Sequence:
-    """A running request: its tokens, how many of them the cache holds, and where."""
-
-    request: Request
-    tokens: list[int]
-    num_cached: int = 0
-    blocks: list[int] = field(default_factory=list)
-
-    @property
-    def num_pending(self) -> int:
-        return len(self.tokens) - self.num_cached
-
-    @property
-    def completion(self) -> list[int]:
-        return self.tokens[len(self.request.prompt) :]
+Plan = list[tuple[Sequence, int]]  # sequences of a step, and how many tokens each brings
 
 
 class Scheduler:
-    """`submit` requests, `plan` each step, `release` what is finished."""
+    """`submit` requests, `plan` each step, `retire` what is finished."""
 
-    def __init__(self, limits: Limits):
-        self.limits = limits
-        self.waiting: deque[Request] = deque()
-        self.running: list[Sequence] = []
-        self.free = deque(range(limits.num_blocks))
-        self.owners: Int[np.ndarray, " num_blocks"] = np.full(limits.num_blocks, FREE)
+    def __init__(self, memory: Memory, prefixes: PrefixCache, preemption: Preemption):
+        self.memory, self.prefixes, self.preemption = memory, prefixes, preemption
+        self.waiting: deque[Group] = deque()
+        self.running: list[Group] = []  # oldest first; all older than those who wait
+        self.num_preemptions = 0
 
     @property
-    def num_reserved(self) -> int:
-        """Blocks promised to the running requests, taken or not."""
-        return sum(self._worst_case(sequence.request) for sequence in self.running)
+    def limits(self) -> Limits:
+        return self.memory.limits
 
     def submit(self, request: Request) -> None:
         """Queues a request; ValueError if it could never run."""
+        limits, width = self.limits, request.decoding.width
         if not request.prompt or request.max_new_tokens < 1:
             raise ValueError(f"request {request.id} needs a prompt and max_new_tokens >= 1")
-        limit = min(self.limits.max_seq_len, self.limits.num_blocks * self.limits.block_size)
-        if request.max_cached > limit:
+        if width > limits.max_seqs:
             raise ValueError(
-                f"request {request.id} may come to {request.max_cached} tokens; at most {limit} fit"
+                f"request {request.id} wants {width} sequences; at most {limits.max_seqs} run"
             )
-        self.waiting.append(request)
+        fit = min(limits.max_blocks, limits.num_blocks // width) * limits.block_size
+        fit = min(fit, limits.max_seq_len)
+        if request.max_cached > fit:
+            raise ValueError(
+                f"request {request.id} may come to {request.max_cached} tokens; at most {fit} fit"
+            )
+        self.waiting.append(Group(request, [Sequence(list(request.prompt))]))
 
-    def plan(self) -> list[tuple[Sequence, int]]:
+    def plan(self) -> Plan:
         """The sequences of the next step, each with how many of its pending tokens it brings.
 
         Decoding ones come first, so that no prompt delays them; chunks of prompts get the rest.
-        Their blocks are theirs on return.
+        There is room for the tokens on return.
         """
         self._admit()
-        steps, budget = [], self.limits.token_budget
-        for sequence in sorted(self.running, key=lambda sequence: sequence.num_pending > 1):
-            if length := min(sequence.num_pending, self.limits.max_query_len, budget):
-                self._grow(sequence, sequence.num_cached + length)
-                steps.append((sequence, length))
-                budget -= length
-        return steps
+        while True:
+            plan = self._within_budget()
+            failed = self.memory.grow({s.row: length for s, length in plan})
+            if not failed:
+                return plan
+            self._make_room(sum(self._lacking(s, n) for s, n in plan if s.row in failed))
 
-    def release(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
-        self.free.extend(sequence.blocks)
-        self.owners[sequence.blocks] = FREE
+    def retire(self, group: Group) -> None:
+        self.memory.release(group.rows)
+        self._leave(group)
+
+    def _within_budget(self) -> Plan:
+        plan, budget = [], self.limits.token_budget
+        live = [sequence for group in self.running for sequence in group.sequences]
+        for sequence in sorted(live, key=lambda sequence: sequence.num_pending > 1):
+            if length := min(sequence.num_pending, self.limits.max_query_len, budget):
+                plan.append((sequence, length))
+                budget -= length
+        return plan
+
+    def _make_room(self, num_blocks: int) -> None:
+        if not self.prefixes.evict(num_blocks):
+            if len(self.running) == 1:  # cannot be: submit() has refused such requests
+                raise OutOfBlocksError("one request alone finds no blocks in the pool")
+            self._preempt(self.running[-1])
+
+    def _preempt(self, group: Group) -> None:
+        self.num_preemptions += 1
+        rows = group.rows
+        self.preemption.suspend(group)
+        group.spare_rows += rows
+        self._leave(group)
+        self.waiting.appendleft(group)
+
+    def _leave(self, group: Group) -> None:
+        """Gives the group's rows back; its blocks were in use until now."""
+        for sequence in [*group.sequences, *group.finished]:
+            self.prefixes.touch(sequence)
+        self.running.remove(group)
+        self.memory.free_rows += {*group.spare_rows, *group.rows}
+        group.spare_rows = []
 
     def _admit(self) -> None:
         """First come, first served: small requests do not overtake a large one for ever."""
-        while self.waiting and len(self.running) < self.limits.max_seqs:
-            if self.num_reserved + self._worst_case(self.waiting[0]) > self.limits.num_blocks:
-                return
-            request = self.waiting.popleft()
-            self.running.append(Sequence(request, list(request.prompt)))
+        while self.waiting and self._fits(self.waiting[0]):
+            group = self.waiting.popleft()
+            self.running.append(group)
+            group.spare_rows = [
+                self.memory.free_rows.pop() for _ in range(group.request.decoding.width)
+            ]
+            for sequence in group.sequences:
+                sequence.row = group.spare_rows.pop()
+                if not self.preemption.resume(sequence):
+                    self.prefixes.start(sequence)
 
-    def _worst_case(self, request: Request) -> int:
-        return self.limits.blocks_for(request.max_cached)
+    def _fits(self, group: Group) -> bool:
+        """Whether there are rows, and blocks for what is there and one token more."""
+        if len(self.memory.free_rows) < group.request.decoding.width:
+            return False
+        needed = sum(self._lacking(s, s.num_pending + 1) for s in group.sequences)
+        swapped = sum(self._owned(s) for s in group.sequences if s.host_row != NO_ROW)
+        promised = sum(self._lacking(s, s.num_pending) for g in self.running for s in g.sequences)
+        missing = needed + swapped + promised - self.memory.num_free
+        if self.running and missing > self.prefixes.num_evictable():
+            return False
+        if swapped:  # these do not wait for `plan` to make room
+            self.prefixes.evict(max(missing, 0))
+        return True
 
-    def _grow(self, sequence: Sequence, num_tokens: int) -> None:
-        while len(sequence.blocks) < self.limits.blocks_for(num_tokens):
-            block = self.free.popleft()
-            self.owners[block] = sequence.request.id
-            sequence.blocks.append(block)
+    def _owned(self, sequence: Sequence) -> int:
+        return self.limits.blocks_for(sequence.num_cached)
+
+    def _lacking(self, sequence: Sequence, length: int) -> int:
+        """How many blocks a sequence lacks for its next tokens, but for copies."""
+        return max(self.limits.blocks_for(sequence.num_cached + length) - self._owned(sequence), 1)

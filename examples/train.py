@@ -17,10 +17,12 @@ import jax.numpy as jnp
 import optax
 from checkpoint import load_checkpoint, save_checkpoint
 from corpus import END_OF_TOPIC, Bytes, Text, add_noise, split_topics, windows_at
+from decoder import forward_dense
+from families.llama import Llama
+from initial import init_params
 from jaxtyping import Array, Float, PRNGKeyArray
-from llama import LlamaConfig, forward_dense, init_params, logits_of
 
-CONFIG = LlamaConfig(
+MODEL = Llama(
     vocab_size=256,
     hidden_size=256,
     intermediate_size=576,
@@ -33,13 +35,13 @@ CONFIG = LlamaConfig(
     tie_word_embeddings=True,
     eos_token_id=END_OF_TOPIC,
 )
-LENGTH = CONFIG.max_position_embeddings
+LENGTH = MODEL.max_position_embeddings
 
 
 def loss_of(params: dict, inputs: Bytes, targets: Bytes) -> Float[Array, ""]:
     """Mean cross entropy of each next byte, in nats."""
-    hidden = jax.vmap(lambda tokens: forward_dense(params, CONFIG, tokens))(inputs)
-    logits = logits_of(params, hidden)
+    hidden = jax.vmap(lambda tokens: forward_dense(params, MODEL, tokens))(inputs)
+    logits = MODEL.logits(params, hidden)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets.astype(jnp.int32))
     return losses.mean()
 
@@ -73,7 +75,7 @@ def evaluate(params: dict, text: Text, batch: int) -> Float[Array, ""]:
 def train(args: argparse.Namespace, training: Text, validation: Text) -> dict:
     """The trained parameters; reports the noisy training loss and the clean validation loss."""
     init_key, data_key = jax.random.split(jax.random.key(args.seed))
-    params = init_params(CONFIG, init_key)
+    params = init_params(MODEL, init_key)
     optimizer = make_optimizer(args.steps, args.learning_rate, args.weight_decay)
     state, start = optimizer.init(params), time.monotonic()
     for step in range(args.steps):
@@ -144,7 +146,7 @@ def main() -> None:
     args, start = parse_args(), time.monotonic()
     training, validation = split_topics()
     params = train(args, training, validation)
-    save_checkpoint(args.out, CONFIG, params)
+    save_checkpoint(args.out, MODEL, params)
     readme = describe(args, time.monotonic() - start, training, validation)
     (args.out / "README.md").write_text(readme)
     print(readme)

@@ -3,7 +3,10 @@
 import os
 
 import hypothesis
+import jax
 import pytest
+
+from pagedattn import available_backends
 
 PROFILES = {"dev": 20, "ci": 25, "deep": 500}  # examples a test
 for name, examples in PROFILES.items():
@@ -20,7 +23,9 @@ for name, examples in PROFILES.items():
     )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
-BACKENDS = ("xla", "sdpa")
+# Those that honour everything; the others have test files of their own.
+EVERYTHING = {"cpu": ("xla", "sdpa"), "gpu": ("xla", "sdpa", "triton")}
+BACKENDS = [n for n in EVERYTHING[jax.default_backend()] if n in available_backends()]
 MODES = ("eager", "jit")
 
 

@@ -1,0 +1,153 @@
+"""Decoder-only models: what all families share, and the two forward passes.
+
+A family is a subclass of `Decoder`: its fields are its `config.json`, its methods the pieces in
+which it differs. The forwards share everything but attention. `forward_dense` sees one whole
+sequence and keeps nothing: it trains the model and checks the other. `forward_paged` sees the new
+tokens of many sequences at once and leaves everything about the cache to pagedattn.
+
+Parameters are a dict of arrays; weights are `[out, in]`, as Hugging Face stores them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pagedattn import (
+    AttentionSpec,
+    BatchMetadata,
+    KVCache,
+    attention_bias,
+    paged_attention,
+    write_kv,
+)
+
+Hidden = Float[Array, "num_tokens hidden_size"]
+Heads = Float[Array, "num_tokens num_heads head_dim"]
+Logits = Float[Array, "num_tokens vocab_size"]
+Tokens = Int[Array, " num_tokens"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoder:
+    """A model without its parameters; hashable, so static under `jax.jit`.
+
+    Fields are named as in a Hugging Face `config.json`.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    tie_word_embeddings: bool = False
+    eos_token_id: int | tuple[int, ...] | None = None
+
+    model_type: ClassVar[str]
+    architecture: ClassVar[str]
+    base_prefix: ClassVar[str] = "model."  # of every tensor but the head's
+    layer_prefix: ClassVar[str] = "model.layers.{}."
+    required: ClassVar[Mapping[str, tuple]] = {}  # what the code computes of a config's variants
+
+    @classmethod
+    def from_config(cls, raw: dict) -> Self:
+        """The model of a parsed `config.json`; ValueError for what it would not compute."""
+        for name, accepted in cls.required.items():
+            if raw.get(name, accepted[0]) not in accepted:
+                raise ValueError(f"{cls.model_type}: {name} must be in {accepted}, got {raw[name]}")
+        if raw.get("quantization_config"):
+            raise ValueError(f"{cls.model_type}: quantized checkpoints are not implemented")
+        known = {field.name for field in fields(cls)} & raw.keys()
+        values: dict[str, Any] = {name: _hashable(raw[name]) for name in known}
+        return cls(**values)
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """The tokens that end a completion: none, one or several."""
+        ids = self.eos_token_id
+        return ids if isinstance(ids, tuple) else () if ids is None else (ids,)
+
+    def outer_names(self) -> dict[str, str]:
+        """The tensors outside the layers: our name to the checkpoint's."""
+        raise NotImplementedError
+
+    def layer_names(self) -> dict[str, str]:
+        """The tensors of a layer: our name to the checkpoint's, without the layer's prefix."""
+        raise NotImplementedError
+
+    def embed(self, params: dict, tokens: Tokens) -> Hidden:
+        return params["embedding"][tokens]
+
+    def heads(self, layer: dict, hidden: Hidden, positions: Tokens) -> tuple[Heads, Heads, Heads]:
+        """Query, key and value of each token: a layer up to its attention."""
+        raise NotImplementedError
+
+    def attention_spec(self, index: int) -> AttentionSpec:
+        """What attention computes in layer `index`."""
+        del index
+        return AttentionSpec()
+
+    def rest(self, layer: dict, hidden: Hidden, attended: Hidden) -> Hidden:
+        """The next layer's input, from this one's input and what its heads gathered."""
+        raise NotImplementedError
+
+    def logits(self, params: dict, hidden: Hidden) -> Logits:
+        """Scores of the next token."""
+        raise NotImplementedError
+
+
+def forward_dense(params: dict, model: Decoder, tokens: Tokens) -> Hidden:
+    """Last layer's output for one sequence, with no cache."""
+    uncached = [None] * model.num_hidden_layers
+    return _forward(params, model, tokens, jnp.arange(len(tokens)), uncached, dense_attention)[0]
+
+
+def forward_paged(
+    params: dict,
+    model: Decoder,
+    tokens: Tokens,
+    caches: list[KVCache],
+    batch: BatchMetadata,
+    backend: str | None = None,
+) -> tuple[Hidden, list[KVCache]]:
+    """Last layer's output for new tokens, and the caches, one a layer, after the write."""
+
+    def attend(query: Heads, key: Heads, value: Heads, cache: KVCache, spec: AttentionSpec):
+        cache = write_kv(cache, key, value, batch.slot_mapping)
+        return paged_attention(query, cache, batch, spec, backend=backend), cache
+
+    return _forward(params, model, tokens, batch.positions, caches, attend)
+
+
+def dense_attention(query: Heads, key: Heads, value: Heads, cache: None, spec: AttentionSpec):
+    """Attention of a whole sequence to itself, by the textbook formula."""
+    num_tokens, num_kv_heads, head_dim = key.shape
+    grouped = query.reshape(num_tokens, num_kv_heads, -1, head_dim)
+    logits = spec.scale_for(head_dim) * jnp.einsum("qhgd,khd->hgqk", grouped, key)
+    if (cap := spec.logits_soft_cap) is not None:
+        logits = cap * jnp.tanh(logits / cap)
+    positions = jnp.arange(num_tokens)
+    bias = attention_bias(positions, positions, spec)  # [q, k], or [heads, q, k] with ALiBi
+    by_head = logits.reshape(-1, num_tokens, num_tokens) + bias
+    weights = jax.nn.softmax(by_head, axis=-1).reshape(logits.shape)
+    return jnp.einsum("hgqk,khd->qhgd", weights, value).reshape(query.shape), cache
+
+
+def _forward(params: dict, model: Decoder, tokens: Tokens, positions: Tokens, caches, attend):
+    """The decoder around any `attend(query, key, value, cache, spec) -> (out, cache)`."""
+    hidden, new_caches = model.embed(params, tokens), []
+    for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
+        query, key, value = model.heads(layer, hidden, positions)
+        out, cache = attend(query, key, value, cache, model.attention_spec(index))
+        new_caches.append(cache)
+        hidden = model.rest(layer, hidden, out.reshape(len(tokens), -1))
+    return hidden, new_caches
+
+
+def _hashable(value):
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,64 @@
+"""What layers are made of."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+Hidden = Float[Array, "*tokens size"]
+Weight = Float[Array, " size"]
+
+FULL, SLIDING = "full_attention", "sliding_attention"  # the `layer_types` of a config
+
+
+def linear(layer: dict, name: str, x: Hidden) -> Hidden:
+    """`x @ weight.T`, and the bias where the layer has one."""
+    out = x @ layer[name].T
+    return out + layer[f"{name}_bias"] if f"{name}_bias" in layer else out
+
+
+def biases(names: dict[str, str], *biased: str) -> dict[str, str]:
+    """The checkpoint's names of the biases that belong to some of its weights."""
+    return {f"{name}_bias": names[name].removesuffix("weight") + "bias" for name in biased}
+
+
+def rms_norm(x: Hidden, weight: Weight, eps: float) -> Hidden:
+    """In float32, as the others that take a mean, whatever x is stored in."""
+    wide = x.astype(jnp.float32)
+    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (weight * normed).astype(x.dtype)
+
+
+def layer_norm(x: Hidden, weight: Weight, bias: Weight, eps: float) -> Hidden:
+    wide = x.astype(jnp.float32)
+    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
+    return (weight * centred * jax.lax.rsqrt(variance + eps) + bias).astype(x.dtype)
+
+
+def gated_mlp(layer: dict, x: Hidden, activation) -> Hidden:
+    gate = activation(linear(layer, "gate", x))
+    return linear(layer, "down", gate * linear(layer, "up", x))
+
+
+def gelu_tanh(x: Hidden) -> Hidden:
+    return jax.nn.gelu(x, approximate=True)
+
+
+def head_logits(params: dict, hidden: Hidden) -> Hidden:
+    """Scores by the head, or by the embedding that it is tied to; in float32."""
+    head = params.get("lm_head", params["embedding"])
+    return jnp.matmul(hidden, head.T, preferred_element_type=jnp.float32)
+
+
+def read_layer_types(raw: dict, default: Callable[[int], str]) -> tuple[str, ...]:
+    """The kind of each layer's attention, as configured or by its index.
+
+    Raises ValueError for kinds that are not computed.
+    """
+    num_layers = raw["num_hidden_layers"]
+    types = tuple(raw.get("layer_types") or map(default, range(num_layers)))
+    if len(types) != num_layers or not {FULL, SLIDING}.issuperset(types):
+        raise ValueError(f"expected {FULL} or {SLIDING} for {num_layers} layers, got {types}")
+    return types
