@@ -1,24 +1,33 @@
-# Each target does its own set-up: a virtual environment in .venv with the tested versions.
+# Each target does its own set-up: a virtual environment in .venv with the tested versions. The GPU
+# targets run in the Python given, which has torch and JAX for CUDA: make test-gpu PYTHON=python
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint test-gpu bench-gpu clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
+test-gpu:
+	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -q -n 8 --dist worksteal -p no:benchmark tests
+
+bench-gpu:
+	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) examples/bench_gpu.py -o docs/results
+
+# xformers' own requirements would replace torch; on a CPU only its masks are used.
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt -e '.[torch,demo,test]'
+	$(BIN)/pip install -q -c constraints.txt --no-deps xformers
 	touch $@
 
 clean:

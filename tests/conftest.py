@@ -6,7 +6,7 @@ import hypothesis
 import jax
 import pytest
 
-from pagedattn import available_backends
+from pagedattn.registry import can_load
 
 PROFILES = {"dev": 20, "ci": 25, "deep": 500}  # examples a test
 for name, examples in PROFILES.items():
@@ -25,7 +25,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 # Those that honour everything; the others have test files of their own.
 EVERYTHING = {"cpu": ("xla", "sdpa"), "gpu": ("xla", "sdpa", "triton")}
-BACKENDS = [n for n in EVERYTHING[jax.default_backend()] if n in available_backends()]
+BACKENDS = [n for n in EVERYTHING[jax.default_backend()] if can_load(n)]
 MODES = ("eager", "jit")
 
 
