@@ -1,5 +1,6 @@
 """The torch backends as backends for JAX arrays."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 
 from pagedattn.backend import Backend, with_xla_gradient
 from pagedattn.checks import is_traced
+from pagedattn.registry import platform_of
 from pagedattn_torch import sdpa
 from pagedattn_torch.cache import set_rows_
 
@@ -60,4 +62,13 @@ def set_rows(array, indices, rows):
     return torch_call(set_rows_, out, aliases={0: 0}, capturable=True)(array, indices, rows)
 
 
-SDPA = bridged(sdpa.BACKEND)
+def _too_little_work(query, cache, batch, spec, return_lse) -> list[str]:
+    """Under some millions of products XLA's own loop beats calling out to torch, on a CPU."""
+    work = query.size * batch.max_blocks * batch.block_size
+    if platform_of(query) == "cpu" and work < LEAST_WORK:
+        return [f"{work} products at most: xla is faster under {LEAST_WORK}"]
+    return []
+
+
+LEAST_WORK = 1 << 22  # products of a query's element with a key's: the two are even there
+SDPA = dataclasses.replace(bridged(sdpa.BACKEND), unfit=_too_little_work)

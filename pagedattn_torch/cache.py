@@ -51,6 +51,10 @@ def set_rows_(array: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
 def _put_live_(array, index, rows, live):
     if not len(live):
         return
+    if live.device.type == "cpu":
+        kept = live.nonzero().flatten()
+        array.index_put_(tuple(axis[kept] for axis in index), rows[kept])
+        return
     # Selecting the live rows would wait for a GPU. So dropped ones repeat the write of a live
     # one, or, if there is none, write back what stands in the array's first row.
     first, some = live.int().argmax(), live.any()

@@ -4,8 +4,10 @@ import dataclasses
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
-from cases import assert_words, good_call
+from cases import assert_words, good_call, mixed
 
 import pagedattn_torch
 from interop import to_torch
@@ -14,10 +16,11 @@ from pagedattn import (
     InvalidInputError,
     UnsupportedError,
     available_backends,
+    dispatch,
     explain,
     paged_attention,
 )
-from pagedattn.testing import harness
+from pagedattn.testing import batch_of, cache_of, harness, random_problem
 
 
 def test_unknown_backends():
@@ -180,3 +183,14 @@ def test_check_backend_wants_reasons_that_name_the_feature(monkeypatch, reason):
     else:
         cells = harness.check_backend("xla", dtypes=["float32"], verbose=False)
         assert sum(cell.result.startswith("refused") for cell in cells) == 1
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the rule is about CPUs")
+def test_torch_is_called_only_for_work_that_is_worth_it():
+    """By name it runs anything; by choice, what xla would be slower at."""
+    small = mixed()
+    large = random_problem([1] * 8, [1024] * 8, small.spec, num_heads=8, head_dim=64)
+    for problem, chosen in ((small, "xla"), (large, "sdpa")):
+        call = (jnp.asarray(problem.query), cache_of(problem), batch_of(problem), problem.spec)
+        assert dispatch.select(None, (*call, False)).name == chosen
+        assert dispatch.select("sdpa", (*call, False)).name == "sdpa"

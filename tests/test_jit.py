@@ -245,3 +245,18 @@ def test_empty_axes(backend, mode):
     out, lse = run(random_problem([0], [4], SPEC), backend, mode)
     assert out.shape == (0, 4, 16)
     assert lse.shape == (0, 4)
+
+
+def test_xla_memory_grows_with_the_chunk_not_with_the_keys():
+    """O(tokens x chunk): eight times the keys take no more working memory."""
+    sizes = []
+    for blocks in (64, 512):
+        cache = init_kv_cache(blocks, 16, 2, 32, jnp.float32)
+        batch = make_batch([256], [0], [range(blocks)], block_size=16)
+        query = jnp.zeros((256, 8, 32))
+        lowered = jax.jit(lambda *call: paged_attention(*call, backend="xla")).lower(
+            query, cache, batch
+        )
+        sizes.append(lowered.compile().memory_analysis().temp_size_in_bytes)
+    assert sizes[1] < 1.1 * sizes[0]
+    assert sizes[1] < 256 * 8 * 4096 * 4  # one row of logits for each token and head
