@@ -36,8 +36,9 @@ def torch_call(
     written unless aliased. What `fn` returns is copied into XLA's output buffers.
 
     Args:
-      fn: takes one tensor for each array argument; returns a tensor, or a sequence of them, of
-        the shapes and dtypes of `out`. Runs without gradients, on XLA's stream.
+      fn: takes one tensor for each array argument; returns a tensor, or a tuple or list of them,
+        of the shapes and dtypes of `out`. Runs without gradients, on XLA's stream. It must keep
+        no argument: the memory is XLA's, and may be another array's after the call.
       out: shape and dtype of each result; a sequence makes the JAX function return a tuple.
       aliases: `{argument: result}`, the buffers that are updated in place: `fn` writes into the
         argument and returns it (or None, when every result is aliased). XLA copies the argument
@@ -117,18 +118,45 @@ def _kept_memory(device, pools):
 def _run(fn, arguments, outs, in_place):
     with torch.no_grad():
         results = fn(*arguments)
-    if results is None and in_place:
+        if results is None and in_place:
+            return
+        results = list(results) if isinstance(results, tuple | list) else [results]
+        _check(fn, outs, results)
+        if len(outs) > 1 or in_place:
+            results = _apart(results, outs)
+        for result, out in zip(results, outs, strict=True):
+            if not _same(result, out):
+                out.copy_(result)
+
+
+def _apart(results, outs):
+    """Results that lie in the memory of any but are not it, copied before it is overwritten."""
+    owned = {out.untyped_storage().data_ptr() for out in outs}
+    return [
+        result
+        if _same(result, out) or result.untyped_storage().data_ptr() not in owned
+        else result.clone()
+        for result, out in zip(results, outs, strict=True)
+    ]
+
+
+def _same(result, out) -> bool:
+    return result.data_ptr() == out.data_ptr() and result.stride() == out.stride()
+
+
+def _check(fn, outs, results):
+    if len(results) == len(outs) and all(map(_alike, results, outs)):
         return
-    results = (results,) if isinstance(results, torch.Tensor) else tuple(results or ())
-    if len(results) != len(outs):
-        raise _mismatch(fn, outs, results)
-    for result, out in zip(results, outs, strict=True):
-        if result.shape != out.shape or result.dtype != out.dtype:
-            raise _mismatch(fn, outs, results)
-        if result.data_ptr() != out.data_ptr():
-            out.copy_(result)
+    expected, got = (", ".join(map(_describe, tensors)) for tensors in (outs, results))
+    raise InvalidInputError(f"torch_call of {fn!r} expects results {expected}, got {got}")
 
 
-def _mismatch(fn, outs, results):
-    expected, got = (", ".join(f"{t.dtype}{list(t.shape)}" for t in ts) for ts in (outs, results))
-    return InvalidInputError(f"torch_call of {fn!r} expects results {expected}, got {got}")
+def _alike(result, out) -> bool:
+    tensor = isinstance(result, torch.Tensor)
+    return tensor and result.shape == out.shape and result.dtype == out.dtype
+
+
+def _describe(result) -> str:
+    if not isinstance(result, torch.Tensor):
+        return type(result).__name__
+    return f"{result.dtype}{list(result.shape)}"

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from . import dispatch, validate
 from .batch import BatchMetadata
-from .blocks import positions
+from .blocks import int32, positions
 from .cache import KVCache
 from .spec import AttentionSpec
 
@@ -51,7 +51,8 @@ def paged_attention(
     (3, 2, 8)
     """
     validate.attention(query, cache, batch, spec)
-    query, cache, batch = jax.tree.map(jnp.asarray, (query, cache, batch))
+    query, cache = jax.tree.map(jnp.asarray, (query, cache))
+    batch = jax.tree.map(int32, batch)
     call = (query, cache, batch, spec, return_lse)
     out, lse = dispatch.select(backend, call).run(*call)
     return (out, lse) if return_lse else out
@@ -100,9 +101,7 @@ def packed_cache(key, value) -> KVCache:
 
 def packed_batch(num_tokens, query_start_loc, key_start_loc, max_query_len, max_key_len):
     """Packed keys as a batch over blocks of one token."""
-    query_start_loc, key_start_loc = (
-        jnp.asarray(starts, jnp.int32) for starts in (query_start_loc, key_start_loc)
-    )
+    query_start_loc, key_start_loc = int32(query_start_loc), int32(key_start_loc)
     key_lens = key_start_loc[1:] - key_start_loc[:-1]
     offsets = jnp.arange(max_key_len, dtype=jnp.int32)
     return BatchMetadata(

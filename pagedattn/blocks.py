@@ -14,6 +14,7 @@ def sequence_ids(
     >>> sequence_ids(jnp.array([0, 2, 2, 3]), 4).tolist()
     [0, 0, 2, -1]
     """
+    query_start_loc = int32(query_start_loc)
     tokens = jnp.arange(num_tokens, dtype=jnp.int32)
     owners = jnp.searchsorted(query_start_loc, tokens, side="right").astype(jnp.int32) - 1
     return jnp.where(tokens < query_start_loc[-1], owners, -1)
@@ -31,6 +32,7 @@ def positions(
     >>> positions(jnp.array([0, 2, 3]), jnp.array([2, 8]), 4).tolist()
     [0, 1, 7, 0]
     """
+    query_start_loc, seq_lens = int32(query_start_loc), int32(seq_lens)
     ids = sequence_ids(query_start_loc, num_tokens)
     context_ends = (seq_lens - query_start_loc[1:])[ids] if len(seq_lens) else 0
     tokens = jnp.arange(num_tokens, dtype=jnp.int32)
@@ -52,6 +54,7 @@ def slot_mapping(
     >>> slot_mapping(jnp.array([[5, 3]]), jnp.array([0, 0, -1]), jnp.array([1, 4, 0]), block_size=4)
     Array([21, 12, -1], dtype=int32)
     """
+    block_tables, seq_ids, positions = map(int32, (block_tables, seq_ids, positions))
     num_seqs, max_blocks = block_tables.shape
     columns = positions // block_size
     known = (seq_ids >= 0) & (positions >= 0) & (columns < max_blocks)
@@ -59,6 +62,15 @@ def slot_mapping(
         return jnp.full(known.shape, PAD_SLOT, jnp.int32)
     blocks = block_tables[jnp.where(known, seq_ids, 0), jnp.where(known, columns, 0)]
     return jnp.where(known, blocks * block_size + positions % block_size, PAD_SLOT)
+
+
+def int32(values: Int[Array, "..."]) -> Int[Array, "..."]:
+    """Integers of any dtype as int32; what does not fit becomes -1, which is out of every range."""
+    values = jnp.asarray(values)
+    if values.dtype == jnp.int32:
+        return values
+    narrow = values.astype(jnp.int32)
+    return jnp.where(narrow.astype(values.dtype) == values, narrow, -1)
 
 
 def in_range(ids: Int[Array, "*n"], bound: int) -> Bool[Array, "*n"]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from . import validate
-from .blocks import PAD_SLOT, in_range, set_at
+from .blocks import PAD_SLOT, in_range, int32
 from .checks import is_traced
 from .rows import set_rows
 
@@ -137,12 +137,14 @@ def fill_blocks(cache: KVCache, blocks: Int[Array, "*n"], value: float = 0.0) ->
     >>> fill_blocks(cache, jnp.array([1, -1])).key.ravel().tolist()
     [1.0, 0.0, 1.0]
     """
-    validate.cache(cache)
-    return KVCache(set_at(cache.key, blocks, value), set_at(cache.value, blocks, value))
+    validate.fill(cache, blocks)
+    blocks = int32(blocks).ravel()
+    rows = jnp.full((len(blocks), *cache.key.shape[1:]), value, cache.dtype)
+    return KVCache(set_rows(cache.key, blocks, rows), set_rows(cache.value, blocks, rows))
 
 
 def _copy(src_plane, dst_plane, src, dst):
-    src, dst = jnp.asarray(src, jnp.int32), jnp.asarray(dst, jnp.int32)
+    src, dst = int32(src), int32(dst)
     blocks = src_plane.at[src].get(mode="clip")
     dst = jnp.where(in_range(src, len(src_plane)), dst, PAD_SLOT)
     return set_rows(dst_plane, *(_beside(array, dst_plane) for array in (dst, blocks)))

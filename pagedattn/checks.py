@@ -15,11 +15,17 @@ def require(condition, text: str) -> None:
 
 
 def is_count(value, least=1) -> bool:
-    return hasattr(value, "__index__") and value.__index__() >= least
+    counts = hasattr(value, "__index__") and not isinstance(value, bool)
+    return counts and value.__index__() >= least
 
 
 def integers(name, values, ndim) -> np.ndarray:
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise InvalidInputError(
+            f"{name} must be integers of {ndim} dimension(s): {error}"
+        ) from error
     array = array.astype(np.int64) if array.size == 0 else array
     require(
         array.dtype.kind in "iu" and array.ndim == ndim,
@@ -40,7 +46,15 @@ def start_locs(name, starts, count, longest):
     )
 
 
+def an_array(name, array) -> None:
+    require(
+        hasattr(array, "dtype") and hasattr(array, "ndim"),
+        f"{name} must be an array, got {type(array).__name__}",
+    )
+
+
 def int_array(name, array, ndim):
+    an_array(name, array)
     require(
         array.ndim == ndim and jnp.issubdtype(_numpy_dtype(array.dtype), jnp.integer),
         f"{name} must be integers of {ndim} dimension(s), got {describe(array)}",
@@ -68,7 +82,10 @@ def is_floating(dtype) -> bool:
 
 def _numpy_dtype(dtype) -> np.dtype:
     """The dtype of a NumPy, JAX or torch array; torch's has no NumPy form but its name."""
-    return jnp.dtype(str(dtype).removeprefix("torch.") if "torch" in str(dtype) else dtype)
+    try:
+        return jnp.dtype(str(dtype).removeprefix("torch.") if "torch" in str(dtype) else dtype)
+    except TypeError as error:
+        raise InvalidInputError(f"expected a dtype, got {dtype!r}") from error
 
 
 def describe(array) -> str:
@@ -81,7 +98,11 @@ def known(array) -> np.ndarray | None:
     Reading a tensor from a GPU would wait for it, and is an error in a CUDA graph.
     """
     on_device = hasattr(array, "new_tensor") and array.device.type != "cpu"
-    return None if is_traced(array) or on_device else np.asarray(array)
+    if is_traced(array) or on_device:
+        return None
+    values = np.asarray(array)
+    # Arithmetic in a narrow or unsigned dtype would wrap.
+    return values.astype(np.int64) if values.dtype.kind in "iu" else values
 
 
 def is_traced(array) -> bool:

@@ -1,5 +1,8 @@
 """Which backend runs a call, and why."""
 
+import jax
+import jax.numpy as jnp
+
 from . import backend as backends
 from . import validate
 from .backend import Backend
@@ -23,13 +26,13 @@ def explain(query, cache, batch, spec=AttentionSpec(), *, return_lse=False) -> d
     Raises:
       InvalidInputError: no backend could, since the arguments do not fit together.
 
-    >>> import jax
     >>> from pagedattn import init_kv_cache, make_batch
     >>> cache, batch = init_kv_cache(1, 4, 1, 8), make_batch([1], [0], [[0]], block_size=4)
     >>> explain(jax.numpy.ones((1, 2, 8), cache.dtype), cache, batch)["xla"]
     []
     """
     validate.attention(query, cache, batch, spec)
+    query, cache, batch = jax.tree.map(jnp.asarray, (query, cache, batch))
     call = (query, cache, batch, spec, return_lse)
     return {name: backends.why_not(load, name, call) for name in registered()}
 

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from . import validate_pool as validate
-from .blocks import add_at
+from .blocks import add_at, int32
 from .errors import OutOfBlocksError
 from .pool import BlockPool
 
@@ -49,8 +49,8 @@ def append_tokens(
     need a block stay as they were. So does a sequence that would not fit its table row.
 
     Args:
-      max_new_tokens: a static bound on `num_tokens`; the work is O(max_seqs * blocks of that
-        bound), whatever the pool's size. None bounds by the table.
+      max_new_tokens: a static bound on `num_tokens`, None for what a table row holds. The work is
+        O(max_seqs * (max_seqs + blocks of that bound)), whatever the pool's size.
 
     >>> from pagedattn import init_block_pool
     >>> pool = init_block_pool(3, 4, max_seqs=2, max_blocks=2)
@@ -58,16 +58,16 @@ def append_tokens(
     >>> growth.ok.tolist(), pool.seq_lens.tolist(), int(pool.num_free)
     ([True, False], [5, 0], 1)
     """
-    validate.per_sequence("num_tokens", num_tokens, pool.max_seqs)
+    validate.growth(num_tokens, pool.max_seqs, max_new_tokens)
     capacity = pool.max_blocks * pool.block_size
     bound = capacity if max_new_tokens is None else min(max_new_tokens, capacity)
-    new = num_tokens.astype(jnp.int32)
+    new = int32(num_tokens)
     fits = (new >= 0) & (new <= bound) & (new <= capacity - pool.seq_lens)
     new = jnp.where(fits, new, 0)
     copies, sharers = _writes_to_shared(pool, new > 0)
-    first_column = pool.seq_blocks - copies
+    first_column = pool.seq_blocks - copies.astype(jnp.int32)
     need = jnp.where(new > 0, -(-(pool.seq_lens + new) // pool.block_size) - first_column, 0)
-    ok = fits & ((need == 0) | (jnp.cumsum(need) <= pool.num_free))
+    ok = fits & ((need == 0) | (jnp.cumsum(need, dtype=jnp.int32) <= pool.num_free))
     # One that keeps a shared block, since all before it copy theirs, fails when one of them does.
     ok = ok & (copies | ~(sharers & ~ok).any(axis=1))
     grown = _allocate(pool, jnp.where(ok, need, 0), first_column, -(-bound // pool.block_size) + 1)
@@ -91,7 +91,7 @@ def _writes_to_shared(pool, writes):
     owners = jnp.where(partial, pool.ref_counts[last], 0)
     same = (last[:, None] == last) & partial[:, None] & partial
     sharers = same & (owners > 1) & jnp.tri(len(last), k=-1, dtype=bool)
-    return (owners > 1) & (sharers.sum(axis=1) < owners - 1), sharers
+    return (owners > 1) & (sharers.sum(axis=1, dtype=jnp.int32) < owners - 1), sharers
 
 
 def _last_blocks(pool, block_tables=None):
@@ -105,7 +105,7 @@ def _allocate(pool, need, first_column, most):
     """Puts `need[s]` free blocks into row s from its first column on; at most `most` each."""
     offsets = jnp.arange(most, dtype=jnp.int32)
     wanted = offsets < need[:, None]
-    depth = (jnp.cumsum(need) - need)[:, None] + offsets
+    depth = (jnp.cumsum(need, dtype=jnp.int32) - need)[:, None] + offsets
     blocks = pool.free_blocks.at[pool.num_free - 1 - depth].get(mode="clip")
     blocks = jnp.where(wanted, blocks, -1)
     columns = jnp.where(wanted, first_column[:, None] + offsets, pool.max_blocks)
@@ -114,5 +114,5 @@ def _allocate(pool, need, first_column, most):
         pool,
         block_tables=pool.block_tables.at[rows, columns].set(blocks, mode="drop"),
         ref_counts=add_at(pool.ref_counts, blocks, 1),
-        num_free=pool.num_free - need.sum(),
+        num_free=pool.num_free - need.sum(dtype=jnp.int32),
     )

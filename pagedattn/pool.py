@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 
 from . import validate_pool as validate
 from .batch import BatchMetadata
-from .blocks import positions, sequence_ids, slot_mapping
+from .blocks import int32, positions, sequence_ids, slot_mapping
 
 
 @jax.tree_util.register_dataclass
@@ -26,7 +26,8 @@ class BlockPool:
     Fields:
       free_blocks: a stack; the first `num_free` entries are the blocks that nobody owns.
       num_free: the height of the stack.
-      ref_counts: how many rows (and holders, see `hold_blocks`) own each block.
+      ref_counts: how many rows and holds own each block.
+      hold_counts: how many holds (`hold_blocks`) are among them.
       block_tables: the blocks of each sequence; entries past its length are unspecified.
       seq_lens: tokens of each sequence.
       block_size: tokens a block; static.
@@ -35,6 +36,7 @@ class BlockPool:
     free_blocks: Int[Array, "num_blocks"]
     num_free: Int[Array, ""]
     ref_counts: Int[Array, "num_blocks"]
+    hold_counts: Int[Array, "num_blocks"]
     block_tables: Int[Array, "max_seqs max_blocks"]
     seq_lens: Int[Array, "max_seqs"]
     block_size: int = field(metadata={"static": True})
@@ -77,6 +79,7 @@ def init_block_pool(
         free_blocks=jnp.arange(num_blocks, dtype=jnp.int32)[::-1],
         num_free=jnp.int32(num_blocks),
         ref_counts=jnp.zeros(num_blocks, jnp.int32),
+        hold_counts=jnp.zeros(num_blocks, jnp.int32),
         block_tables=jnp.full((max_seqs, max_blocks), -1, jnp.int32),
         seq_lens=jnp.zeros(max_seqs, jnp.int32),
         block_size=block_size,
@@ -99,8 +102,8 @@ def batch_from_pool(
     >>> batch_from_pool(pool, jnp.array([2, 0]), num_tokens=3, max_query_len=2).positions.tolist()
     [3, 4, 0]
     """
-    validate.per_sequence("query_lens", query_lens, pool.max_seqs)
-    ends = jnp.cumsum(query_lens).astype(jnp.int32)
+    validate.batch(query_lens, pool.seq_lens, num_tokens, max_query_len)
+    ends = jnp.cumsum(int32(query_lens), dtype=jnp.int32)
     query_start_loc = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
     seq_ids = sequence_ids(query_start_loc, num_tokens)
     at = positions(query_start_loc, pool.seq_lens, num_tokens)

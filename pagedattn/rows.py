@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
-from .blocks import in_range, set_at
+from .blocks import in_range, int32, set_at
 from .checks import is_traced
 from .registry import can_load, load, order_on, platform_of
 
@@ -20,7 +20,7 @@ def set_rows(
     a row it rewrites the whole array (jax-ml/jax#40101 is of that kind): 500 MB for each token. A
     backend that can do better says so by `Backend.set_rows`.
     """
-    indices = jnp.asarray(indices, jnp.int32)  # a narrower dtype may not hold the number of rows
+    indices = int32(indices)
     if array.dtype == jnp.bfloat16 and is_traced(array) and platform_of(array) == "cpu":
         for setter in _setters():
             return _differentiable(setter)(array, indices, rows)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from . import validate_pool as validate
-from .blocks import add_at, in_range, set_at
+from .blocks import add_at, in_range, int32, set_at
 from .pool import BlockPool
 
 
@@ -29,7 +29,7 @@ def fork(
     ([True], [5, 5], 2)
     """
     validate.rows(pool.max_seqs, parents=parents, children=children)
-    parents, children = parents.astype(jnp.int32), children.astype(jnp.int32)
+    parents, children = int32(parents), int32(children)
     known = in_range(parents, pool.max_seqs) & in_range(children, pool.max_seqs)
     named_before = (children[:, None] == children) & jnp.tri(len(children), k=-1, dtype=bool)
     unused = pool.seq_lens.at[children].get(mode="clip") == 0
@@ -51,7 +51,7 @@ def share_blocks(
     of `blocks` past those tokens may be anything.
 
     Returns:
-      the pool, and whether it was done: not if the row is in use.
+      the pool, and whether it was done: not if the row is in use, or a block is nobody's.
 
     >>> from pagedattn import append_tokens, init_block_pool
     >>> pool, _ = append_tokens(init_block_pool(4, 4, max_seqs=2, max_blocks=2), jnp.array([5, 0]))
@@ -59,10 +59,13 @@ def share_blocks(
     >>> pool.ref_counts[pool.block_tables[0]].tolist()
     [2, 1]
     """
-    seq, num_tokens = jnp.asarray(seq, jnp.int32), jnp.asarray(num_tokens, jnp.int32)
+    seq, num_tokens = int32(seq), int32(num_tokens)
     validate.rows(pool.max_seqs, seq=seq[None])
     validate.prefix(blocks, num_tokens, pool)
+    blocks = int32(blocks)
+    used = jnp.arange(len(blocks), dtype=jnp.int32) < -(-num_tokens // pool.block_size)
     made = in_range(seq, pool.max_seqs) & (pool.seq_lens.at[seq].get(mode="clip") == 0)
+    made &= ~used.any() | (jnp.where(used, _owned(pool, blocks), 0) >= 0).all()
     table = jnp.full(pool.max_blocks, -1, jnp.int32).at[: len(blocks)].set(blocks)
     return _adopt(pool, jnp.where(made, seq, -1)[None], table[None], num_tokens[None]), made
 
@@ -70,17 +73,31 @@ def share_blocks(
 def hold_blocks(pool: BlockPool, blocks: Int[Array, "n"]) -> BlockPool:
     """Keeps owned blocks from being freed when their sequences are released, as a prefix cache
     does; each hold counts, and ends with `drop_blocks`. -1 and unowned blocks are skipped."""
-    return replace(pool, ref_counts=add_at(pool.ref_counts, _owned(pool, blocks), 1))
+    validate.ids_or_none("blocks", blocks, pool.num_blocks)
+    owned = _owned(pool, int32(blocks))
+    return replace(
+        pool,
+        ref_counts=add_at(pool.ref_counts, owned, 1),
+        hold_counts=add_at(pool.hold_counts, owned, 1),
+    )
 
 
 def drop_blocks(pool: BlockPool, blocks: Int[Array, "n"]) -> tuple[BlockPool, Int[Array, "n"]]:
-    """Ends a hold on each of the blocks; returns the pool and which became free (else -1)."""
+    """Ends a hold on each of the blocks; returns the pool and which became free (else -1).
+
+    -1, and blocks that are not held, are skipped.
+    """
+
+    validate.ids_or_none("blocks", blocks, pool.num_blocks)
 
     def drop(pool, block):
-        pool, freed = _give_back(pool, _owned(pool, block[None]))
+        held = pool.hold_counts.at[block].get(mode="clip") > 0
+        block = jnp.where(in_range(block, pool.num_blocks) & held, block, -1)[None]
+        pool = replace(pool, hold_counts=add_at(pool.hold_counts, block, -1))
+        pool, freed = _give_back(pool, block)
         return pool, freed[0]
 
-    return jax.lax.scan(drop, pool, blocks.astype(jnp.int32))
+    return jax.lax.scan(drop, pool, int32(blocks))
 
 
 def release(
@@ -110,7 +127,7 @@ def release(
         lens = set_at(pool.seq_lens, jnp.where(known, seq, -1), 0)
         return replace(pool, seq_lens=lens), freed
 
-    return jax.lax.scan(end, pool, seqs.astype(jnp.int32))
+    return jax.lax.scan(end, pool, int32(seqs))
 
 
 def _adopt(pool, rows, tables, lens):
@@ -129,7 +146,7 @@ def _give_back(pool, blocks):
     """Takes one reference from each of some distinct blocks (-1: none), and frees the unowned."""
     ref_counts = add_at(pool.ref_counts, blocks, -1)
     freed = (blocks >= 0) & (ref_counts.at[blocks].get(mode="clip") == 0)
-    at = jnp.where(freed, pool.num_free + jnp.cumsum(freed) - 1, -1)
+    at = jnp.where(freed, pool.num_free + jnp.cumsum(freed, dtype=jnp.int32) - 1, -1)
     pool = replace(
         pool,
         ref_counts=ref_counts,

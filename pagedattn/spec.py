@@ -59,8 +59,8 @@ def alibi_slopes(num_heads: int) -> tuple[float, ...]:
     >>> alibi_slopes(4)
     (0.25, 0.0625, 0.015625, 0.00390625)
     """
-    if num_heads < 1:
-        raise InvalidInputError(f"num_heads must be at least 1, got {num_heads}")
+    if not hasattr(num_heads, "__index__") or num_heads < 1:
+        raise InvalidInputError(f"num_heads must be an integer of at least 1, got {num_heads!r}")
     power = 1 << (num_heads.bit_length() - 1)
     return (_family(power) + _family(2 * power)[::2])[:num_heads]
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from . import validate_pool as validate
-from .blocks import in_range
+from .blocks import in_range, int32
 from .growth import append_tokens
 from .pool import BlockPool
 from .sharing import release
@@ -62,7 +62,7 @@ def _move(source, target, seqs, rows):
     validate.same_blocks(source, target)
     validate.rows(source.max_seqs, seqs=seqs)
     validate.rows(target.max_seqs, rows=rows)
-    seqs, rows = seqs.astype(jnp.int32), rows.astype(jnp.int32)
+    seqs, rows = int32(seqs), int32(rows)
     before = jnp.tri(len(seqs), k=-1, dtype=bool)
     named_before = ((seqs[:, None] == seqs) | (rows[:, None] == rows)) & before
     known = in_range(seqs, source.max_seqs) & in_range(rows, target.max_seqs)

@@ -6,8 +6,10 @@ only when they are known: the arrays of a traced call have none yet.
 
 import numpy as np
 
+from .batch import BatchMetadata
 from .checks import (
     MAX_SLOTS,
+    an_array,
     describe,
     distinct_slots,
     ids,
@@ -18,6 +20,7 @@ from .checks import (
     require,
     start_locs,
 )
+from .spec import AttentionSpec
 
 
 def cache_shape(shape, dtype) -> None:
@@ -31,7 +34,13 @@ def cache_shape(shape, dtype) -> None:
 
 def cache(cache) -> None:
     """Two planes of one shape and one floating dtype."""
+    require(
+        hasattr(cache, "key") and hasattr(cache, "value"),
+        f"expected a KVCache, got {type(cache).__name__}",
+    )
     key, value = cache.key, cache.value
+    an_array("the cache's key", key)
+    an_array("the cache's value", value)
     require(
         key.ndim == 4 and key.shape == value.shape and key.dtype == value.dtype,
         "a cache's key and value must be [num_blocks, block_size, num_kv_heads, head_dim] of one "
@@ -42,14 +51,15 @@ def cache(cache) -> None:
 
 def write(cache_, key, value, slot_mapping) -> None:
     cache(cache_)
+    int_array("slot_mapping", slot_mapping, 1)
     expected = (*slot_mapping.shape[:1], cache_.num_kv_heads, cache_.head_dim)
     for name, array in (("key", key), ("value", value)):
+        an_array(name, array)
         require(
             array.shape == expected and array.dtype == cache_.dtype,
             f"{name} must be [num_tokens, num_kv_heads, head_dim] = {expected} of the cache's "
             f"dtype {cache_.dtype}, got {describe(array)}",
         )
-    int_array("slot_mapping", slot_mapping, 1)
     slots = known(slot_mapping)
     if slots is not None:
         ids("slot_mapping", slots[slots != -1], cache_.num_slots, "slots, or -1 for no write")
@@ -73,6 +83,14 @@ def block_copies(src_cache, dst_cache, src, dst) -> None:
     _known_copies(known(src), known(dst), src_cache.num_blocks, dst_cache.num_blocks)
 
 
+def fill(cache_, blocks) -> None:
+    cache(cache_)
+    int_array("blocks", blocks, getattr(blocks, "ndim", 1))
+    values = known(blocks)
+    if values is not None:
+        ids("blocks", values[values != -1], cache_.num_blocks, "blocks (or -1)")
+
+
 def _known_copies(src, dst, num_src, num_dst):
     if src is not None:
         ids("src", src[src != -1], num_src, "blocks, or -1 for no copy")
@@ -85,8 +103,10 @@ def _known_copies(src, dst, num_src, num_dst):
 def attention(query, cache_, batch, spec) -> None:
     """Shapes, dtypes and, where known, values of an attention call."""
     cache(cache_)
+    for name, value, kind in (("batch", batch, BatchMetadata), ("spec", spec, AttentionSpec)):
+        require(isinstance(value, kind), f"{name} is no {kind.__name__}: {type(value).__name__}")
     _query(query, cache_.dtype, cache_.num_kv_heads, cache_.head_dim, spec)
-    for name in ("block_tables", "seq_lens", "query_start_loc", "positions"):
+    for name in ("block_tables", "seq_lens", "query_start_loc", "slot_mapping", "positions"):
         int_array(name, getattr(batch, name), 2 if name == "block_tables" else 1)
     num_seqs = batch.num_seqs
     require(
@@ -100,6 +120,11 @@ def attention(query, cache_, batch, spec) -> None:
         f"query must have the batch's {batch.num_tokens} tokens, got shape {tuple(query.shape)}",
     )
     require(
+        len(batch.slot_mapping) == batch.num_tokens,
+        f"slot_mapping must have the batch's {batch.num_tokens} tokens, got "
+        f"{len(batch.slot_mapping)}",
+    )
+    require(
         batch.block_size == cache_.block_size,
         f"the batch was made for blocks of {batch.block_size}, the cache has {cache_.block_size}",
     )
@@ -107,6 +132,7 @@ def attention(query, cache_, batch, spec) -> None:
 
 
 def _query(query, dtype, num_kv_heads, head_dim, spec):
+    an_array("query", query)
     require(
         query.ndim == 3 and query.shape[2] == head_dim and query.dtype == dtype,
         f"query must be [num_tokens, num_heads, head_dim] with head_dim {head_dim} and the "
@@ -114,7 +140,7 @@ def _query(query, dtype, num_kv_heads, head_dim, spec):
     )
     num_heads = query.shape[1]
     require(
-        num_heads > 0 and num_heads % num_kv_heads == 0,
+        num_heads > 0 and num_kv_heads > 0 and num_heads % num_kv_heads == 0,
         f"num_heads must be a multiple of num_kv_heads = {num_kv_heads}, got {num_heads}",
     )
     slopes = spec.alibi_slopes
@@ -145,6 +171,8 @@ def _batch_values(batch, num_blocks):
 
 
 def ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens) -> None:
+    an_array("key", key)
+    an_array("value", value)
     require(
         key.ndim == 3 and key.shape == value.shape and key.dtype == value.dtype,
         "key and value must be [num_keys, num_kv_heads, head_dim] of one shape and dtype, got "
@@ -156,11 +184,12 @@ def ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens) ->
     counts = (query.shape[0], key.shape[0])
     for (name, starts), count, longest in zip(arrays.items(), counts, max_lens, strict=True):
         int_array(name, starts, 1)
+        require(len(starts) > 0, f"{name} must be [num_seqs + 1], got no entry")
         require(is_count(longest, 0), f"max_{name[:-10]}_len must be an integer, got {longest!r}")
         if known(starts) is not None:
             start_locs(name, known(starts), count, longest)
     require(
-        query_start_loc.shape == key_start_loc.shape and len(query_start_loc) > 0,
+        query_start_loc.shape == key_start_loc.shape,
         "query_start_loc and key_start_loc must be [num_seqs + 1] both, got "
         f"{tuple(query_start_loc.shape)} and {tuple(key_start_loc.shape)}",
     )

@@ -20,6 +20,10 @@ def lengths(name: str, values, like=None) -> np.ndarray:
 def tables(block_tables, seq_lens, block_size) -> np.ndarray:
     """Block tables as a rectangle of int64, each row long enough for its sequence."""
     require(is_count(block_size), f"block_size must be an integer above 0, got {block_size!r}")
+    require(
+        hasattr(block_tables, "__iter__"),
+        f"block_tables must be a list of rows or an array, got {type(block_tables).__name__}",
+    )
     rows = [integers("block_tables", row, ndim=1) for row in block_tables]
     require(
         len(rows) == len(seq_lens),

@@ -10,6 +10,39 @@ def counts(**sizes) -> None:
     require(slots <= MAX_SLOTS, f"num_blocks * block_size must fit int32, got {slots}")
 
 
+def growth(num_tokens, max_seqs, max_new_tokens) -> None:
+    per_sequence("num_tokens", num_tokens, max_seqs)
+    require(
+        max_new_tokens is None or is_count(max_new_tokens, 0),
+        f"max_new_tokens must be an integer of at least 0, got {max_new_tokens!r}",
+    )
+
+
+def batch(query_lens, seq_lens, num_tokens, max_query_len) -> None:
+    per_sequence("query_lens", query_lens, len(seq_lens))
+    queries, lens = known(query_lens), known(seq_lens)
+    if queries is None or lens is None:
+        return
+    require(
+        (queries <= lens).all(),
+        f"query_lens must not exceed the sequences' lengths {lens.tolist()}, got "
+        f"{queries.tolist()}; append the tokens first",
+    )
+    require(
+        queries.sum() <= num_tokens and queries.max(initial=0) <= max_query_len,
+        f"query_lens {queries.tolist()} need num_tokens of {queries.sum()} and max_query_len of "
+        f"{queries.max(initial=0)} at least, got {num_tokens} and {max_query_len}",
+    )
+
+
+def ids_or_none(name, array, bound) -> None:
+    """Ids of blocks, or -1."""
+    int_array(name, array, 1)
+    values = known(array)
+    if values is not None:
+        ids(name, values[values != -1], bound, "blocks (or -1)")
+
+
 def per_sequence(name, array, max_seqs) -> None:
     int_array(name, array, 1)
     require(len(array) == max_seqs, f"{name} must have {max_seqs} entries, got {len(array)}")

@@ -55,9 +55,11 @@ def make_buckets(batch: BatchMetadata, spec: AttentionSpec, keys_at_once: int) -
         everyone = torch.arange(batch.num_seqs, device=batch.seq_lens.device)
         return [Bucket(everyone, batch.max_query_len, batch.max_blocks, None)]
     first = first_blocks(batch, spec)
-    num_blocks = (batch.seq_lens + batch.block_size - 1) // batch.block_size - first
+    # Inside jit lengths are whatever they are; they must not lead past the table or the tokens.
+    seq_lens = batch.seq_lens.clamp(0, batch.max_blocks * batch.block_size)
+    num_blocks = (seq_lens + batch.block_size - 1) // batch.block_size - first
     contexts = (batch.context_lens - first * batch.block_size).tolist()
-    query_lens = batch.query_lens.tolist()
+    query_lens = batch.query_lens.clamp(0, min(batch.max_query_len, batch.num_tokens)).tolist()
     classes = map(_query_class, query_lens)
     sizes = zip(classes, num_blocks.tolist(), range(batch.num_seqs), strict=True)
     groups: list[list] = []

@@ -63,14 +63,15 @@ def _attend(query, cache, batch, spec, bucket: Bucket, kernel, scratch, out, lse
         seeing = visible.any(dim=2)[:, :, None]
         result, result_lse = (_unfold(result, end - begin) for result in results)
         out[rows] = torch.where(seeing[..., None], result, 0).to(out.dtype)
-        lse[rows] = torch.where(seeing, result_lse, -torch.inf)
+        lse[rows] = torch.where(seeing, result_lse, -torch.inf).to(lse.dtype)
 
 
 def _queries(batch, bucket, num_tokens):
     """Token and position of each query of the rectangle; padding is token `num_tokens`."""
     offsets = torch.arange(bucket.num_queries, device=bucket.seqs.device)
     tokens = batch.query_start_loc[bucket.seqs, None] + offsets
-    live = (offsets < batch.query_lens[bucket.seqs, None]) & (tokens < num_tokens)
+    live = offsets < batch.query_lens[bucket.seqs, None]
+    live &= (tokens >= 0) & (tokens < num_tokens)
     positions = batch.context_lens[bucket.seqs, None] + offsets
     return torch.where(live, tokens, num_tokens), positions
 
@@ -184,10 +185,11 @@ def _fused(query, key, value, added, spec):
 
 
 def _plain(query, key, value, added, spec):
-    logits = query.float() @ key.float().mT * spec.scale_for(query.shape[3])
+    wide = torch.promote_types(query.dtype, torch.float32)
+    logits = query.to(wide) @ key.to(wide).mT * spec.scale_for(query.shape[3])
     if (cap := spec.logits_soft_cap) is not None:
         logits = cap * torch.tanh(logits / cap)
     logits = logits if added is None else logits + added
     lse = logits.logsumexp(dim=3)
     weights = (logits - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
-    return weights @ value.float(), lse
+    return weights @ value.to(wide), lse

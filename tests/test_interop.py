@@ -368,3 +368,23 @@ def test_the_cost_of_a_call_does_not_grow_with_its_operands():
     call = jax.jit(torch_call(lambda x: x[:1] * 2, jax.ShapeDtypeStruct((1,), jnp.float32)))
     small, large = (best_time(call, jnp.zeros(n)) for n in (2**10, 2**25))
     assert large < small + 1e-3
+
+
+@pytest.mark.parametrize("fn", [lambda a, b: (b, a), lambda a, b: [b.flip(0), a]])
+def test_results_that_lie_in_each_others_memory_do_not_overwrite_one_another(fn):
+    struct = jax.ShapeDtypeStruct((4,), jnp.float32)
+    swap = jax.jit(torch_call(fn, [struct] * 2, aliases={0: 0, 1: 1}), donate_argnums=(0, 1))
+    first, second = swap(jnp.zeros(4), jnp.ones(4))
+    assert first.tolist() == [1.0] * 4
+    assert second.tolist() == [0.0] * 4
+
+
+def test_a_view_of_the_own_result_is_no_result_in_place():
+    struct = jax.ShapeDtypeStruct((2, 2), jnp.float32)
+    turn = jax.jit(torch_call(lambda a: a.mT, struct, aliases={0: 0}), donate_argnums=0)
+    assert turn(jnp.arange(4.0).reshape(2, 2)).tolist() == [[0.0, 2.0], [1.0, 3.0]]
+
+
+def test_what_is_no_tensor_is_named():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="got int"):
+        torch_call(lambda x: 3, jax.ShapeDtypeStruct((1,), jnp.float32))(jnp.zeros(1))

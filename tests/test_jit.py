@@ -1,9 +1,11 @@
 """Traces are counted; jit, scan and vmap agree with eager calls; donation works inside loops."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from cases import SPECS, mixed, random_cache, rows, run
@@ -15,6 +17,7 @@ from pagedattn import (
     make_batch,
     paged_attention,
     positions,
+    ragged_attention,
     slot_mapping,
     write_kv,
 )
@@ -260,3 +263,48 @@ def test_xla_memory_grows_with_the_chunk_not_with_the_keys():
         sizes.append(lowered.compile().memory_analysis().temp_size_in_bytes)
     assert sizes[1] < 1.1 * sizes[0]
     assert sizes[1] < 256 * 8 * 4096 * 4  # one row of logits for each token and head
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16, jnp.uint32, jnp.int32])
+def test_metadata_of_any_integer_dtype(backend, mode, dtype):
+    """The arithmetic of slots must not happen in eight bits."""
+    sizes = {"block_size": 16, "num_blocks": 104, "block_tables": [[100, 99, 98], [90, 91, 92, 93]]}
+    problem = random_problem([3, 1], [43, 61], SPECS["plain"], **sizes)
+    batch = jax.tree.map(lambda x: x.astype(dtype), batch_of(problem))
+    batch = dataclasses.replace(batch, slot_mapping=batch_of(problem).slot_mapping)
+    call = functools.partial(paged_attention, backend=backend, return_lse=True)
+    call = jax.jit(call, static_argnums=3) if mode == "jit" else call
+    out, lse = call(jnp.asarray(problem.query), cache_of(problem), batch, problem.spec)
+    assert_attention_close(out, lse, problem)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"query_start_loc": [0, 2**31 - 1, 2**31 - 1]},
+        {"query_start_loc": [-50, -3, 4]},
+        {"seq_lens": [200, 2**30]},
+        {"seq_lens": [2**31 - 1, 2**31 - 1]},
+    ],
+)
+def test_lengths_that_only_the_device_knows_are_harmless(backend, changes):
+    """Whatever they are, the call ends, and touches nothing outside the arrays."""
+    problem = random_problem([3, 1], [43, 61], SPECS["window"])
+    changed = {name: jnp.array(values, jnp.int32) for name, values in changes.items()}
+    batch = dataclasses.replace(batch_of(problem), **changed)
+    call = jax.jit(functools.partial(paged_attention, backend=backend), static_argnums=3)
+    out = call(jnp.asarray(problem.query), cache_of(problem), batch, problem.spec)
+    assert out.shape == problem.query.shape
+
+
+def test_strict_promotion(backend):
+    with jax.numpy_dtype_promotion("strict"):
+        problem = random_problem([3, 1], [43, 61], SPECS["all"], dtype=ml_dtypes.bfloat16)
+        assert_attention_close(*run(problem, backend), problem)
+
+
+def test_no_query_at_all_is_no_division_by_zero(backend):
+    x, starts = jnp.ones((3, 1, 8)), jnp.array([0, 0])
+    lens = {"max_query_len": 0, "max_key_len": 3}
+    out = ragged_attention(x, x, x, starts, jnp.array([0, 3]), backend=backend, **lens)
+    assert not out.any()

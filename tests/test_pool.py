@@ -1,6 +1,9 @@
 """The block pool against lists of tokens: a stateful model, with attention over what it manages."""
 
 import functools
+import os
+import subprocess
+import sys
 
 import hypothesis.strategies as st
 import jax
@@ -326,3 +329,55 @@ def test_more_tokens_than_the_static_bound_are_refused():
 def test_bad_input_is_named(call, words):
     with pytest.raises(pa.InvalidInputError, match=words):
         call()
+
+
+def test_unowned_blocks_cannot_be_shared():
+    before = filled()
+    for function in (pa.share_blocks, jax.jit(pa.share_blocks)):
+        after, made = function(before, jnp.int32(0), i32(3), i32(2)[0])
+        assert not made
+        jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+def test_dropping_what_is_not_held_frees_nothing():
+    pool, _ = pa.append_tokens(filled(), i32(2, 0, 0))
+    after, freed = pa.drop_blocks(pool, pool.block_tables[0, :1])
+    assert freed.tolist() == [-1]
+    jax.tree.map(np.testing.assert_array_equal, pool, after)
+
+
+def test_numbers_beyond_int32_do_not_wrap():
+    """Under x64 they can be asked for; the pool stays scannable there."""
+    script = """
+import jax, jax.numpy as jnp, pagedattn as pa
+pool = pa.init_block_pool(4, 2, max_seqs=2, max_blocks=4)
+cache = pa.init_kv_cache(4, 2, 1, 1, jnp.float32)
+row = jnp.ones((1, 1, 1), jnp.float32)
+out = jax.jit(pa.write_kv)(cache, row, row, jnp.array([2**32 + 1]))
+assert not out.key.any()
+after, growth = jax.jit(pa.append_tokens)(pool, jnp.array([2**32, 1]))
+assert growth.ok.tolist() == [False, True]
+ones = jnp.ones(2, jnp.int64)
+def step(pool, _):
+    pool, growth = pa.append_tokens(pool, ones, max_new_tokens=1)
+    pool, _ = pa.release(pool, jnp.array([1]))
+    return pool, growth.ok
+pool, ok = jax.lax.scan(step, pool, length=3)
+assert ok.all() and pool.seq_lens.tolist() == [3, 0]
+"""
+    run = [sys.executable, "-c", script]
+    subprocess.run(run, check=True, env={**os.environ, "JAX_ENABLE_X64": "1"}, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("lens", "sizes", "words"),
+    [
+        ((3, 1), {"num_tokens": 9, "max_query_len": 9}, "append the tokens first"),
+        ((1, 2), {"num_tokens": 2, "max_query_len": 2}, "num_tokens of 3"),
+        ((1, 2), {"num_tokens": 9, "max_query_len": 1}, "max_query_len of 2"),
+    ],
+)
+def test_a_batch_of_more_than_the_pool_holds_is_refused(lens, sizes, words):
+    pool, _ = pa.append_tokens(filled(), i32(1, 2, 0))
+    with pytest.raises(pa.InvalidInputError, match=words):
+        pa.batch_from_pool(pool, i32(*lens, 0), **sizes)

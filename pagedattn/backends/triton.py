@@ -24,7 +24,7 @@ def _import_kernels():
     # Importing jax-triton empties this variable, which breaks Triton's own launcher.
     kept = os.environ.get("TRITON_CACHE_DIR")
     try:
-        from jax_triton import triton_lib
+        from jax_triton import triton_lib  # pyright: ignore[reportMissingImports]
 
         from ..kernels.attention import attention_kernel
         from ..kernels.merge import merge_kernel

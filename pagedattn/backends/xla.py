@@ -58,7 +58,7 @@ def run(
     num_tokens, num_heads, head_dim = query.shape
     if num_tokens == 0 or batch.num_seqs == 0 or batch.max_blocks == 0:
         return jnp.zeros_like(query), jnp.full((num_tokens, num_heads), -jnp.inf, jnp.float32)
-    tile = min(TILE, batch.max_query_len, num_tokens)
+    tile = max(1, min(TILE, batch.max_query_len, num_tokens))
     tiles = _tiles(batch, spec, tile)
     step = functools.partial(_attend, query, cache, spec, batch.block_size)
     out, lse = jax.lax.map(step, _grouped(tiles, TILE // tile))
@@ -153,7 +153,7 @@ def _tile_queries(query, tiles, num_kv_heads):
     step, tile = tiles.tokens.shape
     rows = query.at[tiles.tokens].get(mode="clip")
     rows = jnp.where(tiles.valid[:, :, None, None], rows, 0)
-    rows = rows.astype(jnp.promote_types(query.dtype, jnp.float32))
+    rows = rows.astype(_wide(query.dtype))
     rows = rows.reshape(step, tile, num_kv_heads, -1, query.shape[2])
     return rows.transpose(0, 2, 3, 1, 4).reshape(step, num_kv_heads, -1, query.shape[2])
 
@@ -173,7 +173,12 @@ def _gather(plane, slots, inside):
     heads = jnp.arange(num_kv_heads)[:, None]
     rows = flat.at[slots[:, None], heads].get(mode="clip")
     rows = jnp.where(inside[:, None, :, None], rows, 0)
-    return rows.astype(jnp.promote_types(plane.dtype, jnp.float32))
+    return rows.astype(_wide(plane.dtype))
+
+
+def _wide(dtype):
+    """The dtype to compute in; strict promotion knows none for a half and float32."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
 def _logits(scaled, key, spec, tiles, keys, inside):
