@@ -2,8 +2,11 @@
 
 from importlib.util import find_spec
 
+from torch import Tensor
+
 from pagedattn import UnsupportedError
 from pagedattn.backend import Backend
+from pagedattn.registry import platform_of
 
 from .backend import AttentionBackend
 from .impl import AttentionImpl
@@ -17,8 +20,9 @@ def unsupported(query, cache, batch, spec, return_lse) -> list[str]:
             "intel_extension_for_pytorch is not installed: "
             "pip install torch==2.8.0 intel-extension-for-pytorch==2.8.0"
         )
-    if query.device.type not in ("cpu", "xpu"):
-        reasons.append(f"ipex runs on CPU and XPU tensors, the query lies on {query.device}")
+    device = query.device.type if isinstance(query, Tensor) else platform_of(query)
+    if device not in ("cpu", "xpu"):
+        reasons.append(f"ipex runs on CPU and XPU tensors, the query lies on {device}")
     return [*reasons, "its kernels are not in this version of pagedattn"]
 
 

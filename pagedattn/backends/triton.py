@@ -104,7 +104,7 @@ def _start(kernel, arrays, launch: Launch, outs):
     outs = tuple(outs)
     if LEGACY:
         opaque = _program(kernel, arrays, launch, outs)
-        call = jax.ffi.ffi_call("triton_kernel_call_ffi", outs)
+        call = jax.ffi.ffi_call("triton_kernel_call_ffi", outs, vmap_method="sequential")
         return tuple(call(*arrays, name=kernel.__name__, opaque=opaque))
     # A Python float would become a float64 argument.
     scalars = [np.float32(s) if isinstance(s, float) else s for s in launch.scalars]
