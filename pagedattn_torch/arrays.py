@@ -1,24 +1,86 @@
-"""Metadata from any framework as torch tensors."""
+"""Arrays of any framework as the tensors that the kernels take."""
 
 import dataclasses
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from pagedattn import BatchMetadata
+from pagedattn import BatchMetadata, InvalidInputError, KVCache, UnsupportedError
 
 
-def tensor(array, device=None) -> Tensor:
-    """A tensor as it is; any other array by DLPack, without a copy on its own device."""
-    converted = array if isinstance(array, Tensor) else torch.from_dlpack(array)
+def tensor(name: str, array, device=None) -> Tensor:
+    """A tensor as it is; any other array by DLPack, without a copy on its own device.
+
+    Raises:
+      InvalidInputError: a list, or whatever else is no array.
+    """
+    converted = array if isinstance(array, Tensor) else _exchanged(name, array)
     return converted.to(device) if device is not None else converted
 
 
+def int32(array: Tensor) -> Tensor:
+    """Integers as int32: what does not fit is -1. No copy if they are; no integers stay as is."""
+    if array.dtype is torch.int32 or not _is_integer(array):
+        return array
+    wide = array.to(torch.int64)  # torch cannot compare all unsigned integers
+    wide = wide if array.dtype.is_signed else wide.clamp(min=-1)
+    narrow = wide.to(torch.int32)
+    return torch.where(narrow == wide, narrow, -1)
+
+
+def signed(array: Tensor) -> Tensor:
+    """int32 and int64 as they are, other integers as int32: differences of theirs would wrap."""
+    return array if array.dtype is torch.int64 else int32(array)
+
+
 def batch_on(batch: BatchMetadata, device) -> BatchMetadata:
-    """The batch with its arrays as tensors on a device."""
+    """The batch with its arrays as int32 tensors on a device."""
     arrays = {
-        field.name: tensor(getattr(batch, field.name), device)
+        field.name: int32(tensor(field.name, getattr(batch, field.name), device))
         for field in dataclasses.fields(batch)
         if not field.metadata.get("static")
     }
     return dataclasses.replace(batch, **arrays)
+
+
+def require_tensors(**arrays) -> None:
+    for name, array in arrays.items():
+        if not isinstance(array, Tensor):
+            raise InvalidInputError(
+                f"{name} must be a torch tensor, got {type(array).__name__}; interop.to_torch "
+                "converts JAX arrays without a copy, torch.as_tensor what NumPy holds"
+            )
+
+
+def require_cache(cache: KVCache) -> None:
+    if not isinstance(cache, KVCache):
+        raise InvalidInputError(
+            f"cache must be a KVCache of torch tensors, got {type(cache).__name__}; "
+            "split_kv_cache makes one of a layer's kv_cache"
+        )
+    require_tensors(**{"the cache's key": cache.key, "the cache's value": cache.value})
+
+
+def require_no_grad(*tensors: Tensor) -> None:
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise UnsupportedError(
+            "gradients do not flow through torch tensors: call pagedattn from JAX for them, or "
+            "this under torch.no_grad()"
+        )
+
+
+def _exchanged(name, array) -> Tensor:
+    if not hasattr(array, "__dlpack__"):
+        raise InvalidInputError(
+            f"{name} must be an array of torch, JAX or NumPy, got {type(array).__name__}; "
+            "torch.tensor makes one of a list"
+        )
+    if isinstance(array, np.ndarray) and not array.flags.writeable:
+        array = array.copy()  # DLPack exports no read-only memory
+    return torch.from_dlpack(array)
+
+
+def _is_integer(array: Tensor) -> bool:
+    dtype = array.dtype
+    return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)

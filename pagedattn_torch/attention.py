@@ -11,14 +11,12 @@ from pagedattn import (
     AttentionSpec,
     BackendUnavailableError,
     BatchMetadata,
-    InvalidInputError,
     KVCache,
-    UnsupportedError,
     validate,
 )
 from pagedattn import backend as backends
 
-from .arrays import batch_on, tensor
+from .arrays import batch_on, int32, require_no_grad, require_tensors, tensor
 from .lengths import token_positions
 
 # Every torch backend, and those of which `backend=None` takes the first usable one by device.
@@ -100,10 +98,9 @@ def ragged_attention(
     >>> ragged_attention(x, x, x, starts, starts, max_query_len=2, max_key_len=2).shape
     torch.Size([3, 1, 8])
     """
-    _require_tensors(query=query, key=key, value=value)
-    query_start_loc, key_start_loc = (
-        tensor(starts, query.device) for starts in (query_start_loc, key_start_loc)
-    )
+    require_tensors(query=query, key=key, value=value)
+    query_start_loc = int32(tensor("query_start_loc", query_start_loc, query.device))
+    key_start_loc = int32(tensor("key_start_loc", key_start_loc, query.device))
     max_lens = (max_query_len, max_key_len)
     validate.ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens)
     batch = packed_batch(query.shape[0], query_start_loc, key_start_loc, *max_lens)
@@ -149,21 +146,8 @@ def load(name: str) -> backends.Backend:
 def _call(query, cache, batch, spec, return_lse):
     """The arguments of a backend, validated."""
     tensors = {"query": query, "key": cache.key, "value": cache.value}
-    _require_tensors(**tensors)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values()):
-        raise UnsupportedError(
-            "gradients do not flow through torch tensors: call pagedattn from JAX for them, or "
-            "this under torch.no_grad()"
-        )
-    batch = batch_on(batch, query.device)
-    validate.attention(query, cache, batch, spec)
-    return query, cache, batch, spec, return_lse
-
-
-def _require_tensors(**arrays):
-    for name, array in arrays.items():
-        if not isinstance(array, Tensor):
-            raise InvalidInputError(
-                f"{name} must be a torch tensor, got {type(array).__name__}; interop.to_torch "
-                "converts JAX arrays without a copy"
-            )
+    require_tensors(**tensors)
+    require_no_grad(*tensors.values())
+    batch = batch_on(batch, None)
+    validate.attention(query, cache, batch, spec)  # where values on the CPU are known
+    return query, cache, batch_on(batch, query.device), spec, return_lse

@@ -7,9 +7,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from pagedattn import KVCache, validate
-from pagedattn.checks import require
+from pagedattn import InvalidInputError, KVCache, validate
+from pagedattn.checks import int_array, require
 
+from .arrays import tensor
 from .cache import copy_blocks_, swap_blocks_
 from .impl import AttentionImpl
 from .layout import kv_cache_shape, planes
@@ -90,14 +91,29 @@ def _columns(pairs: Pairs) -> tuple[Tensor, Tensor]:
     """Sources and destinations."""
     if isinstance(pairs, Mapping):
         pairs = [(src, dst) for src, dsts in pairs.items() for dst in _several(dsts)]
-    table = pairs if isinstance(pairs, Tensor) else torch.tensor(pairs, dtype=torch.int64)
+    table = _table(pairs)
     table = table.reshape(0, 2).long() if table.numel() == 0 else table
+    int_array("block pairs", table, 2)
     require(
-        table.ndim == 2 and table.shape[1] == 2,
+        table.shape[1] == 2,
         f"block pairs must be [n, 2], a source and a destination each, got {list(table.shape)}",
     )
     return table[:, 0], table[:, 1]
 
 
+def _table(pairs) -> Tensor:
+    if hasattr(pairs, "__dlpack__"):
+        return tensor("block pairs", pairs)
+    try:
+        return torch.tensor(pairs)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidInputError(
+            "block pairs must be [n, 2] integers, a source and a destination each, or a dict from "
+            f"a source to its destinations, got {pairs!r}"
+        ) from error
+
+
 def _several(ids):
-    return ids if isinstance(ids, Iterable) and not isinstance(ids, Tensor) else (int(ids),)
+    """One id or many, as they are."""
+    ids = ids.tolist() if hasattr(ids, "tolist") else ids
+    return ids if isinstance(ids, Iterable) else (ids,)

@@ -1,12 +1,11 @@
 """Metadata as batches of the core, and back, over the same memory."""
 
 import torch
-from torch import Tensor
 
 from pagedattn import BatchMetadata, InvalidInputError
 from pagedattn.checks import known, require
 
-from .arrays import tensor
+from .arrays import int32, tensor
 from .attention import packed_batch
 from .attention_type import AttentionType
 from .lengths import token_positions
@@ -18,17 +17,27 @@ def paged(meta, block_size: int, attn_type: AttentionType) -> BatchMetadata:
     decoder = attn_type is AttentionType.DECODER
     starts, num_tokens = meta.query_start_loc, meta.num_query_tokens(attn_type)
     seq_lens = meta.seq_lens_tensor if decoder else meta.encoder_seq_lens_tensor
+    tables = meta.block_tables if decoder else meta.cross_block_tables
+    _require_rows(tables, len(seq_lens), "block_tables" if decoder else "cross_block_tables")
     # Cross-attention writes nothing by this batch: the slots are those of other tokens.
     slots = meta.slot_mapping if decoder else None
     nowhere = torch.full((num_tokens,), -1, dtype=torch.int32, device=starts.device)
     return BatchMetadata(
-        block_tables=int32(meta.block_tables if decoder else meta.cross_block_tables),
+        block_tables=int32(tables),
         seq_lens=int32(seq_lens),
         query_start_loc=int32(starts),
         slot_mapping=nowhere if slots is None else int32(slots),
         positions=token_positions(starts, seq_lens, num_tokens),
         block_size=block_size,
         max_query_len=meta.max_query_len,
+    )
+
+
+def _require_rows(tables, num_seqs, name):
+    got = None if tables is None else list(tables.shape)
+    require(
+        got is not None and len(got) == 2 and got[0] == num_seqs,
+        f"{name} must be [{num_seqs}, max_blocks], a row for each sequence, got {got}",
     )
 
 
@@ -61,7 +70,7 @@ def _packed_sides(meta, attn_type):
 
 def decoder_fields(batch: BatchMetadata, num_prefills, num_prefill_tokens) -> dict:
     """The fields that a batch gives."""
-    starts = tensor(batch.query_start_loc)
+    starts = int32(tensor("query_start_loc", batch.query_start_loc))
     if num_prefills is None:
         several = (starts.diff() > 1).nonzero()
         num_prefills = int(several[-1]) + 1 if len(several) else 0
@@ -89,12 +98,6 @@ def encoder_fields(batch: BatchMetadata) -> dict:
         "cross_slot_mapping": batch.slot_mapping,
         "cross_block_tables": batch.block_tables,
     }
-
-
-def int32(array: Tensor) -> Tensor:
-    """The tensor itself if it is int32; otherwise a copy, in which what does not fit is -1."""
-    narrow = array.to(torch.int32)
-    return array if array.dtype is torch.int32 else torch.where(narrow == array, narrow, -1)
 
 
 def missing(meta, attn_type: AttentionType, *, paged: bool) -> list[str]:

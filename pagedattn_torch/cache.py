@@ -6,6 +6,8 @@ from torch import Tensor
 
 from pagedattn import KVCache, validate
 
+from .arrays import require_cache, require_tensors, tensor
+
 
 def write_kv_(
     cache: KVCache,
@@ -15,36 +17,48 @@ def write_kv_(
 ) -> KVCache:
     """Writes the keys and values of new tokens into the cache given; slot -1 writes nothing.
 
+    The cache keeps values alone: no gradient flows into it, whatever key and value require.
+
+    Args:
+      slot_mapping: of any framework.
+
     Raises:
-      InvalidInputError: wrong shapes or dtypes, slots out of range or doubled. Values are checked
-        for tensors on the CPU; elsewhere, slots outside the cache are dropped.
+      InvalidInputError: no tensors, wrong shapes or dtypes, slots out of range or doubled. Values
+        are checked where they lie on the CPU; elsewhere, slots outside the cache are dropped.
 
     >>> cache = KVCache(torch.zeros(1, 2, 1, 1), torch.zeros(1, 2, 1, 1))
     >>> write_kv_(cache, torch.ones(1, 1, 1), torch.ones(1, 1, 1), torch.tensor([1])).key.flatten()
     tensor([0., 1.])
     """
-    validate.write(cache, key, value, slot_mapping)
-    write_rows_(cache, key, value, slot_mapping)
+    require_cache(cache)
+    require_tensors(key=key, value=value)
+    slots = tensor("slot_mapping", slot_mapping)
+    validate.write(cache, key, value, slots)
+    write_rows_(cache, key, value, slots.to(cache.key.device))
     return cache
 
 
+@torch.no_grad()
 def write_rows_(cache: KVCache, key: Tensor, value: Tensor, slots: Tensor) -> None:
     """The write itself, of arguments that are known to fit together; never waits for the device."""
-    live = (slots >= 0) & (slots < cache.num_slots)
     slots = slots.to(torch.int64)
+    live = (slots >= 0) & (slots < cache.num_slots)
     at = (slots // cache.block_size, slots % cache.block_size)
     for plane, rows in ((cache.key, key), (cache.value, value)):
         _put_live_(plane, at, rows, live)
 
 
+@torch.no_grad()
 def set_rows_(array: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
     """Sets rows in place, but those whose index is out of range.
 
-    An index counts the rows of all leading axes of the (contiguous) array.
+    An index counts the rows of all leading axes of the (contiguous) array. Detached, as
+    every write.
     """
+    indices = indices.to(torch.int64)
     flat = array.view(-1, *rows.shape[1:])
     live = (indices >= 0) & (indices < len(flat))
-    _put_live_(flat, (indices.to(torch.int64),), rows, live)
+    _put_live_(flat, (indices,), rows, live)
     return array
 
 
@@ -68,7 +82,7 @@ def _put_live_(array, index, rows, live):
 def copy_blocks_(cache: KVCache, src: Int[Tensor, "n"], dst: Int[Tensor, "n"]) -> KVCache:
     """Copies block `src[i]` to block `dst[i]` in place; every source is read as it was before.
 
-    A block of -1 copies nothing.
+    A block of -1 copies nothing. The ids may be of any framework; gradients are not tracked.
 
     >>> planes = (torch.arange(3.0).reshape(3, 1, 1, 1) for _ in range(2))
     >>> copy_blocks_(KVCache(*planes), torch.tensor([0, 1]), torch.tensor([1, 2])).key.flatten()
@@ -77,17 +91,23 @@ def copy_blocks_(cache: KVCache, src: Int[Tensor, "n"], dst: Int[Tensor, "n"]) -
     return swap_blocks_(cache, cache, src, dst)
 
 
+@torch.no_grad()
 def swap_blocks_(
     src_cache: KVCache, dst_cache: KVCache, src: Int[Tensor, "n"], dst: Int[Tensor, "n"]
 ) -> KVCache:
     """Copies block `src[i]` of one cache to block `dst[i]` of another in place, and returns that.
 
-    The caches may lie on different devices. A copy, not an exchange, despite the field's name.
+    The caches may lie on different devices. A copy, not an exchange, despite the field's name;
+    detached. The ids may be of any framework.
     """
+    require_cache(src_cache)
+    require_cache(dst_cache)
+    src, dst = tensor("src", src), tensor("dst", dst)
     validate.block_copies(src_cache, dst_cache, src, dst)
+    src, dst = src.to(torch.int64), dst.to(src.device, torch.int64)
     copied = (src >= 0) & (dst >= 0)
     src, dst = src[copied], dst[copied]
     for source, target in ((src_cache.key, dst_cache.key), (src_cache.value, dst_cache.value)):
-        blocks = source.index_select(0, src.to(source.device, torch.int64)).to(target.device)
-        target.index_copy_(0, dst.to(target.device, torch.int64), blocks)
+        blocks = source.index_select(0, src.to(source.device)).to(target.device)
+        target.index_copy_(0, dst.to(target.device), blocks)
     return dst_cache

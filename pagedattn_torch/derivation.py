@@ -13,6 +13,7 @@ def decoder_side(meta) -> dict:
     listed, seq_lens = both_forms("seq_lens", meta.seq_lens, meta.seq_lens_tensor, device)
     if seq_lens is None:
         return {}
+    _check_rows("block_tables", meta.block_tables, len(seq_lens))
     starts = meta.query_start_loc
     starts = _query_starts(meta, seq_lens) if starts is None else starts
     _check_tokens(meta, starts, len(seq_lens))
@@ -35,6 +36,7 @@ def encoder_side(meta) -> dict:
     listed, lens = both_forms("encoder_seq_lens", *given, device)
     if lens is None:
         return {}
+    _check_rows("cross_block_tables", meta.cross_block_tables, len(lens))
     starts = start_locs(lens)
     count = _num_encoder_tokens(meta, listed)
     new = meta.encoder_query_start_loc
@@ -81,6 +83,14 @@ def _check_prefills(meta, num_seqs):
     require(
         0 <= meta.num_prefills <= num_seqs,
         f"num_prefills must be from 0 to the {num_seqs} of seq_lens, got {meta.num_prefills}",
+    )
+
+
+def _check_rows(name, tables, num_seqs):
+    require(
+        tables is None or not tables.numel() or len(tables) <= num_seqs,
+        f"{name} must have a row for each of the {num_seqs} sequences, got "
+        f"{0 if tables is None else len(tables)}",
     )
 
 

@@ -13,7 +13,7 @@ ALIGNMENT = 16  # elements a row of a bias is a multiple of, in memory
 def alibi(query_positions: Tensor, key_positions: Tensor, slopes: tuple[float, ...]) -> Tensor:
     """`bias.alibi_bias` with the slopes where the positions are: `[..., num_heads, q, k]`."""
     apart = bias.distance(query_positions, key_positions).abs().float()
-    return -apart[..., None, :, :] * _on_device(slopes, apart.device)[:, None, None]
+    return -apart[..., None, :, :] * slopes_on(slopes, apart.device)[:, None, None]
 
 
 def aligned(added: Tensor, dtype: torch.dtype) -> Tensor:
@@ -30,6 +30,10 @@ def exact_dtype(query: Tensor, slopes: tuple[float, ...] | None) -> torch.dtype:
 
 
 @functools.cache
-def _on_device(slopes: tuple[float, ...], device: torch.device) -> Tensor:
-    # Kept: a copy to a GPU waits for it, and cannot be part of a CUDA graph.
+def slopes_on(slopes: tuple[float, ...], device: torch.device) -> Tensor:
+    """Slopes on a device, float32; kept for good.
+
+    A copy to a GPU waits for it and cannot be part of a CUDA graph, and a graph replays with the
+    memory that it captured.
+    """
     return torch.tensor(slopes, dtype=torch.float32, device=device)

@@ -16,7 +16,7 @@ from pagedattn import (
 from pagedattn.checks import is_count, require
 
 from . import batches
-from .arrays import tensor
+from .arrays import require_no_grad, require_tensors, tensor
 from .attention import packed_cache, prepared
 from .attention_type import AttentionType
 from .cache import write_kv_
@@ -70,14 +70,14 @@ class AttentionImpl:
         self.num_heads, self.head_size = num_heads, head_size
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.attn_type = AttentionType(attn_type)
-        slopes = alibi_slopes.tolist() if isinstance(alibi_slopes, Tensor) else alibi_slopes
+        slopes: Any = alibi_slopes.tolist() if isinstance(alibi_slopes, Tensor) else alibi_slopes
         self.specs = {
             kind: AttentionSpec(
                 scale=scale,
                 causal=kind.causal,
                 sliding_window=sliding_window,
                 logits_soft_cap=logits_soft_cap,
-                alibi_slopes=None if slopes is None else tuple(slopes),
+                alibi_slopes=slopes,
             )
             for kind in AttentionType
         }
@@ -107,14 +107,15 @@ class AttentionImpl:
           kv_cache: see `layout`; None or empty in a profiling run. A token of slot -1 is not
             written: whatever stands at its position is what is read.
           attn_metadata: the step.
-          k_scale, v_scale: 1.0.
+          k_scale, v_scale: 1.0, as numbers or tensors on the CPU.
           attn_type: None is the layer's.
 
         Returns:
           Shape and dtype of query.
 
         Raises:
-          InvalidInputError, UnsupportedError: the cache is as it was.
+          InvalidInputError, UnsupportedError: the cache is as it was. query, key and value that
+            require gradients are unsupported.
 
         >>> import torch
         >>> from pagedattn_torch import TorchSDPABackendImpl, TorchSDPAMetadata
@@ -148,6 +149,8 @@ class AttentionImpl:
 
     def _rows(self, name, packed, num_heads) -> Tensor:
         """`[tokens, num_heads, head_size]`, whichever form was given."""
+        require_tensors(**{name: packed})
+        require_no_grad(packed)
         shape = tuple(packed.shape)
         if shape[1:] not in ((num_heads, self.head_size), (num_heads * self.head_size,)):
             raise InvalidInputError(
@@ -232,7 +235,7 @@ def _slots(meta, kind, device) -> Tensor:
     name = "cross_slot_mapping" if cross else "slot_mapping"
     slots = getattr(meta, name)
     require(slots is not None, f"{kind} attention needs {name} to write keys to the cache")
-    return tensor(slots, device)
+    return tensor(name, slots, device)
 
 
 def _is_none(block_tables) -> bool:
@@ -250,8 +253,14 @@ def _require_plain_cache(kv_cache_dtype, blocksparse_params):
 
 
 def _require_unit_scales(k_scale, v_scale):
-    if float(k_scale) != 1.0 or float(v_scale) != 1.0:
-        raise UnsupportedError(
-            f"k_scale and v_scale must be 1.0, since the cache is not quantised, got {k_scale} and "
-            f"{v_scale}"
-        )
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if isinstance(scale, Tensor) and scale.device.type != "cpu":
+            raise UnsupportedError(
+                f"{name} is a tensor on {scale.device}, and reading it would wait for the device; "
+                "give the number 1.0"
+            )
+        ones = (scale == 1.0).all() if isinstance(scale, Tensor) else scale == 1.0
+        if not ones:
+            raise UnsupportedError(
+                f"{name} must be 1.0, since the cache is not quantised, got {scale}"
+            )

@@ -12,7 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from pagedattn import InvalidInputError, KVCache
+from pagedattn import InvalidInputError, KVCache, validate
+
+from .arrays import require_cache, require_tensors
 
 PACK_BYTES = 16  # what a group of threads reads of one key at once
 DENSE = torch.contiguous_format
@@ -23,10 +25,15 @@ def kv_cache_shape(
 ) -> tuple[int, int, int, int, int]:
     """The shape of one layer's cache.
 
+    Raises:
+      InvalidInputError: a size is no integer above 0, or there are more slots than int32 counts.
+
     >>> kv_cache_shape(8, 16, 2, 64)
     (2, 8, 16, 2, 64)
     """
-    return (2, num_blocks, block_size, num_kv_heads, head_size)
+    shape = (num_blocks, block_size, num_kv_heads, head_size)
+    validate.cache_shape(shape, torch.float32)  # of any dtype
+    return (2, *shape)
 
 
 def split_kv_cache(kv_cache: Tensor | KVCache, num_kv_heads: int, head_size: int) -> KVCache:
@@ -42,6 +49,7 @@ def split_kv_cache(kv_cache: Tensor | KVCache, num_kv_heads: int, head_size: int
     >>> split_kv_cache(torch.zeros(2, 8, 16 * 2 * 64), num_kv_heads=2, head_size=64).block_size
     16
     """
+    _require_kv_cache(kv_cache)
     cache = kv_cache if isinstance(kv_cache, KVCache) else _split(kv_cache, num_kv_heads, head_size)
     if tuple(cache.key.shape[2:]) != (num_kv_heads, head_size):
         raise _unlike(kv_cache, num_kv_heads, head_size)
@@ -50,6 +58,7 @@ def split_kv_cache(kv_cache: Tensor | KVCache, num_kv_heads: int, head_size: int
 
 def planes(kv_cache: Tensor | KVCache) -> KVCache:
     """Keys and values of a cache of any head count, block by block: for copying whole blocks."""
+    _require_kv_cache(kv_cache)
     if isinstance(kv_cache, KVCache):
         return kv_cache
     if kv_cache.ndim not in (3, 5) or len(kv_cache) != 2:
@@ -103,6 +112,13 @@ def unpack_values(
     return packed.permute(0, 3, 1, 2).clone(memory_format=DENSE)
 
 
+def _require_kv_cache(kv_cache):
+    if isinstance(kv_cache, KVCache):
+        require_cache(kv_cache)
+    else:
+        require_tensors(kv_cache=kv_cache)
+
+
 def _split(kv_cache, num_kv_heads, head_size):
     if kv_cache.ndim == 5 and len(kv_cache) == 2:
         return KVCache(*kv_cache.unbind(0))
@@ -128,4 +144,5 @@ def is_empty(kv_cache: Tensor | KVCache | None) -> bool:
     """Whether there is no cache yet, as in a profiling run."""
     if kv_cache is None:
         return True
+    _require_kv_cache(kv_cache)
     return math.prod((kv_cache.key if isinstance(kv_cache, KVCache) else kv_cache).shape) == 0

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pagedattn import InvalidInputError
-from pagedattn.checks import known, require
+from pagedattn import InvalidInputError, validate_batch
+from pagedattn.checks import int_array, known, require
+
+from .arrays import int32
 
 
 def start_locs(lengths: Tensor) -> Tensor:
@@ -28,10 +30,11 @@ def token_positions(query_start_loc: Tensor, seq_lens: Tensor, num_tokens: int) 
     >>> token_positions(torch.tensor([0, 2, 3]), torch.tensor([2, 8]), 4)
     tensor([0, 1, 7, 0], dtype=torch.int32)
     """
+    query_start_loc, seq_lens = int32(query_start_loc), int32(seq_lens)
     tokens = torch.arange(num_tokens, device=seq_lens.device, dtype=torch.int32)
     if not len(seq_lens):
         return torch.zeros_like(tokens)
-    owners = torch.searchsorted(query_start_loc.to(torch.int32), tokens, right=True) - 1
+    owners = torch.searchsorted(query_start_loc, tokens, right=True) - 1
     ends = (seq_lens - query_start_loc[1:])[owners.clamp(max=len(seq_lens) - 1)]
     return torch.where(owners < len(seq_lens), tokens + ends, 0).to(torch.int32)
 
@@ -40,18 +43,32 @@ def both_forms(name: str, listed: Sequence[int] | None, tensor: Tensor | None, d
     """Lengths as a list and as an int32 tensor, from either; the list is None while unknown.
 
     Raises:
-      InvalidInputError: both are given and differ.
+      InvalidInputError: both are given and differ, or they are no integers of at least 0.
     """
-    values = None if tensor is None else known(tensor)
+    listed = None if listed is None else validate_batch.lengths(name, listed).tolist()
+    values = _checked(f"{name}_tensor", tensor)
     if listed is None:
         return None if values is None else values.tolist(), tensor
     if tensor is None:
-        return list(listed), torch.tensor(listed, dtype=torch.int32, device=device)
+        return listed, torch.tensor(listed, dtype=torch.int32, device=device)
     require(
-        values is None or values.tolist() == list(listed),
-        f"{name} and {name}_tensor must hold the same lengths, got {list(listed)} and {values}",
+        values is None or values.tolist() == listed,
+        f"{name} and {name}_tensor must hold the same lengths, got {listed} and {values}",
     )
-    return list(listed), tensor
+    return listed, tensor
+
+
+def _checked(name, tensor):
+    """The lengths in a tensor; None while unknown."""
+    if tensor is None:
+        return None
+    int_array(name, tensor, 1)
+    values = known(tensor)
+    require(
+        values is None or not (values < 0).any(),
+        f"{name} must not be negative, got {None if values is None else values.tolist()}",
+    )
+    return values
 
 
 def agreed(name: str, given: Tensor | None, derived: Tensor) -> Tensor:
@@ -98,7 +115,7 @@ def on_host(name: str, values):
     """Lengths that must be known by now."""
     if values is None:
         raise InvalidInputError(
-            f"this needs {name} on the host, but they lie on a GPU, and reading them would wait "
-            "for it; give the metadata its lists of lengths too"
+            f"this needs {name} on the host, but it lies on a GPU, and reading it would wait for "
+            "that; give the metadata its lists of lengths, and starts on the CPU"
         )
     return values

@@ -6,10 +6,17 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from pagedattn import AttentionSpec, BatchMetadata, attention_bias, make_batch
+from pagedattn import (
+    AttentionSpec,
+    BatchMetadata,
+    attention_bias,
+    make_batch,
+    validate_batch,
+)
+from pagedattn.checks import int_array, is_count, require
 
 from . import batches
-from .arrays import tensor
+from .arrays import signed, tensor
 from .attention_type import AttentionType
 from .derivation import decoder_side, encoder_side
 from .lengths import on_host, span_lengths
@@ -49,7 +56,7 @@ class AttentionMetadata:
       cross_block_tables: the blocks of each sequence's encoder keys.
 
     Raises:
-      InvalidInputError: the fields contradict each other.
+      InvalidInputError: the fields contradict each other, or are no integers of their shape.
 
     >>> meta = AttentionMetadata(num_prefills=1, num_prefill_tokens=3, num_decode_tokens=1,
     ...                          slot_mapping=torch.tensor([0, 1, 2, 8]), seq_lens=[3, 5],
@@ -85,7 +92,7 @@ class AttentionMetadata:
 
     def __post_init__(self):
         given = {name: getattr(self, name) for name in _TENSORS}
-        self._set({name: tensor(array) for name, array in given.items() if array is not None})
+        self._set({name: _field(name, array) for name, array in given.items() if array is not None})
         self._set(decoder_side(self))
         self._set(encoder_side(self))
 
@@ -139,13 +146,24 @@ class AttentionMetadata:
         >>> meta.slot_mapping.tolist(), meta.seq_lens
         ([0, 1, 2, 8], [3, 5])
         """
+        require(
+            (encoder_lens is None) == (cross_block_tables is None),
+            "encoder_lens and cross_block_tables must both be given or both be None, got "
+            + ("cross_block_tables" if encoder_lens is None else "encoder_lens")
+            + " alone",
+        )
         batch = make_batch(query_lens, context_lens, block_tables, block_size=block_size)
+        contexts = validate_batch.lengths("context_lens", context_lens)
+        seq_lens = validate_batch.lengths("query_lens", query_lens) + contexts
+        # The lists stay: the arrays may lie on a GPU, where lengths are never read.
+        fields = batches.decoder_fields(batch, None, None) | {"seq_lens": seq_lens.tolist()}
         if encoder_lens is None:
-            return cls.from_batch(batch)
-        new = [0 if done else n for n, done in zip(encoder_lens, context_lens, strict=True)]
-        old = [n - count for n, count in zip(encoder_lens, new, strict=True)]
-        encoder = make_batch(new, old, cross_block_tables, block_size=block_size)
-        return cls.from_batch(batch, encoder=encoder)
+            return cls(**fields)
+        lens = validate_batch.lengths("encoder_lens", encoder_lens, like=query_lens)
+        cached = lens * (contexts > 0)
+        encoder = make_batch(lens - cached, cached, cross_block_tables, block_size=block_size)
+        fields |= batches.encoder_fields(encoder) | {"encoder_seq_lens": lens.tolist()}
+        return cls(**fields)
 
     def to_batch(
         self, block_size: int, attn_type: AttentionType | str = AttentionType.DECODER
@@ -155,8 +173,9 @@ class AttentionMetadata:
         Encoders have no paged keys: their batch is over packed tokens, blocks of one.
 
         Raises:
-          InvalidInputError: fields that this type needs are missing.
+          InvalidInputError: fields that this type needs are missing or do not fit together.
         """
+        require(is_count(block_size), f"block_size must be an integer above 0, got {block_size!r}")
         attn_type = AttentionType(attn_type)
         if attn_type.cached:
             return batches.paged(self, block_size, attn_type)
@@ -242,10 +261,15 @@ class AttentionMetadata:
     def get_seq_lens(self, attn_type: AttentionType | str) -> tuple[list[int], list[int]]:
         """The number of queries and of keys of each sequence.
 
+        Raises:
+          InvalidInputError: fields that this type needs are missing, or lie on a GPU alone.
+
         >>> meta = AttentionMetadata.from_lists([3, 1], [2, 4], [[0, 3], [1, 2]], block_size=4)
         >>> meta.get_seq_lens("decoder")
         ([3, 1], [5, 5])
         """
+        attn_type = AttentionType(attn_type)
+        batches.require_fields(self, attn_type, paged=False)
         own = span_lengths(self.query_start_loc), self.seq_lens
         encoder = span_lengths(self.encoder_query_start_loc), self.encoder_seq_lens
         queries, keys = {
@@ -253,8 +277,10 @@ class AttentionMetadata:
             AttentionType.ENCODER_ONLY: own,
             AttentionType.ENCODER: (encoder[0], encoder[0]),
             AttentionType.ENCODER_DECODER: (own[0], encoder[1]),
-        }[AttentionType(attn_type)]
-        return on_host("seq_lens", queries), on_host("encoder_seq_lens", keys)
+        }[attn_type]
+        encoded = attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_DECODER)
+        keys_name = "encoder_seq_lens" if encoded else "seq_lens"
+        return on_host("query_start_loc", queries), on_host(keys_name, keys)
 
     def get_attn_bias(
         self, attn_type: AttentionType | str, spec: AttentionSpec = AttentionSpec()
@@ -318,6 +344,13 @@ _OF_SEQUENCES = (
     "cross_block_tables",
 )
 _TENSORS = tuple(field.name for field in fields(AttentionMetadata) if field.type is Any)
+
+
+def _field(name, array) -> Tensor:
+    field = signed(tensor(name, array))
+    if field.numel():
+        int_array(name, field, 2 if name.endswith("block_tables") else 1)
+    return field
 
 
 def _cut(rows, part: slice):

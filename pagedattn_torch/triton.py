@@ -23,6 +23,8 @@ from pagedattn.kernels.launch import (
 from pagedattn.kernels.launch import refusals as launch_refusals
 from pagedattn.kernels.merge import merge_kernel
 
+from .device_bias import slopes_on
+
 
 def unsupported(query, cache, batch, spec, return_lse) -> list[str]:
     reasons = launch_refusals(query, cache)
@@ -51,7 +53,7 @@ def run(query: Tensor, cache, batch, spec, return_lse: bool):
     shape = shape_of(query, cache, batch, spec)
     tiles = tiling(shape, _device(query.device))
     strides = tables.stride(0), *query.stride()[:2], *cache.key.stride()[:3]
-    slopes = seq_lens if spec.alibi_slopes is None else _slopes(spec.alibi_slopes, query.device)
+    slopes = seq_lens if spec.alibi_slopes is None else slopes_on(spec.alibi_slopes, query.device)
     arrays = query, cache.key, cache.value, tables, seq_lens.contiguous(), starts.contiguous()
     launch = attention_launch(shape, tiles, spec, cache.num_blocks, strides)
     if tiles.splits == 1:
@@ -87,9 +89,3 @@ def _device(device) -> Device:
         return Device(num_sms=64, shared_bytes=1 << 20)  # for the interpreter
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     return device_of(num_sms, torch.cuda.get_device_capability(device))
-
-
-@functools.lru_cache(maxsize=64)
-def _slopes(slopes: tuple[float, ...], device) -> Tensor:
-    """The slopes on the device; kept, since a CUDA graph replays with the memory it captured."""
-    return torch.tensor(slopes, dtype=torch.float32, device=device)

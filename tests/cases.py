@@ -55,8 +55,10 @@ def rows(num_tokens: int, cache: KVCache, seed: int = 1) -> tuple[jax.Array, jax
 
 
 def as_numpy(cache: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Copies of both halves of a cache."""
-    return np.asarray(cache.key).copy(), np.asarray(cache.value).copy()
+    """Copies of both halves of a cache, of JAX arrays or of torch tensors."""
+    halves = (half.cpu() if hasattr(half, "cpu") else half for half in (cache.key, cache.value))
+    key, value = (np.asarray(half).copy() for half in halves)
+    return key, value
 
 
 def good_call():

@@ -8,6 +8,9 @@ import pytest
 
 from pagedattn.registry import can_load
 
+# Only ever run by test_triton, in a process in which Triton interprets.
+collect_ignore = ["triton_interpreted.py"]
+
 PROFILES = {"dev": 20, "ci": 25, "deep": 500}  # examples a test
 for name, examples in PROFILES.items():
     hypothesis.settings.register_profile(
@@ -33,6 +36,13 @@ MODES = ("eager", "jit")
 def backend(request: pytest.FixtureRequest) -> str:
     """Name of a backend that must be usable on this machine."""
     return request.param
+
+
+@pytest.fixture
+def on_cpu():
+    """New JAX arrays, and tensors made of them, lie on the CPU: there values can be checked."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
 
 
 @pytest.fixture(params=MODES)

@@ -20,13 +20,16 @@ CAUSAL = {name: SPECS[name] for name in ("plain", "scale", "window", "not causal
     "wide window": AttentionSpec(sliding_window=500),
 }
 
+# A GPU would multiply float32 as TF32 by default.
+einsum = functools.partial(jnp.einsum, precision="highest")
+
 
 def stand_in(query, key, value, lens, *, causal, window, scale, with_lse=True):
     """What cuDNN computes, and NaN in all that it leaves undefined."""
     width, keys = query.shape[1], key.shape[1]
     group = query.shape[2] // key.shape[2]
     key, value = (jnp.repeat(x.astype(jnp.float32), group, axis=2) for x in (key, value))
-    logits = scale * jnp.einsum("bqhd,bkhd->bhqk", query.astype(jnp.float32), key)
+    logits = scale * einsum("bqhd,bkhd->bhqk", query.astype(jnp.float32), key)
     row, column = jnp.arange(width)[:, None], jnp.arange(keys)[None]
     seen = (column <= row) if causal else column >= 0
     if window is not None:
@@ -37,7 +40,7 @@ def stand_in(query, key, value, lens, *, causal, window, scale, with_lse=True):
         seen &= row < lens[0][:, None, None, None]
     logits = jnp.where(seen, logits, -jnp.inf)
     lse = jax.nn.logsumexp(logits, axis=3)
-    out = jnp.einsum("bhqk,bkhd->bqhd", jnp.exp(logits - lse[..., None]), value)
+    out = einsum("bhqk,bkhd->bqhd", jnp.exp(logits - lse[..., None]), value)
     lse = jnp.where(jnp.isneginf(lse), jnp.nan, lse).swapaxes(1, 2)
     return out.astype(query.dtype), lse if with_lse else None
 
@@ -48,12 +51,12 @@ def packed_stand_in(query, key, value, queries, keys, *, causal, scale, with_lse
     key_seqs, columns = rows_of(keys, len(key))
     group = query.shape[1] // key.shape[1]
     key, value = (jnp.repeat(x.astype(jnp.float32), group, axis=1) for x in (key, value))
-    logits = scale * jnp.einsum("qhd,khd->hqk", query.astype(jnp.float32), key)
+    logits = scale * einsum("qhd,khd->hqk", query.astype(jnp.float32), key)
     seen = (seqs[:, None] == key_seqs) & (seqs >= 0)[:, None]
     seen &= (columns <= rows[:, None]) if causal else True
     logits = jnp.where(seen, logits, -jnp.inf)
     lse = jax.nn.logsumexp(logits, axis=2)
-    out = jnp.einsum("hqk,khd->qhd", jnp.exp(logits - lse[..., None]), value)
+    out = einsum("hqk,khd->qhd", jnp.exp(logits - lse[..., None]), value)
     by_row = jnp.full((len(queries.lens), query.shape[1], len(query)), jnp.nan)
     by_row = by_row.at[jnp.where(seqs >= 0, seqs, 9999), :, rows].set(lse.T, mode="drop")
     by_row = jnp.where(jnp.isneginf(by_row), jnp.nan, by_row)

@@ -76,6 +76,7 @@ def test_01_alibi_distances_are_exact_at_100_000_tokens_in_bfloat16():
     check(([1], [100_000]), spec, dtype=ml_dtypes.bfloat16, **sizes)
 
 
+@pytest.mark.usefixtures("on_cpu")
 def test_02_alibi_of_a_decode_is_the_last_row_of_the_prefill():
     spec = AttentionSpec(alibi_slopes=SIGNED)
     tables = [[0, 1, 2, 3, 4]]
@@ -246,9 +247,9 @@ def test_19_padding_of_a_captured_batch_touches_no_one():
         num_prefills=0,
         num_prefill_tokens=0,
         num_decode_tokens=4,
-        slot_mapping=torch.cat([meta.slot_mapping, torch.tensor([-1, -1])]),
+        slot_mapping=torch.cat([meta.slot_mapping, meta.slot_mapping.new_full((2,), -1)]),
         seq_lens=[9, 5, 1, 0],
-        block_tables=torch.cat([meta.block_tables, torch.zeros(2, 3, dtype=torch.int32)]),
+        block_tables=torch.cat([meta.block_tables, meta.block_tables.new_zeros(2, 3)]),
     )
     out = layer_of(problem).forward(pad(query), pad(key), pad(value), kv_cache, padded)
     assert_close(out[:2], reference(problem), **TIGHT)
@@ -284,7 +285,7 @@ def test_21_table_padding_is_never_followed(filler):
     )
     layer = TorchSDPABackendImpl(4, 16, num_kv_heads=2)
     with pytest.raises(InvalidInputError, match="block_tables"):
-        layer.forward(step.query, None, None, step.kv_cache, meta)
+        layer.forward(step.query.cpu(), None, None, step.kv_cache.cpu(), meta)
 
 
 def test_22_two_tokens_in_one_slot_are_refused_and_overlapping_copies_defined():
@@ -329,7 +330,7 @@ def test_25_int32_and_int64_are_both_taken():
 def test_26_strided_caches_and_rows_are_right():
     problem = random_problem(*MIXED, AttentionSpec())
     query, key, value, kv_cache, meta = step_of(problem)
-    layers = torch.zeros(2, 3, *kv_cache.shape[1:])
+    layers = kv_cache.new_zeros(2, 3, *kv_cache.shape[1:])
     layers[:, 1] = kv_cache
     fused = torch.cat([query, key, value], dim=1)  # as a fused projection gives them
     rows = fused.split([4, 2, 2], dim=1)
@@ -400,6 +401,7 @@ def test_32_every_feature_changes_every_phase(phase, feature):
     assert_attention_close(out, None, changed)
 
 
+@pytest.mark.usefixtures("on_cpu")
 def test_33_tables_too_narrow_for_the_context_are_refused():
     problem = random_problem([3], [19], AttentionSpec())
     query, key, value, kv_cache, meta = step_of(problem)
@@ -408,6 +410,7 @@ def test_33_tables_too_narrow_for_the_context_are_refused():
         layer_of(problem).forward(query, key, value, kv_cache, type(meta)(**fields))
 
 
+@pytest.mark.usefixtures("on_cpu")
 def test_34_queries_and_keys_have_their_own_lengths():
     meta = AttentionMetadata.from_lists([3, 1], [8, 4], [[0, 1, 2], [3, 4]], block_size=4)
     assert meta.get_seq_lens("decoder") == ([3, 1], [11, 5])

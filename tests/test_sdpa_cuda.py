@@ -27,6 +27,7 @@ def test_against_the_oracle(name, dtype, mode):
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_never_waits_for_the_device(name, return_lse):
     """Torch raises at whatever synchronises; the first call may, to load things."""
     problem = mixed(ALL[name], dtype=jnp.dtype("bfloat16"))

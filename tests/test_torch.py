@@ -12,7 +12,7 @@ from cases import SPECS, mixed, random_cache, rows, run
 from hypothesis import given
 
 from interop import to_torch
-from pagedattn import KVCache, UnsupportedError
+from pagedattn import InvalidInputError, KVCache, UnsupportedError
 from pagedattn.testing import (
     assert_attention_close,
     batch_of,
@@ -29,6 +29,7 @@ from pagedattn_torch import (
     swap_blocks_,
     write_kv_,
 )
+from pagedattn_torch.arrays import int32
 
 
 def torch_cache(seed: int = 0, num_blocks: int = 9) -> KVCache:
@@ -55,12 +56,12 @@ def test_matches_the_oracle(problem):
 def test_is_what_jax_gets(name, dtype):
     """The same kernel behind both doors, to the bit; with and without lse the same out."""
     problem = mixed(SPECS[name], dtype=dtype)
-    out, lse = attend(problem, return_lse=True)
+    out, lse = attend(problem, backend="sdpa", return_lse=True)
     assert (out.dtype, lse.dtype) == (to_torch(jnp.asarray(problem.query)).dtype, torch.float32)
     want = run(problem, "sdpa", "eager")
     np.testing.assert_array_equal(out.float().cpu().numpy(), want[0].astype(np.float32))
     np.testing.assert_array_equal(lse.cpu().numpy(), want[1])
-    assert_attention_close(attend(problem), None, problem, name="without lse")
+    assert_attention_close(attend(problem, backend="sdpa"), None, problem, name="without lse")
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -218,3 +219,104 @@ def test_gradients_are_refused():
     query, cache = to_torch((jnp.asarray(problem.query), cache_of(problem)), copy=True)
     with pytest.raises(UnsupportedError, match="gradient"):
         paged_attention(query.requires_grad_(), cache, batch_of(problem))
+
+
+INTEGERS = [torch.int8, torch.int16, torch.uint8, torch.uint16, torch.uint32, torch.uint64]
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_batches_of_any_integers(dtype):
+    """Their differences must not wrap, and torch computes none of most unsigned integers."""
+    problem = random_problem([3, 1, 2], [3, 9, 100], SPECS["all"])
+    batch = batch_of(problem)
+    names = ("block_tables", "seq_lens", "query_start_loc", "positions")
+    fields = {name: to_torch(getattr(batch, name)).clamp(min=0).to(dtype) for name in names}
+    query, cache = to_torch((jnp.asarray(problem.query), cache_of(problem)))
+    got = paged_attention(query, cache, dataclasses.replace(batch, **fields), problem.spec)
+    assert_attention_close(got, None, problem)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_ragged_starts_of_any_integers(dtype):
+    x = torch.randn(100, 2, 8)
+    starts = torch.tensor([0, 40, 100])
+    options = {"max_query_len": 60, "max_key_len": 60}
+    got = ragged_attention(x, x, x, starts.to(dtype), starts.to(dtype), **options)
+    assert torch.equal(got, ragged_attention(x, x, x, starts, starts, **options))
+
+
+def test_int32_of_what_does_not_fit():
+    wide = torch.tensor([0, 7, -3, 2**31, 2**32 + 1])
+    assert int32(wide).tolist() == [0, 7, -3, -1, -1]
+    assert int32(torch.tensor([-5]).view(torch.uint64)).tolist() == [-1]
+    same = torch.zeros(2, dtype=torch.int32)
+    assert int32(same) is same
+    assert int32(torch.ones(1)).dtype is torch.float32  # for the checks to refuse
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("convert", [jnp.asarray, np.asarray, lambda x: np.asarray(jnp.asarray(x))])
+def test_ids_of_any_framework(convert):
+    cache, want = torch_cache(), torch_cache()
+    key, value = to_torch(rows(3, random_cache()), copy=True)
+    write_kv_(cache, key, value, convert([9, -1, 0]))
+    write_kv_(want, key, value, torch.tensor([9, -1, 0]))
+    copy_blocks_(cache, convert([2, 0]), convert([5, 1]))
+    copy_blocks_(want, torch.tensor([2, 0]), torch.tensor([5, 1]))
+    for half, other in zip(numpy_of(cache), numpy_of(want), strict=True):
+        np.testing.assert_array_equal(half, other)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_slots_and_blocks_of_any_integers(dtype):
+    cache = torch_cache()
+    old = numpy_of(cache)
+    key, value = to_torch(rows(2, random_cache()), copy=True)
+    write_kv_(cache, key, value, torch.tensor([3, 0], dtype=dtype))
+    copy_blocks_(cache, torch.tensor([4, 5], dtype=dtype), torch.tensor([5, 4], dtype=dtype))
+    for half, before, new in zip(numpy_of(cache), old, (key, value), strict=True):
+        np.testing.assert_array_equal(half.reshape(-1, *half.shape[2:])[[3, 0]], new.cpu())
+        np.testing.assert_array_equal(half[[5, 4]], before[[4, 5]])
+
+
+NO_TENSORS = {
+    "slots as a list": (lambda c, k, v: write_kv_(c, k, v, [0, 1]), "slot_mapping"),
+    "float slots": (lambda c, k, v: write_kv_(c, k, v, torch.zeros(2)), "slot_mapping"),
+    "a JAX cache": (
+        lambda c, k, v: write_kv_(random_cache(), k, v, torch.arange(2)),
+        "cache's key",
+    ),
+    "a tensor as cache": (lambda c, k, v: write_kv_(c.key, k, v, torch.arange(2)), "KVCache"),
+    "a NumPy key": (lambda c, k, v: write_kv_(c, k.cpu().numpy(), v, torch.arange(2)), "key"),
+    "blocks as lists": (lambda c, k, v: copy_blocks_(c, [0], [1]), "src"),
+    "a JAX pool": (
+        lambda c, k, v: copy_blocks_(random_cache(), jnp.ones(1, int), k),
+        "cache's key",
+    ),
+    "starts as lists": (
+        lambda c, k, v: ragged_attention(k, k, v, [0, 2], [0, 2], max_query_len=2, max_key_len=2),
+        "query_start_loc",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_TENSORS)
+def test_what_is_no_tensor_is_named(name):
+    call, word = NO_TENSORS[name]
+    cache = torch_cache()
+    before = numpy_of(cache)
+    key, value = to_torch(rows(2, random_cache()), copy=True)
+    with pytest.raises(InvalidInputError, match=word):
+        call(cache, key, value)
+    np.testing.assert_array_equal(numpy_of(cache)[0], before[0])
+
+
+def test_writes_are_detached():
+    cache = torch_cache()
+    key, value = to_torch(rows(2, random_cache()), copy=True)
+    write_kv_(cache, key.requires_grad_(), value, torch.tensor([0, 5], device=key.device))
+    leaf = KVCache(cache.key.clone().requires_grad_(), cache.value)
+    swap_blocks_(leaf, cache, torch.tensor([0]), torch.tensor([2]))
+    assert not cache.key.requires_grad
+    assert torch.equal(cache.key.flatten(0, 1)[5], key[1])
+    assert torch.equal(cache.key[2], cache.key[0])

@@ -74,6 +74,7 @@ def test_kernels_that_cannot_run_say_why(impl):
     assert torch.equal(step.kv_cache.nan_to_num(7), before.nan_to_num(7))
 
 
+@pytest.mark.usefixtures("on_cpu")
 def test_cuda_is_asked_for():
     problem = random_problem([1], [5], AttentionSpec())
     step = step_of(problem)
@@ -186,3 +187,57 @@ def test_tokens_at_random_slots(head_size, block_size, dtype):
     write_kv_(split_kv_cache(kv_cache, 8, head_size), key, value, torch.from_numpy(slots))
     for plane, expected in zip(kv_cache, want, strict=True):
         np.testing.assert_array_equal(plane.float().numpy(), expected)
+
+
+NO_PAIRS = {
+    "a fraction": [[0, 0.5]],
+    "a fraction in a dict": {0: 1.7},
+    "a fraction among several": {0: [1, 2.5]},
+    "a tensor of fractions": torch.tensor([[0.0, 1.0]]),
+    "text": "ab",
+    "rows of text": {0: "12"},
+    "unequal rows": [[0, 1], [2]],
+    "nothing": None,
+    "no destination": {0: None},
+    "three columns": [[0, 1, 2]],
+}
+
+
+@pytest.mark.parametrize("name", NO_PAIRS)
+def test_what_is_no_pairs_of_blocks_is_refused(name):
+    (cache,) = layers(1, 4, 2, 4, torch.float32)
+    before = cache.clone()
+    with pytest.raises(InvalidInputError, match="block pairs must be"):
+        TorchSDPABackend.copy_blocks([cache], NO_PAIRS[name])
+    with pytest.raises(InvalidInputError, match="block pairs must be"):
+        TorchSDPABackend.swap_blocks(cache, cache, NO_PAIRS[name])
+    assert torch.equal(cache, before)
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        np.array([[0, 1], [0, 2]]),
+        torch.tensor([[0, 1], [0, 2]], dtype=torch.uint8),
+        {0: torch.tensor([1, 2])},
+        {torch.tensor(0): np.array([1, 2])},
+        {np.int64(0): (1, np.int32(2))},
+    ],
+)
+def test_pairs_of_any_integers(pairs):
+    (cache,) = layers(1, 4, 2, 4, torch.float32)
+    before = cache.clone()
+    TorchSDPABackend.copy_blocks([cache], pairs)
+    assert torch.equal(cache, before[:, [0, 0, 0, 3]])
+
+
+@pytest.mark.parametrize("shape", [(-1, 0, 2, 16), (8, 16, 2.0, 64), (1 << 20, 1 << 12, 1, 1)])
+def test_no_shape_for_a_cache(shape):
+    with pytest.raises(InvalidInputError, match="num_blocks"):
+        TorchSDPABackend.get_kv_cache_shape(*shape)
+
+
+@pytest.mark.parametrize("cache", [np.zeros((2, 3, 2, 1, 4)), [1], KVCache(np.zeros(1), 0)])
+def test_copies_want_tensors(cache):
+    with pytest.raises(InvalidInputError, match="must be a torch tensor"):
+        TorchSDPABackend.copy_blocks([cache], {0: 1})

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch_layers import (
     assert_close,
+    assert_same,
     dense,
     layer_of,
     normal,
@@ -96,8 +97,7 @@ def test_the_write_is_exactly_the_new_tokens(problem):
     slots = step.attn_metadata.slot_mapping.long()
     live = slots >= 0
     before[0, slots[live]], before[1, slots[live]] = step.key[live], step.value[live]
-    got = step.kv_cache.flatten(1, 2)
-    np.testing.assert_array_equal(got.numpy(), before.numpy())
+    assert_same(step.kv_cache.flatten(1, 2), before)
 
 
 @given(problem=causal_problems(dtype=np.float32))
@@ -113,7 +113,7 @@ def test_halves_give_what_the_whole_gives(problem):
             got = layer.forward(*(x[rows] for x in parts[:3]), parts.kv_cache, half)
             torch.testing.assert_close(got, want[rows], **TIGHT)
             begin = rows.stop
-    np.testing.assert_array_equal(parts.kv_cache.numpy(), whole.kv_cache.numpy())
+    assert_same(parts.kv_cache, whole.kv_cache)
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -218,7 +218,7 @@ def test_cross_attention(queries, data, seed):
     assert_close(layer.forward(query, key, value, kv_cache, meta), want, **TIGHT)
     before = kv_cache.clone()
     assert_close(layer.forward(query, None, None, kv_cache, meta), want, **TIGHT)
-    np.testing.assert_array_equal(kv_cache.numpy(), before.numpy())
+    assert_same(kv_cache, before)
     assert_close(layer.forward(query, key, value, None, meta), want, **TIGHT)  # profiling
 
 
@@ -379,27 +379,39 @@ BAD_CALLS = {
     "cache heads": (lambda s: changed(s, kv_cache=s.kv_cache[:, :, :, :1]), {}, ["kv_cache"]),
     "cache dtype": (lambda s: changed(s, kv_cache=s.kv_cache.half()), {}, ["float16"]),
     "cache planes": (lambda s: changed(s, kv_cache=s.kv_cache[0]), {}, ["kv_cache"]),
-    "small cache": (lambda s: changed(s, kv_cache=s.kv_cache[:, :3]), {}, ["block_tables"]),
     "metadata": (lambda s: changed(s, attn_metadata=None), {}, ["attn_metadata"]),
     "no key at all": (
         lambda s: changed(s, key=None, value=None, kv_cache=None),
         {},
         ["key and value"],
     ),
+}
+BAD_VALUES = {
+    "small cache": (lambda s: changed(s, kv_cache=s.kv_cache[:, :3]), {}, ["block_tables"]),
     "context without a cache": (lambda s: changed(s, kv_cache=None), {}, ["context_lens"]),
 }
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
 def test_bad_calls_leave_the_cache(name):
-    change, options, words = BAD_CALLS[name]
+    refuse_and_leave_the_cache(*BAD_CALLS[name])
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("name", BAD_VALUES)
+def test_bad_values_leave_the_cache(name):
+    """On a GPU they are not looked at: that would wait for it."""
+    refuse_and_leave_the_cache(*BAD_VALUES[name])
+
+
+def refuse_and_leave_the_cache(change, options, words):
     problem = random_problem([5, 3, 1], [5, 9, 17], AttentionSpec())
     step, layer = step_of(problem), layer_of(problem)
     before = step.kv_cache.clone()
     with pytest.raises(InvalidInputError) as error:
         layer.forward(*change(step), **options)
     assert_words(error, words)
-    np.testing.assert_array_equal(step.kv_cache.numpy(), before.numpy())
+    assert_same(step.kv_cache, before)
 
 
 def meta_with(problem, **fields):
@@ -421,6 +433,7 @@ BAD_FIELDS = {
 }
 
 
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("name", BAD_FIELDS)
 def test_bad_metadata_leaves_the_cache(name):
     change, words = BAD_FIELDS[name]
@@ -431,7 +444,7 @@ def test_bad_metadata_leaves_the_cache(name):
     with pytest.raises(InvalidInputError) as error:
         layer.forward(*step[:4], meta)
     assert_words(error, words)
-    np.testing.assert_array_equal(step.kv_cache.numpy(), before.numpy())
+    assert_same(step.kv_cache, before)
 
 
 @pytest.mark.parametrize("scale", ["k_scale", "v_scale"])
@@ -441,7 +454,7 @@ def test_scales_other_than_one_are_refused(scale):
     before = step.kv_cache.clone()
     with pytest.raises(UnsupportedError, match=scale):
         layer_of(problem).forward(*step, **{scale: 0.5})
-    np.testing.assert_array_equal(step.kv_cache.numpy(), before.numpy())
+    assert_same(step.kv_cache, before)
 
 
 def test_gradients_are_refused_before_the_write():
@@ -450,7 +463,7 @@ def test_gradients_are_refused_before_the_write():
     before = step.kv_cache.clone()
     with pytest.raises(UnsupportedError, match="gradients"):
         layer_of(problem).forward(step.query.requires_grad_(), *step[1:])
-    np.testing.assert_array_equal(step.kv_cache.numpy(), before.numpy())
+    assert_same(step.kv_cache, before)
 
 
 def test_metadata_may_come_from_any_batch():
@@ -460,3 +473,71 @@ def test_metadata_may_come_from_any_batch():
     rows = normal(1, 4, 4, 16), normal(2, 4, 2, 16), normal(3, 4, 2, 16)
     out = layer.forward(*rows, kv_cache, AttentionMetadata.from_batch(batch))
     assert not out[2:].any()
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_whatever_requires_grad_is_refused_before_the_write(name):
+    problem = random_problem([3], [3], AttentionSpec())
+    step = step_of(problem)
+    before = step.kv_cache.clone()
+    tracked = step._replace(**{name: getattr(step, name).requires_grad_()})
+    with pytest.raises(UnsupportedError, match="gradients"):
+        layer_of(problem).forward(*tracked)
+    assert_same(step.kv_cache, before)
+    with torch.no_grad():
+        layer_of(problem).forward(*tracked)
+    assert not step.kv_cache.requires_grad
+
+
+NO_TENSOR = {
+    "query": lambda step: step.query.tolist(),
+    "key": lambda step: step.key.cpu().numpy(),
+    "kv_cache": lambda step: step.kv_cache.cpu().numpy(),
+}
+
+
+@pytest.mark.parametrize("name", NO_TENSOR)
+def test_what_is_no_tensor_is_named(name):
+    problem = random_problem([3], [3], AttentionSpec())
+    step = step_of(problem)
+    with pytest.raises(InvalidInputError, match=f"{name} must be a torch tensor"):
+        layer_of(problem).forward(*step._replace(**{name: NO_TENSOR[name](step)}))
+
+
+@pytest.mark.parametrize("slopes", [1.0, torch.tensor(1.0), "slopes", torch.ones(4, 2)])
+def test_slopes_are_one_number_a_head(slopes):
+    with pytest.raises(InvalidInputError, match="alibi_slopes"):
+        TorchSDPABackendImpl(**SIZES, alibi_slopes=slopes)
+
+
+@pytest.mark.parametrize("scale", [1, torch.tensor(1.0), torch.ones(1, dtype=torch.bfloat16)])
+def test_scales_of_one_in_any_form(scale):
+    problem = random_problem([3], [3], AttentionSpec())
+    out = layer_of(problem).forward(*step_of(problem), k_scale=scale, v_scale=scale)
+    assert_same(out, layer_of(problem).forward(*step_of(problem)))
+
+
+def test_a_scale_elsewhere_is_not_read():
+    problem = random_problem([3], [3], AttentionSpec())
+    elsewhere = torch.ones((), device="meta")
+    with pytest.raises(UnsupportedError, match="v_scale is a tensor on meta"):
+        layer_of(problem).forward(*step_of(problem), v_scale=elsewhere)
+
+
+def test_metadata_of_small_integers():
+    """Lengths and starts of uint8, whose differences would wrap."""
+    problem = random_problem([5, 3, 1], [5, 9, 100], AttentionSpec())
+    step, layer = step_of(problem), layer_of(problem)
+    fields = batch_of(problem)
+    names = [f.name for f in dataclasses.fields(fields) if not f.metadata.get("static")]
+    small = {
+        name: tensor(getattr(fields, name)).clamp(min=0).to(torch.int16)
+        if name == "slot_mapping"
+        else tensor(getattr(fields, name)).clamp(min=0).to(torch.uint8)
+        for name in names
+    }
+    meta = AttentionMetadata.from_batch(
+        dataclasses.replace(fields, **small), num_prefills=2, num_prefill_tokens=8
+    )
+    out = layer.forward(*step[:4], meta)
+    assert_close(out, reference(problem), atol=1e-5)

@@ -264,7 +264,7 @@ def test_there_and_back(problem):
     back = meta.to_batch(batch.block_size)
     for name in ARRAYS:
         there, here = getattr(batch, name), getattr(back, name)
-        np.testing.assert_array_equal(here.numpy(), there)
+        np.testing.assert_array_equal(here.cpu().numpy(), there)
         if name != "positions" and there.size:
             assert here.data_ptr() == there.unsafe_buffer_pointer(), name
     assert (back.block_size, back.max_query_len) == (batch.block_size, batch.max_query_len)
@@ -274,6 +274,7 @@ def test_there_and_back(problem):
             assert shared == getattr(batch, name).unsafe_buffer_pointer()
 
 
+@pytest.mark.usefixtures("on_cpu")
 @given(problem=problems(dtype=np.float32), data=st.data())
 def test_halves_make_the_whole(problem, data):
     """Prefills and decodes of any batch: their tokens and sequences, in order, are all of them."""
@@ -323,6 +324,7 @@ def test_int64_that_does_not_fit_is_no_slot():
     assert mixed(slot_mapping=slots).to_batch(4).slot_mapping.tolist()[5] == -1
 
 
+@pytest.mark.usefixtures("on_cpu")
 def test_padding_follows_the_decodes():
     problem = random_problem([3, 1, 0], [3, 5, 0], AttentionSpec(), pad_tokens=7)
     meta = AttentionMetadata.from_batch(batch_of(problem))
@@ -349,3 +351,76 @@ def test_several_tokens_a_decode():
     )
     assert meta.context_lens_tensor.tolist() == [6, 9]
     assert meta.max_decode_query_len == meta.decode_metadata.max_query_len == 3
+
+
+def lengths(**fields):
+    values = {"num_prefills": 1, "num_prefill_tokens": 2, "num_decode_tokens": 0, "seq_lens": [2]}
+    return AttentionMetadata(**values | fields)
+
+
+def lists(**fields):
+    values = {"query_lens": [2, 1], "context_lens": [0, 3], "block_tables": [[0], [1]]}
+    return AttentionMetadata.from_lists(**values | {"block_size": 4} | fields)
+
+
+BAD_LENGTHS = {
+    "negative": (lambda: lengths(seq_lens=[-2]), ["seq_lens", "negative", "-2"]),
+    "fraction": (lambda: lengths(seq_lens=[2.0]), ["seq_lens", "integers", "float"]),
+    "negative tensor": (
+        lambda: lengths(seq_lens=None, seq_lens_tensor=torch.tensor([-2])),
+        ["seq_lens_tensor", "negative", "-2"],
+    ),
+    "tensor of fractions": (
+        lambda: lengths(seq_lens=None, seq_lens_tensor=torch.tensor([2.0])),
+        ["seq_lens_tensor", "integers", "float"],
+    ),
+    "slots as a list": (lambda: lengths(slot_mapping=[0, 1]), ["slot_mapping", "list"]),
+    "rows as lists": (lambda: lengths(block_tables=[[0, 1]]), ["block_tables", "list"]),
+    "flat table": (lambda: lengths(block_tables=torch.arange(2)), ["block_tables", "2 dim"]),
+    "too many rows": (
+        lambda: lengths(block_tables=torch.zeros(3, 1, dtype=torch.int32)),
+        ["block_tables", "3"],
+    ),
+    "too many cross rows": (
+        lambda: mixed(**encoder_fields(cross_block_tables=torch.zeros(9, 1, dtype=torch.int32))),
+        ["cross_block_tables", "9"],
+    ),
+    "too few rows": (
+        lambda: mixed(block_tables=torch.zeros(1, 1, dtype=torch.int32)).to_batch(16),
+        ["block_tables", "4"],
+    ),
+    "no tables": (lambda: lengths().to_batch(16), ["block_tables", "None"]),
+    "blocks of 0": (lambda: mixed().to_batch(0), ["block_size", "0"]),
+    "packed blocks of 0": (
+        lambda: mixed(**encoder_fields()).to_batch(0, "encoder"),
+        ["block_size"],
+    ),
+    "no cross tables": (lambda: lists(encoder_lens=[3, 5]), ["cross_block_tables", "alone"]),
+    "no encoder lengths": (lambda: lists(cross_block_tables=[[1], [2]]), ["encoder_lens", "alone"]),
+    "short": (
+        lambda: lists(encoder_lens=[3], cross_block_tables=[[1]]),
+        ["encoder_lens", "2 sequences", "1"],
+    ),
+    "short context": (lambda: lists(context_lens=[0]), ["context_lens", "2 sequences", "1"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LENGTHS)
+def test_bad_lengths_are_named(name):
+    call, words = BAD_LENGTHS[name]
+    with pytest.raises(InvalidInputError) as error:
+        call()
+    assert_words(error, words)
+
+
+@pytest.mark.parametrize("kind", ["encoder", "encoder_decoder"])
+@pytest.mark.parametrize("call", ["get_seq_lens", "get_attn_bias"])
+def test_missing_encoders_are_said_to_be_missing(call, kind):
+    with pytest.raises(InvalidInputError, match=r"encoder_seq_lens_tensor.*None"):
+        getattr(mixed(), call)(kind)
+
+
+def test_lengths_elsewhere_are_said_to_lie_there():
+    meta = lengths(seq_lens=None, seq_lens_tensor=torch.ones(1, dtype=torch.int32, device="meta"))
+    with pytest.raises(InvalidInputError, match="GPU"):
+        meta.get_seq_lens("decoder")

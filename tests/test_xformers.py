@@ -262,6 +262,7 @@ def test_captured_into_a_graph(backend, name, phase):
 @on_gpu
 @pytest.mark.parametrize("name", ["plain", "window", "alibi", "not causal"])
 @pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_never_waits_for_the_device(name, phase):
     """Torch raises at whatever synchronises; the first call may, to compile."""
     problem = problem_of(phase, ROUTED[name], block_size=64, head_dim=64)

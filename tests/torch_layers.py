@@ -67,14 +67,14 @@ def dense(query, key, value, query_lens, key_lens, spec: AttentionSpec) -> np.nd
     width = max(max(key_lens, default=0), 1)
     planes = []
     for rows in (key, value):
-        rows = rows.detach().double().numpy()
+        rows = rows.detach().cpu().double().numpy()
         blocks = np.full((max(len(key_lens), 1), width, *rows.shape[1:]), np.nan)
         for block, stop, n in zip(blocks, np.cumsum(key_lens), key_lens, strict=False):
             block[:n] = rows[stop - n : stop]
         planes.append(blocks)
     starts = np.concatenate([[0], np.cumsum(query_lens)])
     tables = [[s] for s in range(len(key_lens))]
-    query = query.detach().double().numpy()
+    query = query.detach().cpu().double().numpy()
     return reference_attention(query, *planes, tables, key_lens, starts, spec)[0]
 
 
@@ -84,8 +84,13 @@ def normal(seed: int, *shape: int, dtype=torch.float32) -> torch.Tensor:
 
 
 def assert_close(got: torch.Tensor, want: np.ndarray, atol: float, rtol: float = 0.0) -> None:
-    got = got.detach().double().numpy().reshape(want.shape)
+    got = got.detach().cpu().double().numpy().reshape(want.shape)
     np.testing.assert_allclose(got, want, atol=atol, rtol=rtol)
+
+
+def assert_same(got: torch.Tensor, want: torch.Tensor) -> None:
+    """To the bit, but for the bits of NaN."""
+    torch.testing.assert_close(got, want, atol=0, rtol=0, equal_nan=True)
 
 
 def spec_of(layer, kind: str) -> AttentionSpec:
