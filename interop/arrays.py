@@ -14,7 +14,8 @@ def to_torch(x: PyTree, *, copy: bool = False) -> PyTree:
     """JAX arrays as torch tensors over the same memory: an array, or a pytree of arrays.
 
     The tensor sees what the array sees, so don't write into it unless the array is yours to
-    change: JAX takes its arrays for immutable.
+    change: JAX takes its arrays for immutable. On a GPU, keep the array until torch's kernels are
+    done with the tensor: JAX does not wait for them when it frees memory.
 
     Args:
       copy: give each tensor memory of its own.
@@ -55,7 +56,13 @@ def _array_to_torch(array, *, copy):
         raise InvalidInputError(f"to_torch expects jax.Arrays on one device, got {array!r}")
     # On the CPU the protocol has no stream to order on: wait for the value.
     tensor = torch.from_dlpack(jax.block_until_ready(array))
-    return tensor.clone() if copy else tensor
+    if not copy:
+        return tensor
+    tensor = tensor.clone()
+    if tensor.is_cuda:
+        # The array may be gone before the copy is made, and JAX does not wait for torch's kernels.
+        torch.cuda.current_stream(tensor.device).synchronize()
+    return tensor
 
 
 def _tensor_to_jax(tensor, *, copy):

@@ -17,23 +17,26 @@ from .call import torch_call
 
 
 def bridged(backend: Backend) -> Backend:
-    """A torch backend on JAX arrays: by DLPack when they are concrete, by torch_call inside jit.
+    """A torch backend on JAX arrays: by DLPack for concrete ones on the CPU, else by torch_call.
 
-    Its `unsupported` takes arrays of either framework; its `run` never waits for a GPU, nor
-    depends on values there, so that XLA may capture it.
+    On a GPU neither framework would know when the other's kernels are done with memory that is
+    freed meanwhile; XLA knows of what it calls itself. The backend's `unsupported` takes arrays of
+    either framework; its `run` never waits for a GPU, nor depends on values there, so that XLA may
+    capture it.
     """
 
     def run(query, cache, batch, spec, return_lse):
         arrays = (query, cache, batch)
-        if any(is_traced(leaf) for leaf in jax.tree.leaves(arrays)):
-            return _traced(backend, arrays, spec, return_lse)
+        traced = any(is_traced(leaf) for leaf in jax.tree.leaves(arrays))
+        if traced or platform_of(query) != "cpu":
+            return _by_xla(backend, arrays, spec, return_lse)
         out, lse = backend.run(*to_torch(arrays), spec, return_lse)
         return to_jax(out), to_jax(lse) if return_lse else None
 
     return Backend(backend.name, backend.unsupported, with_xla_gradient(run), set_rows)
 
 
-def _traced(backend, arrays, spec, return_lse):
+def _by_xla(backend, arrays, spec, return_lse):
     query = arrays[0]
     leaves, treedef = jax.tree.flatten(arrays)
     outs = [jax.ShapeDtypeStruct(query.shape, query.dtype)]

@@ -3,6 +3,7 @@
 import functools
 import importlib
 
+import jax
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -63,7 +64,18 @@ def prepared(query, cache, batch, spec, *, backend: str | None, return_lse: bool
         chosen = backends.choose(load, ORDER.get(query.device.type, ("sdpa",)), call)
     else:
         chosen = backends.require(load, backend, call)
-    return torch.no_grad()(functools.partial(chosen.run, *call))
+    foreign = any(not isinstance(leaf, Tensor) for leaf in jax.tree.leaves(batch))
+    return functools.partial(_run, chosen, call, wait=foreign and query.is_cuda)
+
+
+@torch.no_grad()
+def _run(backend, call, *, wait: bool):
+    results = backend.run(*call)
+    if wait:
+        # Whoever owns the batch's memory may free it as soon as the caller drops the batch, and
+        # does not know that torch's kernels still read it.
+        torch.cuda.current_stream(call[0].device).synchronize()
+    return results
 
 
 def explain(query, cache, batch, spec=AttentionSpec(), *, return_lse=False) -> dict[str, list[str]]:

@@ -387,4 +387,6 @@ def test_a_view_of_the_own_result_is_no_result_in_place():
 
 def test_what_is_no_tensor_is_named():
     with pytest.raises(jax.errors.JaxRuntimeError, match="got int"):
-        torch_call(lambda x: 3, jax.ShapeDtypeStruct((1,), jnp.float32))(jnp.zeros(1))
+        jax.block_until_ready(
+            torch_call(lambda x: 3, jax.ShapeDtypeStruct((1,), jnp.float32))(jnp.zeros(1))
+        )

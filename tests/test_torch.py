@@ -41,7 +41,7 @@ def numpy_of(cache: KVCache) -> tuple[np.ndarray, np.ndarray]:
 
 
 def attend(problem, **options):
-    query, cache = to_torch((jnp.asarray(problem.query), cache_of(problem)))
+    query, cache = to_torch((jnp.asarray(problem.query), cache_of(problem)), copy=True)
     return paged_attention(query, cache, batch_of(problem), problem.spec, **options)
 
 
@@ -69,8 +69,8 @@ def test_batches_of_torch_tensors(dtype):
     problem = mixed(SPECS["all"])
     batch = batch_of(problem)
     names = [f.name for f in dataclasses.fields(batch) if not f.metadata.get("static")]
-    tensors = {name: to_torch(getattr(batch, name)).to(dtype) for name in names}
-    query, cache = to_torch((jnp.asarray(problem.query), cache_of(problem)))
+    tensors = {name: to_torch(getattr(batch, name), copy=True).to(dtype) for name in names}
+    query, cache = to_torch((jnp.asarray(problem.query), cache_of(problem)), copy=True)
     got = paged_attention(query, cache, dataclasses.replace(batch, **tensors), problem.spec)
     assert_attention_close(got, None, problem)
 
@@ -81,7 +81,9 @@ def test_ragged(name):
     query = rng.standard_normal((9, 4, 16)).astype(np.float32)
     key, value = rng.standard_normal((2, 12, 2, 16)).astype(np.float32)
     query_starts, key_starts = np.array([0, 5, 6, 6, 9]), np.array([0, 5, 10, 12, 12])
-    arrays = [to_torch(jnp.asarray(x)) for x in (query, key, value, query_starts, key_starts)]
+    arrays = [
+        to_torch(jnp.asarray(x), copy=True) for x in (query, key, value, query_starts, key_starts)
+    ]
     out, lse = ragged_attention(
         *arrays, SPECS[name], max_query_len=5, max_key_len=5, return_lse=True
     )
@@ -159,7 +161,7 @@ def test_strided_caches_are_written_in_place(layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strided_caches_are_read_right(layout):
     problem = mixed(SPECS["all"])
-    query, cache = to_torch((jnp.asarray(problem.query), cache_of(problem)))
+    query, cache = to_torch((jnp.asarray(problem.query), cache_of(problem)), copy=True)
     cache = LAYOUTS[layout](cache)
     got = paged_attention(query, cache, batch_of(problem), problem.spec, return_lse=True)
     assert_attention_close(*got, problem)
@@ -167,7 +169,7 @@ def test_strided_caches_are_read_right(layout):
 
 def test_strided_queries_are_read_right():
     problem = mixed(SPECS["all"])
-    query, cache = to_torch((jnp.asarray(problem.query), cache_of(problem)))
+    query, cache = to_torch((jnp.asarray(problem.query), cache_of(problem)), copy=True)
     fused = torch.stack([query, query], dim=1)[:, 0]
     got = paged_attention(fused, cache, batch_of(problem), problem.spec, return_lse=True)
     assert_attention_close(*got, problem)
@@ -231,7 +233,7 @@ def test_batches_of_any_integers(dtype):
     batch = batch_of(problem)
     names = ("block_tables", "seq_lens", "query_start_loc", "positions")
     fields = {name: to_torch(getattr(batch, name)).clamp(min=0).to(dtype) for name in names}
-    query, cache = to_torch((jnp.asarray(problem.query), cache_of(problem)))
+    query, cache = to_torch((jnp.asarray(problem.query), cache_of(problem)), copy=True)
     got = paged_attention(query, cache, dataclasses.replace(batch, **fields), problem.spec)
     assert_attention_close(got, None, problem)
 
