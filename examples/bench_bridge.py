@@ -1,6 +1,6 @@
 """What a torch function costs when XLA calls it, by the size of its argument: it should be flat.
 
-    python examples/bench_bridge.py
+python examples/bench_bridge.py
 """
 
 import time
