@@ -21,6 +21,7 @@ from .impl import AttentionImpl as AttentionImpl
 from .ipex import IpexAttnBackend as IpexAttnBackend
 from .ipex import IpexAttnBackendImpl as IpexAttnBackendImpl
 from .ipex import IpexAttnMetadata as IpexAttnMetadata
+from .layout import empty_kv_cache as empty_kv_cache
 from .layout import kv_cache_shape as kv_cache_shape
 from .layout import pack_keys as pack_keys
 from .layout import pack_values as pack_values

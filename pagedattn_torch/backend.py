@@ -51,6 +51,14 @@ class AttentionBackend:
         return kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size)
 
     @staticmethod
+    def get_kv_cache_stride_order(device_type: str = "cpu") -> tuple[int, ...]:
+        """The axes of a cache, outermost in memory first, as this backend reads it fastest there.
+
+        Every order is right; `layout.empty_kv_cache` allocates in one.
+        """
+        return (0, 1, 2, 3, 4)
+
+    @staticmethod
     def swap_blocks(
         src_kv_cache: Tensor | KVCache, dst_kv_cache: Tensor | KVCache, src_to_dst: Pairs
     ) -> None:

@@ -1,36 +1,9 @@
-"""Paged attention by Intel's extension for PyTorch, on Intel CPUs and XPUs."""
-
-from importlib.util import find_spec
-
-from torch import Tensor
-
-from pagedattn import UnsupportedError
-from pagedattn.backend import Backend
-from pagedattn.registry import platform_of
+"""The IpexAttn classes: an engine's view of the ipex backend."""
 
 from .backend import AttentionBackend
 from .impl import AttentionImpl
+from .ipex_kernels import BACKEND as BACKEND
 from .metadata import AttentionMetadata
-
-
-def unsupported(query, cache, batch, spec, return_lse) -> list[str]:
-    reasons = []
-    if find_spec("intel_extension_for_pytorch") is None:
-        reasons.append(
-            "intel_extension_for_pytorch is not installed: "
-            "pip install torch==2.8.0 intel-extension-for-pytorch==2.8.0"
-        )
-    device = query.device.type if isinstance(query, Tensor) else platform_of(query)
-    if device not in ("cpu", "xpu"):
-        reasons.append(f"ipex runs on CPU and XPU tensors, the query lies on {device}")
-    return [*reasons, "its kernels are not in this version of pagedattn"]
-
-
-def run(query, cache, batch, spec, return_lse):
-    raise UnsupportedError("; ".join(unsupported(query, cache, batch, spec, return_lse)))
-
-
-BACKEND = Backend("ipex", unsupported, run)
 
 
 class IpexAttnMetadata(AttentionMetadata):
@@ -49,3 +22,8 @@ class IpexAttnBackend(AttentionBackend):
     name = "IPEX"
     impl_cls = IpexAttnBackendImpl
     metadata_cls = IpexAttnMetadata
+
+    @staticmethod
+    def get_kv_cache_stride_order(device_type: str = "cpu") -> tuple[int, ...]:
+        """On a CPU heads before slots: decode reads that twice as fast as the logical order."""
+        return (0, 1, 3, 2, 4) if device_type == "cpu" else (0, 1, 2, 3, 4)

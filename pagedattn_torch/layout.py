@@ -3,9 +3,12 @@
 A layer's kv_cache is one tensor `[2, num_blocks, block_size, num_kv_heads, head_size]`: plane 0
 holds the keys, plane 1 the values. `[2, num_blocks, block_size * num_kv_heads * head_size]` is the
 same memory seen flat.
+
+The order of the axes in memory is another matter: see `empty_kv_cache`.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,6 +37,35 @@ def kv_cache_shape(
     shape = (num_blocks, block_size, num_kv_heads, head_size)
     validate.cache_shape(shape, torch.float32)  # of any dtype
     return (2, *shape)
+
+
+def empty_kv_cache(
+    shape: Sequence[int],
+    stride_order: Sequence[int],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """A layer's cache, not set, of a shape whose axes lie in memory in another order.
+
+    Args:
+      shape: `kv_cache_shape(...)`.
+      stride_order: the axes of the shape, outermost in memory first: a backend's
+        `get_kv_cache_stride_order()`.
+
+    Raises:
+      InvalidInputError: stride_order is no order of the axes.
+
+    >>> cache = empty_kv_cache(kv_cache_shape(8, 16, 2, 64), (0, 1, 3, 2, 4))
+    >>> cache.shape, cache[0].transpose(1, 2).is_contiguous()
+    (torch.Size([2, 8, 16, 2, 64]), True)
+    """
+    if sorted(stride_order) != list(range(len(shape))):
+        raise InvalidInputError(
+            f"stride_order must hold each of the {len(shape)} axes once, got {tuple(stride_order)}"
+        )
+    held = torch.empty([shape[axis] for axis in stride_order], dtype=dtype, device=device)
+    return held.permute([stride_order.index(axis) for axis in range(len(shape))])
 
 
 def split_kv_cache(kv_cache: Tensor | KVCache, num_kv_heads: int, head_size: int) -> KVCache:

@@ -52,7 +52,8 @@ def run(query: Tensor, cache, batch, spec, return_lse: bool):
     if num_tokens == 0 or batch.num_seqs == 0 or batch.max_blocks == 0:
         empty = query.new_full((num_tokens, num_heads), -torch.inf, dtype=torch.float32)
         return torch.zeros_like(query), empty
-    if spec.sliding_window is not None and spec.sliding_window >= _capacity(batch):
+    farthest = _capacity(batch) + num_tokens  # queries of cross-attention may stand before key 0
+    if spec.sliding_window is not None and spec.sliding_window >= farthest:
         spec = dataclasses.replace(spec, sliding_window=None)
     attend = {"paged": _paged, "packed": _packed, "biased": _biased}[route(query, batch, spec)]
     out, lse = attend(query, cache, batch, spec)

@@ -1,0 +1,42 @@
+"""Where the operators of Intel's extension for PyTorch come from: the one place that imports it."""
+
+import functools
+import importlib
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+from pagedattn import BackendUnavailableError
+
+PACKAGE = "intel_extension_for_pytorch"
+INSTALL = "pip install torch==2.8.0 intel-extension-for-pytorch==2.8.0"
+
+
+@functools.cache
+def paged_operators() -> Any:
+    """The class whose methods are the operators; it sends a call where the output lies.
+
+    Raises:
+      BackendUnavailableError: not installed, or not for this torch.
+    """
+    if reasons := why_unusable():
+        raise BackendUnavailableError("; ".join(reasons))
+    return importlib.import_module(f"{PACKAGE}.llm.modules").PagedAttention
+
+
+def why_unusable() -> list[str]:
+    """Why the extension cannot be imported, and what to install."""
+    if find_spec(PACKAGE) is None:
+        return [f"{PACKAGE} is not installed: {INSTALL}"]
+    # Imported beside another torch it ends in an AttributeError: it calls os.exit, for os._exit.
+    try:
+        ours, its = version("torch"), version(PACKAGE)
+    except PackageNotFoundError as error:
+        return [f"no version of {error.name} is known, and the two must match: {INSTALL}"]
+    if _release(ours) != _release(its):
+        return [f"{PACKAGE} {its} needs torch {_release(its)}, not {ours}: {INSTALL}"]
+    return []
+
+
+def _release(text: str) -> str:
+    return ".".join(text.split(".")[:2])
