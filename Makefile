@@ -3,8 +3,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+IPEX_VENV := .venv-ipex
 
-.PHONY: demo test lint test-gpu bench-gpu clean
+.PHONY: demo test lint test-ipex test-gpu bench-cpu bench-gpu clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/demo.py
@@ -17,8 +18,14 @@ lint: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
+test-ipex: $(IPEX_VENV)/ready
+	OMP_NUM_THREADS=1 $(IPEX_VENV)/bin/python -m pytest -q -n 2 --dist worksteal
+
 test-gpu:
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -q -n 8 --dist worksteal -p no:benchmark tests
+
+bench-cpu: $(VENV)/ready $(IPEX_VENV)/ready
+	$(BIN)/python examples/bench_cpu.py -o docs/results
 
 bench-gpu:
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) examples/bench_gpu.py -o docs/results
@@ -30,5 +37,11 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt --no-deps xformers
 	touch $@
 
+# 7 GB: the only torch 2.8 in the package index is the one for CUDA.
+$(IPEX_VENV)/ready: pyproject.toml constraints-ipex.txt
+	$(PYTHON) -m venv $(IPEX_VENV)
+	$(IPEX_VENV)/bin/pip install -q -c constraints-ipex.txt -e '.[ipex]' hypothesis pytest pytest-xdist
+	touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(IPEX_VENV)

@@ -26,7 +26,16 @@ PAGE = 128  # tokens of a copied page: the fastest of 16 to 512 for flash_attn_v
 
 
 def unsupported(cache, batch, spec) -> list[str]:
-    return []
+    if batch.max_query_len <= 1:
+        return []
+    reasons = []
+    if spec.alibi_slopes is not None:
+        reasons.append("alibi_slopes: ipex has none on a CPU for more than one query a sequence")
+    if spec.sliding_window == 1:
+        reasons.append(
+            "sliding_window=1: ipex takes it for unlimited with more than one query a sequence"
+        )
+    return reasons
 
 
 def attend(query: Tensor, cache, batch, spec, out: Tensor) -> None:

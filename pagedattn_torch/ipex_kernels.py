@@ -29,8 +29,6 @@ def unsupported(query, cache, batch, spec, return_lse) -> list[str]:
         reasons.append(f"ipex takes {', '.join(DTYPES[device])} on {device}, not {dtype}")
     if return_lse:
         reasons.append("return_lse: ipex gives no lse")
-    if batch.max_query_len > 1:
-        reasons += _long_query_reasons(spec, device)
     return reasons + DEVICES[device].unsupported(cache, batch, spec)
 
 
@@ -68,14 +66,3 @@ def _seeing(batch, spec, num_tokens: int) -> Tensor:
     if spec.causal:
         return live & (positions >= 0)
     return live & (positions + (spec.sliding_window or _farthest(batch, num_tokens)) > 0)
-
-
-def _long_query_reasons(spec, device) -> list[str]:
-    reasons = []
-    if spec.alibi_slopes is not None and device == "cpu":
-        reasons.append("alibi_slopes: ipex has none on a CPU for more than one query a sequence")
-    if spec.sliding_window == 1:
-        reasons.append(
-            "sliding_window=1: ipex takes it for unlimited with more than one query a sequence"
-        )
-    return reasons

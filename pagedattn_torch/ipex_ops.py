@@ -9,7 +9,7 @@ from typing import Any
 from pagedattn import BackendUnavailableError
 
 PACKAGE = "intel_extension_for_pytorch"
-INSTALL = "pip install torch==2.8.0 intel-extension-for-pytorch==2.8.0"
+INSTALL = "pip install 'pagedattn[ipex]'"
 
 
 @functools.cache

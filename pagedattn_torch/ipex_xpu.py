@@ -7,7 +7,13 @@ Its two operators want two layouts of the cache, and neither is a view of the ot
 
 A cache is read where it lies, by the operator that its layout fits, or the call is refused.
 Operators are called by keywords only: the order of their arguments differs from the CPU's.
-Nothing here waits for the device.
+Nothing here waits for the device, though the extension does in places.
+
+By their source, the operators keep two promises of the library only in part, and no shape shows
+it:
+what lies past a sequence's end or behind a window is multiplied by 0, so that NaN there spreads;
+and with more queries than keys, causal ones that share a tile with one before all keys see too
+much.
 """
 
 import torch
@@ -24,8 +30,11 @@ CAPLESS_KEYS = 512
 
 
 def unsupported(cache, batch, spec) -> list[str]:
-    if _decodes(cache, batch, spec) or _packs(cache):
+    if _decodes(cache, batch, spec):
         return []
+    if _packs(cache):
+        # They are applied to a key's position, which is its distance but for a constant if causal.
+        return ["alibi_slopes with causal=False"] if spec.alibi_slopes and not spec.causal else []
     return [
         f"on an XPU ipex reads block_size {PACKED_BLOCKS} with head_dim to {PACKED_HEAD_DIM} in "
         f"the logical layout, or, for one query a sequence without sliding_window, block_size "
