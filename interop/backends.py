@@ -65,7 +65,7 @@ def set_rows(array, indices, rows):
     return torch_call(set_rows_, out, aliases={0: 0}, capturable=True)(array, indices, rows)
 
 
-def _too_little_work(query, cache, batch, spec, return_lse) -> list[str]:
+def too_little_work(query, cache, batch, spec, return_lse) -> list[str]:
     """Under some millions of products XLA's own loop beats calling out to torch, on a CPU."""
     work = query.size * batch.max_blocks * batch.block_size
     if platform_of(query) == "cpu" and work < LEAST_WORK:
@@ -74,4 +74,4 @@ def _too_little_work(query, cache, batch, spec, return_lse) -> list[str]:
 
 
 LEAST_WORK = 1 << 22  # products of a query's element with a key's: the two are even there
-SDPA = dataclasses.replace(bridged(sdpa.BACKEND), unfit=_too_little_work)
+SDPA = dataclasses.replace(bridged(sdpa.BACKEND), unfit=too_little_work)

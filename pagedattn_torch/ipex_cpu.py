@@ -118,7 +118,8 @@ def _prefill(query, pages: Pages, spec, spans: Spans, out) -> None:
         cu_seqlens_q=_starts(spans.query_lens),
         cu_seqlens_kv=_starts(spans.key_lens),
         max_seqlen_q=int(spans.query_lens.max()),
-        max_seqlen_kv=int(spans.key_lens.max()),
+        # A reach of this or more is taken for none, though a query before all keys may need it.
+        max_seqlen_kv=max(int(spans.key_lens.max()), reach + 1),
         scale=spec.scale_for(query.shape[2]),
         is_cusal=spec.causal,
         block_tables=pages.tables,

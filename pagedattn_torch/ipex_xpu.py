@@ -9,11 +9,9 @@ A cache is read where it lies, by the operator that its layout fits, or the call
 Operators are called by keywords only: the order of their arguments differs from the CPU's.
 Nothing here waits for the device, though the extension does in places.
 
-By their source, the operators keep two promises of the library only in part, and no shape shows
-it:
-what lies past a sequence's end or behind a window is multiplied by 0, so that NaN there spreads;
-and with more queries than keys, causal ones that share a tile with one before all keys see too
-much.
+By their source, the operators keep two promises of the library only in part, and no shape shows it.
+What lies past a sequence's end or behind a window is multiplied by 0, so that NaN there spreads. And
+where queries outnumber keys, causal ones in a tile with one before all keys see too much.
 """
 
 import torch
@@ -105,7 +103,7 @@ def _packed(query, cache, batch, spec, out) -> None:
         cu_seqlens_q=batch.query_start_loc.contiguous(),
         cu_seqlens_kv=pad(batch.seq_lens.cumsum(0, dtype=torch.int32), (1, 0)),
         max_seqlen_q=min(batch.max_query_len, len(query)),
-        max_seqlen_kv=_capacity(batch),
+        max_seqlen_kv=max(_capacity(batch), reach + 1),  # as on a CPU
         scale=spec.scale_for(query.shape[2]),
         is_cusal=spec.causal,
         block_tables=_tables(cache, batch),
