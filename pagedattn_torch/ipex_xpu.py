@@ -10,8 +10,8 @@ Operators are called by keywords only: the order of their arguments differs from
 Nothing here waits for the device, though the extension does in places.
 
 By their source, the operators keep two promises of the library only in part, and no shape shows it.
-What lies past a sequence's end or behind a window is multiplied by 0, so that NaN there spreads. And
-where queries outnumber keys, causal ones in a tile with one before all keys see too much.
+What lies past a sequence's end or behind a window is multiplied by 0, so that NaN there spreads.
+Where queries outnumber keys, causal ones in a tile with one before all keys see too much.
 """
 
 import torch
