@@ -14,6 +14,8 @@ What lies past a sequence's end or behind a window is multiplied by 0, so that N
 Where queries outnumber keys, causal ones in a tile with one before all keys see too much.
 """
 
+import dataclasses
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -45,7 +47,14 @@ def unsupported(cache, batch, spec) -> list[str]:
 def attend(query: Tensor, cache, batch, spec, out: Tensor) -> None:
     """Writes the rows of out that belong to a sequence; anything where a query sees no key."""
     operator = _decode if _decodes(cache, batch, spec) else _packed
-    operator(query.contiguous(), cache, batch, spec, out)
+    operator(query.contiguous(), cache, _bounded(batch, len(query)), spec, out)
+
+
+def _bounded(batch, num_tokens: int):
+    """The batch with lengths that, whatever they were, do not lead out of the arrays."""
+    starts = batch.query_start_loc.clamp(0, num_tokens).cummax(0).values
+    seq_lens = batch.seq_lens.clamp(0, _capacity(batch))
+    return dataclasses.replace(batch, query_start_loc=starts, seq_lens=seq_lens)
 
 
 def _decodes(cache, batch, spec) -> bool:
@@ -80,7 +89,7 @@ def _decode(query, cache, batch, spec, out) -> None:
         head_mapping=heads,
         scale=spec.scale_for(query.shape[2]),
         block_tables=_tables(cache, batch),
-        context_lens=batch.seq_lens.contiguous(),
+        context_lens=batch.seq_lens,
         block_size=cache.block_size,
         max_context_len=max(_capacity(batch), CAPLESS_KEYS + 1),
         alibi_slopes=_slopes(query, spec),
@@ -88,7 +97,7 @@ def _decode(query, cache, batch, spec, out) -> None:
     )
     # Sequences without a query write to a row past the tokens.
     room = torch.cat([out, out.new_zeros(1, *out.shape[1:])])
-    live = (starts.diff() > 0) & (starts[:-1] >= 0) & (starts[:-1] < len(out))
+    live = starts.diff() > 0
     room.index_copy_(0, torch.where(live, starts[:-1], len(out)).long(), result)
     out.copy_(room[:-1])
 
@@ -100,7 +109,7 @@ def _packed(query, cache, batch, spec, out) -> None:
         query=query,
         key_cache=cache.key,
         value_cache=cache.value,
-        cu_seqlens_q=batch.query_start_loc.contiguous(),
+        cu_seqlens_q=batch.query_start_loc,
         cu_seqlens_kv=pad(batch.seq_lens.cumsum(0, dtype=torch.int32), (1, 0)),
         max_seqlen_q=min(batch.max_query_len, len(query)),
         max_seqlen_kv=max(_capacity(batch), reach + 1),  # as on a CPU
