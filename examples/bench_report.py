@@ -12,7 +12,7 @@ import torch
 from bench_case import HEAD_DIM, HEADS, KV_HEADS, Case
 from bench_timing import copy_bandwidth, matmul_rate
 
-PACKAGES = ("jax", "triton", "jax-triton", "xformers", "flashinfer-python")
+PACKAGES = ("jax", "triton", "xformers", "flashinfer-python")
 
 
 class Report:

@@ -10,6 +10,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from pagedattn import BackendUnavailableError, InvalidInputError
+from pagedattn.manual_axes import axes_of, varying
 
 try:
     import jax_tvm_ffi
@@ -65,7 +66,7 @@ def torch_call(
     call = jax.ffi.ffi_call(target, outs, input_output_aliases=aliases, vmap_method="sequential")
 
     def called(*arrays):
-        results = call(*arrays)
+        results = varying(call(*arrays), axes_of(arrays))
         return tuple(results) if isinstance(out, Sequence) else results[0]
 
     return called

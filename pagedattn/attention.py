@@ -8,6 +8,7 @@ from . import dispatch, validate
 from .batch import BatchMetadata
 from .blocks import int32, positions
 from .cache import KVCache
+from .manual_axes import axes_of, varying
 from .spec import AttentionSpec
 
 
@@ -25,6 +26,9 @@ def paged_attention(
     Prefill, chunked prefill, decode and any mix are this one call: write the new keys and values
     with `write_kv` first, then attend. Encoders and cross attention are this call with
     `causal=False` and the key side's own tables and lengths.
+
+    Several devices: call it inside `jax.shard_map`, with the heads of query and cache spread over
+    them, or with a cache and a batch for each. ALiBi slopes are then those of a device's own heads.
 
     Args:
       query: the new tokens of all sequences, of the cache's dtype.
@@ -53,7 +57,8 @@ def paged_attention(
     validate.attention(query, cache, batch, spec)
     query, cache = jax.tree.map(jnp.asarray, (query, cache))
     batch = jax.tree.map(int32, batch)
-    call = (query, cache, batch, spec, return_lse)
+    arrays = (query, cache, batch)
+    call = (*varying(arrays, axes_of(arrays)), spec, return_lse)
     out, lse = dispatch.select(backend, call).run(*call)
     return (out, lse) if return_lse else out
 

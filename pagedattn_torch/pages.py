@@ -29,7 +29,7 @@ def gather(cache: KVCache, batch: BatchMetadata, spec: AttentionSpec) -> Pages:
     columns = torch.arange(num_blocks(batch, spec), device=batch.seq_lens.device)
     first = first_blocks(batch, spec)
     columns = first[:, None] + columns
-    blocks = batch.block_tables.gather(1, columns.clamp(max=batch.max_blocks - 1).long())
+    blocks = batch.block_tables.gather(1, columns.clamp(0, batch.max_blocks - 1).long())
     blocks = blocks.clamp(0, cache.num_blocks - 1).flatten()
     offsets = torch.arange(cache.block_size, device=columns.device)
     positions = (columns[..., None] * cache.block_size + offsets).flatten(1)

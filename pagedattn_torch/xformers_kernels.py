@@ -105,7 +105,7 @@ def packed_mask(batch, spec, key_lens: Tensor, padding: int, num_tokens: int):
     # FlashAttention takes a bound of 1 for a promise that each sequence has exactly one query.
     longest = max(2, min(batch.max_query_len, num_tokens))
     queries = masks._SeqLenInfo(
-        seqstart=batch.query_start_loc.to(torch.int32).contiguous(),
+        seqstart=batch.query_start_loc.to(torch.int32).clamp(0, num_tokens),
         seqstart_py=[0] * batch.num_seqs + [num_tokens],
         max_seqlen=longest,
         min_seqlen=0,
@@ -190,6 +190,8 @@ class Rectangle:
         numbers = first[:, None] + torch.arange(span.start, span.stop, device=first.device)
         self.tokens = batch.query_start_loc[:-1, None] + numbers
         self.live = (numbers >= 0) & (self.tokens < batch.query_start_loc[1:, None])
+        # Inside jit starts are whatever they are.
+        self.live &= (self.tokens >= 0) & (self.tokens < num_tokens)
         self.positions = batch.context_lens[:, None] + numbers
 
     def of(self, query: Tensor) -> Tensor:

@@ -146,15 +146,21 @@ def test_updates_a_donated_argument_in_place(capturable):
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("capturable", [False, True])
 def test_several_devices(capturable):
-    """Every device's call runs there, under shard_map too."""
+    """Every device's calls run there, under shard_map too, captured at the same time or not."""
     mesh = jax.make_mesh((jax.device_count(),), ("rows",))
     spec = jax.sharding.PartitionSpec("rows")
-    double = torch_call(
-        lambda x: x * 2 + x.device.index, jax.ShapeDtypeStruct((1, 8), jnp.float32),
-        capturable=capturable,
-    )  # fmt: skip
-    run = jax.jit(jax.shard_map(double, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
-    rows = np.arange(jax.device_count() * 8, dtype=np.float32).reshape(-1, 8)
-    for _ in range(4):
+    calls = []
+
+    def fn(x):
+        calls.append(torch.cuda.is_current_stream_capturing())
+        return x * 2 + x.device.index
+
+    one = torch_call(fn, jax.ShapeDtypeStruct((1, SIDE), jnp.float32), capturable=capturable)
+    chain = functools.partial(functools.reduce, lambda x, _: one(x), range(LAYERS))
+    run = jax.jit(jax.shard_map(chain, mesh=mesh, in_specs=spec, out_specs=spec))
+    rows = np.arange(jax.device_count() * SIDE, dtype=np.float32).reshape(-1, SIDE)
+    want = rows * 2**LAYERS + np.arange(len(rows))[:, None] * (2**LAYERS - 1)
+    for _ in range(8):
         out = run(jax.device_put(rows, jax.sharding.NamedSharding(mesh, spec)))
-    np.testing.assert_array_equal(out, rows * 2 + np.arange(len(rows))[:, None])
+        np.testing.assert_array_equal(out, want)
+    assert any(calls) == capturable

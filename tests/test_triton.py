@@ -4,8 +4,11 @@ import importlib.util
 import os
 import subprocess
 import sys
+import zlib
 from pathlib import Path
+from unittest import mock
 
+import numpy as np
 import pytest
 
 from pagedattn import AttentionSpec
@@ -41,11 +44,13 @@ def shape(**sizes) -> Shape:
     return Shape(**defaults | sizes)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_kernels_by_the_interpreter():
     """Triton decides at its import whether it interprets: so in a process of its own."""
+    pytest.importorskip("triton", minversion="3.5")
     path = Path(__file__).with_name("triton_interpreted.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(path)]
+    # The plugins would warn of xdist, or write while others do.
+    plugins = ["-p", "no:cacheprovider", "-p", "no:benchmark"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", *plugins, str(path)]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
@@ -151,3 +156,25 @@ def test_a_grid_has_a_program_for_every_row_to_merge():
     launch = merge_launch(sizes, tiling(sizes, H200))
     assert launch.grid == (64 * 32, 1, 1)
     assert launch.constants["SPLITS"] == 16
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_a_program_is_machine_code_without_line_numbers(monkeypatch):
+    """Compiled for a GPU without one; the launcher's message is a stand-in's."""
+    from pagedattn.backends import triton_program as programs
+    from pagedattn.kernels.merge import merge_kernel
+
+    launcher = mock.Mock(**{"get_compute_capability.return_value": 90})
+    launcher.TritonKernelCall.return_value.to_proto.return_value = b"what it wrote;"
+    monkeypatch.setattr(programs, "launcher", launcher)
+    monkeypatch.setattr(programs, "TAKES_BINARIES", True)
+    sizes = shape(max_keys=16384)
+    launch = merge_launch(sizes, tiling(sizes, H200))
+    array = np.zeros(1, np.float32)
+    message = zlib.decompress(programs.program(merge_kernel, [array] * 2, launch, [array] * 2))
+    assert message.startswith(b"what it wrote;")
+    assert b"\x7fELF" in message
+    assert b".debug_line" not in message
+    _, *grid, parameters = launcher.TritonKernelCall.call_args.args
+    assert (*grid, len(parameters)) == (*launch.grid, 6)
+    assert launcher.TritonKernel.call_args.args[:3] == ("merge_kernel", launch.num_warps, 1)

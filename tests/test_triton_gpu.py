@@ -99,7 +99,7 @@ def test_cuda_graph(spec):
 @pytest.mark.parametrize("max_query_len", [1, 17])
 @pytest.mark.parametrize("scale", [1.0, -0.5])
 def test_sizes_of_one_in_jax(scale, max_query_len):
-    """Every scalar that jax-triton makes a constant of the program when it is 1."""
+    """No scalar becomes a constant of the program when it is 1."""
     spec = AttentionSpec(scale=scale, sliding_window=1, alibi_slopes=(1.0,))
     sizes = {"num_heads": 1, "num_kv_heads": 1, "num_blocks": 1, "block_size": 1}
     problem = random_problem([1], [1], spec, max_query_len=max_query_len, **sizes)

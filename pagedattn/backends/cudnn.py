@@ -277,6 +277,9 @@ def _kernel(query, key, value, lens, *, causal, window, scale, with_lse=True) ->
     """cuDNN on rectangles `[num_seqs, rows, heads, dim]`; `lens` of queries and keys, or None."""
     kind = ("CAUSAL" if lens is None else "PADDING_CAUSAL") if causal else "PADDING"
     query_lens, key_lens = lens or (None, None)
+    if lens is not None:  # whatever the device's values: cuDNN follows them out of the rectangles
+        query_lens = jnp.clip(query_lens, 0, query.shape[1])
+        key_lens = jnp.clip(key_lens, 0, key.shape[1])
     out, lse = attention(
         query,
         key,

@@ -80,8 +80,8 @@ def on_first_keys(query, batch, key_lens, pages, scale) -> tuple[Array, Any]:
 
 def _state(query, key, value, spans, tokens, *, with_lse=True, **options) -> tuple[Array, Any]:
     """cuDNN's results, 0 and -inf for tokens that are not live."""
-    arrays = (query, key, value, *map(_closed, spans))
-    out, lse = kernel(*arrays, with_lse=with_lse, **options)
+    closed = (_closed(part, len(rows)) for part, rows in zip(spans, (query, key), strict=True))
+    out, lse = kernel(query, key, value, *closed, with_lse=with_lse, **options)
     live = tokens.live[:, None]
     out = jnp.where(live[..., None], out, 0)
     if not with_lse:
@@ -91,9 +91,14 @@ def _state(query, key, value, spans, tokens, *, with_lse=True, **options) -> tup
     return out, jnp.where(live, lse, -jnp.inf)
 
 
-def _closed(spans) -> Spans:
-    """With one empty sequence more: cuDNN takes a single sequence for a rectangle."""
-    return Spans(*(jnp.append(part, jnp.zeros(1, part.dtype)) for part in spans))
+def _closed(spans, num_rows) -> Spans:
+    """Within the rows that there are, whatever the device's values; cuDNN follows them anywhere.
+
+    With one empty sequence more: cuDNN takes a single sequence for a rectangle.
+    """
+    starts = jnp.clip(spans.starts, 0, num_rows)
+    lens = jnp.clip(spans.lens, 0, num_rows - starts)
+    return Spans(*(jnp.append(part, jnp.zeros(1, part.dtype)) for part in (starts, lens)))
 
 
 def kernel(query, key, value, queries, keys, *, causal, scale, with_lse) -> tuple[Array, Any]:

@@ -1,9 +1,9 @@
 """Paged attention in pure JAX: every feature, every platform, differentiable.
 
-The packed queries are cut into tiles of one sequence each. A few tiles at a time walk the keys
-that they may see, chunk by chunk, with the online softmax of Milakov & Gimelshein (2018) and Rabe
-& Staats (2021). So memory is O(tokens x chunk), a long sequence does not pad its batch-mates, and
-chunks that no tile of the few may see are skipped.
+The packed queries are cut into tiles of one sequence each. A few tiles at a time (on a CPU, one)
+walk the keys that they may see, chunk by chunk, with the online softmax of Milakov & Gimelshein
+(2018) and Rabe & Staats (2021). So memory is O(tokens x chunk), a long sequence does not pad its
+batch-mates, and chunks that no tile of the few may see are skipped.
 """
 
 import functools
@@ -18,6 +18,7 @@ from ..batch import BatchMetadata
 from ..bias import alibi_bias, visible_mask
 from ..blocks import sequence_ids
 from ..cache import KVCache
+from ..registry import platform_of
 from ..spec import AttentionSpec
 
 TILE = 64  # query tokens a tile at most, and about as many tokens a step of several tiles
@@ -60,8 +61,10 @@ def run(
         return jnp.zeros_like(query), jnp.full((num_tokens, num_heads), -jnp.inf, jnp.float32)
     tile = max(1, min(TILE, batch.max_query_len, num_tokens))
     tiles = _tiles(batch, spec, tile)
-    step = functools.partial(_attend, query, cache, spec, batch.block_size)
-    out, lse = jax.lax.map(step, _grouped(tiles, TILE // tile))
+    # A CPU keeps one tile's chunk in its cache, and gains nothing from more of them at a time.
+    step = 1 if platform_of(query) == "cpu" else TILE // tile
+    attend = functools.partial(_attend, query, cache, spec, batch.block_size)
+    out, lse = jax.lax.map(attend, _grouped(tiles, step))
     out = out.reshape(-1, num_heads, head_dim)
     lse = lse.reshape(-1, num_heads)
     rows, live = _rows_of_tokens(batch, tile)
@@ -194,7 +197,7 @@ def _logits(scaled, key, spec, tiles, keys, inside):
 
 
 def _no_key_seen(scaled) -> State:
-    empty = jnp.zeros(scaled.shape[:3], scaled.dtype)
+    empty = jnp.zeros_like(scaled[..., 0])
     return State(jnp.full_like(empty, -jnp.inf), empty, jnp.zeros_like(scaled))
 
 

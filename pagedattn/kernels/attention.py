@@ -84,14 +84,14 @@ def attention_kernel(
     else:
         seq = tl.minimum(tile // TILES_A_SEQ, num_seqs)
         tile -= seq * TILES_A_SEQ
-    first = tile * TOKENS
+    first = tl.maximum(tile * TOKENS, 0)
     query_start = tl.load(query_start_loc + seq)
     query_stop = tl.load(query_start_loc + seq + 1, mask=seq < num_seqs, other=num_tokens)
     seq_len = tl.load(seq_lens + seq, mask=seq < num_seqs, other=0)
     # Values that break the contract must not lead outside the arrays.
     query_start = tl.minimum(tl.maximum(query_start, 0), num_tokens)
-    query_len = tl.minimum(query_stop, num_tokens) - query_start
-    seq_len = tl.minimum(seq_len, max_blocks * BLOCK_SIZE)
+    query_len = tl.minimum(tl.maximum(query_stop, 0), num_tokens) - query_start
+    seq_len = tl.minimum(tl.maximum(seq_len, 0), max_blocks * BLOCK_SIZE)
 
     # From here on rows, heads and planes count from those of the tile.
     head = kv_head * GROUP + skipped_heads

@@ -1,0 +1,94 @@
+"""A Triton kernel and its arguments as the message that jaxlib's launcher reads.
+
+The launcher is Pallas's. Programs are compiled by Triton, as torch would have them compiled; XLA's
+assembler gives some of them other registers, and 7 % less speed.
+"""
+
+import functools
+import zlib
+from importlib.metadata import version
+
+import triton
+from jaxlib import gpu_triton as launcher
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ..kernels.launch import Launch
+
+# Since this version the launcher takes machine code; older ones assemble the text they are given.
+TAKES_BINARIES = tuple(map(int, version("jaxlib").split(".")[:3])) >= (0, 11, 2)
+TYPES = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32"}
+DIVISIBILITY = 16  # of the addresses of XLA's arrays
+
+
+def missing() -> list[str]:
+    """Why there is no launcher here."""
+    return [] if hasattr(launcher, "TritonKernel") else ["this jaxlib has no CUDA plugin"]
+
+
+def program(kernel, arrays, launch: Launch, outs) -> bytes:
+    """What `triton_kernel_call_ffi` takes for its opaque."""
+    kinds = ["fp32" if isinstance(scalar, float) else "i32" for scalar in launch.scalars]
+    inputs, results = ([TYPES[array.dtype.name] for array in part] for part in (arrays, outs))
+    constants = tuple(launch.constants.items())
+    types = (*inputs, *kinds, *results)
+    code = _compiled(kernel, types, constants, launch.num_warps, launch.num_stages)
+    # The launcher looks programs up by their text at each launch: a hash of it takes no time.
+    text = code.hash if TAKES_BINARIES else code.asm["ptx"]
+    sizes = launch.num_warps, 1, code.metadata.shared
+    loaded = launcher.TritonKernel(code.metadata.name, *sizes, text, "", _capability())
+    array = launcher.create_array_parameter(0, DIVISIBILITY)
+    scalars = map(launcher.create_scalar_parameter, launch.scalars, kinds)
+    parameters = [array] * len(inputs) + list(scalars) + [array] * len(results)
+    call = launcher.TritonKernelCall(loaded, *launch.grid, parameters)
+    message = call.to_proto(kernel.__name__, b"")
+    return zlib.compress(message + binary_part(code) if TAKES_BINARIES else message)
+
+
+@functools.cache
+def _compiled(kernel, types, constants, num_warps, num_stages):
+    """The kernel for the first GPU; it takes scalars of any value, so that few are compiled."""
+    signature = dict(zip(kernel.arg_names, types, strict=False))
+    signature |= {name: "constexpr" for name, _ in constants}
+    pointers = (i for i, kind in enumerate(types) if kind.startswith("*"))
+    aligned = {(i,): [["tt.divisibility", DIVISIBILITY]] for i in pointers}
+    source = ASTSource(kernel, signature, dict(constants), aligned)
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    target = GPUTarget("cuda", _capability(), 32)
+    with knobs.compilation.scope():
+        # Line numbers are half of a message, and XLA copies it at each launch: 1 us.
+        knobs.compilation.disable_line_info = True
+        return triton.compile(source, target=target, options=options)
+
+
+@functools.cache
+def _capability() -> int:
+    return launcher.get_compute_capability(0)
+
+
+def binary_part(code) -> bytes:
+    """The machine code as one more part of the message: readers join the parts of a message."""
+    image = field(1, code.asm["cubin"]) + field(2, code.metadata.name.encode())
+    image += b"\x18" + varint(code.metadata.shared)
+    return field(1, field(1, field(11, image)))
+
+
+def field(number: int, content: bytes) -> bytes:
+    """A field of a protobuf message, of a number below 16.
+
+    >>> field(2, b"abc")
+    b'\\x12\\x03abc'
+    """
+    return bytes([number << 3 | 2]) + varint(len(content)) + content
+
+
+def varint(number: int) -> bytes:
+    """A natural number, seven bits a byte.
+
+    >>> varint(300)
+    b'\\xac\\x02'
+    """
+    if number < 128:
+        return bytes([number])
+    return bytes([number & 127 | 128]) + varint(number >> 7)

@@ -1,0 +1,79 @@
+r"""Bad ids, lengths and starts, which only the device knows in jit: no backend leaves its arrays.
+
+Here they are only seen to end. What they touch is seen by CUDA's memory checker:
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 XLA_PYTHON_CLIENT_ALLOCATOR=platform \
+    XLA_FLAGS="--xla_gpu_force_compilation_parallelism=1 --xla_gpu_autotune_level=0" \
+    compute-sanitizer --tool memcheck --show-backtrace no --error-exitcode 1 \
+        python -m pytest -p no:benchmark -k bad_values \
+        tests/test_bad_values.py tests/test_triton_gpu.py tests/test_errors.py
+
+The variables give every array an allocation of its own, so that stepping over its end is an error.
+The flags are for the checker, which crashes where several threads compile; its backtraces hold on
+to Python's frames, and so to tensors that XLA must have back.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pagedattn import AttentionSpec, explain, write_kv
+from pagedattn.registry import can_load
+from pagedattn.testing import batch_of, cache_of, random_problem
+from pagedattn.testing.harness import attend_in_jit
+
+NAMES = [name for name in ("xla", "sdpa", "triton", "xformers", "cudnn") if can_load(name)]
+HUGE, FAR = 2**31 - 1, 10**6
+SIZES = {"dtype": np.dtype("float16"), "head_dim": 64, "block_size": 16, "poison": None}
+PHASES = {"decode": [1, 1, 1], "chunks": [40, 1, 3]}
+# field: values in place of those of the three sequences
+BAD = {
+    "huge ids": {"block_tables": np.full((3, 6), HUGE)},
+    "ids past the end": {"block_tables": np.full((3, 6), 99)},
+    "negative ids": {"block_tables": np.full((3, 6), -(2**31))},
+    "long sequences": {"seq_lens": [FAR, HUGE, 97]},
+    "negative lengths": {"seq_lens": [-1, -FAR, -(2**31)]},
+    "starts past the end": {"query_start_loc": [0, FAR, FAR, HUGE]},
+    "negative starts": {"query_start_loc": [-5, -(2**31), -1, 3]},
+    "falling starts": {"query_start_loc": [3, 2, 1, 0]},
+    "late starts": {"query_start_loc": [FAR, FAR + 1, FAR + 2, FAR + 3]},
+    "everything": {
+        "block_tables": np.full((3, 6), 99),
+        "seq_lens": [FAR, FAR, FAR],
+        "query_start_loc": [-5, 30, FAR, 7],
+    },
+}
+
+
+def arguments(phase):
+    problem = random_problem(PHASES[phase], [90, 50, 7], AttentionSpec(), **SIZES)
+    return jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("name", NAMES)
+def test_bad_values_in_jit(name, phase, window, bad):
+    query, cache, batch = arguments(phase)
+    spec = AttentionSpec(sliding_window=window)
+    if reasons := explain(query, cache, batch, spec)[name]:
+        pytest.skip("; ".join(reasons))
+    fields = {field: jnp.asarray(values, jnp.int32) for field, values in BAD[bad].items()}
+    batch = dataclasses.replace(batch, **fields)
+    out, lse = attend_in_jit(query, cache, batch, spec, backend=name, return_lse=True)
+    assert jax.block_until_ready(out).shape == query.shape
+    assert jax.block_until_ready(lse).shape == query.shape[:2]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bad_values_are_not_written(dtype):
+    _, cache, _ = arguments("decode")
+    cache = jax.tree.map(lambda plane: plane.astype(dtype), cache)
+    slots = jnp.array([-1, -2, -(2**31), cache.num_slots, cache.num_slots + 5, HUGE], jnp.int32)
+    new = jnp.ones((len(slots), cache.num_kv_heads, cache.head_dim), dtype)
+    got = jax.jit(write_kv)(cache, new, new, slots)
+    jax.tree.map(np.testing.assert_array_equal, got, cache)
