@@ -1,15 +1,26 @@
 """Hypothesis profiles and the axes that every backend test runs over."""
 
 import os
+from importlib.util import find_spec
 
 import hypothesis
 import jax
 import pytest
+from cases import REFUSING, calls
 
 from pagedattn.registry import can_load
 
 # Only ever run by test_triton, in a process in which Triton interprets.
 collect_ignore = ["triton_interpreted.py"]
+DEMO = [name for name in ("matplotlib", "optax", "rich", "safetensors") if not find_spec(name)]
+if DEMO:  # the examples cannot be imported
+    names = ("test_examples", "test_families", "test_generation", "test_serving", "tiny")
+    collect_ignore += [f"{name}.py" for name in names]
+
+
+def pytest_report_header():
+    return f"examples are not tested without {', '.join(DEMO)}" if DEMO else None
+
 
 PROFILES = {"dev": 20, "ci": 25, "deep": 500}  # examples a test
 for name, examples in PROFILES.items():
@@ -26,16 +37,42 @@ for name, examples in PROFILES.items():
     )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
-# Those that honour everything; the others have test files of their own.
+# Those that honour everything, and those that refuse some calls, as `cases.run` allows. Others have
+# test files of their own.
 EVERYTHING = {"cpu": ("xla", "sdpa"), "gpu": ("xla", "sdpa", "triton")}
 BACKENDS = [n for n in EVERYTHING[jax.default_backend()] if can_load(n)]
+PARTIAL = [n for n in REFUSING.get(jax.default_backend(), ()) if can_load(n)]
 MODES = ("eager", "jit")
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=[*BACKENDS, *PARTIAL])
 def backend(request: pytest.FixtureRequest) -> str:
     """Name of a backend that must be usable on this machine."""
     return request.param
+
+
+@pytest.fixture(params=["sdpa", *PARTIAL])
+def layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' layers are of the class of each of these backends."""
+    torch_layers = pytest.importorskip("torch_layers")
+    monkeypatch.setattr(torch_layers, "layer_cls", torch_layers.LAYERS[request.param])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call():
+    """A test of which a backend refused every call shows nothing: it counts as skipped."""
+    calls.clear()
+    result = yield
+    if calls.refused and not calls.ran:
+        pytest.skip(calls.refused[0])
+    return result
+
+
+@pytest.fixture
+def exact_products():
+    """JAX multiplies float32 with ten bits on a GPU, unless it is told not to."""
+    with jax.default_matmul_precision("highest"):
+        yield
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from tiny import LIMITS, TINY, greedy_completions, serve, tiny_params, tiny_requ
 
 from pagedattn import available_backends, init_kv_cache, make_batch
 
+pytestmark = pytest.mark.usefixtures("exact_products")
 WINDOWED = Mistral(**vars(TINY))
 
 

@@ -21,6 +21,7 @@ from tiny import greedy_completions, serve
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.usefixtures("exact_products")
 SHIPPED = Path(__file__).parents[1] / "examples" / "models" / "pydoc-llama"
 SWAP = partial(Swap, num_blocks=24, num_rows=6)
 LIMITS = Limits(

@@ -16,6 +16,7 @@ from tiny import ROOMY, TINY, serve, tiny_params, tiny_requests
 
 from pagedattn import available_backends
 
+pytestmark = pytest.mark.usefixtures("exact_products")
 PROMPTS = [list(request.prompt) for request in tiny_requests((5, 9, 3))]
 NEW = 12
 
@@ -106,7 +107,7 @@ def test_no_temporary_grows_with_the_cache(backend):
         state = jax.eval_shape(lambda n=num_blocks: begin(backend=backend, num_blocks=n))
         lowered = decode_loop.lower(tiny_params(), TINY, state, 0.0, 99, backend)
         sizes.append(lowered.compile().memory_analysis().temp_size_in_bytes)
-    assert sizes[1] - sizes[0] < 1e5
+    assert sizes[1] - sizes[0] < 1e6  # on a GPU, the pool's array of block counts is
     assert state.caches[0].key.size * 4 > 1e7
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import SPECS, mixed, random_cache, rows, run
+from cases import SPECS, attend_with_any_lse, honoured, mixed, random_cache, rows, run
 
 from pagedattn import (
     AttentionSpec,
@@ -23,8 +23,14 @@ from pagedattn import (
 )
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
 
-SPEC = SPECS["all"]
+EVERYTHING = SPECS["all"]
 TABLES = np.arange(24)[::-1].reshape(4, 6)  # counting downward
+
+
+@pytest.fixture
+def spec(backend):
+    """All that a backend can do at once."""
+    return honoured(mixed(EVERYTHING), backend).spec
 
 
 def counted(function, **options):
@@ -49,7 +55,9 @@ def decode_batch(context_lens):
 def test_one_trace_for_all_decode_steps(backend):
     """Lengths, tables, batch sizes below the padding: all are values."""
     step, traces = counted(
-        lambda query, cache, batch: paged_attention(query, cache, batch, SPEC, backend=backend)
+        lambda query, cache, batch: paged_attention(
+            query, cache, batch, EVERYTHING, backend=backend
+        )
     )
     cache = random_cache(24, 4, 2, 16)
     query = jnp.ones((4, 4, 16))
@@ -58,15 +66,15 @@ def test_one_trace_for_all_decode_steps(backend):
     assert len(traces) == 1
 
 
-def test_one_trace_for_any_mix_in_a_bucket(backend):
+def test_one_trace_for_any_mix_in_a_bucket(backend, spec):
     """Prefill, chunk and decode of one padded shape and one bound share a program."""
     step, traces = counted(
-        lambda query, cache, batch: paged_attention(query, cache, batch, SPEC, backend=backend)
+        lambda query, cache, batch: paged_attention(query, cache, batch, spec, backend=backend)
     )
     for lens in (([8, 0, 0], [8, 0, 0]), ([5, 2, 1], [9, 20, 3]), ([1, 1, 1], [1, 2, 3])):
         tables = np.arange(18).reshape(3, 6)
         problem = random_problem(
-            *lens, SPEC, num_blocks=18, pad_tokens=8, max_query_len=8, block_tables=tables
+            *lens, spec, num_blocks=18, pad_tokens=8, max_query_len=8, block_tables=tables
         )
         out = step(jnp.asarray(problem.query), cache_of(problem), batch_of(problem))
         assert_attention_close(out, None, problem)
@@ -88,7 +96,7 @@ def test_equal_specs_share_a_trace(backend):
         traces.append(None)
         return paged_attention(query, cache, batch, spec, backend=backend)
 
-    problem = mixed()
+    problem = random_problem([1, 1], [7, 9], AttentionSpec())
     args = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
     step(*args, AttentionSpec(alibi_slopes=[0.5, 1, 2, 4], sliding_window=np.int64(7)))
     step(*args, AttentionSpec(alibi_slopes=np.array([0.5, 1, 2, 4]), sliding_window=7))
@@ -129,8 +137,7 @@ def decode_step(backend, cache, batch, new):
     slots = slot_mapping(batch.block_tables, seq_ids, places, block_size=batch.block_size)
     batch = dataclass_replace(batch, seq_lens=seq_lens, positions=places, slot_mapping=slots)
     cache = write_kv(cache, key, value, slots)
-    out = paged_attention(query, cache, batch, SPEC, backend=backend, return_lse=True)
-    return cache, batch, out
+    return cache, batch, attend_with_any_lse(query, cache, batch, EVERYTHING, backend)
 
 
 def dataclass_replace(batch, **fields):
@@ -174,16 +181,16 @@ def test_scan_is_jit_is_eager(backend, num_steps):
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
-def test_vmap_over_layers(backend):
+def test_vmap_over_layers(backend, spec):
     """A stack of caches and queries that share one batch."""
-    problems = [mixed(SPEC, seed=seed, poison=None) for seed in range(3)]
+    problems = [mixed(spec, seed=seed, poison=None) for seed in range(3)]
     batch = batch_of(problems[0])
     caches = [cache_of(problem) for problem in problems]
     stacked = KVCache(*(jnp.stack([getattr(c, n) for c in caches]) for n in ("key", "value")))
     queries = jnp.stack([jnp.asarray(problem.query) for problem in problems])
 
     def attend(query, cache):
-        return paged_attention(query, cache, batch, SPEC, backend=backend, return_lse=True)
+        return attend_with_any_lse(query, cache, batch, spec, backend)
 
     out, lse = jax.jit(jax.vmap(attend))(queries, stacked)
     for i, problem in enumerate(problems):
@@ -205,23 +212,23 @@ def test_vmap_of_write_kv():
         np.testing.assert_array_equal(out.value[i], want.value)
 
 
-def test_the_batch_can_be_built_in_jit(backend):
+def test_the_batch_can_be_built_in_jit(backend, spec):
     """The last step's batch and cache go through jit as arguments and results."""
-    problem = mixed(SPEC)
+    problem = mixed(spec)
 
     @jax.jit
     def step(query, cache, batch):
-        return paged_attention(query, cache, batch, SPEC, backend=backend), cache, batch
+        return paged_attention(query, cache, batch, spec, backend=backend), cache, batch
 
     out, cache, batch = step(jnp.asarray(problem.query), cache_of(problem), batch_of(problem))
     assert isinstance(cache, KVCache)
-    again = paged_attention(jnp.asarray(problem.query), cache, batch, SPEC, backend=backend)
+    again = paged_attention(jnp.asarray(problem.query), cache, batch, spec, backend=backend)
     np.testing.assert_allclose(out, again, rtol=1e-5, atol=1e-6)
 
 
-def test_write_then_attend_in_one_donating_jit(backend):
+def test_write_then_attend_in_one_donating_jit(backend, spec):
     """The update aliases its input although a backend reads it right after."""
-    problem = mixed(SPEC)
+    problem = mixed(spec)
     batch = batch_of(problem)
     cache = init_kv_cache(*problem.key_cache.shape, jnp.float32)
     pointers = [half.unsafe_buffer_pointer() for half in (cache.key, cache.value)]
@@ -229,7 +236,7 @@ def test_write_then_attend_in_one_donating_jit(backend):
     @functools.partial(jax.jit, donate_argnums=0)
     def step(cache, query, key, value):
         cache = write_kv(cache, key, value, batch.slot_mapping)
-        return cache, paged_attention(query, cache, batch, SPEC, backend=backend)
+        return cache, paged_attention(query, cache, batch, spec, backend=backend)
 
     new = rows(20, cache)
     cache, out = step(cache, jnp.nan_to_num(jnp.asarray(problem.query)), *new)
@@ -241,11 +248,11 @@ def test_write_then_attend_in_one_donating_jit(backend):
 def test_empty_axes(backend, mode):
     """No tokens, no sequences, no table columns."""
     for lens in (([], []), ([0], [0]), ([0, 0], [5, 0])):
-        problem = random_problem(*lens, SPEC, pad_tokens=3)
+        problem = random_problem(*lens, EVERYTHING, pad_tokens=3)
         out, lse = run(problem, backend, mode)
         assert not out.any()
         assert (lse == -np.inf).all()
-    out, lse = run(random_problem([0], [4], SPEC), backend, mode)
+    out, lse = run(random_problem([0], [4], EVERYTHING), backend, mode)
     assert out.shape == (0, 4, 16)
     assert lse.shape == (0, 4)
 
@@ -272,7 +279,7 @@ def test_metadata_of_any_integer_dtype(backend, mode, dtype):
     problem = random_problem([3, 1], [43, 61], SPECS["plain"], **sizes)
     batch = jax.tree.map(lambda x: x.astype(dtype), batch_of(problem))
     batch = dataclasses.replace(batch, slot_mapping=batch_of(problem).slot_mapping)
-    call = functools.partial(paged_attention, backend=backend, return_lse=True)
+    call = functools.partial(attend_with_any_lse, backend=backend)
     call = jax.jit(call, static_argnums=3) if mode == "jit" else call
     out, lse = call(jnp.asarray(problem.query), cache_of(problem), batch, problem.spec)
     assert_attention_close(out, lse, problem)
@@ -297,9 +304,9 @@ def test_lengths_that_only_the_device_knows_are_harmless(backend, changes):
     assert out.shape == problem.query.shape
 
 
-def test_strict_promotion(backend):
+def test_strict_promotion(backend, spec):
     with jax.numpy_dtype_promotion("strict"):
-        problem = random_problem([3, 1], [43, 61], SPECS["all"], dtype=ml_dtypes.bfloat16)
+        problem = random_problem([3, 1], [43, 61], spec, dtype=ml_dtypes.bfloat16)
         assert_attention_close(*run(problem, backend), problem)
 
 

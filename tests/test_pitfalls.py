@@ -12,21 +12,32 @@ import pytest
 import torch
 from cases import SIGNED
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch_layers import assert_close, dense, layer_of, normal, reference, spec_of, step_of
+from torch_layers import (
+    assert_close,
+    dense,
+    layer_of,
+    new_layer,
+    normal,
+    reference,
+    spec_of,
+    step_of,
+)
 
 from pagedattn import AttentionSpec, InvalidInputError, KVCache, UnsupportedError, alibi_bias
 from pagedattn.testing import assert_attention_close, random_problem, reference_attention
 from pagedattn_torch import (
     AttentionMetadata,
     TorchSDPABackend,
-    TorchSDPABackendImpl,
     pack_keys,
     write_kv_,
 )
 
+pytestmark = pytest.mark.usefixtures("layers")
 PREFILL, CHUNK, DECODE = ([9, 17], [9, 17]), ([5, 8], [9, 17]), ([1, 1], [9, 17])
 PHASES = {"prefill": PREFILL, "chunk": CHUNK, "decode": DECODE}
 MIXED = ([6, 7, 1, 1], [6, 19, 22, 9])
+KERNELS = "scaled_dot_product", "single_query", "flash_attn_varlen"
+of_sdpa = pytest.mark.parametrize("layers", ["sdpa"], indirect=True)
 TIGHT = {"atol": 1e-5, "rtol": 1e-5}
 
 
@@ -60,7 +71,7 @@ class Calls(TorchDispatchMode):
         self.seen = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "scaled_dot_product" in str(func):
+        if any(name in str(func) for name in KERNELS):
             self.seen.append((args, kwargs or {}))
         return func(*args, **kwargs or {})
 
@@ -111,7 +122,7 @@ def test_06_a_slope_belongs_to_a_query_head():
 @pytest.mark.parametrize("window", [1, 3, 4, 5, 100])
 def test_07_a_window_shows_itself_and_window_minus_one_more(window):
     """Uniform attention over values that are powers of two tells which keys were seen."""
-    layer = TorchSDPABackendImpl(1, 8, sliding_window=window)
+    layer = new_layer(1, 8, sliding_window=window)
     query, value = torch.zeros(12, 1, 8), torch.zeros(12, 1, 8)
     value[:, 0, 0] = 2.0 ** torch.arange(12)
     out = layer.forward(query, query, value, None, prompts([12]))[:, 0, 0]
@@ -133,7 +144,7 @@ def test_08_the_window_is_the_same_in_prefill_chunk_and_decode(window):
 
 @pytest.mark.parametrize("kind", ["encoder", "encoder_only"])
 def test_09_a_window_without_causality_looks_both_ways(kind):
-    layer = TorchSDPABackendImpl(2, 8, sliding_window=3)
+    layer = new_layer(2, 8, sliding_window=3)
     own = normal(0, 3, 11, 2, 8)
     fields = {"encoder_seq_lens": [11]} if kind == "encoder" else {}
     out = layer.forward(*own, None, prompts([11], **fields), attn_type=kind)
@@ -181,7 +192,7 @@ def test_14_a_row_that_sees_no_key_is_zero():
     meta = AttentionMetadata.from_lists(
         [3], [0], [[0]], block_size=4, encoder_lens=[0], cross_block_tables=[[]]
     )
-    layer = TorchSDPABackendImpl(2, 8)
+    layer = new_layer(2, 8)
     query, nothing = normal(0, 3, 2, 8), torch.zeros(0, 2, 8)
     for cache in (None, normal(1, 2, 4, 4, 2, 8)):
         out = layer.forward(query, nothing, nothing, cache, meta, attn_type="encoder_decoder")
@@ -195,6 +206,7 @@ def test_15_nan_in_what_is_masked_does_not_spread(poison):
     assert_attention_close(forward(problem), None, problem)
 
 
+@of_sdpa
 def test_16_a_mask_and_is_causal_are_never_passed_together():
     for spec in (AttentionSpec(), AttentionSpec(sliding_window=3)):
         problem = random_problem(*MIXED, spec)
@@ -225,7 +237,7 @@ def test_18_a_decode_without_keys_is_zero():
         encoder_lens=[0, 5],
         cross_block_tables=[[], [1, 2]],
     )
-    layer = TorchSDPABackendImpl(2, 8)
+    layer = new_layer(2, 8)
     cache = normal(0, 2, 4, 4, 2, 8)
     out = layer.forward(normal(1, 2, 2, 8), None, None, cache, meta, attn_type="encoder_decoder")
     assert not out[0].any()
@@ -283,7 +295,7 @@ def test_21_table_padding_is_never_followed(filler):
         seq_lens=[9],
         block_tables=torch.tensor([[0, 1, 99]]),
     )
-    layer = TorchSDPABackendImpl(4, 16, num_kv_heads=2)
+    layer = new_layer(4, 16, num_kv_heads=2)
     with pytest.raises(InvalidInputError, match="block_tables"):
         layer.forward(step.query.cpu(), None, None, step.kv_cache.cpu(), meta)
 
@@ -362,7 +374,7 @@ def test_28_the_scale_is_honoured_in_every_phase(phase):
 def test_29_quantised_caches_are_refused_and_chunking_changes_nothing():
     for dtype in ("fp8", "fp8_e5m2", "int8"):
         with pytest.raises(UnsupportedError, match="kv_cache_dtype"):
-            TorchSDPABackendImpl(4, 16, kv_cache_dtype=dtype)
+            new_layer(4, 16, kv_cache_dtype=dtype)
     problem = random_problem([16], [16], AttentionSpec(), poison=None)
     parts = [
         problem.replace(query=problem.query[end - 4 : end], query_lens=[4], seq_lens=[end])
@@ -374,7 +386,7 @@ def test_29_quantised_caches_are_refused_and_chunking_changes_nothing():
 
 def test_30_a_soft_cap_is_never_ignored_and_zero_is_no_off():
     with pytest.raises(InvalidInputError, match="logits_soft_cap"):
-        TorchSDPABackendImpl(4, 16, logits_soft_cap=0)
+        new_layer(4, 16, logits_soft_cap=0)
     check(MIXED, AttentionSpec(logits_soft_cap=0.5))
 
 
@@ -426,14 +438,14 @@ def test_35_metadata_is_frozen_and_splits_are_computed_anew():
         meta.seq_lens = [4, 5]
     assert meta.prefill_metadata is not meta.prefill_metadata
     before = dict(vars(meta))
-    layer = TorchSDPABackendImpl(2, 8, alibi_slopes=[0.5, 0.25])
+    layer = new_layer(2, 8, alibi_slopes=[0.5, 0.25])
     layer.forward(*normal(0, 3, 4, 2, 8), normal(1, 2, 3, 4, 2, 8), meta)
     assert vars(meta).keys() == before.keys()
     assert all(vars(meta)[name] is value for name, value in before.items())
 
 
 def test_36_encoders_leave_the_cache_and_keep_their_own_lengths():
-    layer = TorchSDPABackendImpl(2, 8)
+    layer = new_layer(2, 8)
     kv_cache = torch.zeros(2, 4, 4, 2, 8)
     slots = torch.arange(5)
     meta = prompts([2, 3], slot_mapping=slots, encoder_seq_lens=[4, 3])
@@ -451,7 +463,7 @@ def test_37_nothing_is_warned_away():
         check(MIXED, AttentionSpec(logits_soft_cap=1.0, alibi_slopes=SIGNED, sliding_window=6))
         for options in ({"kv_cache_dtype": "fp8"}, {"blocksparse_params": {}}):
             with pytest.raises(UnsupportedError):
-                TorchSDPABackendImpl(4, 16, **options)
+                new_layer(4, 16, **options)
 
 
 def test_38_sequences_of_like_lengths_are_one_kernel_call():
@@ -461,6 +473,7 @@ def test_38_sequences_of_like_lengths_are_one_kernel_call():
     assert len(calls.seen) == 1
 
 
+@of_sdpa
 def test_39_grouped_keys_are_not_repeated():
     problem = random_problem([1, 1], [33, 33], AttentionSpec(), num_heads=8, num_kv_heads=2)
     with Calls() as calls:

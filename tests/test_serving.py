@@ -20,6 +20,7 @@ from sampling import GREEDY, Sampling, pick
 from scheduler import Scheduler
 from tiny import LIMITS, ROOMY, TINY, serve, tiny_params, tiny_requests
 
+pytestmark = pytest.mark.usefixtures("exact_products")
 SWAP = partial(Swap, num_blocks=20, num_rows=5)
 SMALL_SWAP = partial(Swap, num_blocks=3, num_rows=2)
 POLICIES = {"recompute": Recompute, "swap": SWAP, "swap to a small host": SMALL_SWAP}

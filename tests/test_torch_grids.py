@@ -9,12 +9,23 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from torch_layers import assert_close, dense, layer_of, normal, reference, spec_of, step_of, tensor
+from torch_layers import (
+    assert_close,
+    dense,
+    layer_of,
+    new_layer,
+    normal,
+    reference,
+    spec_of,
+    step_of,
+    tensor,
+)
 
 from pagedattn import AttentionSpec, alibi_slopes
 from pagedattn.testing import random_problem
-from pagedattn_torch import AttentionMetadata, TorchSDPABackend, TorchSDPABackendImpl
+from pagedattn_torch import AttentionMetadata, TorchSDPABackend
 
+pytestmark = pytest.mark.usefixtures("layers")
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 # what is left of float32 after sums in another order, and of halves after their rounding
 CLOSE = {
@@ -138,7 +149,7 @@ def test_ragged(name, heads, head_size, block_size, dtype, fields):
 def test_ragged_encoders(window):
     """Windows of encoders are symmetric."""
     lens = [1, 678, 1367, 145, 36]
-    layer = TorchSDPABackendImpl(4, 96, num_kv_heads=2, sliding_window=window)
+    layer = new_layer(4, 96, num_kv_heads=2, sliding_window=window)
     query, key, value = (
         normal(i, sum(lens), h, 96, dtype=torch.bfloat16) for i, h in enumerate((4, 2, 2))
     )
@@ -200,7 +211,7 @@ def test_encoder_decoder(num_heads, head_size, count):
         is_prompt=False,
         **encoder,
     )
-    layer = TorchSDPABackendImpl(num_heads, head_size, head_size**-0.5)
+    layer = new_layer(num_heads, head_size, head_size**-0.5)
     kv_cache = torch.full(
         TorchSDPABackend.get_kv_cache_shape(601, 16, num_heads, head_size), torch.nan
     )

@@ -15,6 +15,7 @@ from torch_layers import (
     assert_same,
     dense,
     layer_of,
+    new_layer,
     normal,
     reference,
     spec_of,
@@ -36,13 +37,13 @@ from pagedattn.testing.strategies import BUCKETS, problems, seeds
 from pagedattn_torch import (
     AttentionMetadata,
     AttentionType,
-    TorchSDPABackendImpl,
     batches,
     derivation,
     lengths,
     slots,
 )
 
+pytestmark = pytest.mark.usefixtures("layers")
 BUCKET = BUCKETS[0]
 CAUSAL = {name: spec for name, spec in SPECS.items() if spec.causal}
 TIGHT = {"atol": 2e-5, "rtol": 2e-5}
@@ -232,7 +233,7 @@ def test_mixed_cross_attention():
         encoder_lens=[6, 7],
         cross_block_tables=[[2, 5], [1, 0]],
     )
-    layer = TorchSDPABackendImpl(4, 16, num_kv_heads=2)
+    layer = new_layer(4, 16, num_kv_heads=2)
     kv_cache = normal(0, 2, 12, 4, 2, 16)
     query, key, value = normal(1, 4, 4, 16), normal(2, 6, 2, 16), normal(3, 6, 2, 16)
     cached = kv_cache[:, [1, 0]].flatten(1, 2)[:, :7]
@@ -268,7 +269,6 @@ def test_parity_with_jax(dtype, data):
     """One request through JAX and through a layer, all tensors crossing by DLPack in place."""
     problem = data.draw(causal_problems(dtype=dtype))
     query, batch = jnp.asarray(problem.query), batch_of(problem)
-    want = paged_attention(query, cache_of(problem), batch, problem.spec, backend="sdpa")
     meta = AttentionMetadata.from_batch(batch)
     step = step_of(problem)
     held = KVCache(*(jnp.array(to_jax(plane), copy=True) for plane in step.kv_cache))
@@ -277,7 +277,9 @@ def test_parity_with_jax(dtype, data):
     shared = to_torch(tensors)
     for array, view in zip(tensors, shared, strict=True):
         assert view.data_ptr() == array.unsafe_buffer_pointer()
-    out = layer_of(problem).forward(*shared[:3], KVCache(*shared[3:]), meta)
+    layer = layer_of(problem)
+    out = layer.forward(*shared[:3], KVCache(*shared[3:]), meta)
+    want = paged_attention(query, cache_of(problem), batch, problem.spec, backend=layer.backend)
     assert to_jax(out).unsafe_buffer_pointer() == out.data_ptr()
     np.testing.assert_array_equal(np.asarray(to_jax(out)), np.asarray(want))
     xla = paged_attention(query, cache_of(problem), batch, problem.spec, backend="xla")
@@ -310,7 +312,7 @@ def test_lengths_on_a_device_are_never_read():
 @pytest.mark.usefixtures("unread")
 def test_encoders_on_a_device():
     lens = torch.tensor([5, 3], dtype=torch.int32)
-    layer = TorchSDPABackendImpl(4, 16, num_kv_heads=2)
+    layer = new_layer(4, 16, num_kv_heads=2)
     own = normal(1, 8, 4, 16), normal(2, 8, 2, 16), normal(3, 8, 2, 16)
     meta = AttentionMetadata(
         num_prefills=2,
@@ -334,7 +336,7 @@ UNSUPPORTED = {
 @pytest.mark.parametrize("feature", UNSUPPORTED)
 def test_constructors_refuse_by_name(feature):
     with pytest.raises(UnsupportedError, match=feature):
-        TorchSDPABackendImpl(**SIZES, **UNSUPPORTED[feature])
+        new_layer(**SIZES, **UNSUPPORTED[feature])
 
 
 BAD_LAYERS = {
@@ -350,13 +352,13 @@ BAD_LAYERS = {
 @pytest.mark.parametrize("word", BAD_LAYERS)
 def test_constructors_check_values(word):
     with pytest.raises(InvalidInputError, match=word):
-        TorchSDPABackendImpl(**SIZES | BAD_LAYERS[word])
+        new_layer(**SIZES | BAD_LAYERS[word])
 
 
 def test_slopes_of_every_form():
     slopes = (0.5, -0.25, 0.125, 1.0)
     for given_ in (slopes, list(slopes), torch.tensor(slopes), np.array(slopes)):
-        assert spec_of(TorchSDPABackendImpl(**SIZES, alibi_slopes=given_), "decoder") == (
+        assert spec_of(new_layer(**SIZES, alibi_slopes=given_), "decoder") == (
             AttentionSpec(alibi_slopes=slopes)
         )
 
@@ -468,7 +470,7 @@ def test_gradients_are_refused_before_the_write():
 
 def test_metadata_may_come_from_any_batch():
     batch = make_batch([2], [3], [[1, 0]], block_size=4, pad_tokens=4, pad_seqs=2)
-    layer = TorchSDPABackendImpl(**SIZES)
+    layer = new_layer(**SIZES)
     kv_cache = normal(0, 2, 2, 4, 2, 16)
     rows = normal(1, 4, 4, 16), normal(2, 4, 2, 16), normal(3, 4, 2, 16)
     out = layer.forward(*rows, kv_cache, AttentionMetadata.from_batch(batch))
@@ -507,7 +509,7 @@ def test_what_is_no_tensor_is_named(name):
 @pytest.mark.parametrize("slopes", [1.0, torch.tensor(1.0), "slopes", torch.ones(4, 2)])
 def test_slopes_are_one_number_a_head(slopes):
     with pytest.raises(InvalidInputError, match="alibi_slopes"):
-        TorchSDPABackendImpl(**SIZES, alibi_slopes=slopes)
+        new_layer(**SIZES, alibi_slopes=slopes)
 
 
 @pytest.mark.parametrize("scale", [1, torch.tensor(1.0), torch.ones(1, dtype=torch.bfloat16)])

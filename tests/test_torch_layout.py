@@ -9,6 +9,11 @@ from torch_layers import normal
 
 from pagedattn import InvalidInputError, KVCache
 from pagedattn_torch import (
+    AttentionBackend,
+    IpexAttnBackend,
+    TorchSDPABackend,
+    XFormersBackend,
+    empty_kv_cache,
     kv_cache_shape,
     pack_keys,
     pack_values,
@@ -54,6 +59,32 @@ def test_split_refuses_a_flat_cache_with_gaps_and_a_pair_of_others():
     plane = torch.zeros(5, 4, 4, 8)
     with pytest.raises(InvalidInputError, match="kv_cache"):
         split_kv_cache(KVCache(plane, plane), 2, 8)
+
+
+@given(order=st.permutations(range(5)), dtype=st.sampled_from([*DTYPES]))
+def test_a_cache_of_any_order(order, dtype):
+    """The shape stays; in memory the axes lie as told, without gaps."""
+    shape = kv_cache_shape(5, 4, 3, 8)
+    held = empty_kv_cache(shape, order, dtype=dtype)
+    assert (held.shape, held.dtype) == (shape, dtype)
+    assert held.permute(*order).is_contiguous()
+    cache = split_kv_cache(held, 3, 8)
+    assert cache.key.data_ptr() == held.data_ptr()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 1, 2, 3, 3), (1, 2, 3, 4, 5), (), (0,) * 6])
+def test_an_order_holds_each_axis_once(order):
+    with pytest.raises(InvalidInputError, match="stride_order"):
+        empty_kv_cache(kv_cache_shape(5, 4, 3, 8), order)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
+@pytest.mark.parametrize(
+    "backend", [AttentionBackend, IpexAttnBackend, TorchSDPABackend, XFormersBackend]
+)
+def test_backends_ask_for_an_order(backend, device):
+    order = backend.get_kv_cache_stride_order(device)
+    assert empty_kv_cache(backend.get_kv_cache_shape(5, 4, 3, 8), order).shape == (2, 5, 4, 3, 8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -125,6 +125,26 @@ def test_more_queries_than_keys(monkeypatch, name, max_query_len):
     assert_attention_close(*run(problem, monkeypatch), problem)
 
 
+def early_queries(causal):
+    """The first of ten queries on three keys stands at -7, beyond a window wider than the table."""
+    spec = AttentionSpec(causal=causal, sliding_window=5)
+    return random_problem([10], [3], spec, max_query_len=16, dtype=HALF)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_early_queries_see_nothing_through_a_wide_window(monkeypatch, causal):
+    problem = early_queries(causal)
+    assert_attention_close(*run(problem, monkeypatch), problem)
+
+
+@on_gpu
+@pytest.mark.parametrize("causal", [True, False])
+def test_early_queries_see_nothing_on_a_gpu(causal):
+    problem = early_queries(causal)
+    out, lse = kernels.run(*inputs(problem, "cuda"), problem.spec, True)
+    assert_attention_close(out.float().cpu().numpy(), lse.cpu().numpy(), problem)
+
+
 @given(data=strategies.st.data())
 def test_any_batch(data):
     spec = data.draw(strategies.st.sampled_from(list(ROUTED.values())))

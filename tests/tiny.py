@@ -32,7 +32,8 @@ ROOMY = Limits(
 @functools.cache
 def tiny_params() -> dict:
     """Large weights, so that a random model's choices are far from ties."""
-    return jax.tree.map(lambda leaf: 8 * leaf, init_params(TINY, jax.random.key(0)))
+    with jax.ensure_compile_time_eval():  # for the first call may be made while something traces
+        return jax.tree.map(lambda leaf: 8 * leaf, init_params(TINY, jax.random.key(0)))
 
 
 def tiny_requests(lengths=(1, 25, 3, 9, 8, 2, 17, 30, 5), decoding=GREEDY) -> list[Request]:

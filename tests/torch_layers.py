@@ -2,14 +2,43 @@
 
 from typing import Any, NamedTuple
 
+import hypothesis
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
+from cases import calls
 
 from interop import to_torch
-from pagedattn import AttentionSpec
+from pagedattn import AttentionSpec, UnsupportedError
 from pagedattn.testing import Problem, batch_of, reference_attention
-from pagedattn_torch import AttentionMetadata, AttentionType, TorchSDPABackendImpl
+from pagedattn_torch import (
+    AttentionMetadata,
+    AttentionType,
+    IpexAttnBackendImpl,
+    TorchSDPABackendImpl,
+)
+
+
+class RefusingLayer(IpexAttnBackendImpl):
+    """A refusal that names what the layer is to do ends the test, or the example."""
+
+    def forward(self, *args, **options):
+        try:
+            out = super().forward(*args, **options)
+        except UnsupportedError as error:
+            if "cannot run this call" not in str(error):
+                raise
+            calls.refuse(error, self.specs[AttentionType.DECODER])
+            if hypothesis.currently_in_test_context():
+                hypothesis.reject()
+            pytest.skip(str(error))
+        calls.ran += 1
+        return out
+
+
+LAYERS = {"sdpa": TorchSDPABackendImpl, "ipex": RefusingLayer}
+layer_cls = TorchSDPABackendImpl  # the fixture `layers` sets it
 
 TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -29,10 +58,15 @@ def tensor(array) -> torch.Tensor:
     return to_torch(jnp.asarray(array), copy=True)
 
 
-def layer_of(problem: Problem, cls=TorchSDPABackendImpl, **options):
+def new_layer(*args, **options):
+    """A layer of the class that is tested."""
+    return layer_cls(*args, **options)
+
+
+def layer_of(problem: Problem, **options):
     """A layer that computes the problem's spec, but for its causality."""
     spec = problem.spec
-    return cls(
+    return new_layer(
         num_heads=problem.query.shape[1],
         head_size=problem.query.shape[2],
         num_kv_heads=problem.key_cache.shape[2],
