@@ -6,7 +6,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pagedattn.backend import Backend, with_xla_gradient
+from pagedattn.backend import Backend
+from pagedattn.backends.gradient import with_xla_gradient
 from pagedattn.checks import is_traced
 from pagedattn.registry import platform_of
 from pagedattn_torch import sdpa

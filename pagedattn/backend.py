@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from .errors import BackendUnavailableError, UnsupportedError
 
 
@@ -62,31 +60,3 @@ def why_not(load: Callable[[str], Backend], name: str, call: tuple) -> list[str]
         return load(name).unsupported(*call)
     except BackendUnavailableError as error:
         return [str(error)]
-
-
-def with_xla_gradient(run: Callable) -> Callable:
-    """A backend's run whose backward pass recomputes the attention by the xla backend."""
-
-    def differentiable(query, cache, batch, spec, return_lse):
-        from .backends import xla
-
-        results = slice(2 if return_lse else 1)
-
-        @jax.custom_vjp
-        def attend(query, cache, batch):
-            return run(query, cache, batch, spec, return_lse)[results]
-
-        def forward(*arrays):
-            return attend(*arrays), arrays
-
-        def backward(arrays, cotangents):
-            def replay(query, cache):
-                return xla.run(query, cache, arrays[2], spec, return_lse)[results]
-
-            return (*jax.vjp(replay, *arrays[:2])[1](cotangents), None)
-
-        attend.defvjp(forward, backward)
-        out, *lse = attend(query, cache, batch)
-        return out, lse[0] if lse else None
-
-    return differentiable

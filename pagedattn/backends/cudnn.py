@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from ..backend import Backend, with_xla_gradient
+from ..backend import Backend
 from ..blocks import sequence_ids
 from ..registry import platform_of
 from ..state import merge_states
 from . import cudnn_packed as packed
 from .cudnn_kernel import attention, missing
+from .gradient import with_xla_gradient
 
 DTYPES = ("bfloat16", "float16")
 # What follows is measured (docs/results): where the rectangles cost more than they give.

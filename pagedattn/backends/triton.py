@@ -9,11 +9,12 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from ..backend import Backend, with_xla_gradient
+from ..backend import Backend
 from ..kernels.launch import Launch, attention_launch, device_of, merge_launch, shape_of, tiling
 from ..kernels.launch import refusals as launch_refusals
 from ..manual_axes import axes_of, varying
 from ..registry import platform_of
+from .gradient import with_xla_gradient
 
 
 def _import_kernels():
