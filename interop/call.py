@@ -45,10 +45,11 @@ def torch_call(
         argument and returns it (or None, when every result is aliased). XLA copies the argument
         first, unless an enclosing jit donates it.
       capturable: let XLA capture the launches into a CUDA graph and replay them without calling
-        Python again, while its buffers lie where they did in one of its last captures. Then `fn` must not wait for the device, nor depend on its values, nor write
-        to memory of its own that torch may free. Temporaries are safe: what `fn` allocates while
-        it is captured comes from memory that is kept for as long as the process lives, since the
-        graph goes on writing there. One such function serves one captured call at a time.
+        Python again, while its buffers lie where they did in one of its last captures. Then `fn`
+        must not wait for the device, nor depend on its values, nor write to memory of its own that
+        torch may free. Temporaries are safe: what `fn` allocates while it is captured comes from
+        memory that is kept for as long as the process lives, since the graph goes on writing
+        there. One such function serves one captured call at a time.
 
     Raises:
       InvalidInputError: inside, `fn` returned something else than `out`; what `fn` itself raises
