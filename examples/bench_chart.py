@@ -18,16 +18,16 @@ def draw(report: Path) -> Path:
     figure, panels = pyplot.subplots(
         3, 1, figsize=(11, 15), height_ratios=(10, 4.5, 2.4), layout="constrained"
     )
-    machine, styles = data["machine"], _styles(data)
+    machine, look = data["machine"], styles(data)
     bandwidth, rate = machine["copy_tb_s"], machine["matmul_tflop_s"]
     decodes = {name: row for name, row in data["cases"].items() if row["decode"]}
     others = {name: row for name, row in data["cases"].items() if not row["decode"]}
-    _dots(panels[0], decodes, "kv_bytes", bandwidth, styles)
+    dots(panels[0], decodes, "kv_bytes", bandwidth, look)
     panels[0].set_xlabel(f"K and V read, as a share of a copy's {bandwidth:.2f} TB/s")
-    _dots(panels[1], others, "flops", rate, styles)
+    dots(panels[1], others, "flops", rate, look)
     panels[1].set_xlabel(f"arithmetic, as a share of a bf16 matrix product's {rate:.0f} TFLOP/s")
     _step(panels[2], data["step"])
-    _legend(panels[0], styles)
+    legend(panels[0], look)
     figure.suptitle(
         f"{machine['gpu']}: {machine['heads']}, bfloat16\n"
         + ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
@@ -37,7 +37,7 @@ def draw(report: Path) -> Path:
     return picture
 
 
-def _styles(data) -> dict[str, dict]:
+def styles(data) -> dict[str, dict]:
     """Ours in colour and filled, peers grey and hollow."""
     names = list(dict.fromkeys(name for row in data["cases"].values() for name in row["us"]))
     ours = [name for name in names if name in data["ours"]]
@@ -51,7 +51,7 @@ def _styles(data) -> dict[str, dict]:
     return styles
 
 
-def _dots(axes, rows, measure, ceiling, styles) -> None:
+def dots(axes, rows, measure, ceiling, styles) -> None:
     for height, row in enumerate(reversed(rows.values())):
         axes.axhline(height, color="#eeeeee", zorder=0)
         for name, microseconds in row["us"].items():
@@ -64,7 +64,7 @@ def _dots(axes, rows, measure, ceiling, styles) -> None:
     axes.set_ylim(-0.5, len(rows) - 0.5)
 
 
-def _legend(axes, styles) -> None:
+def legend(axes, styles) -> None:
     for name, style in styles.items():
         axes.scatter([], [], label=name, **style)
     axes.legend(ncols=4, loc="lower center", bbox_to_anchor=(0.45, 1.0), frameon=False)

@@ -1,41 +1,132 @@
-"""Sequences of a batch grouped by length, so that a kernel for rectangles wastes little padding."""
+"""Sequences of like lengths: which of their keys to gather, and who sees them."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pagedattn import AttentionSpec, BatchMetadata
 
-# A call of its own costs a CPU about as much as this many keys more.
-KEYS_A_CALL = 256
+
+class Span(NamedTuple):
+    """Keys from `first` to before `last`."""
+
+    first: int
+    last: int
+
+    def within(self, other: "Span") -> bool:
+        return other.first <= self.first and self.last <= other.last
+
+
+class Rows(NamedTuple):
+    """Some sequences. Their keys are counted from the first block that any query sees."""
+
+    tables: Tensor
+    first_blocks: Tensor
+    starts: Tensor  # of the queries
+    query_lens: Tensor
+    contexts: Tensor  # keys before the first query
+    num_keys: Tensor
+
+    def take(self, which) -> "Rows":
+        return Rows(*(part[which] for part in self))
+
+
+class Bounds(NamedTuple):
+    """Between what the lengths of some sequences lie."""
+
+    min_context: int
+    max_context: int
+    min_keys: int
 
 
 @dataclass(frozen=True)
 class Bucket:
     """Sequences that are computed as one rectangle of queries and keys.
 
-    A sequence's keys are gathered from its first visible block on; `context` counts from there.
-    What depends on lengths is None where they lie on a device that must not be waited for.
+    `bounds` is None where lengths lie on a device that must not be waited for.
     """
 
-    seqs: Tensor  # int64 [size]
+    rows: Rows
+    spec: AttentionSpec
+    block_size: int
     num_queries: int
     num_blocks: int
-    contexts: list[int] | None
+    blocks_at_once: int
+    bounds: Bounds | None
 
     @property
-    def num_gathered(self) -> int:
-        return len(self.seqs) * self.num_blocks
+    def size(self) -> int:
+        return self.rows.num_keys.shape[0]
 
-    def key_range(self, begin: int, end: int, num_keys: int, spec: AttentionSpec):
-        """The gathered keys that queries `begin` to `end` of any sequence may see."""
-        first, last = 0, num_keys
-        if self.contexts is not None and spec.causal:
-            last = min(last, max(self.contexts) + end)
-        if self.contexts is not None and spec.sliding_window is not None:
-            first = max(0, min(self.contexts) + begin - spec.sliding_window + 1)
-        return first, max(first, last)
+    def spans(self) -> Iterator[Span]:
+        """All keys, in the parts that are gathered at a time."""
+        for first in range(0, self.num_blocks, self.blocks_at_once):
+            last = min(first + self.blocks_at_once, self.num_blocks)
+            yield Span(first * self.block_size, last * self.block_size)
+
+    def present(self) -> Span:
+        """Keys that every sequence has and shows its first query, as far as is known."""
+        if self.bounds is None:
+            return Span(0, 0)
+        window = self.spec.sliding_window
+        first = 0 if window is None else self.bounds.max_context + 1 - window
+        return Span(first, self.bounds.min_keys)
+
+    def seen_by_all(self, begin: int, end: int) -> Span:
+        """Keys that queries `begin` to `end` of every sequence see, as far as is known."""
+        if self.bounds is None:
+            return Span(0, 0)
+        first, last = self.present()
+        window = self.spec.sliding_window
+        if window is not None:
+            first += end - 1
+        reach = 1 if self.spec.causal else window
+        if reach is not None:
+            last = min(last, self.bounds.min_context + begin + reach)
+        return Span(first, last)
+
+    def seen_by_any(self, begin: int, end: int, span: Span) -> Span:
+        """The part of a span outside which queries `begin` to `end` of no sequence see a key."""
+        first, last = span
+        if self.bounds is not None and self.spec.causal:
+            last = min(last, self.bounds.max_context + end)
+        if self.bounds is not None and self.spec.sliding_window is not None:
+            first = max(first, self.bounds.min_context + begin - self.spec.sliding_window + 1)
+        return Span(first, last)
+
+    def tokens(self, num_tokens: int) -> Tensor:
+        """The token of each query, `[size, num_queries]`; `num_tokens` where there is none."""
+        offsets = torch.arange(self.num_queries, device=self.rows.starts.device)
+        tokens = self.rows.starts[:, None] + offsets
+        live = offsets < self.rows.query_lens[:, None]
+        live &= (tokens >= 0) & (tokens < num_tokens)
+        return torch.where(live, tokens, num_tokens)
+
+    def blocks(self, span: Span) -> Tensor:
+        """What the tables say of a span, `[size, blocks]`."""
+        first, last = (key // self.block_size for key in span)
+        if self.spec.sliding_window is None:
+            return self.rows.tables[:, first:last]
+        columns = torch.arange(first, last, device=self.rows.tables.device)
+        columns = self.rows.first_blocks[:, None] + columns
+        return self.rows.tables.gather(1, columns.clamp(max=self.rows.tables.shape[1] - 1).long())
+
+    def presence(self, span: Span) -> Tensor:
+        """Which keys of a span each sequence has and shows its first query: `[size, keys]`."""
+        keys = torch.arange(*span, device=self.rows.num_keys.device)
+        present = keys < self.rows.num_keys[:, None]
+        if self.spec.sliding_window is not None:
+            present &= keys > self.rows.contexts[:, None] - self.spec.sliding_window
+        return present
+
+    def positions(self, begin: int, end: int, span: Span) -> tuple[Tensor, Tensor]:
+        """Of queries `[size, queries]`, and of keys `[1, keys]`."""
+        offsets = torch.arange(begin, end, device=self.rows.contexts.device)
+        keys = torch.arange(*span, device=self.rows.contexts.device)
+        return self.rows.contexts[:, None] + offsets, keys[None]
 
 
 def first_blocks(batch: BatchMetadata, spec: AttentionSpec) -> Tensor:
@@ -44,50 +135,3 @@ def first_blocks(batch: BatchMetadata, spec: AttentionSpec) -> Tensor:
         return torch.zeros_like(batch.seq_lens)
     first_key = (batch.context_lens - spec.sliding_window + 1).clamp(min=0)
     return first_key // batch.block_size
-
-
-def make_buckets(batch: BatchMetadata, spec: AttentionSpec, keys_at_once: int) -> list[Bucket]:
-    """Groups sequences of like lengths, of at most about `keys_at_once` padded keys a group.
-
-    Off the CPU there is one bucket of the static bounds: reading lengths would wait for the device.
-    """
-    if batch.seq_lens.device.type != "cpu":
-        everyone = torch.arange(batch.num_seqs, device=batch.seq_lens.device)
-        return [Bucket(everyone, batch.max_query_len, batch.max_blocks, None)]
-    first = first_blocks(batch, spec)
-    # Inside jit lengths are whatever they are; they must not lead past the table or the tokens.
-    seq_lens = batch.seq_lens.clamp(0, batch.max_blocks * batch.block_size)
-    num_blocks = (seq_lens + batch.block_size - 1) // batch.block_size - first
-    contexts = (batch.context_lens - first * batch.block_size).tolist()
-    query_lens = batch.query_lens.clamp(0, min(batch.max_query_len, batch.num_tokens)).tolist()
-    classes = map(_query_class, query_lens)
-    sizes = zip(classes, num_blocks.tolist(), range(batch.num_seqs), strict=True)
-    groups: list[list] = []
-    for size in sorted((s for s in sizes if s[0] > 0 and s[1] > 0), reverse=True):
-        if not groups or not _joins(size, groups[-1], batch.block_size, keys_at_once):
-            groups.append([])
-        groups[-1].append(size)
-    return [_bucket(group, query_lens, contexts) for group in groups]
-
-
-def _query_class(queries: int) -> int:
-    """Decoding apart; else up to an eighth of the power of two, or the 16 rows that cost as one."""
-    step = max(16, 1 << queries.bit_length() >> 4)
-    return queries if queries <= 1 else -(-queries // step) * step
-
-
-def _joins(size, group, block_size, keys_at_once) -> bool:
-    """Whether to pad a sequence to the size of a group's first, which has the most keys."""
-    queries, blocks, _ = group[0]
-    padding = (blocks - size[1]) * block_size
-    return (
-        size[0] == queries
-        and padding <= max(KEYS_A_CALL, blocks * block_size // 8)
-        and (len(group) + 1) * blocks * block_size <= keys_at_once
-    )
-
-
-def _bucket(group, query_lens, contexts) -> Bucket:
-    _, blocks, seqs = zip(*group, strict=True)
-    queries = max(query_lens[seq] for seq in seqs)
-    return Bucket(torch.tensor(seqs), queries, blocks[0], [contexts[seq] for seq in seqs])

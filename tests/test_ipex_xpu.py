@@ -55,7 +55,7 @@ MIXED = ([3, 1, 0, 80, 1, 0], [300, 7, 9, 200, 129, 0])
 
 
 @pytest.fixture
-def xpu(monkeypatch):
+def xpu(monkeypatch, on_cpu):
     """Operators in place of the extension's; tensors on the CPU are said to lie on an XPU."""
     operators = PagedAttention()
     monkeypatch.setattr(ipex_kernels, "why_unusable", list)
