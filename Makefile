@@ -22,7 +22,7 @@ test-ipex: $(IPEX_VENV)/ready
 	OMP_NUM_THREADS=1 $(IPEX_VENV)/bin/python -m pytest -q -n 2 --dist worksteal
 
 test-gpu:
-	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -q -n 8 --dist worksteal -p no:benchmark tests
+	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -q -n 14 --dist worksteal -p no:benchmark tests
 
 bench-cpu: $(VENV)/ready $(IPEX_VENV)/ready
 	$(BIN)/python examples/bench_cpu.py -o docs/results

@@ -67,12 +67,12 @@ def set_rows(array, indices, rows):
 
 
 def too_little_work(query, cache, batch, spec, return_lse) -> list[str]:
-    """Under some millions of products XLA's own loop beats calling out to torch, on a CPU."""
+    """Under some ten million products XLA's own loop beats calling out to torch, on a CPU."""
     work = query.size * batch.max_blocks * batch.block_size
     if platform_of(query) == "cpu" and work < LEAST_WORK:
         return [f"{work} products at most: xla is faster under {LEAST_WORK}"]
     return []
 
 
-LEAST_WORK = 1 << 22  # products of a query's element with a key's: the two are even there
+LEAST_WORK = 1 << 24  # products of a query's element with a key's: the two are even there
 SDPA = dataclasses.replace(bridged(sdpa.BACKEND), unfit=too_little_work)
