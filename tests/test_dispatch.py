@@ -189,7 +189,7 @@ def test_check_backend_wants_reasons_that_name_the_feature(monkeypatch, reason):
 def test_torch_is_called_only_for_work_that_is_worth_it():
     """By name it runs anything; by choice, what xla would be slower at."""
     small = mixed()
-    large = random_problem([1] * 8, [1024] * 8, small.spec, num_heads=8, head_dim=64)
+    large = random_problem([1] * 8, [5000] * 8, small.spec, num_heads=8, head_dim=64)
     for problem, chosen in ((small, "xla"), (large, "sdpa")):
         call = (jnp.asarray(problem.query), cache_of(problem), batch_of(problem), problem.spec)
         assert dispatch.select(None, (*call, False)).name == chosen
