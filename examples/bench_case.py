@@ -6,11 +6,11 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from bench_work import HEAD_DIM, HEADS, KV_HEADS, causal_flops
 
 import pagedattn_torch
 from pagedattn import BatchMetadata, KVCache
 
-HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 L2_BYTES = 200 << 20  # what repeated calls must read between two visits of one page, at least
 
 
@@ -32,11 +32,7 @@ class Case:
 
     @property
     def flops(self) -> float:
-        pairs = sum(
-            q * (n - q) + q * (q + 1) / 2
-            for q, n in zip(self.query_lens, self.seq_lens, strict=True)
-        )
-        return 4 * HEADS * HEAD_DIM * pairs
+        return causal_flops(self.query_lens, self.seq_lens)
 
     @property
     def decode(self) -> bool:

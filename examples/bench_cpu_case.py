@@ -7,8 +7,8 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from bench_work import HEAD_DIM, HEADS, KV_HEADS, causal_flops
 
-HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SCALE = HEAD_DIM**-0.5
 
 
@@ -36,11 +36,7 @@ class Case:
 
     @property
     def flops(self) -> float:
-        pairs = sum(
-            q * (n - q) + q * (q + 1) / 2
-            for q, n in zip(self.query_lens, self.seq_lens, strict=True)
-        )
-        return 4 * HEADS * HEAD_DIM * pairs
+        return causal_flops(self.query_lens, self.seq_lens)
 
     @property
     def decode(self) -> bool:

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_cpu_case import HEADS, KV_HEADS, SCALE, Case
+from bench_cpu_case import SCALE, Case
+from bench_work import HEADS, KV_HEADS
 
 PYTHON = Path(__file__).parent.parent / ".venv-ipex/bin/python"
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_cpu_case import HEAD_DIM, HEADS, KV_HEADS, Case
+from bench_cpu_case import Case
+from bench_work import HEAD_DIM, HEADS, KV_HEADS
 from rich.console import Console
 from rich.table import Table
 

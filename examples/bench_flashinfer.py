@@ -18,7 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from bench_case import HEAD_DIM, HEADS, KV_HEADS, Case
+from bench_case import Case
+from bench_work import HEAD_DIM, HEADS, KV_HEADS
 
 WORKSPACE_BYTES = 512 << 20
 

@@ -12,7 +12,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import torch
-from bench_case import HEAD_DIM, HEADS, KV_HEADS, Case
+from bench_case import Case
+from bench_work import HEAD_DIM, HEADS, KV_HEADS
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_case import HEAD_DIM, HEADS, KV_HEADS, Case
+from bench_case import Case
 from bench_timing import copy_bandwidth, matmul_rate
+from bench_work import HEAD_DIM, HEADS, KV_HEADS
 
 PACKAGES = ("jax", "triton", "xformers", "flashinfer-python")
 
