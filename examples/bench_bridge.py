@@ -23,7 +23,7 @@ from bench_bridge_chart import draw
 from rich.console import Console
 from rich.table import Table
 
-from interop import torch_call
+from pagedattn_interop import torch_call
 
 OUT = jax.ShapeDtypeStruct((1,), jnp.float32)
 SIZES = {"1 KB": 10, "64 KB": 16, "1 MB": 20, "32 MB": 25, "1 GB": 30}

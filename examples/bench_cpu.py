@@ -22,7 +22,7 @@ from bench_cpu_ipex import Ipex
 from bench_cpu_peers import PEERS
 from bench_cpu_report import Report
 
-import interop
+import pagedattn_interop
 import pagedattn_torch
 from pagedattn import KVCache, make_batch, paged_attention
 
@@ -33,7 +33,7 @@ PAUSE = 0.01  # the last contender's threads stop waiting for more work
 
 def our_jax(backend: str | None) -> Callable:
     def prepare(case: Case) -> Callable:
-        query, cache = interop.to_jax((case.query, KVCache(*case.planes)))
+        query, cache = pagedattn_interop.to_jax((case.query, KVCache(*case.planes)))
         attend = jax.jit(lambda *arrays: paged_attention(*arrays, backend=backend))
         batch = _batch(case)
         return lambda: attend(query, cache, batch)
@@ -42,7 +42,7 @@ def our_jax(backend: str | None) -> Callable:
 
 
 def our_torch(case: Case) -> Callable:
-    cache, batch = KVCache(*case.planes), interop.to_torch(_batch(case))
+    cache, batch = KVCache(*case.planes), pagedattn_interop.to_torch(_batch(case))
     return lambda: pagedattn_torch.paged_attention(case.query, cache, batch, backend="sdpa")
 
 
@@ -65,7 +65,7 @@ def timed(prepare: Callable) -> Callable:
     def contender(case: Case) -> Callable:
         call = prepare(case)
         out = call()
-        case.require(out if isinstance(out, torch.Tensor) else interop.to_torch(out))
+        case.require(out if isinstance(out, torch.Tensor) else pagedattn_interop.to_torch(out))
 
         def seconds() -> float:
             start = time.perf_counter()

@@ -14,7 +14,7 @@ from bench_cpu_case import SCALE, Case
 from bench_work import HEAD_DIM, HEADS, KV_HEADS
 from torch.nn.functional import scaled_dot_product_attention
 
-import interop
+import pagedattn_interop
 
 GROUP = HEADS // KV_HEADS
 
@@ -111,7 +111,7 @@ def jax_gather(case: Case) -> Callable:
         return jnp.einsum("bhgqk,bkhd->bqhgd", weights, value)
 
     lens = jnp.asarray(case.seq_lens)
-    operands = interop.to_jax((case.query, case.planes, case.tables))
+    operands = pagedattn_interop.to_jax((case.query, case.planes, case.tables))
     return lambda: attend(*operands, lens)
 
 

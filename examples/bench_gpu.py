@@ -22,7 +22,7 @@ from bench_peers import JAX_PEERS, TORCH_PEERS
 from bench_report import Report
 from bench_timing import captured, time_alone, time_enqueued
 
-import interop
+import pagedattn_interop
 import pagedattn_torch
 from pagedattn import paged_attention
 
@@ -42,7 +42,7 @@ def our_torch(backend: str) -> Callable:
 
 def our_jax(backend: str | None) -> Callable:
     def prepare(case: Case) -> tuple[Callable, list]:
-        cache, batches = interop.to_jax((case.cache, case.batches))
+        cache, batches = pagedattn_interop.to_jax((case.cache, case.batches))
 
         def call(query, operands):
             return paged_attention(query, *operands, backend=backend)
@@ -75,8 +75,8 @@ def in_jit(prepare: Callable, checked: bool = False) -> Callable:
     def contender(case: Case) -> float:
         call, operands = prepare(case)
         if checked:
-            query = interop.to_jax(case.query)
-            case.require(interop.to_torch(jax.jit(call)(query, operands[0])))
+            query = pagedattn_interop.to_jax(case.query)
+            case.require(pagedattn_interop.to_torch(jax.jit(call)(query, operands[0])))
         layers = max(LAYERS if case.decode else 8, len(operands))
         return time_enqueued(_layers_in_jit(case, call, operands, layers)) / layers
 
@@ -84,7 +84,7 @@ def in_jit(prepare: Callable, checked: bool = False) -> Callable:
 
 
 def _layers_in_jit(case, call, operands, layers) -> Callable:
-    query = interop.to_jax(case.query)
+    query = pagedattn_interop.to_jax(case.query)
 
     @jax.jit
     def step(query, operands):

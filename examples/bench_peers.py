@@ -17,7 +17,7 @@ from bench_work import HEAD_DIM, HEADS, KV_HEADS
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-import interop
+import pagedattn_interop
 from pagedattn_torch.fmha import fmha
 
 GROUP = HEADS // KV_HEADS
@@ -147,7 +147,7 @@ def jax_dense(case: Case) -> tuple[Callable, list]:
 
 
 def _jax_operands(case) -> list:
-    cache, batches = interop.to_jax((case.cache, case.batches))
+    cache, batches = pagedattn_interop.to_jax((case.cache, case.batches))
     return [
         ((cache.key, cache.value), jnp.maximum(batch.block_tables, 0), batch.seq_lens)
         for batch in batches

@@ -4,11 +4,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from . import dispatch, validate
-from .batch import BatchMetadata
-from .blocks import int32, positions
+from . import choice, validate
+from .backend import Backend
+from .batch import BatchMetadata, Sequences
+from .ragged import int32, positions
 from .cache import KVCache
-from .manual_axes import axes_of, varying
+from .call import call_of
+from .tracing import varying_alike
+from .registry import Framework
 from .spec import AttentionSpec
 
 
@@ -18,7 +21,7 @@ def paged_attention(
     batch: BatchMetadata,
     spec: AttentionSpec = AttentionSpec(),
     *,
-    backend: str | None = None,
+    backend: str | Backend | None = None,
     return_lse: bool = False,
 ):
     """Attention of packed queries over the blocks of a cache.
@@ -35,7 +38,8 @@ def paged_attention(
       cache: holds the keys and values, the new ones included.
       batch: which tokens and blocks belong to which sequence (`make_batch`).
       spec: the formula; static.
-      backend: a name never falls back; None takes the first usable one by `registry.ORDER`.
+      backend: a name, or a `Backend`, never falls back; None takes the first one that can run the
+        call and is fit for it (`explain` says why).
       return_lse: also return the natural log of the sum of exponentials, for `merge_states`.
 
     Returns:
@@ -56,11 +60,63 @@ def paged_attention(
     """
     validate.attention(query, cache, batch, spec)
     query, cache = jax.tree.map(jnp.asarray, (query, cache))
-    batch = jax.tree.map(int32, batch)
-    arrays = (query, cache, batch)
-    call = (*varying(arrays, axes_of(arrays)), spec, return_lse)
-    out, lse = dispatch.select(backend, call).run(*call)
+    call = call_of(query, cache, batch, spec, return_lse)
+    chosen = choice.select(backend, call, Framework.JAX)
+    arrays = varying_alike((query, cache, sequences_of(batch)))
+    out, lse = empty_results(call) if call.is_empty else chosen.run(call, *arrays)
     return (out, lse) if return_lse else out
+
+
+def explain(
+    query, cache: KVCache, batch: BatchMetadata, spec=AttentionSpec(), *, return_lse=False
+) -> choice.Explanation:
+    """Why each backend can or cannot run a call, and which one `backend=None` takes.
+
+    Returns:
+      a mapping from names to reasons, where no reasons mean that it can; `.choice` is the name of
+      the one taken, `.passed_over` says why those before it are not.
+
+    Raises:
+      InvalidInputError: no backend could, since the arguments do not fit together.
+
+    >>> from pagedattn import init_kv_cache, make_batch
+    >>> cache, batch = init_kv_cache(1, 4, 1, 8), make_batch([1], [0], [[0]], block_size=4)
+    >>> why = explain(jnp.ones((1, 2, 8), cache.dtype), cache, batch)
+    >>> why["xla"], why.choice
+    ([], 'xla')
+    """
+    validate.attention(query, cache, batch, spec)
+    query, cache = jax.tree.map(jnp.asarray, (query, cache))
+    return choice.explain(call_of(query, cache, batch, spec, return_lse), Framework.JAX)
+
+
+def select_backend(
+    query, cache: KVCache, batch: BatchMetadata, spec=AttentionSpec(), *, return_lse=False
+) -> str:
+    """The name of the backend that `backend=None` takes for a call.
+
+    Raises:
+      InvalidInputError: the arguments do not fit together.
+      UnsupportedError: no backend can run the call; the text has the reasons.
+
+    >>> from pagedattn import init_kv_cache, make_batch
+    >>> cache, batch = init_kv_cache(1, 4, 1, 8), make_batch([1], [0], [[0]], block_size=4)
+    >>> select_backend(jnp.ones((1, 2, 8), cache.dtype), cache, batch)
+    'xla'
+    """
+    validate.attention(query, cache, batch, spec)
+    query, cache = jax.tree.map(jnp.asarray, (query, cache))
+    return choice.select(None, call_of(query, cache, batch, spec, return_lse), Framework.JAX).name
+
+
+def sequences_of(batch: BatchMetadata) -> Sequences:
+    """What backends read of a batch, as int32 arrays."""
+    return Sequences(*map(int32, (batch.block_tables, batch.seq_lens, batch.query_start_loc)))
+
+
+def empty_results(call):
+    """out and lse of a call whose shapes leave no query that could see a key."""
+    return jnp.zeros(call.out_shape, call.dtype), jnp.full(call.lse_shape, -jnp.inf, jnp.float32)
 
 
 def ragged_attention(

@@ -1,62 +1,57 @@
-"""What a backend is, and how one is chosen."""
+"""What a backend is."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import BackendUnavailableError, UnsupportedError
+from .batch import Sequences
+from .call import Call
+
+
+def _nothing(*_) -> list[str]:
+    return []
+
+
+def _as_it_is(call: Call, batch: Sequences) -> Sequences:
+    return batch
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to compute paged attention.
+    """One way to compute paged attention, on JAX arrays or on torch tensors.
 
-    `unsupported(query, cache, batch, spec, return_lse)` lists the reasons why it cannot honour a
-    call (empty: it can), from shapes, dtypes, devices and the spec only; arrays may be traced.
-    `run(query, cache, batch, spec, return_lse)` returns `(out, lse)`; lse may be None unless
-    `return_lse`. Both are given validated arguments.
-    `set_rows(array, indices, rows)`, if there is one, returns the array with rows set in place,
-    leaving out indices out of range, for where XLA itself cannot.
-    `unfit`, called like `unsupported`, lists the reasons why another backend is likely faster:
-    `backend=None` then passes this one over.
+    Fields:
+      name: how callers ask for it.
+      honours: the options it knows, by the names of `AttentionSpec`'s fields and of the keywords
+        of `paged_attention`. A call that asks for any other is refused before anything here runs.
+      run: `run(call, query, cache, plan)` gives `(out, lse)`, of `call.out_shape` and
+        `call.lse_shape`; lse may be None unless `call.return_lse`. Arguments are validated, and the
+        call is not empty.
+      refusals: `refusals(call)` lists the reasons why it cannot run a call; none, and it can.
+      unfit: `unfit(call)` lists the reasons why another backend is likely faster: `backend=None`
+        then passes this one over.
+      plan: `plan(call, batch)` gives what follows from the batch alone, for `run`: a step prepares
+        it once for all layers. By default it is the batch.
+      missing: `missing()` lists what is not installed that it needs, with the command that does.
+      before: the built-in backend that this one precedes when `backend=None` chooses. A backend
+        of a third party that names none runs only when it is named.
+      set_rows: `set_rows(array, indices, rows)` returns the array with rows set in place, without
+        those whose index is out of range, for where XLA itself cannot; None if it has no such way.
     """
 
     name: str
-    unsupported: Callable[..., list[str]]
+    honours: frozenset[str]
     run: Callable[..., tuple[Any, Any]]
+    refusals: Callable[[Call], list[str]] = _nothing
+    unfit: Callable[[Call], list[str]] = _nothing
+    plan: Callable[[Call, Sequences], Any] = _as_it_is
+    missing: Callable[[], list[str]] = _nothing
+    before: str | None = None
     set_rows: Callable[..., Any] | None = None
-    unfit: Callable[..., list[str]] | None = None
 
-
-def choose(load: Callable[[str], Backend], names: Iterable[str], call: tuple) -> Backend:
-    """The first backend of `names` that is fit to run the call; UnsupportedError with reasons."""
-    refusals = []
-    for name in names:
-        reasons = why_not(load, name, call)
-        if not reasons and (unfit := load(name).unfit) is not None:
-            reasons = unfit(*call)
-        if not reasons:
-            return load(name)
-        refusals.append(f"{name}: {'; '.join(reasons)}")
-    raise UnsupportedError("no backend can run this call: " + " | ".join(refusals))
-
-
-def require(load: Callable[[str], Backend], name: str, call: tuple) -> Backend:
-    """The named backend and no other.
-
-    Raises:
-      BackendUnavailableError: unknown, or a package is missing.
-      UnsupportedError: it cannot honour the call.
-    """
-    backend = load(name)
-    if reasons := backend.unsupported(*call):
-        raise UnsupportedError(f"backend {name!r} cannot run this call: {'; '.join(reasons)}")
-    return backend
-
-
-def why_not(load: Callable[[str], Backend], name: str, call: tuple) -> list[str]:
-    """The reasons why a backend cannot run a call, a missing package included."""
-    try:
-        return load(name).unsupported(*call)
-    except BackendUnavailableError as error:
-        return [str(error)]
+    def why_not(self, call: Call) -> list[str]:
+        """The reasons why it cannot run a call, options that it does not know first of all."""
+        unknown = [option for option in call.asked if option not in self.honours]
+        if unknown:
+            return [f"{option}: {self.name} does not have it" for option in unknown]
+        return self.refusals(call)

@@ -9,18 +9,14 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from . import validate_batch as validate
-from .blocks import PAD_SLOT
+from .ragged import PAD_SLOT
 from .checks import distinct_slots
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class BatchMetadata:
-    """A packed, padded batch of sequences: int32 arrays, and two static integers.
-
-    Sequence s brings `query_lens[s]` new tokens, packed one sequence after the other, on top of
-    `context_lens[s]` cached ones; `seq_lens` counts both. Lengths are arrays, so a decode step
-    does not retrace; only shapes and the static fields do.
+class Sequences:
+    """Where each sequence's keys are, and which tokens are its own: what a backend reads of a batch.
 
     Fields:
       block_tables: the blocks of each sequence in logical order; entries past
@@ -28,23 +24,11 @@ class BatchMetadata:
       seq_lens: tokens of each sequence after this step (cross attention: its number of keys).
       query_start_loc: where each sequence's tokens start in the packed axis, and where the last
         one's end; tokens from there on are padding.
-      slot_mapping: the slot each token is written to, -1 for none.
-      positions: the absolute position of each token.
-      block_size: tokens a block; static.
-      max_query_len: an upper bound on the query lengths; static.
     """
 
     block_tables: Int[Any, "num_seqs max_blocks"]
     seq_lens: Int[Any, "num_seqs"]
     query_start_loc: Int[Any, "num_seqs_plus_1"]
-    slot_mapping: Int[Any, "num_tokens"]
-    positions: Int[Any, "num_tokens"]
-    block_size: int = field(metadata={"static": True})
-    max_query_len: int = field(metadata={"static": True})
-
-    @property
-    def num_tokens(self) -> int:
-        return self.positions.shape[0]
 
     @property
     def num_seqs(self) -> int:
@@ -61,6 +45,32 @@ class BatchMetadata:
     @property
     def context_lens(self) -> Int[Any, "num_seqs"]:
         return self.seq_lens - self.query_lens
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BatchMetadata(Sequences):
+    """A packed, padded batch of sequences: int32 arrays, and two static integers.
+
+    Sequence s brings `query_lens[s]` new tokens, packed one sequence after the other, on top of
+    `context_lens[s]` cached ones; `seq_lens` counts both. Lengths are arrays, so a decode step
+    does not retrace; only shapes and the static fields do.
+
+    Fields, besides those of `Sequences`:
+      slot_mapping: the slot each token is written to, -1 for none.
+      positions: the absolute position of each token.
+      block_size: tokens a block; static.
+      max_query_len: an upper bound on the query lengths; static.
+    """
+
+    slot_mapping: Int[Any, "num_tokens"]
+    positions: Int[Any, "num_tokens"]
+    block_size: int = field(metadata={"static": True})
+    max_query_len: int = field(metadata={"static": True})
+
+    @property
+    def num_tokens(self) -> int:
+        return self.positions.shape[0]
 
 
 def make_batch(

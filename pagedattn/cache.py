@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from . import validate
-from .blocks import PAD_SLOT, in_range, int32
+from .ragged import PAD_SLOT, in_range, int32
 from .checks import is_traced
 from .rows import set_rows
 

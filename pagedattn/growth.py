@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from . import validate_pool as validate
-from .blocks import add_at, int32
+from .ragged import add_at, int32
 from .errors import OutOfBlocksError
 from .pool import BlockPool
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 
 from . import validate_pool as validate
 from .batch import BatchMetadata
-from .blocks import int32, positions, sequence_ids, slot_mapping
+from .ragged import int32, positions, sequence_ids, slot_mapping
 
 
 @jax.tree_util.register_dataclass

@@ -1,60 +1,118 @@
-"""The backends for JAX arrays by name, each loaded when it is first needed."""
+"""All backends by name, for JAX arrays and for torch tensors, each loaded when it is first needed.
+
+Built-in ones stand in one table, in the order in which `backend=None` tries them. Others register
+by entry points of the group `pagedattn.backends` (or `pagedattn_torch.backends` for tensors), which
+name a `Backend`, and may say where in that order they stand.
+"""
 
 import functools
+import importlib
+from enum import StrEnum
 from importlib.metadata import EntryPoint, entry_points
-
-import jax
+from typing import NamedTuple
 
 from .backend import Backend
-from .checks import is_traced
 from .errors import BackendUnavailableError
 
-ENTRY_POINT_GROUP = "pagedattn.backends"
-XLA = EntryPoint("xla", "pagedattn.backends.xla:BACKEND", ENTRY_POINT_GROUP)
 
-# In which order `backend=None` tries them; what else is registered runs when named.
-ORDER = {
-    "gpu": ("cudnn", "triton", "xformers", "sdpa", "xla"),
-    "cpu": ("sdpa", "ipex", "xla"),
+class Framework(StrEnum):
+    """Whose arrays a backend takes; the value is the entry-point group of third parties."""
+
+    JAX = "pagedattn.backends"
+    TORCH = "pagedattn_torch.backends"
+
+
+class BuiltIn(NamedTuple):
+    """Where a backend is, and the kinds of device that it runs on (none: all)."""
+
+    jax: str | None = None
+    torch: str | None = None
+    devices: tuple[str, ...] = ()
+
+
+ACROSS = "pagedattn_interop.backends"  # the backends for torch tensors, for JAX arrays
+ON_CUDA = ("cuda",)
+BUILT_IN = {
+    "cudnn": BuiltIn("pagedattn.backends.cudnn", None, ON_CUDA),
+    "triton": BuiltIn("pagedattn.backends.triton", "pagedattn_torch.backends.triton", ON_CUDA),
+    "xformers": BuiltIn(ACROSS, "pagedattn_torch.backends.xformers", ON_CUDA),
+    "sdpa": BuiltIn(ACROSS, "pagedattn_torch.backends.sdpa"),
+    "ipex": BuiltIn(ACROSS, "pagedattn_torch.backends.ipex", ("cpu", "xpu")),
+    "xla": BuiltIn("pagedattn.backends.xla"),
 }
 
 
-@functools.cache
-def registered() -> dict[str, EntryPoint]:
-    """Every known backend, whether it can be loaded or not."""
-    return {entry.name: entry for entry in (*entry_points(group=ENTRY_POINT_GROUP), XLA)}
+def names(framework: Framework) -> tuple[str, ...]:
+    """Every backend known for a framework, whether it can be loaded or not."""
+    return (*_built_in(framework), *_third_parties(framework))
+
+
+def order(framework: Framework) -> tuple[str, ...]:
+    """The names that `backend=None` tries, in turn."""
+    names = list(_built_in(framework))
+    for name in _third_parties(framework):
+        before = load(name, framework).before if can_load(name, framework) else None
+        if before in names:
+            names.insert(names.index(before), name)
+    return tuple(names)
+
+
+def wrong_device(name: str, device: str) -> list[str]:
+    """Why a built-in backend cannot run on a kind of device, without loading it."""
+    devices = BUILT_IN[name].devices if name in BUILT_IN else ()
+    if not devices or device in devices:
+        return []
+    return [f"{name} runs on {' and '.join(devices)}, the query lies on {device}"]
 
 
 @functools.cache
-def load(name: str) -> Backend:
+def load(name: str, framework: Framework = Framework.JAX) -> Backend:
     """The backend of a name; BackendUnavailableError if unknown or lacking a package."""
-    if name not in registered():
+    if name not in names(framework):
         raise BackendUnavailableError(
-            f"backend must be one of {sorted(registered())}, got {name!r}; others register through "
-            f"the entry-point group {ENTRY_POINT_GROUP!r}"
+            f"backend must be one of {sorted(names(framework))}, got {name!r}; others register "
+            f"through the entry-point group {framework.value!r}"
         )
     try:
-        return registered()[name].load()
+        backend = _found(name, framework)
     except ImportError as error:
         raise BackendUnavailableError(f"backend {name!r} is not available: {error}") from error
+    if reasons := backend.missing():
+        raise BackendUnavailableError(f"backend {name!r} is not available: {'; '.join(reasons)}")
+    return backend
 
 
-def order_on(platform: str) -> list[str]:
-    """The names that `backend=None` tries on a platform."""
-    return [name for name in ORDER.get(platform, ("xla",)) if name in registered()]
+def available_backends(framework: Framework = Framework.JAX) -> tuple[str, ...]:
+    """The names of the backends whose packages are installed.
+
+    >>> "xla" in available_backends()
+    True
+    """
+    return tuple(name for name in names(framework) if can_load(name, framework))
 
 
-def platform_of(array) -> str:
-    """Where an array lies, or where a traced one will by default: "cpu", "gpu", ..."""
-    if is_traced(array):
-        device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-        return getattr(device, "platform", device) or jax.default_backend()
-    return next(iter(array.devices())).platform
-
-
-def can_load(name: str) -> bool:
+def can_load(name: str, framework: Framework = Framework.JAX) -> bool:
     try:
-        load(name)
+        load(name, framework)
     except BackendUnavailableError:
         return False
     return True
+
+
+def _found(name, framework) -> Backend:
+    if name not in BUILT_IN:
+        return _third_parties(framework)[name].load()
+    module = getattr(BUILT_IN[name], framework.name.lower())
+    found = importlib.import_module(module)
+    return found.bridged(load(name, Framework.TORCH)) if module == ACROSS else found.BACKEND
+
+
+@functools.cache
+def _built_in(framework) -> tuple[str, ...]:
+    return tuple(n for n, where in BUILT_IN.items() if getattr(where, framework.name.lower()))
+
+
+@functools.cache
+def _third_parties(framework) -> dict[str, EntryPoint]:
+    entries = entry_points(group=framework.value)
+    return {entry.name: entry for entry in entries if entry.name not in BUILT_IN}

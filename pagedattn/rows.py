@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
-from .blocks import in_range, int32, set_at
+from .ragged import in_range, int32, set_at
 from .checks import is_traced
-from .registry import can_load, load, order_on, platform_of
+from .call import device_of
+from .registry import Framework, can_load, load, order, wrong_device
 
 
 def set_rows(
@@ -21,14 +22,15 @@ def set_rows(
     backend that can do better says so by `Backend.set_rows`.
     """
     indices = int32(indices)
-    if array.dtype == jnp.bfloat16 and is_traced(array) and platform_of(array) == "cpu":
+    if array.dtype == jnp.bfloat16 and is_traced(array) and device_of(array) == "cpu":
         for setter in _setters():
             return _differentiable(setter)(array, indices, rows)
     return _scatter(array, indices, rows)
 
 
 def _setters():
-    backends = (load(name) for name in order_on("cpu") if can_load(name))
+    names = (name for name in order(Framework.JAX) if not wrong_device(name, "cpu"))
+    backends = (load(name) for name in names if can_load(name))
     return (backend.set_rows for backend in backends if backend.set_rows is not None)
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from . import validate_pool as validate
-from .blocks import add_at, in_range, int32, set_at
+from .ragged import add_at, in_range, int32, set_at
 from .pool import BlockPool
 
 

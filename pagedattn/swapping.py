@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from . import validate_pool as validate
-from .blocks import in_range, int32
+from .ragged import in_range, int32
 from .growth import append_tokens
 from .pool import BlockPool
 from .sharing import release

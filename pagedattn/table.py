@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from . import dispatch
-from .attention import packed_batch
+from .attention import explain, packed_batch
 from .batch import make_batch
 from .cache import KVCache
 from .spec import AttentionSpec
@@ -104,7 +103,7 @@ def call(request: Request, normal: Callable = jnp.zeros) -> tuple:
     )
 
 
-def cells(explain: Callable = dispatch.explain) -> list[Cell]:
+def cells(explain: Callable = explain) -> list[Cell]:
     """The table: what `explain` says to every request."""
     return [
         Cell(request, backend, reasons)

@@ -9,9 +9,12 @@ except ImportError as error:
         "pagedattn_torch needs torch, which is not installed: pip install 'pagedattn[torch]'"
     ) from error
 
+from .attention import Step as Step
 from .attention import explain as explain
 from .attention import paged_attention as paged_attention
+from .attention import prepare as prepare
 from .attention import ragged_attention as ragged_attention
+from .attention import select_backend as select_backend
 from .attention_type import AttentionType as AttentionType
 from .backend import AttentionBackend as AttentionBackend
 from .cache import copy_blocks_ as copy_blocks_

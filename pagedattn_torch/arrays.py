@@ -48,7 +48,7 @@ def require_tensors(**arrays) -> None:
     for name, array in arrays.items():
         if not isinstance(array, Tensor):
             raise InvalidInputError(
-                f"{name} must be a torch tensor, got {type(array).__name__}; interop.to_torch "
+                f"{name} must be a torch tensor, got {type(array).__name__}; pagedattn_interop.to_torch "
                 "converts JAX arrays without a copy, torch.as_tensor what NumPy holds"
             )
 

@@ -1,28 +1,20 @@
 """The two entry points of pagedattn on torch tensors."""
 
-import functools
-import importlib
+from dataclasses import dataclass
+from typing import Any
 
-import jax
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from pagedattn import (
-    AttentionSpec,
-    BackendUnavailableError,
-    BatchMetadata,
-    KVCache,
-    validate,
-)
-from pagedattn import backend as backends
+from pagedattn import AttentionSpec, Backend, BatchMetadata, KVCache, choice, validate
+from pagedattn.batch import Sequences
+from pagedattn.call import Call, call_of, layer_of
+from pagedattn.checks import require
+from pagedattn.registry import Framework
 
 from .arrays import batch_on, int32, require_no_grad, require_tensors, tensor
 from .lengths import token_positions
-
-# Every torch backend, and those of which `backend=None` takes the first usable one by device.
-NAMES = ("triton", "xformers", "sdpa", "ipex")
-ORDER = {"cuda": ("triton", "xformers", "sdpa")}
 
 
 def paged_attention(
@@ -31,12 +23,13 @@ def paged_attention(
     batch: BatchMetadata,
     spec: AttentionSpec = AttentionSpec(),
     *,
-    backend: str | None = None,
+    backend: str | Backend | None = None,
     return_lse: bool = False,
 ):
     """`pagedattn.paged_attention` on torch tensors; the batch may hold arrays of any framework.
 
-    Values of the batch are checked where they lie on the CPU. Not differentiable.
+    Values of the batch are checked where they lie on the CPU. Not differentiable. Several layers of
+    one step should share what follows from the batch: see `prepare`.
 
     Returns:
       out like query; with `return_lse` also lse `f32[num_tokens, num_heads]`.
@@ -51,35 +44,76 @@ def paged_attention(
     >>> paged_attention(torch.ones(1, 2, 8), cache, batch).shape
     torch.Size([1, 2, 8])
     """
-    out, lse = prepared(query, cache, batch, spec, backend=backend, return_lse=return_lse)()
+    step = prepare(query, cache, batch, spec, backend=backend, return_lse=return_lse)
+    out, lse = step.attend(query, cache)
     return (out, lse) if return_lse else out
 
 
-def prepared(query, cache, batch, spec, *, backend: str | None, return_lse: bool = False):
-    """A call that is known to be valid and supported, to be run: whoever writes the cache in place
-    between the two leaves it untouched when the call is refused.
+@dataclass(frozen=True)
+class Step:
+    """What the layers of one step share, made by `prepare` and held by the caller.
+
+    It holds the batch as it was: the next step, or other lengths, need another one.
+
+    Fields:
+      call: the sizes and options that it was made for.
+      backend: which one runs.
+      plan: what the backend made of the batch: lengths on the host, ids, masks.
     """
-    call = _call(query, cache, batch, spec, return_lse)
-    if backend is None:
-        chosen = backends.choose(load, ORDER.get(query.device.type, ("sdpa",)), call)
-    else:
-        chosen = backends.require(load, backend, call)
-    foreign = any(not isinstance(leaf, Tensor) for leaf in jax.tree.leaves(batch))
-    return functools.partial(_run, chosen, call, wait=foreign and query.is_cuda)
+
+    call: Call
+    backend: Backend
+    plan: Any
+
+    @torch.no_grad()
+    def attend(self, query: Tensor, cache: KVCache) -> tuple[Tensor, Tensor | None]:
+        """Attention of one layer: out, and lse if the step was prepared with `return_lse`.
+
+        Raises:
+          InvalidInputError: query or cache have other sizes, dtypes or strides than those that the
+            step was prepared with.
+        """
+        query = _with_dense_rows(query)
+        expected, got = self.call.layer, layer_of(query, cache)
+        require(got == expected, f"the step was prepared for {expected}, got {got}")
+        if self.call.is_empty:
+            return _empty_results(self.call, query)
+        return self.backend.run(self.call, query, cache, self.plan)
 
 
-@torch.no_grad()
-def _run(backend, call, *, wait: bool):
-    results = backend.run(*call)
-    if wait:
-        # Whoever owns the batch's memory may free it as soon as the caller drops the batch, and
-        # does not know that torch's kernels still read it.
-        torch.cuda.current_stream(call[0].device).synchronize()
-    return results
+def prepare(
+    query: Float[Tensor, "num_tokens num_heads head_dim"],
+    cache: KVCache,
+    batch: BatchMetadata,
+    spec: AttentionSpec = AttentionSpec(),
+    *,
+    backend: str | Backend | None = None,
+    return_lse: bool = False,
+) -> Step:
+    """Everything about a call but its values: checked, its backend chosen, its batch worked out.
+
+    Layers with the same spec and sizes share it: `prepare(...).attend(query, cache)` for each.
+    Only shapes, dtypes, strides and the device of query and cache matter here.
+
+    Raises:
+      InvalidInputError, UnsupportedError, BackendUnavailableError: as `paged_attention`.
+
+    >>> from pagedattn import make_batch
+    >>> layers = [KVCache(torch.ones(2, 4, 1, 8), torch.ones(2, 4, 1, 8)) for _ in range(3)]
+    >>> query, batch = torch.ones(1, 2, 8), make_batch([1], [4], [[1, 0]], block_size=4)
+    >>> step = prepare(query, layers[0], batch)
+    >>> [step.attend(query, cache)[0].shape for cache in layers][-1]
+    torch.Size([1, 2, 8])
+    """
+    call, sequences = _described(query, cache, batch, spec, return_lse)
+    chosen = choice.select(backend, call, Framework.TORCH)
+    return Step(call, chosen, None if call.is_empty else chosen.plan(call, sequences))
 
 
-def explain(query, cache, batch, spec=AttentionSpec(), *, return_lse=False) -> dict[str, list[str]]:
-    """Why each torch backend can or cannot run a call: an empty list means it can.
+def explain(
+    query, cache, batch, spec=AttentionSpec(), *, return_lse=False
+) -> choice.Explanation:
+    """Why each torch backend can or cannot run a call, as `pagedattn.explain`.
 
     >>> from pagedattn import make_batch
     >>> cache = KVCache(torch.ones(2, 4, 1, 8), torch.ones(2, 4, 1, 8))
@@ -87,8 +121,18 @@ def explain(query, cache, batch, spec=AttentionSpec(), *, return_lse=False) -> d
     >>> explain(torch.ones(1, 2, 8), cache, batch)["sdpa"]
     []
     """
-    call = _call(query, cache, batch, spec, return_lse)
-    return {name: backends.why_not(load, name, call) for name in NAMES}
+    call, _ = _described(query, cache, batch, spec, return_lse)
+    return choice.explain(call, Framework.TORCH)
+
+
+def select_backend(query, cache, batch, spec=AttentionSpec(), *, return_lse=False) -> str:
+    """The name of the backend that `backend=None` takes for a call.
+
+    Raises:
+      InvalidInputError, UnsupportedError: as `pagedattn.select_backend`.
+    """
+    call, _ = _described(query, cache, batch, spec, return_lse)
+    return choice.select(None, call, Framework.TORCH).name
 
 
 def ragged_attention(
@@ -142,24 +186,35 @@ def packed_batch(num_tokens, query_start_loc, key_start_loc, max_query_len, max_
     )
 
 
-@functools.cache
-def load(name: str) -> backends.Backend:
-    """The torch backend of a name; its kernels are imported now."""
-    if name not in NAMES:
-        raise BackendUnavailableError(f"backend must be one of {list(NAMES)}, got {name!r}")
-    try:
-        return importlib.import_module(f".{name}", __package__).BACKEND
-    except ImportError as error:
-        raise BackendUnavailableError(
-            f"backend {name!r} is not available ({error}): pip install 'pagedattn[{name}]'"
-        ) from error
-
-
-def _call(query, cache, batch, spec, return_lse):
-    """The arguments of a backend, validated."""
+def _described(query, cache, batch, spec, return_lse) -> tuple[Call, Sequences]:
+    """The call, validated, and its batch where the query is."""
     tensors = {"query": query, "key": cache.key, "value": cache.value}
     require_tensors(**tensors)
     require_no_grad(*tensors.values())
-    batch = batch_on(batch, None)
-    validate.attention(query, cache, batch, spec)  # where values on the CPU are known
-    return query, cache, batch_on(batch, query.device), spec, return_lse
+    validate.attention(query, cache, batch_on(batch, None), spec)  # values on the CPU are known
+    call = call_of(_with_dense_rows(query), cache, batch, spec, return_lse)
+    return call, _owned(batch, query.device)
+
+
+def _owned(batch: BatchMetadata, device) -> Sequences:
+    """The batch on a device.
+
+    A GPU's memory that another framework owns is copied: that may free it as soon as the caller
+    drops the batch, not knowing that torch's kernels still read it.
+    """
+    arrays = batch.block_tables, batch.seq_lens, batch.query_start_loc
+    tensors = [int32(tensor("batch", array, device)) for array in arrays]
+    if device.type == "cuda" and not all(isinstance(array, Tensor) for array in arrays):
+        tensors = [each.clone() for each in tensors]
+        torch.cuda.current_stream(device).synchronize()
+    return Sequences(*tensors)
+
+
+def _with_dense_rows(query: Tensor) -> Tensor:
+    """The query with its heads' values next to each other, as kernels load them."""
+    return query if query.stride(-1) == 1 else query.contiguous()
+
+
+def _empty_results(call, query):
+    out = query.new_zeros(call.out_shape)
+    return out, query.new_full(call.lse_shape, -torch.inf, dtype=torch.float32)

@@ -17,7 +17,7 @@ from pagedattn.checks import is_count, require
 
 from . import batches
 from .arrays import require_no_grad, require_tensors, tensor
-from .attention import packed_cache, prepared
+from .attention import packed_cache, prepare
 from .attention_type import AttentionType
 from .cache import write_kv_
 from .layout import is_empty, split_kv_cache
@@ -131,9 +131,9 @@ class AttentionImpl:
         fresh = self._fresh(key, value)
         _check_counts(rows, fresh, attn_metadata, kind)
         plan = self._plan(fresh, kv_cache, attn_metadata, kind)
-        attend = prepared(rows, plan.keys, plan.batch, self.specs[kind], backend=self.backend)
+        step = prepare(rows, plan.keys, plan.batch, self.specs[kind], backend=self.backend)
         plan.write()
-        return attend()[0].view(query.shape)
+        return step.attend(rows, plan.keys)[0].reshape(query.shape)
 
     def _plan(self, fresh, kv_cache, meta, kind) -> Plan:
         if not kind.cached or is_empty(kv_cache):

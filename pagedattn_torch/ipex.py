@@ -2,7 +2,6 @@
 
 from .backend import AttentionBackend
 from .impl import AttentionImpl
-from .ipex_kernels import BACKEND as BACKEND
 from .metadata import AttentionMetadata
 
 

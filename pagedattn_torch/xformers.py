@@ -3,7 +3,6 @@
 from .backend import AttentionBackend
 from .impl import AttentionImpl
 from .metadata import AttentionMetadata
-from .xformers_kernels import BACKEND as BACKEND
 
 
 class XFormersMetadata(AttentionMetadata):

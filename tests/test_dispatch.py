@@ -10,7 +10,7 @@ import pytest
 from cases import assert_words, good_call, mixed
 
 import pagedattn_torch
-from interop import to_torch
+from pagedattn_interop import to_torch
 from pagedattn import (
     BackendUnavailableError,
     InvalidInputError,

@@ -10,7 +10,7 @@ import torch
 from cases import as_numpy, assert_words, good_call, random_cache, rows
 
 import pagedattn_torch
-from interop import to_torch
+from pagedattn_interop import to_torch
 from pagedattn import (
     AttentionSpec,
     InvalidInputError,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import as_numpy, random_cache, rows
 
-from interop import to_jax, to_torch, torch_call
+from pagedattn_interop import to_jax, to_torch, torch_call
 from pagedattn import InvalidInputError, KVCache
 from pagedattn.testing import reference_write
 

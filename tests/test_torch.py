@@ -11,7 +11,7 @@ import torch
 from cases import SPECS, mixed, random_cache, rows, run
 from hypothesis import given
 
-from interop import to_torch
+from pagedattn_interop import to_torch
 from pagedattn import InvalidInputError, KVCache, UnsupportedError
 from pagedattn.testing import (
     assert_attention_close,

@@ -23,7 +23,7 @@ from torch_layers import (
     tensor,
 )
 
-from interop import to_jax, to_torch
+from pagedattn_interop import to_jax, to_torch
 from pagedattn import (
     AttentionSpec,
     InvalidInputError,

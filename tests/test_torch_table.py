@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import pagedattn_torch
-from interop import to_torch
+from pagedattn_interop import to_torch
 from pagedattn import BackendUnavailableError, UnsupportedError, paged_attention
 from pagedattn.table import FEATURES, LENGTHS, Cell, call, cells, render, request, requests
 from pagedattn.testing import Problem, assert_attention_close

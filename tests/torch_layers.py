@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import calls
 
-from interop import to_torch
+from pagedattn_interop import to_torch
 from pagedattn import AttentionSpec, UnsupportedError
 from pagedattn.testing import Problem, batch_of, reference_attention
 from pagedattn_torch import (

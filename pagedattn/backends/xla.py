@@ -14,12 +14,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..backend import Backend
-from ..batch import BatchMetadata
-from ..bias import alibi_bias, visible_mask
-from ..blocks import sequence_ids
+from ..batch import Sequences
 from ..cache import KVCache
-from ..registry import platform_of
-from ..spec import AttentionSpec
+from ..call import Call
+from ..ragged import cdiv, sequence_ids
+from ..visibility import alibi_bias, key_range, visible_mask
 
 TILE = 64  # query tokens a tile at most, and about as many tokens a step of several tiles
 CHUNK = 256  # keys a step
@@ -44,68 +43,57 @@ class State(NamedTuple):
     summed: Float[Array, "step kv_heads rows head_dim"]
 
 
-def unsupported(query, cache, batch, spec, return_lse) -> list[str]:
-    return []
-
-
-@functools.partial(jax.jit, static_argnames=("spec", "return_lse"))
+@functools.partial(jax.jit, static_argnames="call")
 def run(
+    call: Call,
     query: Float[Array, "num_tokens num_heads head_dim"],
     cache: KVCache,
-    batch: BatchMetadata,
-    spec: AttentionSpec,
-    return_lse: bool,
+    batch: Sequences,
 ):
-    num_tokens, num_heads, head_dim = query.shape
-    if num_tokens == 0 or batch.num_seqs == 0 or batch.max_blocks == 0:
-        return jnp.zeros_like(query), jnp.full((num_tokens, num_heads), -jnp.inf, jnp.float32)
-    tile = max(1, min(TILE, batch.max_query_len, num_tokens))
-    tiles = _tiles(batch, spec, tile)
+    tile = min(TILE, call.longest_query)
+    tiles = _tiles(call, batch, tile)
     # A CPU keeps one tile's chunk in its cache, and gains nothing from more of them at a time.
-    step = 1 if platform_of(query) == "cpu" else TILE // tile
-    attend = functools.partial(_attend, query, cache, spec, batch.block_size)
+    step = 1 if call.device == "cpu" else TILE // tile
+    attend = functools.partial(_attend, call, query, cache)
     out, lse = jax.lax.map(attend, _grouped(tiles, step))
-    out = out.reshape(-1, num_heads, head_dim)
-    lse = lse.reshape(-1, num_heads)
-    rows, live = _rows_of_tokens(batch, tile)
+    out = out.reshape(-1, *call.out_shape[1:])
+    lse = lse.reshape(-1, call.num_heads)
+    rows, live = _rows_of_tokens(call, batch, tile)
     out = jnp.where(live[:, None, None], out[rows], 0)
     return out, jnp.where(live[:, None], lse[rows], -jnp.inf)
 
 
-BACKEND = Backend("xla", unsupported, run)
+HONOURS = frozenset(
+    {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes", "return_lse"}
+)
+BACKEND = Backend("xla", HONOURS, run)
 
 
-def _tiles(batch, spec, tile) -> Tiles:
+def _tiles(call, batch, tile) -> Tiles:
     """Cuts the batch into tiles. Their number is bounded by shapes alone."""
     starts = _tile_starts(batch, tile)
-    num_tiles = min(batch.num_tokens, batch.num_tokens // tile + batch.num_seqs)
+    num_tiles = min(call.num_tokens, call.num_tokens // tile + call.num_seqs)
     owners = sequence_ids(starts, num_tiles)
     used, seqs = owners >= 0, jnp.maximum(owners, 0)
     offsets = (jnp.arange(num_tiles, dtype=jnp.int32) - starts[seqs])[:, None] * tile
     offsets = offsets + jnp.arange(tile, dtype=jnp.int32)
     valid = used[:, None] & (offsets < batch.query_lens[seqs][:, None])
     positions = batch.context_lens[seqs][:, None] + offsets
-    first, last = _key_range(positions, valid, batch.seq_lens[seqs], spec)
+    first, last = _key_range(call, positions, valid, batch.seq_lens[seqs])
     tokens = batch.query_start_loc[seqs][:, None] + offsets
     return Tiles(tokens, valid, positions, batch.block_tables[seqs], first, last)
 
 
 def _tile_starts(batch, tile):
-    counts = -(-batch.query_lens // tile)
+    counts = cdiv(batch.query_lens, tile)
     return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts).astype(jnp.int32)])
 
 
-def _key_range(positions, valid, seq_lens, spec):
+def _key_range(call, positions, valid, seq_lens):
     """The keys [first, last) outside which no row of a tile sees any."""
-    lowest = positions[:, 0]
     highest = jnp.max(jnp.where(valid, positions, -1), axis=1)
-    first, last = jnp.zeros_like(lowest), jnp.where(valid.any(axis=1), seq_lens, 0)
-    reach = 0 if spec.causal else spec.sliding_window
-    if reach is not None:
-        last = jnp.minimum(last, highest + max(reach, 1))
-    if spec.sliding_window is not None:
-        first = jnp.maximum(first, lowest - spec.sliding_window + 1)
-    return first, last
+    num_keys = jnp.where(valid.any(axis=1), seq_lens, 0)
+    return key_range(positions[:, 0], highest, num_keys, call.spec.causal, call.window)
 
 
 def _grouped(tiles, size) -> Tiles:
@@ -121,44 +109,43 @@ def _grouped(tiles, size) -> Tiles:
     return jax.tree.map(group, tiles)
 
 
-def _rows_of_tokens(batch, tile):
+def _rows_of_tokens(call, batch, tile):
     """Where each token's row lies among the tiles' rows, and whether it has one."""
-    seqs = sequence_ids(batch.query_start_loc, batch.num_tokens)
+    seqs = sequence_ids(batch.query_start_loc, call.num_tokens)
     live, seqs = seqs >= 0, jnp.maximum(seqs, 0)
-    offsets = jnp.arange(batch.num_tokens, dtype=jnp.int32) - batch.query_start_loc[seqs]
+    offsets = jnp.arange(call.num_tokens, dtype=jnp.int32) - batch.query_start_loc[seqs]
     return _tile_starts(batch, tile)[seqs] * tile + offsets, live
 
 
-def _attend(query, cache, spec, block_size, tiles):
+def _attend(call, query, cache, tiles):
     """Attention of some tiles: out `[step, tile, heads, dim]`, lse `[step, tile, heads]`."""
-    capacity = tiles.tables.shape[1] * block_size
-    chunk = min(CHUNK, capacity)
-    scaled = _tile_queries(query, tiles, cache.num_kv_heads) * spec.scale_for(query.shape[2])
+    chunk = min(CHUNK, call.capacity)
+    scaled = _tile_queries(call, query, tiles) * call.scale
 
     def update(state, keys):
         inside = (keys >= tiles.first_key[:, None]) & (keys < tiles.last_key[:, None])
-        slots = _slots(tiles.tables, keys, block_size)
+        slots = _slots(tiles.tables, keys, call.block_size)
         key, value = (_gather(plane, slots, inside) for plane in (cache.key, cache.value))
-        return _accumulate(state, _logits(scaled, key, spec, tiles, keys, inside), value)
+        return _accumulate(state, _logits(call, scaled, key, tiles, keys, inside), value)
 
     def visit(state, index):
         keys = index * chunk + jnp.arange(chunk, dtype=jnp.int32)
         needed = (keys[0] < tiles.last_key) & (keys[-1] >= tiles.first_key)
         return jax.lax.cond(needed.any(), update, lambda state, _: state, state, keys), None
 
-    chunks = jnp.arange(-(-capacity // chunk), dtype=jnp.int32)
+    chunks = jnp.arange(cdiv(call.capacity, chunk), dtype=jnp.int32)
     state, _ = jax.lax.scan(visit, _no_key_seen(scaled), chunks)
     return _finish(state, query.dtype, tiles.tokens.shape)
 
 
-def _tile_queries(query, tiles, num_kv_heads):
+def _tile_queries(call, query, tiles):
     """`[step, kv_heads, rows, dim]`: a row for each head of a KV head's group and each token."""
     step, tile = tiles.tokens.shape
     rows = query.at[tiles.tokens].get(mode="clip")
     rows = jnp.where(tiles.valid[:, :, None, None], rows, 0)
     rows = rows.astype(_wide(query.dtype))
-    rows = rows.reshape(step, tile, num_kv_heads, -1, query.shape[2])
-    return rows.transpose(0, 2, 3, 1, 4).reshape(step, num_kv_heads, -1, query.shape[2])
+    rows = rows.reshape(step, tile, call.num_kv_heads, call.group, call.head_dim)
+    return rows.transpose(0, 2, 3, 1, 4).reshape(step, call.num_kv_heads, -1, call.head_dim)
 
 
 def _slots(tables, keys, block_size):
@@ -184,7 +171,8 @@ def _wide(dtype):
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
-def _logits(scaled, key, spec, tiles, keys, inside):
+def _logits(call, scaled, key, tiles, keys, inside):
+    spec = call.spec
     logits = jnp.einsum("bhrd,bhkd->bhrk", scaled, key, precision="highest")
     if spec.logits_soft_cap is not None:
         logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)

@@ -6,37 +6,21 @@ The figures in the rules were measured on an H200 with 132 multiprocessors, in b
 import math
 from typing import Any, NamedTuple
 
+from ..call import Call
+from ..ragged import cdiv
+
 DTYPES = ("float16", "bfloat16", "float32")
 MAX_HEAD_DIM = 256
+# What the kernels know, besides the plain formula.
+HONOURS = frozenset(
+    {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes", "return_lse"}
+)
 # Query lengths up to here get a fixed number of tiles a sequence; longer ones are searched for.
 SHORT_QUERY = 16
 MAX_SPLITS = 128  # the merge holds them all at once
 # Shared memory that one program can have, by compute capability; 99 elsewhere.
 SHARED_KILOBYTES = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
 LOG2E = math.log2(math.e)
-
-
-class Shape(NamedTuple):
-    """What a launch depends on, of either framework's arrays."""
-
-    num_tokens: int
-    num_heads: int
-    num_seqs: int
-    max_blocks: int
-    max_query_len: int
-    max_keys: int  # that a token may see
-    block_size: int
-    num_kv_heads: int
-    head_dim: int
-    itemsize: int
-
-    @property
-    def group(self) -> int:
-        return self.num_heads // self.num_kv_heads
-
-    @property
-    def short(self) -> bool:
-        return self.max_query_len <= SHORT_QUERY
 
 
 class Device(NamedTuple):
@@ -78,34 +62,14 @@ class Launch(NamedTuple):
     num_stages: int
 
 
-def refusals(query, cache) -> list[str]:
-    """Why the kernels cannot run on arrays like these, whatever the framework."""
+def refusals(call: Call) -> list[str]:
+    """Why the kernels cannot run a call, whatever the framework."""
     reasons = []
-    if str(query.dtype).removeprefix("torch.") not in DTYPES:
-        reasons.append(f"the dtype must be one of {', '.join(DTYPES)}, got {query.dtype}")
-    if cache.head_dim > MAX_HEAD_DIM:
-        reasons.append(f"head_dim must be at most {MAX_HEAD_DIM}, got {cache.head_dim}")
+    if call.dtype not in DTYPES:
+        reasons.append(f"the dtype must be one of {', '.join(DTYPES)}, got {call.dtype}")
+    if call.head_dim > MAX_HEAD_DIM:
+        reasons.append(f"head_dim must be at most {MAX_HEAD_DIM}, got {call.head_dim}")
     return reasons
-
-
-def shape_of(query, cache, batch, spec) -> Shape:
-    """The shapes of a call's arrays."""
-    max_keys = batch.max_blocks * cache.block_size
-    if spec.sliding_window is not None:
-        span = spec.sliding_window * (1 if spec.causal else 2) + batch.max_query_len
-        max_keys = min(max_keys, span)
-    return Shape(
-        num_tokens=query.shape[0],
-        num_heads=query.shape[1],
-        num_seqs=batch.num_seqs,
-        max_blocks=batch.max_blocks,
-        max_query_len=max(1, batch.max_query_len),
-        max_keys=max_keys,
-        block_size=cache.block_size,
-        num_kv_heads=cache.num_kv_heads,
-        head_dim=cache.head_dim,
-        itemsize=query.dtype.itemsize,
-    )
 
 
 def device_of(num_sms: int, capability: tuple[int, int]) -> Device:
@@ -114,25 +78,25 @@ def device_of(num_sms: int, capability: tuple[int, int]) -> Device:
     return Device(num_sms, kilobytes << 10)
 
 
-def tiling(shape: Shape, device: Device) -> Tiling:
+def tiling(call: Call, device: Device) -> Tiling:
     """How a call is cut up for a device."""
-    rows = tile_rows(shape)
-    heads = min(shape.group, rows)
-    head_tiles = -(-shape.group // heads)
+    rows = tile_rows(call)
+    heads = min(call.group, rows)
+    head_tiles = cdiv(call.group, heads)
     tokens = rows // heads
-    if shape.short:
-        tiles_a_seq = -(-shape.max_query_len // tokens)
-        busy = shape.num_seqs * tiles_a_seq
+    if is_short(call):
+        tiles_a_seq = cdiv(call.longest_query, tokens)
+        busy = call.num_seqs * tiles_a_seq
         # Some more, which share the padding tokens.
-        num_tiles = busy + min(8, -(-shape.num_tokens // tokens))
+        num_tiles = busy + min(8, cdiv(call.num_tokens, tokens))
     else:
-        tiles_a_seq, busy = 0, -(-shape.num_tokens // tokens)
+        tiles_a_seq, busy = 0, cdiv(call.num_tokens, tokens)
         # What `find_sequence` gives: a tile is lost to each sequence at most; padding is one too.
-        num_tiles = shape.num_tokens // tokens + shape.num_seqs + 1
-    programs = max(1, busy * head_tiles * shape.num_kv_heads)
-    choose = short_program if shape.short else long_program
-    program, splits, min_keys = choose(shape, programs, rows, device.num_sms)
-    program = fitting(program, shape, device.shared_bytes)
+        num_tiles = call.num_tokens // tokens + call.num_seqs + 1
+    programs = max(1, busy * head_tiles * call.num_kv_heads)
+    choose = short_program if is_short(call) else long_program
+    program, splits, min_keys = choose(call, programs, rows, device.num_sms)
+    program = fitting(program, call, device.shared_bytes)
     return Tiling(
         program=program,
         heads=heads,
@@ -140,69 +104,83 @@ def tiling(shape: Shape, device: Device) -> Tiling:
         tokens=tokens,
         tiles_a_seq=tiles_a_seq,
         num_tiles=num_tiles,
-        splits=max(1, min(splits, MAX_SPLITS, -(-shape.max_keys // min_keys))),
+        splits=max(1, min(splits, MAX_SPLITS, cdiv(call.max_keys, min_keys))),
         min_steps=max(1, min_keys // program.keys),
     )
 
 
-def tile_rows(shape: Shape) -> int:
+def is_short(call: Call) -> bool:
+    """Whether each sequence gets a fixed number of tiles."""
+    return call.longest_query <= SHORT_QUERY
+
+
+def tile_rows(call: Call) -> int:
     """Rows of a tile. Rows share the keys that are loaded, but each takes its room in registers."""
-    if shape.short:
+    if is_short(call):
         most = 64
-    elif shape.num_tokens >= 1024 * shape.num_seqs and 64 < shape.head_dim <= 128:
+    elif call.num_tokens >= 1024 * call.num_seqs and 64 < call.head_dim <= 128:
         most = 256  # long prefills; in a mixed batch smaller tiles overlap better
     else:
         most = 128
-    if shape.itemsize > 2:
+    if call.itemsize > 2:
         most = 32  # no tensor cores: rows gain little
-    return max(16, min(most, power_of_two(shape.group * shape.max_query_len)))
+    return max(16, min(most, power_of_two(call.group * call.longest_query)))
 
 
-def short_program(shape: Shape, programs: int, rows: int, num_sms: int):
+def short_program(call: Call, programs: int, rows: int, num_sms: int):
     """What a program is, how often keys are split at most, and how many keys a split has at least.
 
     `programs` is what there is without splitting. Where that fills the device, splits only even out
     different lengths, and are long, since each costs a pass over its partial result.
     """
     crowded = programs >= 2 * num_sms
-    one_wave = 3 * num_sms // programs  # three programs of the middle kind share a multiprocessor
-    if shape.max_keys <= 4096 and (crowded or 3 * num_sms <= 4 * programs <= 4 * num_sms):
-        # Small programs side by side, or one with a deep pipeline on each multiprocessor.
-        plan = (64, 2, 3) if crowded else (128, 4, 5)
-        if shape.head_dim <= 64:
-            plan = (128, 4, plan[2])
+    a_wave = 3 * num_sms  # three programs of four warps share a multiprocessor
+    one_wave = a_wave // programs
+    nearly_a_wave = a_wave <= 4 * programs <= 4 * num_sms
+    if call.max_keys <= 4096 and (crowded or nearly_a_wave):
         splits, min_keys = 1, 64
+        # Small programs side by side, or one with a deep pipeline on each multiprocessor.
+        sizes = {"keys": 64, "num_warps": 2} if crowded else {"keys": 128, "num_warps": 4}
+        if call.head_dim <= 64:
+            sizes = {"keys": 128, "num_warps": 4}
+        program = Program(rows, **sizes, num_stages=3 if crowded else 5)
     elif crowded:
         # Most of a wide grid may be empty: that costs the device about a microsecond a thousand.
-        plan, splits, min_keys = (128, 4, 3), 64 * num_sms // programs, 64 * rows
-    elif shape.max_keys >= 256 * one_wave:
-        plan, splits, min_keys = (128, 4, 3), one_wave, 128
+        splits, min_keys = 64 * num_sms // programs, 64 * rows
+        program = Program(rows, keys=128, num_warps=4, num_stages=3)
+    elif call.max_keys >= 256 * one_wave:
+        splits, min_keys = one_wave, 128
+        program = Program(rows, keys=128, num_warps=4, num_stages=3)
     else:
         # So few keys that starting up is what takes the time.
-        plan, splits, min_keys = (32, 4, 3), 6 * num_sms // programs, 64
-    keys, num_warps, num_stages = plan
-    if rows > 32:
-        keys, num_warps, num_stages = min(keys, 64), 4, 3
-    if shape.head_dim > 128:
-        keys //= 2
-    return Program(rows, max(16, keys), num_warps, num_stages), splits, min_keys
+        splits, min_keys = 6 * num_sms // programs, 64
+        program = Program(rows, keys=32, num_warps=4, num_stages=3)
+    return _in_registers(program, call), splits, min_keys
 
 
-def long_program(shape: Shape, programs: int, rows: int, num_sms: int):
+def _in_registers(program: Program, call: Call) -> Program:
+    """The program with fewer keys a step, where its rows or dims leave less room for them."""
+    if program.rows > 32:
+        program = program._replace(keys=min(program.keys, 64), num_warps=4, num_stages=3)
+    keys = program.keys // 2 if call.head_dim > 128 else program.keys
+    return program._replace(keys=max(16, keys))
+
+
+def long_program(call: Call, programs: int, rows: int, num_sms: int):
     """As `short_program`; arithmetic takes the time, so keys are split to fill the device only."""
-    warps = 8 if rows > 128 or (shape.head_dim > 128 and rows > 64) else 4
+    warps = 8 if rows > 128 or (call.head_dim > 128 and rows > 64) else 4
     return Program(rows, 64, warps, 3), num_sms // programs, 512
 
 
-def fitting(program: Program, shape: Shape, shared_bytes: int) -> Program:
+def fitting(program: Program, call: Call, shared_bytes: int) -> Program:
     """The program with fewer keys a step, if the pipeline would not fit into shared memory."""
-    if shape.itemsize > 2:
+    if call.itemsize > 2:
         program = program._replace(
-            keys=16 if shape.head_dim > 128 else 32, num_warps=4, num_stages=2
+            keys=16 if call.head_dim > 128 else 32, num_warps=4, num_stages=2
         )
-    row_bytes = power_of_two(shape.head_dim) * shape.itemsize
+    row_bytes = power_of_two(call.head_dim) * call.itemsize
     # One stage looks up the blocks; for short queries another holds what is being used.
-    copies = max(1, program.num_stages - (2 if shape.short else 1))
+    copies = max(1, program.num_stages - (2 if is_short(call) else 1))
     while program.keys > 16 and _pipeline(program, copies) * row_bytes > shared_bytes:
         program = program._replace(keys=program.keys // 2)
     return program
@@ -213,35 +191,32 @@ def _pipeline(program: Program, copies: int) -> int:
     return 2 * copies * program.keys + program.rows
 
 
-def attention_launch(shape: Shape, tiles: Tiling, spec, num_blocks: int, strides) -> Launch:
-    """The launch of `attention_kernel`.
-
-    `strides`, in elements, are those of the tables (rows), the query (tokens, heads) and the cache
-    (blocks, slots, heads).
-    """
-    table_stride, *array_strides = strides
+def attention_launch(call: Call, tiles: Tiling, table_stride: int) -> Launch:
+    """The launch of `attention_kernel`; `table_stride` is from one row of the tables to the next."""
+    spec = call.spec
+    array_strides = (*call.strides.query[:2], *call.strides.key[:3])
     unit = math.gcd(16, *array_strides)
-    scale, cap = _scale_and_cap(spec, shape.head_dim)
+    scale, cap = _scale_and_cap(call)
     scalars = (
         abs(scale),
         cap,
-        spec.sliding_window or 0,
-        shape.num_tokens,
-        shape.num_seqs,
-        shape.num_kv_heads,
-        num_blocks,
-        shape.max_blocks,
+        call.window or 0,
+        call.num_tokens,
+        call.num_seqs,
+        call.num_kv_heads,
+        call.num_blocks,
+        call.max_blocks,
         table_stride,
         *(stride // unit for stride in array_strides),
     )
     rows, keys, num_warps, num_stages = tiles.program
-    few_rows = 16 if not shape.short and tiles.heads <= 16 < rows else 0
+    few_rows = 16 if not is_short(call) and tiles.heads <= 16 < rows else 0
     constants = {
-        "HEAD_DIM": shape.head_dim,
-        "DIMS": max(16, power_of_two(shape.head_dim)),
-        "BLOCK_SIZE": shape.block_size,
+        "HEAD_DIM": call.head_dim,
+        "DIMS": max(16, power_of_two(call.head_dim)),
+        "BLOCK_SIZE": call.block_size,
         "STRIDE_UNIT": unit,
-        "GROUP": shape.group,
+        "GROUP": call.group,
         "HEADS": tiles.heads,
         "TOKENS": tiles.tokens,
         "ROWS": rows,
@@ -252,23 +227,23 @@ def attention_launch(shape: Shape, tiles: Tiling, spec, num_blocks: int, strides
         "SPLIT": tiles.splits > 1,
         "MIN_STEPS": tiles.min_steps,
         # Worth a second loop where arithmetic is what takes the time.
-        "UNMASKED": not shape.short and spec.sliding_window is None,
+        "UNMASKED": not is_short(call) and call.window is None,
         "CAUSAL": spec.causal,
-        "WINDOW": spec.sliding_window is not None,
+        "WINDOW": call.window is not None,
         "SOFT_CAP": spec.logits_soft_cap is not None,
         "ALIBI": spec.alibi_slopes is not None,
         "NEGATE": scale < 0,
     }
-    grid = (tiles.num_tiles * tiles.head_tiles * shape.num_kv_heads, tiles.splits, 1)
+    grid = (tiles.num_tiles * tiles.head_tiles * call.num_kv_heads, tiles.splits, 1)
     return Launch(grid, scalars, constants, num_warps, num_stages)
 
 
-def merge_launch(shape: Shape, tiles: Tiling) -> Launch:
+def merge_launch(call: Call, tiles: Tiling) -> Launch:
     """The launch of `merge_kernel`."""
-    num_rows = shape.num_tokens * shape.num_heads
+    num_rows = call.num_tokens * call.num_heads
     constants = {
-        "HEAD_DIM": shape.head_dim,
-        "DIMS": power_of_two(shape.head_dim),
+        "HEAD_DIM": call.head_dim,
+        "DIMS": power_of_two(call.head_dim),
         "SPLITS": power_of_two(tiles.splits),
         # Not to wait for the log-sum-exps is worth more than the few empty parts read.
         "EAGER": tiles.splits <= 8,
@@ -277,10 +252,10 @@ def merge_launch(shape: Shape, tiles: Tiling) -> Launch:
     return Launch((num_rows, 1, 1), (num_rows, tiles.splits), constants, num_warps, 1)
 
 
-def _scale_and_cap(spec, head_dim) -> tuple[float, float]:
+def _scale_and_cap(call: Call) -> tuple[float, float]:
     """The kernel's factors: without ALiBi its logits are in units of ln 2."""
-    scale, cap = spec.scale_for(head_dim), spec.logits_soft_cap
-    unit = 1.0 if spec.alibi_slopes is not None else LOG2E
+    scale, cap = call.scale, call.spec.logits_soft_cap
+    unit = 1.0 if call.spec.alibi_slopes is not None else LOG2E
     if cap is None:
         return scale * unit, 0.0
     return scale / cap, cap * unit

@@ -4,25 +4,25 @@ from collections.abc import Callable
 
 import jax
 
-from . import xla
+from .backends import xla
 
 
 def with_xla_gradient(run: Callable) -> Callable:
     """A backend's run whose backward pass recomputes the attention by the xla backend."""
 
-    def differentiable(query, cache, batch, spec, return_lse):
-        results = slice(2 if return_lse else 1)
+    def differentiable(call, query, cache, batch):
+        results = slice(2 if call.return_lse else 1)
 
         @jax.custom_vjp
         def attend(query, cache, batch):
-            return run(query, cache, batch, spec, return_lse)[results]
+            return run(call, query, cache, batch)[results]
 
         def forward(*arrays):
             return attend(*arrays), arrays
 
         def backward(arrays, cotangents):
             def replay(query, cache):
-                return xla.run(query, cache, arrays[2], spec, return_lse)[results]
+                return xla.run(call, query, cache, arrays[2])[results]
 
             return (*jax.vjp(replay, *arrays[:2])[1](cotangents), None)
 

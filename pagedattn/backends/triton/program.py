@@ -14,7 +14,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ..kernels.launch import Launch
+from ...kernels.launch import Launch
 
 # Since this version the launcher takes machine code; older ones assemble the text they are given.
 TAKES_BINARIES = tuple(map(int, version("jaxlib").split(".")[:3])) >= (0, 11, 2)

@@ -1,12 +1,13 @@
-"""Attention masks and biases as pure arrays.
+"""Who sees which key: masks, biases and ranges of keys, as pure arrays.
 
-Written with operators and one cast, so NumPy, JAX and torch arrays all work. Positions are
-integers of shape `[..., q]` and `[..., k]`; results have shape `[..., q, k]`, ALiBi's
-`[..., num_heads, q, k]`. Distances are integers: in bfloat16 they would be wrong from 257 on.
+NumPy, JAX and torch arrays all work. Positions are integers of shape `[..., q]` and `[..., k]`;
+masks have shape `[..., q, k]`, ALiBi's bias `[..., num_heads, q, k]`. Distances are integers: in
+bfloat16 they would be wrong from 257 on.
 """
 
 import numpy as np
 
+from .ragged import namespace
 from .spec import AttentionSpec
 
 
@@ -37,7 +38,8 @@ def sliding_window_mask(query_positions, key_positions, sliding_window: int):
 def alibi_bias(query_positions, key_positions, slopes):
     """`-slope * |p - j|` (Press et al., 2022): float32 `[..., num_heads, q, k]`.
 
-    `slopes` is a sequence of floats, one per query head, of any sign.
+    `slopes` is a sequence of floats or an array of the positions' framework, one entry per query
+    head, of any sign.
 
     >>> alibi_bias(np.array([2]), np.arange(3), (0.5,))
     array([[[-1. , -0.5, -0. ]]], dtype=float32)
@@ -76,12 +78,49 @@ def additive(visible):
         return 1 - 1 / _float32(visible)
 
 
+def key_range(lowest, highest, num_keys, causal: bool, window: int | None):
+    """The keys `[first, last)` outside which no query from position lowest to highest sees any.
+
+    Arguments are integers or arrays of them.
+
+    >>> key_range(np.array([4]), np.array([6]), np.array([9]), causal=True, window=3)
+    (array([2]), array([7]))
+    """
+    clip = namespace(lowest).clip
+    first = 0 * num_keys if window is None else clip(lowest - window + 1, 0, None)
+    reach = 1 if causal else window
+    return first, num_keys if reach is None else clip(highest + reach, None, num_keys)
+
+
+def common_key_range(lowest, highest, num_keys, causal: bool, window: int | None):
+    """The keys `[first, last)` that every query from position lowest to highest sees.
+
+    >>> common_key_range(np.array([4]), np.array([6]), np.array([9]), causal=True, window=4)
+    (array([3]), array([5]))
+    """
+    return key_range(highest, lowest, num_keys, causal, window)
+
+
+def sees_a_key(positions, num_keys, causal: bool, window: int | None):
+    """True where a query sees any key; positions of cross attention may be negative.
+
+    >>> sees_a_key(np.array([-2, -1, 0]), np.array([4, 4, 0]), causal=False, window=2)
+    array([False,  True, False])
+    """
+    seen = num_keys > 0
+    if causal:
+        return seen & (positions >= 0)
+    if window is None:
+        return seen & (positions == positions)
+    return seen & (positions + window > 0) & (positions - window < num_keys - 1)
+
+
 def _float32(array):
-    return array.float() if hasattr(array, "new_tensor") else array.astype(np.float32)
+    return namespace(array).asarray(array, dtype=namespace(array).float32)
 
 
 def _float32_like(array, values):
     # torch's operators take no NumPy array; NumPy's and JAX's do.
     if hasattr(array, "new_tensor"):
-        return array.new_tensor(values)
+        return values if hasattr(values, "new_tensor") else array.new_tensor(values)
     return np.asarray(values, np.float32)

@@ -10,7 +10,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from pagedattn import BackendUnavailableError, InvalidInputError
-from pagedattn.manual_axes import axes_of, varying
+from pagedattn.tracing import axes_of, varying
 
 try:
     import jax_tvm_ffi

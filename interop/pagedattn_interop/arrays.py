@@ -50,7 +50,7 @@ def _array_to_torch(array, *, copy):
     if is_traced(array):
         raise InvalidInputError(
             "to_torch expects a concrete array, got a traced one; inside jax.jit, call torch "
-            "through interop.torch_call"
+            "through pagedattn_interop.torch_call"
         )
     if not isinstance(array, jax.Array) or len(array.devices()) != 1:
         raise InvalidInputError(f"to_torch expects jax.Arrays on one device, got {array!r}")

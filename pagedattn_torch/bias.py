@@ -5,21 +5,21 @@ import functools
 import torch
 from torch import Tensor
 
-from pagedattn import bias
+from pagedattn.ragged import cdiv
+from pagedattn.visibility import alibi_bias
 
 ALIGNMENT = 16  # elements a row of a bias is a multiple of, in memory
 
 
 def alibi(query_positions: Tensor, key_positions: Tensor, slopes: tuple[float, ...]) -> Tensor:
-    """`bias.alibi_bias` with the slopes where the positions are: `[..., num_heads, q, k]`."""
-    apart = bias.distance(query_positions, key_positions).abs().float()
-    return -apart[..., None, :, :] * slopes_on(slopes, apart.device)[:, None, None]
+    """`pagedattn.alibi_bias` where the positions are: `[..., num_heads, q, k]`."""
+    return alibi_bias(query_positions, key_positions, slopes_on(slopes, query_positions.device))
 
 
 def aligned(added: Tensor, dtype: torch.dtype) -> Tensor:
     """A bias in the dtype of the queries, which CUTLASS wants, with rows where it can load them."""
     num_keys = added.shape[-1]
-    width = -(-num_keys // ALIGNMENT) * ALIGNMENT
+    width = cdiv(num_keys, ALIGNMENT) * ALIGNMENT
     room = added.new_empty((*added.shape[:-1], width), dtype=dtype)[..., :num_keys]
     return room.copy_(added)
 

@@ -1,9 +1,33 @@
 """Index arithmetic of the paged cache: which token stands where. Pure arrays, usable in jit."""
 
+import sys
+from types import ModuleType
+
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
 PAD_SLOT = -1
+
+
+def cdiv(count, size):
+    """How many parts of a size hold a count: rounded up; integers or arrays of any framework.
+
+    >>> cdiv(17, 16)
+    2
+    """
+    return -(-count // size)
+
+
+def namespace(array) -> ModuleType:
+    """The module with the functions of an array: `torch`, `numpy` (also of plain numbers) or JAX's.
+
+    >>> namespace(np.arange(3)) is np
+    True
+    """
+    if hasattr(array, "new_tensor"):
+        return sys.modules["torch"]  # where there is a tensor, it is loaded
+    return np if isinstance(array, np.ndarray | np.generic | int | float) else jnp
 
 
 def sequence_ids(

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from ..blocks import sequence_ids
-from .cudnn_kernel import attention
+from ...ragged import sequence_ids
+from .kernel import attention
 
 # JAX 0.10 gets the offsets of keys wrong when query heads share them.
 OLDEST_JAX = (0, 11)
@@ -33,49 +33,49 @@ class Spans(NamedTuple):
     lens: Int[Array, "num_seqs"]
 
 
-def packs(query, batch) -> bool:
+def packs(call) -> bool:
     """Whether a batch can stay packed, by its shapes."""
-    size = 4 * (batch.num_seqs + 1) * query.shape[0] * query.shape[1]
+    size = 4 * (call.num_seqs + 1) * call.num_tokens * call.num_heads
     return jax.__version_info__ >= OLDEST_JAX and size <= STATISTICS_BYTES
 
 
-def tokens_of(batch) -> Tokens:
-    seqs = sequence_ids(batch.query_start_loc, batch.num_tokens)
+def tokens_of(call, batch) -> Tokens:
+    seqs = sequence_ids(batch.query_start_loc, call.num_tokens)
     known, seqs = seqs >= 0, jnp.maximum(seqs, 0)
-    offsets = jnp.arange(batch.num_tokens, dtype=jnp.int32) - batch.query_start_loc[seqs]
+    offsets = jnp.arange(call.num_tokens, dtype=jnp.int32) - batch.query_start_loc[seqs]
     positions = batch.context_lens[seqs] + offsets
     return Tokens(known & (positions >= 0), seqs, positions)
 
 
-def query_spans(batch) -> Spans:
+def query_spans(call, batch) -> Spans:
     """The queries of each sequence, without those that stand before all keys."""
     early = jnp.maximum(-batch.context_lens, 0)
     lens = jnp.maximum(batch.query_lens - early, 0)
-    return Spans(jnp.minimum(batch.query_start_loc[:-1] + early, batch.num_tokens), lens)
+    return Spans(jnp.minimum(batch.query_start_loc[:-1] + early, call.num_tokens), lens)
 
 
-def on_new_tokens(query, cache, batch, scale, *, with_lse) -> tuple[Array, Any]:
+def on_new_tokens(call, query, cache, batch, *, with_lse) -> tuple[Array, Any]:
     """The state of every token with the new tokens of its sequence up to itself."""
-    tokens, spans = tokens_of(batch), query_spans(batch)
-    columns = jnp.clip(tokens.positions // batch.block_size, 0, batch.max_blocks - 1)
-    at = batch.block_tables[tokens.seqs, columns], tokens.positions % batch.block_size
+    tokens, spans = tokens_of(call, batch), query_spans(call, batch)
+    columns = jnp.clip(tokens.positions // call.block_size, 0, call.max_blocks - 1)
+    at = batch.block_tables[tokens.seqs, columns], tokens.positions % call.block_size
     live = tokens.live[:, None, None]  # a NaN in what is not would survive a weight of 0
     key, value = (
         jnp.where(live, plane.at[at].get(mode="clip", wrap_negative_indices=False), 0)
         for plane in (cache.key, cache.value)
     )
-    options = {"causal": True, "scale": scale, "with_lse": with_lse}
+    options = {"causal": True, "scale": call.scale, "with_lse": with_lse}
     return _state(query, key, value, (spans, spans), tokens, **options)
 
 
-def on_first_keys(query, batch, key_lens, pages, scale) -> tuple[Array, Any]:
+def on_first_keys(call, query, batch, key_lens, pages) -> tuple[Array, Any]:
     """The state of every token with all of the first `key_lens` keys of its sequence."""
     key, value = (plane.reshape(-1, *plane.shape[2:]) for plane in pages)
-    capacity = key.shape[0] // batch.num_seqs
-    keys = Spans(jnp.arange(batch.num_seqs, dtype=jnp.int32) * capacity, key_lens)
-    tokens = tokens_of(batch)
+    keys = Spans(jnp.arange(call.num_seqs, dtype=jnp.int32) * call.capacity, key_lens)
+    tokens = tokens_of(call, batch)
     tokens = tokens._replace(live=tokens.live & (key_lens[tokens.seqs] > 0))
-    return _state(query, key, value, (query_spans(batch), keys), tokens, causal=False, scale=scale)
+    spans = query_spans(call, batch), keys
+    return _state(query, key, value, spans, tokens, causal=False, scale=call.scale)
 
 
 def _state(query, key, value, spans, tokens, *, with_lse=True, **options) -> tuple[Array, Any]:

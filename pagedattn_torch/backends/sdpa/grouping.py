@@ -2,9 +2,12 @@
 
 import torch
 
-from pagedattn import AttentionSpec, BatchMetadata
+from pagedattn.batch import Sequences
+from pagedattn.call import Call
+from pagedattn.ragged import cdiv
 
-from .buckets import Bounds, Bucket, Rows, first_blocks
+from ...rectangles import first_blocks
+from .buckets import Bounds, Bucket, Rows
 
 # A call of its own costs a CPU about as much as this many keys more.
 KEYS_A_CALL = 128
@@ -12,31 +15,31 @@ KEYS_A_CALL = 128
 KEYS_A_TURN = 256
 
 
-def make_buckets(batch: BatchMetadata, spec: AttentionSpec, keys_at_once: int) -> list[Bucket]:
+def make_buckets(call: Call, batch: Sequences, keys_at_once: int) -> list[Bucket]:
     """Groups sequences of like lengths, to gather about `keys_at_once` keys of a group at a time.
 
     Off the CPU there is one group of the static bounds: reading lengths would wait for the device.
     """
-    rows = _rows(batch, spec)
-    if batch.seq_lens.device.type != "cpu":
-        sizes = batch.max_query_len, batch.max_blocks, batch.max_blocks
-        return [Bucket(rows, spec, batch.block_size, *sizes, None)]
-    groups = _groups(rows, batch.block_size, keys_at_once)
+    rows = _rows(call, batch)
+    if call.device != "cpu":
+        blocks = call.visible_blocks
+        return [Bucket(call, rows, call.longest_query, blocks, blocks, None)]
+    groups = _groups(rows, call.block_size, keys_at_once)
     rows = rows.take(torch.tensor([seq for group in groups for *_, seq in group], dtype=torch.long))
     buckets, first = [], 0
     for group in groups:
         members = rows.take(slice(first, first + len(group)))
-        buckets.append(_bucket(members, spec, batch.block_size, group[0][1], keys_at_once))
+        buckets.append(_bucket(call, members, group[0][1], keys_at_once))
         first += len(group)
     return buckets
 
 
-def _rows(batch, spec) -> Rows:
-    first = first_blocks(batch, spec)
-    first_keys = first * batch.block_size
+def _rows(call, batch) -> Rows:
+    first = first_blocks(call, batch)
+    first_keys = first * call.block_size
     # Inside jit lengths are whatever they are; they must not lead past the table or the tokens.
-    num_keys = batch.seq_lens.clamp(0, batch.max_blocks * batch.block_size) - first_keys
-    query_lens = batch.query_lens.clamp(0, min(batch.max_query_len, batch.num_tokens))
+    num_keys = batch.seq_lens.clamp(0, call.capacity) - first_keys
+    query_lens = batch.query_lens.clamp(0, call.longest_query)
     starts, contexts = batch.query_start_loc[:-1], batch.context_lens - first_keys
     return Rows(batch.block_tables, first, starts, query_lens, contexts, num_keys)
 
@@ -45,7 +48,7 @@ def _groups(rows, block_size, keys_at_once) -> list[list[tuple[int, int, int]]]:
     """Query class, number of blocks and index of each sequence that has something to compute."""
     lengths = zip(rows.query_lens.tolist(), rows.num_keys.tolist(), strict=True)
     sizes = [
-        (_query_class(queries), -(-keys // block_size), seq)
+        (_query_class(queries), cdiv(keys, block_size), seq)
         for seq, (queries, keys) in enumerate(lengths)
         if queries > 0 and keys > 0
     ]
@@ -58,9 +61,13 @@ def _groups(rows, block_size, keys_at_once) -> list[list[tuple[int, int, int]]]:
 
 
 def _query_class(queries: int) -> int:
-    """Decoding apart; else up to an eighth of the power of two, or the 16 rows that cost as one."""
+    """The padded number of queries: sequences with the same one may be computed together.
+
+    A single query stays alone, since decoding pads nothing. More are rounded up to a multiple of 16
+    rows, which cost no more than one, or of an eighth of the next power of two.
+    """
     step = max(16, 1 << queries.bit_length() >> 4)
-    return queries if queries <= 1 else -(-queries // step) * step
+    return queries if queries <= 1 else cdiv(queries, step) * step
 
 
 def _joins(size, group, block_size, keys_at_once) -> bool:
@@ -75,12 +82,12 @@ def _joins(size, group, block_size, keys_at_once) -> bool:
     )
 
 
-def _bucket(rows, spec, block_size, num_blocks, keys_at_once) -> Bucket:
+def _bucket(call, rows, num_blocks, keys_at_once) -> Bucket:
     query_lens, contexts, num_keys = (
         part.tolist() for part in (rows.query_lens, rows.contexts, rows.num_keys)
     )
     # Long queries get more at once: the results of each turn are kept until the last.
-    at_once = max(1, keys_at_once // block_size // len(contexts)) * max(1, max(query_lens) // 16)
+    at_once = max(1, keys_at_once // call.block_size // len(contexts))
+    at_once *= max(1, max(query_lens) // 16)
     bounds = Bounds(min(contexts), max(contexts), min(num_keys))
-    sizes = max(query_lens), num_blocks, min(num_blocks, at_once)
-    return Bucket(rows, spec, block_size, *sizes, bounds)
+    return Bucket(call, rows, max(query_lens), num_blocks, min(num_blocks, at_once), bounds)

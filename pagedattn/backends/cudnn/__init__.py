@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from ..backend import Backend
-from ..blocks import sequence_ids
-from ..registry import platform_of
-from ..state import merge_states
-from . import cudnn_packed as packed
-from .cudnn_kernel import attention, missing
-from .gradient import with_xla_gradient
+from ...backend import Backend
+from ...call import Call
+from ...gradient import with_xla_gradient
+from ...ragged import cdiv, sequence_ids
+from ...state import merge_states
+from . import packed
+from .kernel import attention, missing
 
 DTYPES = ("bfloat16", "float16")
 # What follows is measured (docs/results): where the rectangles cost more than they give.
@@ -41,71 +41,64 @@ class Rows(NamedTuple):
     first_key: Int[Array, "num_seqs"]
 
 
-def unsupported(query, cache, batch, spec, return_lse) -> list[str]:
-    """Why cuDNN cannot honour a call."""
-    reasons = _missing(query)
-    if str(query.dtype).removeprefix("torch.") not in DTYPES:
-        reasons.append(f"cuDNN takes {' and '.join(DTYPES)}, not {query.dtype}")
-    if cache.head_dim % 8 or cache.head_dim > 256:
-        reasons.append(f"head_dim must be a multiple of 8 up to 256, got {cache.head_dim}")
-    if spec.alibi_slopes is not None:
-        reasons.append("alibi_slopes: XLA offers cuDNN's ALiBi for one family of slopes only")
-    if spec.logits_soft_cap is not None:
-        reasons.append("logits_soft_cap: XLA does not offer it")
-    if spec.sliding_window is not None and not spec.causal:
+HONOURS = frozenset({"scale", "causal", "sliding_window", "return_lse"})
+
+
+def refusals(call: Call) -> list[str]:
+    """Why cuDNN cannot honour a call. XLA offers its soft-cap not at all, its ALiBi for one family
+    of slopes only: neither is in `HONOURS`."""
+    reasons = _missing()
+    if call.dtype not in DTYPES:
+        reasons.append(f"cuDNN takes {' and '.join(DTYPES)}, not {call.dtype}")
+    if call.head_dim % 8 or call.head_dim > 256:
+        reasons.append(f"head_dim must be a multiple of 8 up to 256, got {call.head_dim}")
+    if call.spec.sliding_window is not None and not call.spec.causal:
         reasons.append("sliding_window with causal=False: cuDNN bounds a window to the left only")
     return reasons
 
 
-def unfit(query, cache, batch, spec, return_lse) -> list[str]:
+def unfit(call: Call) -> list[str]:
     """Why another backend is likely faster, judged by shapes: the rule of `backend=None`.
 
     cuDNN's kernels have the highest rate of all, and pay for it with gathered keys and with
     rectangles. So queries must be long enough to reuse a gathered key, and of like lengths: a few
     prefills among many decodes would pad every decode to the longest prefill.
     """
-    longest = _longest(batch)
     reasons = []
-    if longest < SHORTEST:
-        reasons.append(f"short queries: max_query_len is {longest}, below {SHORTEST}")
-    if batch.num_tokens * batch.max_blocks * batch.block_size < LEAST_WORK:
-        reasons.append(f"little work: {batch.num_tokens} tokens")
-    rows = batch.num_seqs * (longest + _reach(batch, spec))
-    if rows > MOST_PADDING * batch.num_tokens:
+    if call.longest_query < SHORTEST:
+        reasons.append(f"short queries: max_query_len is {call.longest_query}, below {SHORTEST}")
+    if call.num_tokens * call.capacity < LEAST_WORK:
+        reasons.append(f"little work: {call.num_tokens} tokens")
+    rows = call.num_seqs * (call.longest_query + _reach(call))
+    if rows > MOST_PADDING * call.num_tokens:
         reasons.append(
-            f"mixed batch or wide window: {rows} padded rows for {batch.num_tokens} tokens"
+            f"mixed batch or wide window: {rows} padded rows for {call.num_tokens} tokens"
         )
     return reasons
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "return_lse"))
-def run(query, cache, batch, spec, return_lse):
-    num_tokens, num_heads, _ = query.shape
-    if num_tokens == 0 or batch.num_seqs == 0 or batch.max_blocks == 0:
-        return jnp.zeros_like(query), jnp.full((num_tokens, num_heads), -jnp.inf, jnp.float32)
-    if not spec.causal:
-        return _bidirectional(query, cache, batch, spec, return_lse)
-    packs = _window(batch, spec) is None and _packs(query, batch)
-    alone, joined = (_packed_alone, _packed_joined) if packs else (_alone, _joined)
+@functools.partial(jax.jit, static_argnames="call")
+def run(call: Call, query, cache, batch):
+    if not call.spec.causal:
+        return _bidirectional(call, query, cache, batch)
+    alone, joined = (_packed_alone, _packed_joined) if _packs(call) else (_alone, _joined)
     # One switch: a branch that only handed its arguments on would copy them.
     ways, way = [alone], jnp.int32(0)
-    if _window(batch, spec) is None:
+    if call.window is None:
         ways.append(joined)
         way = jnp.any(_context_lens(batch) > 0).astype(jnp.int32)
-    if _may_be_full(batch):
-        full = jnp.all(batch.query_lens == _longest(batch)) & jnp.all(batch.context_lens == 0)
+    if _may_be_full(call):
+        full = jnp.all(batch.query_lens == call.longest_query) & jnp.all(batch.context_lens == 0)
         way = jnp.where(full, len(ways), way)
         ways.append(_full)
-    ways = [functools.partial(way, spec=spec, return_lse=return_lse) for way in ways]
+    ways = [functools.partial(way, call) for way in ways]
     return jax.lax.switch(way, ways, query, cache, batch)
 
 
-BACKEND = Backend("cudnn", unsupported, with_xla_gradient(run), unfit=unfit)
+BACKEND = Backend("cudnn", HONOURS, with_xla_gradient(run), refusals, unfit)
 
 
-def _missing(query) -> list[str]:
-    if platform_of(query) not in ("gpu", "cuda"):
-        return [f"cuDNN runs on NVIDIA GPUs, the query is on {platform_of(query)}"]
+def _missing() -> list[str]:
     if _capability() < (8, 0):
         return [f"cuDNN's kernels need compute capability 8.0, this GPU has {_capability()}"]
     return missing()
@@ -118,42 +111,29 @@ def _capability() -> tuple[int, ...]:
     return min(tuple(map(int, version)) for version in versions)
 
 
-def _longest(batch) -> int:
-    return min(batch.max_query_len, batch.num_tokens)
-
-
-def _window(batch, spec) -> int | None:
-    """The window, if it can hide anything."""
-    window = spec.sliding_window
-    return window if window and window < batch.max_blocks * batch.block_size else None
-
-
-def _reach(batch, spec) -> int:
+def _reach(call) -> int:
     """How many context tokens a window shows to the first new token; 0 without a window."""
-    return (_window(batch, spec) or 1) - 1
+    return (call.window or 1) - 1
 
 
-def _may_be_full(batch) -> bool:
+def _may_be_full(call) -> bool:
     """Whether the shapes allow that every sequence is a whole prompt of the longest length."""
-    longest = _longest(batch)
-    fits = longest <= batch.max_blocks * batch.block_size
-    return fits and batch.num_tokens == batch.num_seqs * longest
+    longest = call.longest_query
+    return longest <= call.capacity and call.num_tokens == call.num_seqs * longest
 
 
-def _full(query, cache, batch, spec, return_lse):
+def _full(call, query, cache, batch):
     """Prompts of one length fill the rectangle: nothing to pad, to hide or to merge."""
-    rows = _longest(batch)
-    tables = batch.block_tables[:, : -(-rows // batch.block_size)]
+    rows = call.longest_query
+    tables = batch.block_tables[:, : cdiv(rows, call.block_size)]
     key, value = (_pages(plane, tables)[:, :rows] for plane in (cache.key, cache.value))
-    rectangle = query.reshape(batch.num_seqs, rows, *query.shape[1:])
-    scale = spec.scale_for(query.shape[2])
-    mask = {"causal": True, "window": _window(batch, spec)}
-    out, lse = _kernel(rectangle, key, value, None, scale=scale, with_lse=return_lse, **mask)
-    return out.reshape(query.shape), None if lse is None else lse.reshape(query.shape[:2])
+    rectangle = query.reshape(call.num_seqs, rows, *query.shape[1:])
+    out, lse = _kernel(call, rectangle, key, value, None, with_lse=call.return_lse)
+    return out.reshape(call.out_shape), None if lse is None else lse.reshape(call.lse_shape)
 
 
-def _packs(query, batch) -> bool:
-    return packed.packs(query, batch) and _capability() >= (9, 0)
+def _packs(call) -> bool:
+    return call.window is None and packed.packs(call) and _capability() >= (9, 0)
 
 
 def _context_lens(batch):
@@ -161,70 +141,67 @@ def _context_lens(batch):
     return jnp.where(batch.query_lens > 0, jnp.maximum(batch.context_lens, 0), 0)
 
 
-def _packed_alone(query, cache, batch, spec, return_lse):
+def _packed_alone(call, query, cache, batch):
     """New tokens on themselves: all there is, where no sequence has a context."""
-    scale = spec.scale_for(query.shape[2])
-    return packed.on_new_tokens(query, cache, batch, scale, with_lse=return_lse)
+    return packed.on_new_tokens(call, query, cache, batch, with_lse=call.return_lse)
 
 
-def _packed_joined(query, cache, batch, spec, return_lse):
+def _packed_joined(call, query, cache, batch):
     """New tokens on themselves and on their contexts."""
-    scale, key_lens = spec.scale_for(query.shape[2]), _context_lens(batch)
-    out, lse = packed.on_new_tokens(query, cache, batch, scale, with_lse=True)
-    pages = _first_pages(cache, batch, key_lens)
-    context = packed.on_first_keys(query, batch, key_lens, pages, scale)
+    key_lens = _context_lens(batch)
+    out, lse = packed.on_new_tokens(call, query, cache, batch, with_lse=True)
+    pages = _first_pages(call, cache, batch, key_lens)
+    context = packed.on_first_keys(call, query, batch, key_lens, pages)
     out, lse = merge_states(out, lse, *context)
-    return out, lse if return_lse else None
+    return out, lse if call.return_lse else None
 
 
-def _alone(query, cache, batch, spec, return_lse):
+def _alone(call, query, cache, batch):
     """`_packed_alone` by rectangles; with a window, what it shows of the context is in them."""
-    rows = _causal_rows(batch, _reach(batch, spec))
-    _, out, lse = _on_new_tokens(query, cache, batch, spec, rows)
-    out, lse = _unpack(out, lse, batch, rows)
-    return out, lse if return_lse else None
+    rows = _causal_rows(batch, _reach(call))
+    _, out, lse = _on_new_tokens(call, query, cache, batch, rows)
+    out, lse = _unpack(call, out, lse, batch, rows)
+    return out, lse if call.return_lse else None
 
 
-def _joined(query, cache, batch, spec, return_lse):
+def _joined(call, query, cache, batch):
     """`_packed_joined` by rectangles."""
     rows = _causal_rows(batch, 0)
-    rectangle, out, lse = _on_new_tokens(query, cache, batch, spec, rows)
+    rectangle, out, lse = _on_new_tokens(call, query, cache, batch, rows)
     lens = (rows.count, jnp.maximum(batch.context_lens, 0))
-    scale = spec.scale_for(query.shape[2])
-    context = _on_first_keys(rectangle, cache, batch, lens, scale)
-    out, lse = _unpack(*merge_states(out, lse, *context), batch, rows)
-    return out, lse if return_lse else None
+    context = _on_first_keys(call, rectangle, cache, batch, lens)
+    out, lse = _unpack(call, *merge_states(out, lse, *context), batch, rows)
+    return out, lse if call.return_lse else None
 
 
-def _on_new_tokens(query, cache, batch, spec, rows) -> tuple[Array, Array, Any]:
-    width = _longest(batch) + _reach(batch, spec)
+def _on_new_tokens(call, query, cache, batch, rows) -> tuple[Array, Array, Any]:
+    width = call.longest_query + _reach(call)
     rectangle = _rectangle(query, batch, rows, width)
-    key, value = (_new_tokens(plane, batch, rows, width) for plane in (cache.key, cache.value))
-    lens, scale = (rows.count, rows.count), spec.scale_for(query.shape[2])
-    mask = {"causal": True, "window": _window(batch, spec)}
-    return rectangle, *_kernel(rectangle, key, value, lens, scale=scale, **mask)
+    key, value = (
+        _new_tokens(call, plane, batch, rows, width) for plane in (cache.key, cache.value)
+    )
+    return rectangle, *_kernel(call, rectangle, key, value, (rows.count, rows.count))
 
 
-def _bidirectional(query, cache, batch, spec, return_lse):
+def _bidirectional(call, query, cache, batch):
     none = jnp.zeros_like(batch.seq_lens)
     rows = Rows(jnp.where(batch.seq_lens > 0, batch.query_lens, 0), shift=none, first_key=none)
-    rectangle = _rectangle(query, batch, rows, _longest(batch))
-    lens = (rows.count, batch.seq_lens)
-    state = _on_first_keys(rectangle, cache, batch, lens, spec.scale_for(query.shape[2]))
-    out, lse = _unpack(*state, batch, rows)
-    return out, lse if return_lse else None
+    rectangle = _rectangle(query, batch, rows, call.longest_query)
+    state = _on_first_keys(call, rectangle, cache, batch, (rows.count, batch.seq_lens))
+    out, lse = _unpack(call, *state, batch, rows)
+    return out, lse if call.return_lse else None
 
 
-def _on_first_keys(rectangle, cache, batch, lens, scale):
+def _on_first_keys(call, rectangle, cache, batch, lens):
     """The state of every row that sees all of the first `lens[1]` keys of its sequence."""
-    key, value = _first_pages(cache, batch, lens[1])
-    out, lse = _kernel(rectangle, key, value, lens, causal=False, window=None, scale=scale)
+    key, value = _first_pages(call, cache, batch, lens[1])
+    out, lse = _kernel(call, rectangle, key, value, lens, causal=False)
     return out, jnp.where(lens[1][:, None, None] > 0, lse, -jnp.inf)  # undefined without keys
 
 
-def _first_pages(cache, batch, key_lens):
+def _first_pages(call, cache, batch, key_lens):
     """Keys and values of every sequence, 0 from `key_lens` on."""
-    inside = (jnp.arange(batch.max_blocks * batch.block_size) < key_lens[:, None])[..., None, None]
+    inside = (jnp.arange(call.capacity) < key_lens[:, None])[..., None, None]
     planes = (cache.key, cache.value)
     return tuple(jnp.where(inside, _pages(plane, batch.block_tables), 0) for plane in planes)
 
@@ -251,30 +228,32 @@ def _pages(plane, tables):
     return pages.reshape(tables.shape[0], -1, *plane.shape[2:])
 
 
-def _new_tokens(plane, batch, rows, width):
+def _new_tokens(call, plane, batch, rows, width):
     """The keys of each row, 0 for padding: a NaN there would survive a weight of 0."""
     offsets = jnp.arange(width, dtype=jnp.int32)
     positions = rows.first_key[:, None] + offsets
-    columns = jnp.clip(positions // batch.block_size, 0, batch.max_blocks - 1)
+    columns = jnp.clip(positions // call.block_size, 0, call.max_blocks - 1)
     blocks = jnp.take_along_axis(batch.block_tables, columns, axis=1)
-    picked = plane.at[blocks, positions % batch.block_size].get(
+    picked = plane.at[blocks, positions % call.block_size].get(
         mode="clip", wrap_negative_indices=False
     )
     return jnp.where((offsets < rows.count[:, None])[:, :, None, None], picked, 0)
 
 
-def _unpack(out, lse, batch, rows):
+def _unpack(call, out, lse, batch, rows):
     """Each token's row of the rectangle; 0 and -inf for tokens without one."""
-    seqs = sequence_ids(batch.query_start_loc, batch.num_tokens)
+    seqs = sequence_ids(batch.query_start_loc, call.num_tokens)
     known, seqs = seqs >= 0, jnp.maximum(seqs, 0)
-    offsets = jnp.arange(batch.num_tokens, dtype=jnp.int32) - batch.query_start_loc[seqs]
+    offsets = jnp.arange(call.num_tokens, dtype=jnp.int32) - batch.query_start_loc[seqs]
     at = offsets + rows.shift[seqs]
     live = known & (at >= 0) & (at < rows.count[seqs])
     out, lse = (part.at[seqs, at].get(mode="clip") for part in (out, lse))
     return jnp.where(live[:, None, None], out, 0), jnp.where(live[:, None], lse, -jnp.inf)
 
 
-def _kernel(query, key, value, lens, *, causal, window, scale, with_lse=True) -> tuple[Array, Any]:
+def _kernel(
+    call, query, key, value, lens, *, causal=True, with_lse=True
+) -> tuple[Array, Any]:
     """cuDNN on rectangles `[num_seqs, rows, heads, dim]`; `lens` of queries and keys, or None."""
     kind = ("CAUSAL" if lens is None else "PADDING_CAUSAL") if causal else "PADDING"
     query_lens, key_lens = lens or (None, None)
@@ -289,7 +268,7 @@ def _kernel(query, key, value, lens, *, causal, window, scale, with_lse=True) ->
         with_lse=with_lse,
         q_seqlen=query_lens,
         kv_seqlen=key_lens,
-        scale=scale,
-        sliding_window_length=window,
+        scale=call.scale,
+        sliding_window_length=call.window if causal else None,
     )
     return out, None if lse is None else lse.swapaxes(1, 2)

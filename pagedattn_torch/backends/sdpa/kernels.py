@@ -9,50 +9,52 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from .device_bias import aligned, exact_dtype
+from pagedattn.call import Call
+
+from ...bias import aligned, exact_dtype
 
 
-def choose(query, spec, return_lse) -> Callable:
+def choose(call: Call) -> Callable:
     """The fastest of torch's functions that can do what is asked, exactly."""
-    if spec.logits_soft_cap is not None:
+    if call.spec.logits_soft_cap is not None:
         return _plain
-    if query.device.type == "cpu":
+    if call.device == "cpu":
         return _flash_on_cpu
     # Elsewhere SDPA returns no lse, and takes ALiBi in the queries' dtype: bfloat16 is too coarse.
-    if spec.alibi_slopes is None and not return_lse:
+    if call.spec.alibi_slopes is None and not call.return_lse:
         return _fused
-    return _efficient if query.device.type == "cuda" and query.shape[2] % 8 == 0 else _plain
+    return _efficient if call.device == "cuda" and call.head_dim % 8 == 0 else _plain
 
 
-def _flash_on_cpu(query, key, value, added, spec):
+def _flash_on_cpu(call, query, key, value, added):
     # What F.scaled_dot_product_attention runs here; called directly, it gives the lse too.
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, attn_mask=added, scale=spec.scale_for(query.shape[3])
+        query, key, value, attn_mask=added, scale=call.scale
     )
 
 
-def _efficient(query, key, value, added, spec):
+def _efficient(call, query, key, value, added):
     # One of the kernels behind F.scaled_dot_product_attention; called directly, it gives the lse.
-    dtype = exact_dtype(query, spec.alibi_slopes)
+    dtype = exact_dtype(query, call.spec.alibi_slopes)
     query, key, value = (part.to(dtype) for part in (query, key, value))
     added = aligned(added, dtype).expand(-1, query.shape[1], -1, -1)
     out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, added, True, scale=spec.scale_for(query.shape[3])
+        query, key, value, added, True, scale=call.scale
     )
     return out, lse[:, :, : query.shape[2]]
 
 
-def _fused(query, key, value, added, spec):
+def _fused(call, query, key, value, added):
     added = None if added is None else added.to(query.dtype)
-    scale = spec.scale_for(query.shape[3])
+    scale = call.scale
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=added, scale=scale)
     return out, out.new_zeros(out.shape[:3], dtype=torch.float32)
 
 
-def _plain(query, key, value, added, spec):
+def _plain(call, query, key, value, added):
     wide = torch.promote_types(query.dtype, torch.float32)
-    logits = query.to(wide) @ key.to(wide).mT * spec.scale_for(query.shape[3])
-    if (cap := spec.logits_soft_cap) is not None:
+    logits = query.to(wide) @ key.to(wide).mT * call.scale
+    if (cap := call.spec.logits_soft_cap) is not None:
         logits = cap * torch.tanh(logits / cap)
     logits = logits if added is None else logits + added
     lse = logits.logsumexp(dim=3)

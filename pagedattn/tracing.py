@@ -13,6 +13,11 @@ def axes_of(arrays) -> frozenset:
     return frozenset().union(*(_axes(leaf) for leaf in jax.tree.leaves(arrays) if is_traced(leaf)))
 
 
+def varying_alike(arrays):
+    """The same arrays, all marked as varying over the axes that any of them varies over."""
+    return varying(arrays, axes_of(arrays))
+
+
 def varying(arrays, axes: frozenset):
     """The same arrays, marked as varying over the axes; a gradient is summed over those added."""
     if not axes:

@@ -1,0 +1,87 @@
+"""The torch backends as backends for JAX arrays."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from pagedattn.backend import Backend
+from pagedattn.call import Call
+from pagedattn.checks import is_traced
+from pagedattn.gradient import with_xla_gradient
+from pagedattn_torch.cache import set_rows_
+
+from .arrays import to_jax, to_torch
+from .call import torch_call
+
+SHARED_DEVICES = ("cpu", "cuda")  # whose memory JAX and torch share
+LEAST_WORK = 1 << 24  # products of a query's element with a key's, from which torch is faster
+
+
+def bridged(backend: Backend) -> Backend:
+    """A torch backend on JAX arrays: by DLPack for concrete ones on the CPU, else by torch_call.
+
+    On a GPU neither framework would know when the other's kernels are done with memory that is
+    freed meanwhile; XLA knows of what it calls itself. The backend never waits for a GPU, nor
+    depends on values there, so that XLA may capture it.
+    """
+
+    def run(call, query, cache, batch):
+        arrays = (query, cache, batch)
+        if call.device != "cpu" or any(map(is_traced, jax.tree.leaves(arrays))):
+            return _by_xla(backend, call, arrays)
+        query, cache, batch = to_torch(arrays)
+        out, lse = backend.run(call, query, cache, backend.plan(call, batch))
+        return to_jax(out), to_jax(lse) if call.return_lse else None
+
+    return replace(
+        backend,
+        run=with_xla_gradient(run),
+        refusals=lambda call: _not_shared(call) or backend.refusals(call),
+        unfit=lambda call: [*backend.unfit(call), *_too_little_work(call)],
+        plan=Backend.plan,
+        set_rows=set_rows,
+    )
+
+
+def _not_shared(call: Call) -> list[str]:
+    if call.device in SHARED_DEVICES:
+        return []
+    return [f"torch shares JAX's memory on {' and '.join(SHARED_DEVICES)}, not on {call.device}"]
+
+
+def _too_little_work(call: Call) -> list[str]:
+    """With fewer products XLA's own loop beats calling out to torch, on a CPU."""
+    work = call.num_tokens * call.num_heads * call.head_dim * call.capacity
+    if call.device == "cpu" and work < LEAST_WORK:
+        return [f"{work} products at most: xla is faster under {LEAST_WORK}"]
+    return []
+
+
+def _by_xla(backend, call: Call, arrays):
+    query = arrays[0]
+    leaves, treedef = jax.tree.flatten(arrays)
+    outs = [jax.ShapeDtypeStruct(call.out_shape, query.dtype)]
+    if call.return_lse:
+        outs.append(jax.ShapeDtypeStruct(call.lse_shape, jnp.float32))
+    out, *lse = torch_call(_function(backend, treedef, call), outs, capturable=True)(*leaves)
+    return out, lse[0] if lse else None
+
+
+@functools.cache
+def _function(backend, treedef, call: Call):
+    """The torch function of one static setting, cached so that it is registered with XLA once."""
+
+    def attend(*leaves):
+        query, cache, batch = jax.tree.unflatten(treedef, leaves)
+        out, lse = backend.run(call, query, cache, backend.plan(call, batch))
+        return (out, lse) if call.return_lse else out
+
+    return attend
+
+
+def set_rows(array, indices, rows):
+    """Rows of a JAX array set in place by torch, inside jit."""
+    out = jax.ShapeDtypeStruct(array.shape, array.dtype)
+    return torch_call(set_rows_, out, aliases={0: 0}, capturable=True)(array, indices, rows)

@@ -1,0 +1,78 @@
+"""Paged attention by the library's own Triton kernels, launched by XLA itself.
+
+The kernels are compiled when a call is traced and become part of its program: no Python runs then,
+and several GPUs of one process do not wait for each other.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from ...backend import Backend
+from ...call import Call
+from ...gradient import with_xla_gradient
+from ...kernels.launch import (
+    HONOURS,
+    Launch,
+    attention_launch,
+    device_of,
+    merge_launch,
+    refusals,
+    tiling,
+)
+from ...tracing import axes_of, varying
+
+
+def _import_kernels():
+    """The kernels and their launcher; ImportError says how to install what they need."""
+    try:
+        from ...kernels.attention import attention_kernel
+        from ...kernels.merge import merge_kernel
+        from .program import missing, program
+    except ImportError as error:
+        cure = "pip install 'pagedattn[triton]'"
+        raise ImportError(f"it needs triton ({error}): {cure}") from error
+    if reasons := missing():
+        raise ImportError(f"it needs JAX for CUDA ({reasons[0]}): pip install 'jax[cuda13]'")
+    return program, attention_kernel, merge_kernel
+
+
+program, attention_kernel, merge_kernel = _import_kernels()
+
+
+@functools.partial(jax.jit, static_argnames="call")
+def run(call: Call, query, cache, batch):
+    """out and lse of a call; every element of both is written by the kernels."""
+    tiles = tiling(call, _device())
+    slopes = jnp.asarray(call.spec.alibi_slopes or (0.0,), jnp.float32)
+    tables = batch.block_tables, batch.seq_lens, batch.query_start_loc
+    arrays = query, cache.key, cache.value, *tables, slopes
+    outs = (
+        jax.ShapeDtypeStruct(call.out_shape, query.dtype),
+        jax.ShapeDtypeStruct(call.lse_shape, jnp.float32),
+    )
+    launch = attention_launch(call, tiles, table_stride=call.max_blocks)
+    if tiles.splits == 1:
+        return _start(attention_kernel, arrays, launch, outs)
+    parts = [jax.ShapeDtypeStruct((tiles.splits, *out.shape), jnp.float32) for out in outs]
+    parts = _start(attention_kernel, arrays, launch, parts)
+    return _start(merge_kernel, parts, merge_launch(call, tiles), outs)
+
+
+BACKEND = Backend("triton", HONOURS, with_xla_gradient(run), refusals)
+
+
+@functools.cache
+def _device():
+    device = jax.devices("gpu")[0]
+    major, minor = device.compute_capability.split(".")
+    return device_of(device.core_count, (int(major), int(minor)))
+
+
+def _start(kernel, arrays, launch: Launch, outs):
+    outs = tuple(outs)
+    opaque = program(kernel, arrays, launch, outs)
+    call = jax.ffi.ffi_call("triton_kernel_call_ffi", outs, vmap_method="sequential")
+    results = call(*arrays, name=kernel.__name__, opaque=opaque)
+    return varying(tuple(results), axes_of(arrays))

@@ -1,0 +1,212 @@
+"""One attention call without its values: what backends are chosen and launched by."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from .checks import is_traced
+from .ragged import cdiv
+from .spec import AttentionSpec
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Strides(NamedTuple):
+    """How arrays lie in memory: elements from one index of an axis to the next, for each axis."""
+
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+
+
+class Layer(NamedTuple):
+    """What a call depends on of the layer's own arrays, the query and the cache."""
+
+    query_shape: tuple[int, ...]
+    cache_shape: tuple[int, ...]
+    dtype: str
+    device: str
+    strides: Strides
+
+
+@dataclass(frozen=True)
+class Call:
+    """The sizes of one call, where its arrays lie, and what is asked for; hashable.
+
+    Alike for JAX and torch. Whatever follows from these facts is a property here, so that all
+    backends agree on it.
+
+    >>> call = Call(num_tokens=5, num_heads=8, num_kv_heads=2, head_dim=64, num_blocks=9,
+    ...             block_size=4, num_seqs=2, max_blocks=3, max_query_len=4, dtype="bfloat16",
+    ...             device="cpu", strides=Strides((), (), ()), spec=AttentionSpec(sliding_window=5))
+    >>> call.group, call.capacity, call.max_keys, call.asked
+    (4, 12, 8, ('sliding_window',))
+    """
+
+    num_tokens: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_blocks: int
+    block_size: int
+    num_seqs: int
+    max_blocks: int  # entries of a row of the block tables
+    max_query_len: int
+    dtype: str
+    device: str  # "cpu", "cuda", "xpu", "tpu", ...
+    strides: Strides
+    spec: AttentionSpec
+    return_lse: bool = False
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """The options that the spec or the caller set to something else than their default."""
+        options = dataclasses.fields(self.spec)
+        of_spec = [f.name for f in options if getattr(self.spec, f.name) != f.default]
+        return (*of_spec, *(["return_lse"] if self.return_lse else []))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the shapes leave no query that could see a key."""
+        return 0 in (self.num_tokens, self.num_seqs, self.max_blocks)
+
+    @property
+    def out_shape(self) -> tuple[int, int, int]:
+        return self.num_tokens, self.num_heads, self.head_dim
+
+    @property
+    def lse_shape(self) -> tuple[int, int]:
+        return self.num_tokens, self.num_heads
+
+    @property
+    def layer(self) -> Layer:
+        return Layer(self.out_shape, self.cache_shape, self.dtype, self.device, self.strides)
+
+    @property
+    def cache_shape(self) -> tuple[int, int, int, int]:
+        """Of each plane of the cache."""
+        return self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def itemsize(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def scale(self) -> float:
+        """The factor on the dot product."""
+        return self.spec.scale_for(self.head_dim)
+
+    @property
+    def longest_query(self) -> int:
+        """The most tokens that one sequence can bring."""
+        return max(1, min(self.max_query_len, self.num_tokens))
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a row of the block tables holds: no sequence has more keys."""
+        return self.max_blocks * self.block_size
+
+    @property
+    def window(self) -> int | None:
+        """The sliding window; None also where it is too wide to hide anything.
+
+        Causal queries stand at most `capacity - 1` behind the keys they see. Others may stand
+        before the first key, by the length of a query.
+        """
+        before = 0 if self.spec.causal else self.longest_query
+        window = self.spec.sliding_window
+        return None if window is None or window >= self.capacity + before else window
+
+    @property
+    def max_keys(self) -> int:
+        """The most keys that the queries of one sequence see together."""
+        if self.window is None:
+            return self.capacity
+        sides = 1 if self.spec.causal else 2
+        return min(self.capacity, self.longest_query + sides * (self.window - 1))
+
+    @property
+    def visible_blocks(self) -> int:
+        """The most blocks of one sequence that hold those keys, wherever in a block they begin."""
+        return min(self.max_blocks, cdiv(self.max_keys - 1, self.block_size) + 1)
+
+
+def call_of(query, cache, batch, spec: AttentionSpec, return_lse: bool = False) -> Call:
+    """The call of some arrays, which belong together (`validate.attention`) and may be traced."""
+    layer = layer_of(query, cache)
+    num_tokens, num_heads, head_dim = layer.query_shape
+    num_blocks, block_size, num_kv_heads, _ = layer.cache_shape
+    return Call(
+        num_tokens=num_tokens,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_seqs=batch.num_seqs,
+        max_blocks=batch.max_blocks,
+        max_query_len=batch.max_query_len,
+        dtype=layer.dtype,
+        device=layer.device,
+        strides=layer.strides,
+        spec=spec,
+        return_lse=return_lse,
+    )
+
+
+def layer_of(query, cache) -> Layer:
+    """The facts of a layer's arrays, which may be traced."""
+    return Layer(
+        query_shape=tuple(query.shape),
+        cache_shape=tuple(cache.key.shape),
+        dtype=str(query.dtype).removeprefix("torch."),
+        device=device_of(query),
+        strides=Strides(*map(strides_of, (query, cache.key, cache.value))),
+    )
+
+
+def device_of(array) -> str:
+    """The kind of device an array lies on, or where a traced one will by default."""
+    if hasattr(array, "new_tensor"):
+        return array.device.type
+    if is_traced(array):
+        default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+        platform = getattr(default, "platform", default) or jax.default_backend()
+    else:
+        platform = next(iter(array.devices())).platform
+    return "cuda" if platform == "gpu" else platform
+
+
+def strides_of(array) -> tuple[int, ...]:
+    """A torch tensor's strides; XLA's arrays are dense, the last axis innermost.
+
+    >>> strides_of(jax.numpy.zeros((2, 3, 4)))
+    (12, 4, 1)
+    """
+    if hasattr(array, "new_tensor"):
+        return array.stride()
+    sizes = (*array.shape[1:], 1)
+    return tuple(int(np.prod(sizes[axis:])) for axis in range(array.ndim))
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether memory of such strides has no gaps and its last axis innermost.
+
+    >>> is_dense((2, 1, 3), (3, 99, 1)), is_dense((2, 3), (1, 2))
+    (True, False)
+    """
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

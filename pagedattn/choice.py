@@ -1,0 +1,69 @@
+"""Which backend runs a call, and why."""
+
+from . import registry
+from .backend import Backend
+from .call import Call
+from .errors import BackendUnavailableError, UnsupportedError
+from .registry import Framework, load
+
+
+def select(name: str | Backend | None, call: Call, framework: Framework) -> Backend:
+    """The backend that runs a call: the named one and no other, or the first that is fit.
+
+    Raises:
+      BackendUnavailableError: it is unknown, or a package is missing.
+      UnsupportedError: it cannot honour the call, or none can; the text has the reasons.
+    """
+    if name is None:
+        return _first_fit(call, framework)
+    backend = name if isinstance(name, Backend) else load(name, framework)
+    if reasons := why_not(backend, call, framework):
+        raise UnsupportedError(
+            f"backend {backend.name!r} cannot run this call: {'; '.join(reasons)}"
+        )
+    return backend
+
+
+def _first_fit(call, framework) -> Backend:
+    refusals = []
+    for name in registry.order(framework):
+        reasons = why_not(name, call, framework)
+        if not reasons and not (reasons := load(name, framework).unfit(call)):
+            return load(name, framework)
+        refusals.append(f"{name}: {'; '.join(reasons)}")
+    raise UnsupportedError("no backend can run this call: " + " | ".join(refusals))
+
+
+def why_not(backend: str | Backend, call: Call, framework: Framework) -> list[str]:
+    """The reasons why a backend cannot run a call, a missing package included."""
+    name = backend.name if isinstance(backend, Backend) else backend
+    if reasons := registry.wrong_device(name, call.device):
+        return reasons
+    try:
+        backend = backend if isinstance(backend, Backend) else load(backend, framework)
+    except BackendUnavailableError as error:
+        return [str(error)]
+    return backend.why_not(call)
+
+
+class Explanation(dict[str, list[str]]):
+    """Why each backend can or cannot run a call, as a mapping: no reasons, and it can.
+
+    Fields:
+      choice: the name that `backend=None` takes; None if no backend can run the call.
+      passed_over: why `backend=None` does not take those before it that could run the call.
+    """
+
+    def __init__(self, reasons, choice: str | None, passed_over: dict[str, list[str]]):
+        super().__init__(reasons)
+        self.choice, self.passed_over = choice, passed_over
+
+
+def explain(call: Call, framework: Framework) -> Explanation:
+    """What every backend says to a call."""
+    reasons = {name: why_not(name, call, framework) for name in registry.names(framework)}
+    usable = [name for name in registry.order(framework) if not reasons[name]]
+    unfit = {name: load(name, framework).unfit(call) for name in usable}
+    choice = next((name for name in usable if not unfit[name]), None)
+    before = usable[: usable.index(choice)] if choice else usable
+    return Explanation(reasons, choice, {name: unfit[name] for name in before})

@@ -1,0 +1,49 @@
+"""Paged attention by Intel's extension for PyTorch 2.8, on CPUs and XPUs.
+
+The extension is archived: 2.8 is its last release, and it needs torch 2.8. What its operators get
+wrong is kept from them here and in the files of the two devices; what they cannot do is refused.
+"""
+
+import torch
+from torch import Tensor
+
+from pagedattn.backend import Backend
+from pagedattn.call import Call
+from pagedattn.visibility import sees_a_key
+
+from . import cpu, xpu
+from .operators import why_unusable
+
+HONOURS = frozenset({"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"})
+DTYPES = {"cpu": ("float32", "bfloat16", "float16"), "xpu": ("bfloat16", "float16")}
+DEVICES = {"cpu": cpu, "xpu": xpu}
+
+
+def refusals(call: Call) -> list[str]:
+    """Why the extension cannot honour a call."""
+    reasons = DEVICES[call.device].refusals(call)
+    if call.dtype not in DTYPES[call.device]:
+        takes = ", ".join(DTYPES[call.device])
+        reasons.append(f"ipex takes {takes} on {call.device}, not {call.dtype}")
+    return reasons
+
+
+def run(call: Call, query: Tensor, cache, batch):
+    out = query.new_zeros(call.out_shape)
+    DEVICES[call.device].attend(call, query, cache, batch, out)
+    # The operators leave NaN, or whatever they find, in rows that see no key.
+    return out.masked_fill_(~_seeing(call, batch)[:, None, None], 0), None
+
+
+BACKEND = Backend("ipex", HONOURS, run, refusals, missing=why_unusable)
+
+
+def _seeing(call: Call, batch) -> Tensor:
+    """Which tokens see a key."""
+    tokens = torch.arange(call.num_tokens, device=batch.seq_lens.device)
+    owners = torch.searchsorted(batch.query_start_loc, tokens, right=True) - 1
+    live = (owners >= 0) & (owners < call.num_seqs)
+    owners = owners.clamp(0, call.num_seqs - 1)
+    positions = (batch.context_lens - batch.query_start_loc[:-1])[owners] + tokens
+    seq_lens = batch.seq_lens[owners]
+    return live & sees_a_key(positions, seq_lens, call.spec.causal, call.window)

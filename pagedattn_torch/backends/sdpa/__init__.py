@@ -1,0 +1,131 @@
+"""Paged attention by PyTorch's scaled_dot_product_attention: every feature, any torch device.
+
+Sequences of like lengths are gathered from the pages into one dense rectangle, and the query heads
+of a KV head are folded into the query axis: SDPA then reads keys once a group, where enable_gqa
+reads them once a head (11 times slower on CPU decode). On a CPU only so many keys are gathered at
+a time as its cache holds, and the results for each part joined by their log-sum-exps. Masks are
+explicit: `is_causal` aligns queries with the first keys, and so is wrong as soon as there is a
+context.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from pagedattn.backend import Backend
+from pagedattn.call import Call
+
+from ...rectangles import fold, unfold
+from . import kernels
+from .parts import Part, Rectangle, Turn, rectangles
+
+HONOURS = frozenset(
+    {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes", "return_lse"}
+)
+# Gathered keys and values should stay in the CPU's cache until SDPA reads them.
+SCRATCH_BYTES = 4 << 20
+
+
+def plan(call: Call, batch) -> list[Rectangle]:
+    token_bytes = 2 * call.num_kv_heads * call.head_dim * _dtype(call).itemsize
+    return rectangles(call, batch, SCRATCH_BYTES // token_bytes)
+
+
+def run(call: Call, query: Tensor, cache, plan: list[Rectangle]):
+    # One row more than tokens: what a rectangle computes for its padding is written there.
+    num_rows = call.num_tokens + 1
+    out = query.new_zeros(num_rows, *call.out_shape[1:])
+    lse = query.new_full((num_rows, call.num_heads), -torch.inf, dtype=torch.float32)
+    rooms = _rooms(call, cache, plan)
+    for rectangle in plan:
+        _attend(call, rectangle, query, cache, rooms, (out, lse))
+    return out[:-1], lse[:-1] if call.return_lse else None
+
+
+BACKEND = Backend("sdpa", HONOURS, run, plan=plan)
+
+
+def _dtype(call) -> torch.dtype:
+    """That is computed in: torch computes float16 on a CPU several times slower than float32."""
+    slow = call.device == "cpu" and call.dtype == "float16"
+    return torch.float32 if slow else getattr(torch, call.dtype)
+
+
+def _rooms(call, cache, plan) -> list[tuple[Tensor, Tensor]]:
+    """Memory for the gathered blocks of each plane, as they are and widened.
+
+    All rectangles use it in turn: fresh memory costs page faults.
+    """
+    num_blocks = max((len(turn.blocks) for each in plan for turn in each.turns), default=0)
+    rooms = [cache.key.new_empty(num_blocks, *cache.key.shape[1:]) for _ in range(2)]
+    dtype = _dtype(call)
+    return [
+        (room, room if room.dtype is dtype else torch.empty_like(room, dtype=dtype))
+        for room in rooms
+    ]
+
+
+def _attend(call, rectangle: Rectangle, query, cache, rooms, results):
+    """Computes one rectangle and writes its rows of out and lse."""
+    queries = [_queries(call, tile, query) for tile in rectangle.tiles]
+    states = [[] for _ in queries]
+    for turn in rectangle.turns:
+        planes = list(_gathered(call, turn, cache, rooms))
+        for part in turn.parts:
+            states[part.tile].append(_state(call, part, queries[part.tile], planes))
+    for tokens, tile_states in zip(rectangle.tiles, states, strict=True):
+        if tile_states:
+            _write(call, tokens, tile_states, results)
+
+
+def _queries(call, tokens, query):
+    """The queries of a tile, folded: `[size, kv_heads, group * queries, dim]`."""
+    rows = query[tokens.clamp(max=call.num_tokens - 1)]
+    return fold(rows.to(_dtype(call)), call.num_kv_heads)
+
+
+def _gathered(call, turn: Turn, cache, rooms) -> Iterator[Tensor]:
+    """Keys and values of a turn as `[size, kv_heads, keys, dim]`."""
+    for plane, (room, wide) in zip((cache.key, cache.value), rooms, strict=True):
+        pages = torch.index_select(plane, 0, turn.blocks, out=room[: len(turn.blocks)])
+        if turn.absent is not None:
+            _clear(pages.flatten(0, 1), turn.absent)
+        if wide is not room:
+            pages = wide[: len(turn.blocks)].copy_(pages)
+        yield pages.view(turn.size, -1, *plane.shape[2:]).transpose(1, 2)
+
+
+def _clear(rows, absent):
+    """Zeroes what no query may look at: a NaN there survives a weight of 0."""
+    if absent.dtype is torch.bool:
+        rows.masked_fill_(absent[:, None, None], 0)  # does not wait for a GPU
+    else:
+        rows.index_fill_(0, absent, 0)  # touches only that
+
+
+def _state(call, part: Part, query, planes):
+    """Out and lse of a tile's queries over the keys of a part, folded."""
+    key, value = (plane[:, :, part.keys] for plane in planes)
+    hidden = part.hidden()
+    out, lse = kernels.choose(call)(call, query, key, value, hidden.added)
+    if hidden.blind is None:
+        return out, lse
+    return out.masked_fill(hidden.blind[..., None], 0), lse.masked_fill(hidden.blind, -torch.inf)
+
+
+def _write(call, tokens, states, results):
+    """Joins the states of a tile's queries, and writes them to the rows of their tokens."""
+    outs, lses = zip(*states, strict=True)
+    out, lse = results
+    out[tokens] = unfold(_joined(outs, lses), tokens.shape[1]).to(out.dtype)
+    if call.return_lse:
+        lse[tokens] = unfold(torch.stack(lses).logsumexp(0), tokens.shape[1]).to(lse.dtype)
+
+
+def _joined(outs, lses):
+    """One result for all keys from those for some keys each."""
+    if len(outs) == 1:
+        return outs[0]
+    weights = torch.stack(lses).softmax(0).nan_to_num(0)  # a row that sees no key has none
+    return (torch.stack(outs) * weights[..., None]).sum(0)

@@ -1,0 +1,118 @@
+"""What a rectangle is computed by: tiles of queries, turns of keys, and what hides between them.
+
+All of it follows from the batch, so a step prepares it once for its layers.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pagedattn.batch import Sequences
+from pagedattn.call import Call
+from pagedattn.visibility import additive, visible_mask
+
+from ...bias import alibi
+from ...rectangles import fold_bias
+from .buckets import Bucket, Span
+from .grouping import make_buckets
+
+# Query rows (tokens x heads of a group) a call: bounds the mask, and lets a causal tile stop early.
+TILE_ROWS = 768
+
+
+class Hidden(NamedTuple):
+    """What the queries of a part do not see.
+
+    Fields:
+      added: to the logits, `[size, 1 or kv_heads, rows, keys]`; None if nothing is.
+      blind: the rows that see no key of the part, `[size, 1, rows]`; None if all see all.
+    """
+
+    added: Tensor | None
+    blind: Tensor | None
+
+
+class Part(NamedTuple):
+    """The keys of a turn that the queries of a tile (a number) see."""
+
+    tile: int
+    keys: slice
+    hidden: Callable[[], Hidden]
+
+
+class Turn(NamedTuple):
+    """Keys that are gathered at a time: their blocks, and the slots in them to be cleared."""
+
+    size: int
+    blocks: Tensor
+    absent: Tensor | None  # a mask of slots, or on a CPU their indices
+    parts: list[Part]
+
+
+class Rectangle(NamedTuple):
+    """One bucket: the tokens of each tile of its queries, `[size, queries]`, and all its keys."""
+
+    tiles: list[Tensor]
+    turns: list[Turn]
+
+
+def rectangles(call: Call, batch: Sequences, keys_at_once: int) -> list[Rectangle]:
+    """How a batch is computed, about `keys_at_once` keys gathered at a time."""
+    return [_rectangle(bucket) for bucket in make_buckets(call, batch, keys_at_once)]
+
+
+def _rectangle(bucket: Bucket) -> Rectangle:
+    step = max(1, TILE_ROWS // bucket.call.group)
+    tiles = list(bucket.tokens().split(step, dim=1))
+    begins = range(0, bucket.num_queries, step)
+    ends = [begin + tile.shape[1] for begin, tile in zip(begins, tiles, strict=True)]
+    queries = list(zip(begins, ends, strict=True))
+    return Rectangle(tiles, [_turn(bucket, span, queries) for span in bucket.spans()])
+
+
+def _turn(bucket: Bucket, span: Span, queries) -> Turn:
+    parts = []
+    for number, (begin, end) in enumerate(queries):
+        seen = bucket.seen_by_any(begin, end, span)
+        if seen.first < seen.last:  # torch's flash kernel divides by the number of keys
+            keys = slice(seen.first - span.first, seen.last - span.first)
+            parts.append(Part(number, keys, _hidden_when_asked(bucket, begin, end, seen)))
+    return Turn(bucket.size, bucket.blocks(span), _absent(bucket, span), parts)
+
+
+def _absent(bucket: Bucket, span: Span) -> Tensor | None:
+    if span.within(bucket.present()):
+        return None
+    absent = ~bucket.presence(span).flatten()
+    return absent.nonzero().flatten() if absent.device.type == "cpu" else absent
+
+
+def _hidden_when_asked(bucket: Bucket, begin: int, end: int, seen: Span) -> Callable[[], Hidden]:
+    """Of single queries it is small, and kept for all layers; of long ones it would fill memory."""
+    make = functools.partial(_hidden, bucket, begin, end, seen)
+    return functools.cache(make) if bucket.num_queries == 1 else make
+
+
+def _hidden(bucket: Bucket, begin: int, end: int, seen: Span) -> Hidden:
+    visible = None
+    if not seen.within(bucket.seen_by_all(begin, end)):
+        visible = visible_mask(*bucket.positions(begin, end, seen), bucket.call.spec)
+        visible &= bucket.presence(seen)[:, None]
+    added = _added(bucket, begin, end, seen, visible)
+    folded = None if added is None else fold_bias(added, bucket.call)
+    if visible is None:
+        return Hidden(folded, None)
+    blind = ~visible.any(dim=2)
+    return Hidden(folded, blind.repeat(1, bucket.call.group)[:, None])
+
+
+def _added(bucket: Bucket, begin: int, end: int, seen: Span, visible):
+    """What is added to the logits, `[size, 1 or heads, queries, keys]`; None if nothing is."""
+    slopes = bucket.call.spec.alibi_slopes
+    if slopes is None:
+        return None if visible is None else additive(visible)[:, None]
+    bias = alibi(*bucket.positions(begin, end, seen), slopes)
+    return bias if visible is None else bias.masked_fill_(~visible[:, None], -torch.inf)

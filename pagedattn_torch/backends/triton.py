@@ -1,0 +1,91 @@
+"""Paged attention by the library's own Triton kernels, launched by Triton from torch.
+
+Nothing here waits for the device or depends on its values, so calls can be captured in a CUDA
+graph. Under `TRITON_INTERPRET=1` the kernels run on CPU tensors.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+from pagedattn.backend import Backend
+from pagedattn.call import Call
+from pagedattn.kernels import launch
+from pagedattn.kernels.attention import attention_kernel
+from pagedattn.kernels.launch import Device, Launch, Tiling
+from pagedattn.kernels.merge import merge_kernel
+
+from ..bias import slopes_on
+
+
+class Plan(NamedTuple):
+    """What the launches of a step have in common."""
+
+    tiles: Tiling
+    attention: Launch
+    merge: Launch
+    tables: tuple[Tensor, ...]  # block_tables, seq_lens, query_start_loc and slopes
+
+
+def refusals(call: Call) -> list[str]:
+    reasons = launch.refusals(call)
+    if call.strides.key != call.strides.value or call.strides.key[3] != 1:
+        reasons.append(
+            "key and value of the cache must have the same strides, that of head_dim 1, got "
+            f"{call.strides.key} and {call.strides.value}"
+        )
+    if call.strides.query[2] != 1:
+        reasons.append(f"head_dim of the query must have stride 1, got {call.strides.query}")
+    return reasons
+
+
+def plan(call: Call, batch) -> Plan:
+    tables = batch.block_tables
+    tables = tables if tables.stride(1) == 1 else tables.contiguous()
+    lens, starts = batch.seq_lens.contiguous(), batch.query_start_loc.contiguous()
+    slopes = call.spec.alibi_slopes
+    slopes = lens if slopes is None else slopes_on(slopes, lens.device)
+    tiles = launch.tiling(call, _device(lens.device))
+    attention = launch.attention_launch(call, tiles, table_stride=tables.stride(0))
+    merge = launch.merge_launch(call, tiles)
+    return Plan(tiles, attention, merge, (tables, lens, starts, slopes))
+
+
+def run(call: Call, query: Tensor, cache, plan: Plan):
+    """out and lse of a call; every element of both is written by the kernels."""
+    arrays = query, cache.key, cache.value, *plan.tables
+    outs = query.new_empty(call.out_shape), query.new_empty(call.lse_shape, dtype=torch.float32)
+    if plan.tiles.splits == 1:
+        _start(attention_kernel, arrays, plan.attention, outs)
+        return outs
+    parts = [query.new_empty(plan.tiles.splits, *o.shape, dtype=torch.float32) for o in outs]
+    _start(attention_kernel, arrays, plan.attention, parts)
+    _start(merge_kernel, parts, plan.merge, outs)
+    return outs
+
+
+BACKEND = Backend("triton", launch.HONOURS, run, refusals, plan=plan)
+
+
+def _start(kernel, arrays, launch, outs):
+    # Triton launches on the current device, which need not be the tensors'.
+    with torch.cuda.device_of(outs[0]):
+        kernel[launch.grid](
+            *arrays,
+            *launch.scalars,
+            *outs,
+            **launch.constants,
+            num_warps=launch.num_warps,
+            num_stages=launch.num_stages,
+        )
+
+
+@functools.cache
+def _device(device) -> Device:
+    if device.type != "cuda":
+        return Device(num_sms=64, shared_bytes=1 << 20)  # for the interpreter
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return device_of(num_sms, torch.cuda.get_device_capability(device))

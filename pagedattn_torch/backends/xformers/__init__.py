@@ -1,0 +1,263 @@
+"""Paged attention by xFormers' kernels on CUDA, without waiting for the device.
+
+Three routes, chosen by shapes:
+- paged: short queries read the pages in place (Triton split-K). Queries stand at the end of a
+  rectangle, so that sequences may bring fewer than the longest.
+- packed: queries stay packed, keys are gathered (FlashAttention 2, variable lengths).
+- biased: rectangles with a dense bias (CUTLASS): two-sided windows, float32, and ALiBi, which is
+  computed in float32, since a distance in the dtype of half queries would be rounded.
+
+The masks are made from device tensors and static bounds: their own constructors take lists of
+lengths, which would wait for the device. xFormers reads a mask's Python lengths only where they are
+those of a rectangle, and so known.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagedattn.backend import Backend
+from pagedattn.call import Call
+from pagedattn.visibility import additive, sees_a_key, visible_mask
+
+from ...bias import alibi, aligned, exact_dtype
+from ...rectangles import fold, fold_bias, gather_pages, unfold
+from .fmha import fmha, why_unusable
+
+HONOURS = frozenset({"scale", "causal", "sliding_window", "alibi_slopes", "return_lse"})
+HALVES = ("bfloat16", "float16")
+PAGED_QUERIES = 16  # what split-K's causal mask takes
+PAGED_HEAD_DIMS = (16, 32, 64, 128, 256)
+BIAS_BYTES = 256 << 20  # of the dense bias at once
+# Split-K: programs at once, keys a program at most and at least, splits at most.
+PROGRAMS, MOST_KEYS, LEAST_KEYS, MOST_SPLITS = 512, 4096, 256, 64
+
+
+def refusals(call: Call) -> list[str]:
+    reasons = []
+    if call.dtype not in (*HALVES, "float32"):
+        reasons.append(f"xFormers takes {', '.join(HALVES)} and float32, not {call.dtype}")
+    if call.head_dim % 8:
+        reasons.append(f"head_dim must be a multiple of 8, got {call.head_dim}")
+    return reasons
+
+
+def run(call: Call, query: Tensor, cache, batch):
+    attend = {"paged": _paged, "packed": _packed, "biased": _biased}[route(call)]
+    out, lse = attend(call, query, cache, batch)
+    return out, lse if call.return_lse else None
+
+
+def route(call: Call) -> str:
+    """Which kernel runs a call: by shapes, dtype and the spec only."""
+    two_sided = call.window is not None and not call.spec.causal
+    if call.dtype not in HALVES or call.spec.alibi_slopes is not None or two_sided:
+        return "biased"
+    if (
+        call.longest_query <= PAGED_QUERIES
+        and call.window is None
+        and call.head_dim in PAGED_HEAD_DIMS
+        and call.block_size % 16 == 0
+    ):
+        return "paged"
+    return "packed"
+
+
+BACKEND = Backend("xformers", HONOURS, run, refusals, missing=why_unusable)
+
+
+def paged_mask(call: Call, batch):
+    """The mask of a rectangle of queries, right-aligned, over the pages themselves."""
+    masks = fmha().attn_bias
+    kind = (
+        masks.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
+        if call.spec.causal
+        else masks.PagedBlockDiagonalPaddedKeysMask
+    )
+    starts = _even_starts(call, batch, call.longest_query)
+    queries = masks._SeqLenInfo(
+        seqstart=starts[0],
+        seqstart_py=starts[1],
+        max_seqlen=call.longest_query,
+        min_seqlen=call.longest_query,
+    )
+    return kind(
+        q_seqinfo=queries,
+        k_seqinfo=_padded_keys(call, batch, batch.seq_lens, call.capacity),
+        block_tables=batch.block_tables.clamp(0, call.num_blocks - 1).contiguous(),
+        page_size=call.block_size,
+    )
+
+
+def packed_mask(call: Call, batch, key_lens: Tensor, padding: int):
+    """The mask of packed queries over gathered keys, `padding` of them a sequence."""
+    masks = fmha().attn_bias
+    queries = masks._SeqLenInfo(
+        seqstart=batch.query_start_loc.clamp(0, call.num_tokens),
+        seqstart_py=[0] * call.num_seqs + [call.num_tokens],
+        # FlashAttention takes a bound of 1 for a promise that each sequence has exactly one query.
+        max_seqlen=max(2, call.longest_query),
+        min_seqlen=0,
+    )
+    infos = {"q_seqinfo": queries, "k_seqinfo": _padded_keys(call, batch, key_lens, padding)}
+    if call.window is not None:
+        kind = masks.BlockDiagonalCausalLocalAttentionPaddedKeysMask
+        return kind(**infos, _window_size=call.window)
+    if call.spec.causal:
+        return masks.BlockDiagonalCausalWithOffsetPaddedKeysMask(**infos)
+    return masks.BlockDiagonalPaddedKeysMask(**infos)
+
+
+def _paged(call, query, cache, batch):
+    """Split-K over the pages; the rows of a sequence that brings fewer queries start later."""
+    missing = call.longest_query - batch.query_lens
+    rectangle = Rectangle(call, batch, -missing, range(call.longest_query))
+    grouped = _grouped(rectangle.of(query).flatten(0, 1), call.num_kv_heads)
+    key, value = (_expanded(plane.flatten(0, 1), grouped) for plane in (cache.key, cache.value))
+    mask = paged_mask(call, batch)
+    out, lse = _attend(_split_k(call), call, grouped, key, value, mask)
+    room = _room(call, query)
+    rectangle.write(room, (out.view(-1, *call.out_shape[1:]), _heads_last(lse)))
+    return _tokens(room)
+
+
+def _packed(call, query, cache, batch):
+    pages = gather_pages(call, cache, batch)
+    grouped = _grouped(query, call.num_kv_heads)
+    key, value = (_expanded(plane.flatten(0, 1), grouped) for plane in (pages.key, pages.value))
+    mask = packed_mask(call, batch, pages.lens, pages.key.shape[1])
+    out, lse = _attend(fmha().flash.FwOp, call, grouped, key, value, mask)
+    lse = _heads_last(lse)
+    live = torch.arange(call.num_tokens, device=query.device) < batch.query_start_loc[-1]
+    seeing = live[:, None] & (lse != torch.inf)  # FlashAttention's lse of a row without keys
+    out = out.view(call.out_shape).masked_fill(~seeing[..., None], 0)
+    return out, lse.where(seeing, -torch.inf)
+
+
+def _biased(call, query, cache, batch):
+    """Rectangles, a tile of queries at a time, with the heads of a group as further rows."""
+    pages = gather_pages(call, cache, batch)
+    num_queries, num_keys = call.longest_query, pages.key.shape[1]
+    tile = max(1, min(num_queries, BIAS_BYTES // (call.num_seqs * call.num_heads * num_keys * 4)))
+    room = _room(call, query)
+    for begin in range(0, num_queries, tile):
+        span = range(begin, min(begin + tile, num_queries))
+        rectangle = Rectangle(call, batch, torch.zeros_like(batch.seq_lens), span)
+        results = _biased_tile(call, query, batch, pages, rectangle)
+        rectangle.write(room, (part.flatten(0, 1) for part in results))
+    return _tokens(room)
+
+
+def _biased_tile(call, query, batch, pages, rectangle):
+    dtype = exact_dtype(query, call.spec.alibi_slopes)
+    folded = fold(rectangle.of(query), call.num_kv_heads).transpose(1, 2).contiguous().to(dtype)
+    visible = visible_mask(rectangle.positions, pages.positions, call.spec)
+    visible &= (pages.positions < batch.seq_lens[:, None])[:, None]
+    added = additive(visible)[:, None]
+    if call.spec.alibi_slopes is not None:
+        added = alibi(rectangle.positions, pages.positions, call.spec.alibi_slopes)
+        added = added.masked_fill_(~visible[:, None], -torch.inf)
+    added = aligned(fold_bias(added, call), dtype).expand(-1, call.num_kv_heads, -1, -1)
+    key, value = pages.key.to(dtype), pages.value.to(dtype)
+    out, lse = _attend(fmha().cutlass.FwOp, call, folded, key, value, added)
+    num_queries = rectangle.tokens.shape[1]
+    lse = lse[:, :, : folded.shape[1]]
+    return unfold(out.transpose(1, 2), num_queries), unfold(lse, num_queries)
+
+
+class Rectangle:
+    """Queries of every sequence as rows of one length, some of them of no query.
+
+    Row r of a sequence is its query number `first + r`, r in `span`.
+    """
+
+    def __init__(self, call: Call, batch, first: Tensor, span: range):
+        self.call = call
+        numbers = first[:, None] + torch.arange(span.start, span.stop, device=first.device)
+        self.tokens = batch.query_start_loc[:-1, None] + numbers
+        self.positions = batch.context_lens[:, None] + numbers
+        live = (numbers >= 0) & (self.tokens < batch.query_start_loc[1:, None])
+        # Inside jit starts are whatever they are.
+        live &= (self.tokens >= 0) & (self.tokens < call.num_tokens)
+        self.seeing = live & sees_a_key(
+            self.positions, batch.seq_lens[:, None], call.spec.causal, call.window
+        )
+
+    def of(self, query: Tensor) -> Tensor:
+        """`[num_seqs, rows, num_heads, head_dim]`."""
+        tokens = self.tokens.clamp(0, self.call.num_tokens - 1)
+        return query.index_select(0, tokens.flatten()).unflatten(0, tokens.shape)
+
+    def write(self, room, results) -> None:
+        """Writes the rows that see a key where their tokens are, the others to a row past them."""
+        rows = torch.where(self.seeing, self.tokens, self.call.num_tokens).flatten()
+        for part, result in zip(room, results, strict=True):
+            part.index_copy_(0, rows, result.to(part.dtype))
+
+
+def _room(call, query) -> tuple[Tensor, Tensor]:
+    """out and lse of tokens that see nothing, and one row more."""
+    num_rows = call.num_tokens + 1
+    lse = query.new_full((num_rows, call.num_heads), -torch.inf, dtype=torch.float32)
+    return query.new_zeros(num_rows, *call.out_shape[1:]), lse
+
+
+def _tokens(room):
+    return tuple(part[:-1] for part in room)
+
+
+def _attend(op, call, query, key, value, mask):
+    attend = fmha().memory_efficient_attention_forward_requires_grad
+    return attend(query, key, value, mask, scale=call.scale, op=op)
+
+
+def _split_k(call) -> Any:
+    """Split-K with blocks of keys that divide a page, and splits that fill the GPU."""
+    block_n = next(n for n in (64, 32, 16) if call.block_size % n == 0)
+    programs = call.num_seqs * call.num_kv_heads
+    splits = max(PROGRAMS // programs, call.capacity // MOST_KEYS)
+    splits = min(splits, call.capacity // LEAST_KEYS, MOST_SPLITS)
+    return _operator(block_n, 1 << max(0, splits.bit_length() - 1))
+
+
+@functools.cache
+def _operator(block_n: int, splits: int):
+    # Two stages and two warps: 4.3 TB/s on an H200 where the defaults reach 3.4.
+    fixed = {"BLOCK_N": block_n, "SPLIT_K": splits, "NUM_STAGES": 2, "NUM_WARPS": 2}
+    return type(f"FwOp_N{block_n}_S{splits}", (fmha().triton_splitk.FwOp,), fixed)
+
+
+def _even_starts(call, batch, length: int) -> tuple[Tensor, list[int]]:
+    stop = (call.num_seqs + 1) * length
+    starts = torch.arange(0, stop, length, device=batch.seq_lens.device, dtype=torch.int32)
+    return starts, list(range(0, stop, length))
+
+
+def _padded_keys(call, batch, lens: Tensor, padding: int):
+    starts, starts_py = _even_starts(call, batch, padding)
+    return fmha().attn_bias._PaddedSeqLenInfo(
+        seqstart=starts,
+        seqstart_py=starts_py,
+        max_seqlen=padding,
+        min_seqlen=0,
+        seqlen=lens.clamp(0, padding),
+        seqlen_py=[padding] * call.num_seqs,
+        padding=padding,
+    )
+
+
+def _grouped(rows, num_kv_heads):
+    """`[tokens, heads, dim]` as `[1, tokens, kv_heads, group, dim]`."""
+    return rows.unflatten(1, (num_kv_heads, -1))[None]
+
+
+def _expanded(plane, grouped):
+    """`[keys, kv_heads, dim]` as `[1, keys, kv_heads, group, dim]`, the group without a copy."""
+    return plane[None, :, :, None].expand(-1, -1, -1, grouped.shape[3], -1)
+
+
+def _heads_last(lse):
+    """`[1, kv_heads, group, tokens]` as `[tokens, heads]`."""
+    return lse[0].flatten(0, 1).T

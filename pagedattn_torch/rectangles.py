@@ -1,0 +1,77 @@
+"""Paged keys gathered into dense rectangles, and query heads of a group folded into rows.
+
+Sizes are static: nothing here reads a length, which would wait for a GPU.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pagedattn import KVCache
+from pagedattn.batch import Sequences
+from pagedattn.call import Call
+from pagedattn.visibility import key_range
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The keys that a sequence's queries may see, one sequence a row.
+
+    key, value: `[num_seqs, num_keys, kv_heads, head_dim]`, 0 where no query may look.
+    positions: absolute, `[num_seqs, num_keys]`; lens: how many of a row are the sequence's.
+    """
+
+    key: Tensor
+    value: Tensor
+    positions: Tensor
+    lens: Tensor
+
+
+def first_keys(call: Call, batch: Sequences) -> Tensor:
+    """The first key of each sequence that any of its queries sees: `[num_seqs]`."""
+    context_lens = batch.context_lens
+    return key_range(context_lens, context_lens, batch.seq_lens, False, call.window)[0]
+
+
+def first_blocks(call: Call, batch: Sequences) -> Tensor:
+    """The blocks of those keys, as numbers in their sequences: `[num_seqs]`."""
+    return first_keys(call, batch) // call.block_size
+
+
+def gather_pages(call: Call, cache: KVCache, batch: Sequences) -> Pages:
+    """The visible blocks of each sequence, from the first that its window shows."""
+    columns = torch.arange(call.visible_blocks, device=batch.seq_lens.device)
+    columns = first_blocks(call, batch)[:, None] + columns
+    blocks = batch.block_tables.gather(1, columns.clamp(0, call.max_blocks - 1).long())
+    blocks = blocks.clamp(0, call.num_blocks - 1).flatten()
+    offsets = torch.arange(call.block_size, device=columns.device)
+    positions = (columns[..., None] * call.block_size + offsets).flatten(1)
+    outside = (positions < first_keys(call, batch)[:, None]) | (
+        positions >= batch.seq_lens[:, None]
+    )
+    key, value = (_rows(plane, blocks, outside) for plane in (cache.key, cache.value))
+    return Pages(key, value, positions, batch.seq_lens - columns[:, 0] * call.block_size)
+
+
+def _rows(plane, blocks, outside):
+    rows = plane.index_select(0, blocks).view(*outside.shape, *plane.shape[2:])
+    return rows.masked_fill_(outside[..., None, None], 0)  # a NaN would survive a weight of 0
+
+
+def fold(rows: Tensor, num_kv_heads: int) -> Tensor:
+    """`[size, queries, heads, dim]` as `[size, kv_heads, group * queries, dim]`."""
+    grouped = rows.unflatten(2, (num_kv_heads, -1))
+    return grouped.permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+
+def unfold(rows: Tensor, num_queries: int) -> Tensor:
+    """`[size, kv_heads, group * queries, ...]` as `[size, queries, heads, ...]`."""
+    return rows.unflatten(2, (-1, num_queries)).flatten(1, 2).transpose(1, 2)
+
+
+def fold_bias(added: Tensor, call: Call) -> Tensor:
+    """`[size, 1 or heads, queries, keys]` as `[size, 1 or kv_heads, group * queries, keys]`."""
+    if added.shape[1] > 1:
+        return added.unflatten(1, (call.num_kv_heads, call.group)).flatten(2, 3)
+    return added.expand(-1, call.group, -1, -1).flatten(1, 2)[:, None]
