@@ -20,10 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from bench_bridge_chart import draw
+from pagedattn_interop import torch_call
 from rich.console import Console
 from rich.table import Table
-
-from pagedattn_interop import torch_call
 
 OUT = jax.ShapeDtypeStruct((1,), jnp.float32)
 SIZES = {"1 KB": 10, "64 KB": 16, "1 MB": 20, "32 MB": 25, "1 GB": 30}

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 
 import jax
+import pagedattn_interop
 import torch
 from bench_cpu_case import CASES, Case
 from bench_cpu_chart import draw
@@ -22,7 +23,6 @@ from bench_cpu_ipex import Ipex
 from bench_cpu_peers import PEERS
 from bench_cpu_report import Report
 
-import pagedattn_interop
 import pagedattn_torch
 from pagedattn import KVCache, make_batch, paged_attention
 

@@ -9,12 +9,11 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import pagedattn_interop
 import torch
 from bench_cpu_case import SCALE, Case
 from bench_work import HEAD_DIM, HEADS, KV_HEADS
 from torch.nn.functional import scaled_dot_product_attention
-
-import pagedattn_interop
 
 GROUP = HEADS // KV_HEADS
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
+import pagedattn_interop
 import torch
 from bench_case import CASES, STEP, Case
 from bench_chart import draw
@@ -22,7 +23,6 @@ from bench_peers import JAX_PEERS, TORCH_PEERS
 from bench_report import Report
 from bench_timing import captured, time_alone, time_enqueued
 
-import pagedattn_interop
 import pagedattn_torch
 from pagedattn import paged_attention
 

@@ -11,14 +11,13 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import pagedattn_interop
 import torch
 from bench_case import Case
 from bench_work import HEAD_DIM, HEADS, KV_HEADS
+from pagedattn_torch.fmha import fmha
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-
-import pagedattn_interop
-from pagedattn_torch.fmha import fmha
 
 GROUP = HEADS // KV_HEADS
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 from pagedattn_interop import to_jax, to_torch
+
 from pagedattn import AttentionSpec, KVCache, init_kv_cache, make_batch, paged_attention
 from pagedattn.testing import reference_attention
 from pagedattn_torch import TorchSDPABackendImpl, TorchSDPAMetadata

@@ -7,12 +7,6 @@ from .attention import select_backend as select_backend
 from .backend import Backend as Backend
 from .batch import BatchMetadata as BatchMetadata
 from .batch import make_batch as make_batch
-from .visibility import alibi_bias as alibi_bias
-from .visibility import attention_bias as attention_bias
-from .visibility import causal_mask as causal_mask
-from .visibility import sliding_window_mask as sliding_window_mask
-from .ragged import positions as positions
-from .ragged import slot_mapping as slot_mapping
 from .cache import KVCache as KVCache
 from .cache import copy_blocks as copy_blocks
 from .cache import fill_blocks as fill_blocks
@@ -27,9 +21,11 @@ from .errors import UnsupportedError as UnsupportedError
 from .growth import Growth as Growth
 from .growth import append_tokens as append_tokens
 from .pool import BlockPool as BlockPool
-from .registry import available_backends as available_backends
 from .pool import batch_from_pool as batch_from_pool
 from .pool import init_block_pool as init_block_pool
+from .ragged import positions as positions
+from .ragged import slot_mapping as slot_mapping
+from .registry import available_backends as available_backends
 from .sharing import drop_blocks as drop_blocks
 from .sharing import fork as fork
 from .sharing import hold_blocks as hold_blocks
@@ -41,3 +37,7 @@ from .state import merge_states as merge_states
 from .swapping import Swap as Swap
 from .swapping import swap_in as swap_in
 from .swapping import swap_out as swap_out
+from .visibility import alibi_bias as alibi_bias
+from .visibility import attention_bias as attention_bias
+from .visibility import causal_mask as causal_mask
+from .visibility import sliding_window_mask as sliding_window_mask

@@ -7,12 +7,12 @@ from jaxtyping import Array, Float, Int
 from . import choice, validate
 from .backend import Backend
 from .batch import BatchMetadata, Sequences
-from .ragged import int32, positions
 from .cache import KVCache
 from .call import call_of
-from .tracing import varying_alike
+from .ragged import int32, positions
 from .registry import Framework
 from .spec import AttentionSpec
+from .tracing import varying_alike
 
 
 def paged_attention(

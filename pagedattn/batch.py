@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from . import validate_batch as validate
-from .ragged import PAD_SLOT
 from .checks import distinct_slots
+from .ragged import PAD_SLOT
 
 
 @jax.tree_util.register_dataclass

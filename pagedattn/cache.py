@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from . import validate
-from .ragged import PAD_SLOT, in_range, int32
 from .checks import is_traced
+from .ragged import PAD_SLOT, in_range, int32
 from .rows import set_rows
 
 

@@ -17,7 +17,7 @@ def select(name: str | Backend | None, call: Call, framework: Framework) -> Back
     if name is None:
         return _first_fit(call, framework)
     backend = name if isinstance(name, Backend) else load(name, framework)
-    if reasons := why_not(backend, call, framework):
+    if reasons := why_not(name, call, framework):
         raise UnsupportedError(
             f"backend {backend.name!r} cannot run this call: {'; '.join(reasons)}"
         )
@@ -36,14 +36,14 @@ def _first_fit(call, framework) -> Backend:
 
 def why_not(backend: str | Backend, call: Call, framework: Framework) -> list[str]:
     """The reasons why a backend cannot run a call, a missing package included."""
-    name = backend.name if isinstance(backend, Backend) else backend
-    if reasons := registry.wrong_device(name, call.device):
+    if isinstance(backend, Backend):
+        return backend.why_not(call)
+    if reasons := registry.wrong_device(backend, call.device):
         return reasons
     try:
-        backend = backend if isinstance(backend, Backend) else load(backend, framework)
+        return load(backend, framework).why_not(call)
     except BackendUnavailableError as error:
         return [str(error)]
-    return backend.why_not(call)
 
 
 class Explanation(dict[str, list[str]]):

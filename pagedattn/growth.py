@@ -8,9 +8,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from . import validate_pool as validate
-from .ragged import add_at, int32
 from .errors import OutOfBlocksError
 from .pool import BlockPool
+from .ragged import add_at, int32
 
 
 @jax.tree_util.register_dataclass

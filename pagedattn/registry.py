@@ -23,21 +23,29 @@ class Framework(StrEnum):
 
 
 class BuiltIn(NamedTuple):
-    """Where a backend is, and the kinds of device that it runs on (none: all)."""
+    """Where a backend is for each framework.
+
+    Fields:
+      devices: the kinds of device that it runs on; none: all.
+      extra: of this package, what it needs to be installed; none: nothing.
+    """
 
     jax: str | None = None
     torch: str | None = None
     devices: tuple[str, ...] = ()
+    extra: str = ""
 
 
 ACROSS = "pagedattn_interop.backends"  # the backends for torch tensors, for JAX arrays
 ON_CUDA = ("cuda",)
 BUILT_IN = {
     "cudnn": BuiltIn("pagedattn.backends.cudnn", None, ON_CUDA),
-    "triton": BuiltIn("pagedattn.backends.triton", "pagedattn_torch.backends.triton", ON_CUDA),
-    "xformers": BuiltIn(ACROSS, "pagedattn_torch.backends.xformers", ON_CUDA),
-    "sdpa": BuiltIn(ACROSS, "pagedattn_torch.backends.sdpa"),
-    "ipex": BuiltIn(ACROSS, "pagedattn_torch.backends.ipex", ("cpu", "xpu")),
+    "triton": BuiltIn(
+        "pagedattn.backends.triton", "pagedattn_torch.backends.triton", ON_CUDA, "triton"
+    ),
+    "xformers": BuiltIn(ACROSS, "pagedattn_torch.backends.xformers", ON_CUDA, "xformers"),
+    "sdpa": BuiltIn(ACROSS, "pagedattn_torch.backends.sdpa", extra="torch"),
+    "ipex": BuiltIn(ACROSS, "pagedattn_torch.backends.ipex", ("cpu", "xpu"), "ipex"),
     "xla": BuiltIn("pagedattn.backends.xla"),
 }
 
@@ -75,8 +83,11 @@ def load(name: str, framework: Framework = Framework.JAX) -> Backend:
         )
     try:
         backend = _found(name, framework)
+    except BackendUnavailableError:
+        raise
     except ImportError as error:
-        raise BackendUnavailableError(f"backend {name!r} is not available: {error}") from error
+        text = f"backend {name!r} is not available: {error}{_cure(name)}"
+        raise BackendUnavailableError(text) from error
     if reasons := backend.missing():
         raise BackendUnavailableError(f"backend {name!r} is not available: {'; '.join(reasons)}")
     return backend
@@ -97,6 +108,11 @@ def can_load(name: str, framework: Framework = Framework.JAX) -> bool:
     except BackendUnavailableError:
         return False
     return True
+
+
+def _cure(name) -> str:
+    extra = BUILT_IN[name].extra if name in BUILT_IN else ""
+    return f": pip install 'pagedattn[{extra}]'" if extra else ""
 
 
 def _found(name, framework) -> Backend:

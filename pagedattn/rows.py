@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
-from .ragged import in_range, int32, set_at
-from .checks import is_traced
 from .call import device_of
+from .checks import is_traced
+from .ragged import in_range, int32, set_at
 from .registry import Framework, can_load, load, order, wrong_device
 
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from . import validate_pool as validate
-from .ragged import add_at, in_range, int32, set_at
 from .pool import BlockPool
+from .ragged import add_at, in_range, int32, set_at
 
 
 def fork(

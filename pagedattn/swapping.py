@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from . import validate_pool as validate
-from .ragged import in_range, int32
 from .growth import append_tokens
 from .pool import BlockPool
+from .ragged import in_range, int32
 from .sharing import release
 
 

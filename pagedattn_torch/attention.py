@@ -110,9 +110,7 @@ def prepare(
     return Step(call, chosen, None if call.is_empty else chosen.plan(call, sequences))
 
 
-def explain(
-    query, cache, batch, spec=AttentionSpec(), *, return_lse=False
-) -> choice.Explanation:
+def explain(query, cache, batch, spec=AttentionSpec(), *, return_lse=False) -> choice.Explanation:
     """Why each torch backend can or cannot run a call, as `pagedattn.explain`.
 
     >>> from pagedattn import make_batch

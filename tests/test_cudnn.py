@@ -9,8 +9,9 @@ import pytest
 from cases import SPECS, mixed, replace_spec
 from hypothesis import given
 
-from pagedattn import AttentionSpec, UnsupportedError, paged_attention
-from pagedattn.backends import cudnn, cudnn_kernel
+from pagedattn import AttentionSpec, UnsupportedError, explain, paged_attention
+from pagedattn.backends import cudnn
+from pagedattn.call import call_of
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem, strategies
 
 HAS_GPU = jax.default_backend() == "gpu"
@@ -24,8 +25,9 @@ CAUSAL = {name: SPECS[name] for name in ("plain", "scale", "window", "not causal
 einsum = functools.partial(jnp.einsum, precision="highest")
 
 
-def stand_in(query, key, value, lens, *, causal, window, scale, with_lse=True):
+def stand_in(call, query, key, value, lens, *, causal=True, with_lse=True):
     """What cuDNN computes, and NaN in all that it leaves undefined."""
+    window, scale = call.window if causal else None, call.scale
     width, keys = query.shape[1], key.shape[1]
     group = query.shape[2] // key.shape[2]
     key, value = (jnp.repeat(x.astype(jnp.float32), group, axis=2) for x in (key, value))
@@ -75,19 +77,23 @@ def rows_of(spans, count):
 def by_stand_in(request, monkeypatch):
     """`cudnn.run` without cuDNN: undefined rows and 0 * NaN come out as NaN."""
     with_stand_ins(monkeypatch, request.param)
-    run = jax.jit(cudnn.run.__wrapped__, static_argnames=("spec", "return_lse"))
+    run = jax.jit(cudnn.run.__wrapped__, static_argnames="call")
 
     def attend(problem, return_lse=True):
-        arrays = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
-        return run(*arrays, problem.spec, return_lse)
+        arrays = arrays_of(problem)
+        return run(call_of(*arrays, problem.spec, return_lse), *arrays)
 
     return attend
+
+
+def arrays_of(problem):
+    return jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
 
 
 def with_stand_ins(monkeypatch, layout):
     monkeypatch.setattr(cudnn, "_kernel", stand_in)
     monkeypatch.setattr(cudnn.packed, "kernel", packed_stand_in)
-    monkeypatch.setattr(cudnn, "_packs", lambda query, batch: layout == "packed")
+    monkeypatch.setattr(cudnn, "_packs", lambda call: layout == "packed")
 
 
 @pytest.mark.parametrize("name", CAUSAL)
@@ -123,10 +129,13 @@ def test_fewer_keys_than_queries(by_stand_in):
 def test_any_batch(data, layout):
     spec = data.draw(strategies.st.sampled_from(list(CAUSAL.values())))
     problem = data.draw(strategies.problems(spec=spec))
-    arrays = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
+    arrays = arrays_of(problem)
+    call = call_of(*arrays, problem.spec, True)
+    if call.is_empty:  # not given to backends
+        return
     with pytest.MonkeyPatch.context() as patch:
         with_stand_ins(patch, layout)
-        out, lse = jitted_run(layout)(*arrays, problem.spec, True)
+        out, lse = jitted_run(layout)(call, *arrays)
     assert_attention_close(out, lse, problem)
 
 
@@ -135,7 +144,7 @@ def jitted_run(layout):
     def run(*args):
         return cudnn.run.__wrapped__(*args)
 
-    return jax.jit(run, static_argnums=(3, 4))
+    return jax.jit(run, static_argnums=0)
 
 
 @pytest.mark.parametrize(
@@ -146,16 +155,17 @@ def jitted_run(layout):
         (AttentionSpec(causal=False, sliding_window=3), "sliding_window"),
     ],
 )
-def test_refuses_by_name(spec, word):
+def test_refuses_by_name(monkeypatch, spec, word):
+    monkeypatch.setattr(cudnn, "_missing", list)
     problem = mixed(spec, dtype=jnp.dtype("bfloat16"))
-    arrays = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
-    assert any(word in reason for reason in cudnn.unsupported(*arrays, spec, False))
+    reasons = cudnn.BACKEND.why_not(call_of(*arrays_of(problem), spec))
+    assert any(word in reason for reason in reasons)
 
 
-def test_refuses_float32_and_odd_heads():
+def test_refuses_float32_and_odd_heads(monkeypatch):
+    monkeypatch.setattr(cudnn, "_missing", list)
     problem = random_problem([3], [3], SPECS["plain"], head_dim=12)
-    arrays = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
-    reasons = " ".join(cudnn.unsupported(*arrays, problem.spec, False))
+    reasons = " ".join(cudnn.refusals(call_of(*arrays_of(problem), problem.spec)))
     assert "float32" in reasons
     assert "head_dim" in reasons
 
@@ -163,8 +173,7 @@ def test_refuses_float32_and_odd_heads():
 def unfit(query_lens, seq_lens, spec=SPECS["plain"], **kwargs):
     shapes = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 8, "block_size": 64}
     problem = random_problem(query_lens, seq_lens, spec, **shapes, **kwargs)
-    arrays = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
-    return " ".join(cudnn.unfit(*arrays, spec, False))
+    return " ".join(cudnn.unfit(call_of(*arrays_of(problem), spec)))
 
 
 def test_is_chosen_for_long_queries_of_like_lengths():
@@ -184,16 +193,15 @@ def test_is_not_chosen_where_gathering_costs_more():
 
 def test_jax_still_has_what_we_call():
     """It is not public: jax.nn's function gives the lse in the query's dtype only."""
-    assert cudnn_kernel.missing() == []
-    assert callable(cudnn_kernel._cudnn.dot_product_attention)
-    assert {"CAUSAL", "PADDING", "PADDING_CAUSAL"} <= set(cudnn_kernel._cudnn.MaskType.__members__)
+    assert cudnn.kernel.missing() == []
+    assert callable(cudnn.kernel._cudnn.dot_product_attention)
+    assert {"CAUSAL", "PADDING", "PADDING_CAUSAL"} <= set(cudnn.kernel._cudnn.MaskType.__members__)
 
 
 @pytest.mark.skipif(HAS_GPU, reason="a GPU is there")
 def test_says_what_it_needs_on_a_cpu():
     problem = mixed(dtype=jnp.dtype("bfloat16"))
-    arrays = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
-    assert "NVIDIA" in " ".join(cudnn.unsupported(*arrays, problem.spec, False))
+    assert "runs on cuda" in " ".join(explain(*arrays_of(problem), problem.spec)["cudnn"])
 
 
 @on_gpu
@@ -209,7 +217,7 @@ def test_kernel_against_the_oracle(name, dtype):
         random_problem([96, 96], [96, 96], CAUSAL[name], block_size=16, head_dim=128,
             max_query_len=96, dtype=jnp.dtype(dtype)),
     ):  # fmt: skip
-        arrays = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
+        arrays = arrays_of(problem)
         out, lse = paged_attention(*arrays, problem.spec, backend="cudnn", return_lse=True)
         assert_attention_close(out, lse, problem, name="cudnn")
 
@@ -218,16 +226,17 @@ def test_kernel_against_the_oracle(name, dtype):
 @pytest.mark.parametrize("layout", ["rectangles", "packed"])
 @pytest.mark.parametrize("query_lens", [[130, 0, 257, 1, 7], [300]])
 def test_both_layouts(layout, query_lens, monkeypatch):
-    monkeypatch.setattr(cudnn, "_packs", lambda query, batch: layout == "packed")
-    run = jax.jit(cudnn.run.__wrapped__, static_argnums=(3, 4))
+    monkeypatch.setattr(cudnn, "_packs", lambda call: layout == "packed")
+    run = jax.jit(cudnn.run.__wrapped__, static_argnums=0)
     for contexts in ([0] * 5, [77, 9, 0, 300, -3]):
         seq_lens = [n + c for n, c in zip(query_lens, contexts, strict=False)]
         problem = random_problem(
             query_lens, seq_lens, SPECS["plain"], block_size=16, head_dim=128, pad_tokens=420,
             max_query_len=300, dtype=jnp.dtype("bfloat16"),
         )  # fmt: skip
-        arrays = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
-        assert_attention_close(*run(*arrays, problem.spec, True), problem, name=layout)
+        arrays = arrays_of(problem)
+        call = call_of(*arrays, problem.spec, True)
+        assert_attention_close(*run(call, *arrays), problem, name=layout)
 
 
 @on_gpu
@@ -245,6 +254,6 @@ def test_gradient():
 @on_gpu
 def test_named_backend_never_falls_back():
     problem = replace_spec(mixed(dtype=jnp.dtype("bfloat16")), logits_soft_cap=3.0)
-    arrays = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
+    arrays = arrays_of(problem)
     with pytest.raises(UnsupportedError, match="logits_soft_cap"):
         paged_attention(*arrays, problem.spec, backend="cudnn")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 from cases import as_numpy, assert_words, good_call, random_cache, rows
+from pagedattn_interop import to_torch
 
 import pagedattn_torch
-from pagedattn_interop import to_torch
 from pagedattn import (
     AttentionSpec,
     InvalidInputError,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from cases import as_numpy, random_cache, rows
-
 from pagedattn_interop import to_jax, to_torch, torch_call
+
 from pagedattn import InvalidInputError, KVCache
 from pagedattn.testing import reference_write
 

@@ -13,9 +13,9 @@ pytest.importorskip("intel_extension_for_pytorch")
 
 from hypothesis import given, reject  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+from pagedattn_interop import to_torch  # noqa: E402
 from torch_layers import step_of  # noqa: E402
 
-from pagedattn_interop import to_torch  # noqa: E402
 from pagedattn import AttentionSpec, KVCache, UnsupportedError  # noqa: E402
 from pagedattn.testing import (  # noqa: E402
     assert_attention_close,

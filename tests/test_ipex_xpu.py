@@ -12,9 +12,9 @@ torch = pytest.importorskip("torch")
 from cases import SIGNED  # noqa: E402
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+from pagedattn_interop import to_torch  # noqa: E402
 from xpu_rules import NeverWaits, PagedAttention  # noqa: E402
 
-from pagedattn_interop import to_torch  # noqa: E402
 from pagedattn import AttentionSpec, KVCache, UnsupportedError  # noqa: E402
 from pagedattn.testing import (  # noqa: E402
     assert_attention_close,

@@ -5,8 +5,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from cases import SPECS, mixed, run  # noqa: E402
-
 from pagedattn_interop import to_torch  # noqa: E402
+
 from pagedattn import AttentionSpec  # noqa: E402
 from pagedattn.testing import assert_attention_close, batch_of, cache_of  # noqa: E402
 from pagedattn_torch import arrays, sdpa  # noqa: E402

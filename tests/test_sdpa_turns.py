@@ -1,12 +1,17 @@
 """The sdpa backend gathers long sequences in turns; here short ones, on little room."""
 
+from dataclasses import replace
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pagedattn import AttentionSpec
-from pagedattn.testing import batch_of, check_backend, random_problem
-from pagedattn_torch import grouping, sdpa
+from pagedattn.call import call_of
+from pagedattn.testing import batch_of, cache_of, check_backend, random_problem
 from pagedattn_torch.arrays import batch_on
+from pagedattn_torch.backends import sdpa
+from pagedattn_torch.backends.sdpa import grouping, parts
 
 TOKEN_BYTES = 2 * 2 * 16 * 4  # two KV heads of 16 float32, key and value
 
@@ -15,7 +20,7 @@ TOKEN_BYTES = 2 * 2 * 16 * 4  # two KV heads of 16 float32, key and value
 def test_matches_the_oracle(monkeypatch, keys, keys_a_turn, rows):
     """Blocks of 4 tokens: one at a time, two sequences by turns, six."""
     monkeypatch.setattr(sdpa, "SCRATCH_BYTES", keys * TOKEN_BYTES)
-    monkeypatch.setattr(sdpa, "TILE_ROWS", rows)
+    monkeypatch.setattr(parts, "TILE_ROWS", rows)
     monkeypatch.setattr(grouping, "KEYS_A_TURN", keys_a_turn)
     check_backend("sdpa", verbose=False)
 
@@ -23,6 +28,7 @@ def test_matches_the_oracle(monkeypatch, keys, keys_a_turn, rows):
 def test_a_long_sequence_takes_turns_beside_its_like():
     problem = random_problem([1, 1, 1], [512, 512, 90], AttentionSpec())
     batch = batch_on(batch_of(problem), "cpu")
-    long, short = grouping.make_buckets(batch, problem.spec, 512)
+    call = call_of(jnp.asarray(problem.query), cache_of(problem), batch, problem.spec)
+    long, short = grouping.make_buckets(replace(call, device="cpu"), batch, 512)
     assert (long.size, len(list(long.spans())), short.size) == (2, 2, 1)
     assert np.all(long.rows.num_keys.numpy() == 512)

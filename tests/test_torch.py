@@ -10,8 +10,8 @@ import pytest
 import torch
 from cases import SPECS, mixed, random_cache, rows, run
 from hypothesis import given
-
 from pagedattn_interop import to_torch
+
 from pagedattn import InvalidInputError, KVCache, UnsupportedError
 from pagedattn.testing import (
     assert_attention_close,

@@ -10,6 +10,7 @@ import torch
 from cases import SPECS, assert_words
 from hypothesis import given
 from hypothesis import strategies as st
+from pagedattn_interop import to_jax, to_torch
 from torch_layers import (
     assert_close,
     assert_same,
@@ -23,7 +24,6 @@ from torch_layers import (
     tensor,
 )
 
-from pagedattn_interop import to_jax, to_torch
 from pagedattn import (
     AttentionSpec,
     InvalidInputError,

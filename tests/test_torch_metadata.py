@@ -9,8 +9,8 @@ import torch
 from cases import assert_words
 from hypothesis import given
 from hypothesis import strategies as st
-
 from pagedattn_interop import to_jax, to_torch
+
 from pagedattn import AttentionSpec, InvalidInputError, attention_bias, make_batch
 from pagedattn.testing import batch_of, random_problem
 from pagedattn.testing.strategies import problems

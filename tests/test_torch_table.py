@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pagedattn_interop import to_torch
 
 import pagedattn_torch
-from pagedattn_interop import to_torch
 from pagedattn import BackendUnavailableError, UnsupportedError, paged_attention
 from pagedattn.table import FEATURES, LENGTHS, Cell, call, cells, render, request, requests
 from pagedattn.testing import Problem, assert_attention_close

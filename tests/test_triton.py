@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from pagedattn import AttentionSpec
+from pagedattn.call import Call, Strides
 from pagedattn.kernels.launch import (
     MAX_SPLITS,
-    Shape,
     attention_launch,
     device_of,
     merge_launch,
@@ -24,10 +24,10 @@ from pagedattn.kernels.launch import (
 
 H200 = device_of(132, (9, 0))
 SMALL = device_of(20, (8, 9))
-STRIDES = (256, 4096, 128, 16384, 1024, 128)
+STRIDES = Strides((4096, 128, 1), *[(16384, 1024, 128, 1)] * 2)
 
 
-def shape(**sizes) -> Shape:
+def call(**sizes) -> Call:
     """A decode of 64 sequences of up to 4096 tokens, with changes."""
     defaults = {
         "num_tokens": 64,
@@ -35,13 +35,16 @@ def shape(**sizes) -> Shape:
         "num_seqs": 64,
         "max_blocks": 256,
         "max_query_len": 1,
-        "max_keys": 4096,
+        "num_blocks": 1000,
         "block_size": 16,
         "num_kv_heads": 8,
         "head_dim": 128,
-        "itemsize": 2,
+        "dtype": "bfloat16",
+        "device": "cuda",
+        "strides": STRIDES,
+        "spec": AttentionSpec(),
     }
-    return Shape(**defaults | sizes)
+    return Call(**defaults | sizes)
 
 
 def test_kernels_by_the_interpreter():
@@ -62,20 +65,20 @@ def test_launch_arithmetic_loads_no_triton():
 
 
 @pytest.mark.parametrize("device", [H200, SMALL])
-@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("head_dim", [16, 80, 128, 256])
 @pytest.mark.parametrize("group", [1, 3, 4, 71, 300])
 @pytest.mark.parametrize("max_query_len", [1, 5, 16, 17, 8192])
-def test_tiles_cover_the_batch(max_query_len, group, head_dim, itemsize, device):
+def test_tiles_cover_the_batch(max_query_len, group, head_dim, dtype, device):
     """Every token of every sequence and every head has a tile, and programs are possible."""
-    sizes = shape(
+    sizes = call(
         max_query_len=max_query_len,
         num_tokens=max_query_len * 3 + 2,
         num_seqs=3,
         num_heads=2 * group,
         num_kv_heads=2,
         head_dim=head_dim,
-        itemsize=itemsize,
+        dtype=dtype,
     )
     tiles = tiling(sizes, device)
     assert tiles.tokens * tiles.heads <= tiles.program.rows
@@ -88,7 +91,7 @@ def test_tiles_cover_the_batch(max_query_len, group, head_dim, itemsize, device)
         assert tiles.tiles_a_seq * tiles.tokens >= max_query_len
         assert tiles.num_tiles > 3 * tiles.tiles_a_seq  # the padding's
     assert tiles.min_steps >= 1
-    shared = (2 * tiles.program.keys + tiles.program.rows) * power_of_two(head_dim) * itemsize
+    shared = (2 * tiles.program.keys + tiles.program.rows) * power_of_two(head_dim) * sizes.itemsize
     assert shared <= device.shared_bytes
 
 
@@ -107,36 +110,36 @@ def test_searched_tiles_are_enough(tokens):
     ("sizes", "splits"),
     [
         ({}, 1),  # enough programs, none of them long
-        ({"num_seqs": 256, "num_tokens": 256, "max_keys": 1024}, 1),
-        ({"max_keys": 16384}, 16),  # lengths may differ: a thousand keys each
-        ({"max_keys": 16384, "max_query_len": 8, "num_tokens": 512}, 8),  # dearer to merge
-        ({"max_keys": 1 << 20}, 16),  # most of the grid would be empty
-        ({"num_seqs": 1, "num_tokens": 1, "max_keys": 131072}, 49),  # three a multiprocessor
-        ({"num_seqs": 8, "num_tokens": 8, "max_keys": 512}, 8),
-        ({"num_seqs": 16, "num_tokens": 16, "max_keys": 2048}, 1),  # one a multiprocessor
-        ({"num_seqs": 1, "num_tokens": 1, "max_keys": 16}, 1),
-        ({"num_seqs": 1, "num_kv_heads": 1, "max_keys": 1 << 20}, MAX_SPLITS),
+        ({"num_seqs": 256, "num_tokens": 256, "max_blocks": 64}, 1),
+        ({"max_blocks": 1024}, 16),  # lengths may differ: a thousand keys each
+        ({"max_blocks": 1024, "max_query_len": 8, "num_tokens": 512}, 8),  # dearer to merge
+        ({"max_blocks": 1 << 16}, 16),  # most of the grid would be empty
+        ({"num_seqs": 1, "num_tokens": 1, "max_blocks": 8192}, 49),  # three a multiprocessor
+        ({"num_seqs": 8, "num_tokens": 8, "max_blocks": 32}, 8),
+        ({"num_seqs": 16, "num_tokens": 16, "max_blocks": 128}, 1),  # one a multiprocessor
+        ({"num_seqs": 1, "num_tokens": 1, "max_blocks": 1}, 1),
+        ({"num_seqs": 1, "num_kv_heads": 1, "max_blocks": 1 << 16}, MAX_SPLITS),
         ({"max_query_len": 8192, "num_tokens": 8192, "num_seqs": 1}, 1),
-        ({"max_query_len": 64, "num_tokens": 64, "num_seqs": 1, "max_keys": 131072}, 8),
+        ({"max_query_len": 64, "num_tokens": 64, "num_seqs": 1, "max_blocks": 8192}, 8),
     ],
 )
 def test_splits(sizes, splits):
-    assert tiling(shape(**sizes), H200).splits == splits
+    assert tiling(call(**sizes), H200).splits == splits
 
 
 def test_a_new_cache_or_batch_size_does_not_recompile():
     """What a kernel is compiled for depends on neither: they are scalars, as are the strides."""
 
-    def constants(num_blocks, strides, **sizes):
-        sizes = shape(**sizes)
-        return attention_launch(sizes, tiling(sizes, H200), AttentionSpec(), num_blocks, strides)
+    def launch(table_stride=256, **sizes):
+        sizes = call(**sizes)
+        return attention_launch(sizes, tiling(sizes, H200), table_stride)
 
-    first = constants(1000, STRIDES)
+    first = launch()
     others = [
-        constants(1, STRIDES),
-        constants(1 << 20, (17, *STRIDES[1:])),
-        constants(1000, STRIDES, num_seqs=65, num_tokens=80),
-        constants(1000, STRIDES, max_blocks=200, max_keys=3200),
+        launch(num_blocks=1),
+        launch(17, num_blocks=1 << 20),
+        launch(num_seqs=65, num_tokens=80),
+        launch(max_blocks=200),
     ]
     for other in others:
         assert (other.constants, other.num_warps) == (first.constants, first.num_warps)
@@ -145,14 +148,15 @@ def test_a_new_cache_or_batch_size_does_not_recompile():
 
 @pytest.mark.parametrize(("stride", "unit"), [(128, 16), (24, 8), (7, 1)])
 def test_strides_are_counted_in_units(stride, unit):
-    strides = (256, 32 * stride, stride, 128 * stride, 8 * stride, stride)
-    launch = attention_launch(shape(), tiling(shape(), H200), AttentionSpec(), 9, strides)
+    query, plane = (32 * stride, stride, 1), (128 * stride, 8 * stride, stride, 1)
+    sizes = call(strides=Strides(query, plane, plane))
+    launch = attention_launch(sizes, tiling(sizes, H200), 256)
     assert launch.constants["STRIDE_UNIT"] == unit
-    assert [s * unit for s in launch.scalars[-5:]] == list(strides[1:])
+    assert [s * unit for s in launch.scalars[-5:]] == [*query[:2], *plane[:3]]
 
 
 def test_a_grid_has_a_program_for_every_row_to_merge():
-    sizes = shape(max_keys=16384)
+    sizes = call(max_blocks=1024)
     launch = merge_launch(sizes, tiling(sizes, H200))
     assert launch.grid == (64 * 32, 1, 1)
     assert launch.constants["SPLITS"] == 16
@@ -161,14 +165,14 @@ def test_a_grid_has_a_program_for_every_row_to_merge():
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_a_program_is_machine_code_without_line_numbers(monkeypatch):
     """Compiled for a GPU without one; the launcher's message is a stand-in's."""
-    from pagedattn.backends import triton_program as programs
+    from pagedattn.backends.triton import program as programs
     from pagedattn.kernels.merge import merge_kernel
 
     launcher = mock.Mock(**{"get_compute_capability.return_value": 90})
     launcher.TritonKernelCall.return_value.to_proto.return_value = b"what it wrote;"
     monkeypatch.setattr(programs, "launcher", launcher)
     monkeypatch.setattr(programs, "TAKES_BINARIES", True)
-    sizes = shape(max_keys=16384)
+    sizes = call(max_blocks=1024)
     launch = merge_launch(sizes, tiling(sizes, H200))
     array = np.zeros(1, np.float32)
     message = zlib.decompress(programs.program(merge_kernel, [array] * 2, launch, [array] * 2))

@@ -12,9 +12,9 @@ pytest.importorskip("xformers", reason="pip install --no-deps xformers==0.0.35")
 
 from cases import SPECS, mixed  # noqa: E402
 from hypothesis import given  # noqa: E402
-
 from pagedattn_interop import to_torch, torch_call  # noqa: E402
 from pagedattn_interop.backends import bridged  # noqa: E402
+
 from pagedattn import AttentionSpec, KVCache  # noqa: E402
 from pagedattn.testing import (  # noqa: E402
     assert_attention_close,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from cases import calls
-
 from pagedattn_interop import to_torch
+
 from pagedattn import AttentionSpec, UnsupportedError
 from pagedattn.testing import Problem, batch_of, reference_attention
 from pagedattn_torch import (

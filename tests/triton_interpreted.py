@@ -17,9 +17,9 @@ from hypothesis import given
 from triton import knobs
 from triton.runtime import interpreter
 
-import pagedattn_torch.triton as backend
 from pagedattn import AttentionSpec, KVCache
-from pagedattn.kernels.launch import shape_of, tiling
+from pagedattn.call import call_of
+from pagedattn.kernels.launch import tiling
 from pagedattn.testing import (
     Problem,
     assert_attention_close,
@@ -28,13 +28,16 @@ from pagedattn.testing import (
     reference_attention,
 )
 from pagedattn.testing.strategies import any_phase
+from pagedattn_torch import paged_attention
 from pagedattn_torch.arrays import batch_on
 from pagedattn_torch.attention import packed_batch
+from pagedattn_torch.backends import triton as backend
 
 assert knobs.runtime.interpret, "set TRITON_INTERPRET=1"
 
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
 PLAIN = AttentionSpec()
+BY_TRITON = {"backend": backend.BACKEND, "return_lse": True}
 
 
 # Two shortcomings of Triton 3.6's interpreter: it asks arrays of one element for an int, which
@@ -66,11 +69,17 @@ def tensor(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(array))
 
 
-def call(problem: Problem, **changes):
-    """The backend's arguments for a problem; `changes` replace fields of the batch."""
+def arrays_of(problem: Problem, **changes):
+    """A problem as tensors; `changes` replace fields of the batch."""
     cache = KVCache(tensor(problem.key_cache), tensor(problem.value_cache))
     batch = dataclasses.replace(batch_on(batch_of(problem), "cpu"), **changes)
-    return tensor(problem.query), cache, batch, problem.spec, True
+    return tensor(problem.query), cache, batch
+
+
+def run(query, cache, batch, spec):
+    """The backend, without the checks that come before it."""
+    call = call_of(query, cache, batch, spec, return_lse=True)
+    return backend.run(call, query, cache, backend.plan(call, batch))
 
 
 @pytest.fixture(autouse=True)
@@ -89,13 +98,13 @@ def poisoned_memory(monkeypatch):
 
 
 def check(problem: Problem, **changes):
-    out, lse = backend.run(*call(problem, **changes))
+    out, lse = run(*arrays_of(problem, **changes), problem.spec)
     assert_attention_close(out, lse, problem, name="triton")
 
 
 def splits(problem: Problem) -> int:
-    query, cache, batch, spec, _ = call(problem)
-    return tiling(shape_of(query, cache, batch, spec), backend._device(query.device)).splits
+    arrays = arrays_of(problem)
+    return tiling(call_of(*arrays, problem.spec), backend._device(arrays[0].device)).splits
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -199,21 +208,21 @@ def test_bad_values_stay_inside_the_arrays(max_query_len):
     tables = torch.tensor(batch_of(problem).block_tables.tolist(), dtype=torch.int32)
     wild = torch.where(torch.arange(tables.shape[1]) % 2 == 0, tables, 2**31 - 1)
     wild[1] = -(2**31)
-    out, _ = backend.run(*call(problem, block_tables=wild))
+    out, _ = run(*arrays_of(problem, block_tables=wild), PLAIN)
     assert out.isfinite().all()
     clamped = wild.clamp(0, len(problem.key_cache) - 1)
-    want, _ = backend.run(*call(problem, block_tables=clamped))
+    want, _ = run(*arrays_of(problem, block_tables=clamped), PLAIN)
     torch.testing.assert_close(out, want, rtol=0, atol=0)
     long = torch.full_like(torch.tensor(problem.seq_lens, dtype=torch.int32), 10**6)
-    backend.run(*call(problem, seq_lens=long, block_tables=clamped))
+    run(*arrays_of(problem, seq_lens=long, block_tables=clamped), PLAIN)
     starts = torch.tensor([-5, 3, 100, 2, 10**6, 7, 8], dtype=torch.int32)
-    backend.run(*call(problem, query_start_loc=starts))
+    run(*arrays_of(problem, query_start_loc=starts), PLAIN)
 
 
 def test_strides_and_index_types():
     """Planes that are slices of one tensor, a transposed query, int64 metadata."""
     problem = mixed(SPECS["all"], dtype=np.float16)
-    query, cache, batch, spec, _ = call(problem)
+    query, cache, batch = arrays_of(problem)
     both = torch.full((*cache.key.shape[:3], 2, 24), torch.nan, dtype=torch.float16)
     both[..., 0, :16], both[..., 1, :16] = cache.key, cache.value
     sliced = KVCache(both[..., 0, :16], both[..., 1, :16])
@@ -221,8 +230,8 @@ def test_strides_and_index_types():
     wide = {name: getattr(batch, name).long() for name in ("block_tables", "seq_lens")}
     wide["block_tables"] = wide["block_tables"].T.contiguous().T
     batch = dataclasses.replace(batch, query_start_loc=batch.query_start_loc.long(), **wide)
-    assert not backend.unsupported(turned, sliced, batch, spec, True)
-    assert_attention_close(*backend.run(turned, sliced, batch, spec, True), problem)
+    got = paged_attention(turned, sliced, batch, spec=problem.spec, **BY_TRITON)
+    assert_attention_close(*got, problem)
 
 
 def test_packed_keys():
@@ -233,7 +242,7 @@ def test_packed_keys():
     starts = np.cumsum([[0, 5, 1, 0, 4, 3], [0, 5, 9, 2, 0, 1]], axis=1).astype(np.int32)
     cache = KVCache(tensor(key)[:, None], tensor(value)[:, None])
     batch = packed_batch(15, *map(tensor, starts), 8, 16)
-    got = backend.run(tensor(query), cache, batch, SPECS["all"], True)
+    got = run(tensor(query), cache, batch, SPECS["all"])
     tables = [range(start, stop) for start, stop in zip(starts[1], starts[1][1:], strict=False)]
     pools = key[:, None], value[:, None]
     lens = np.diff(starts[1])
@@ -247,14 +256,15 @@ def test_nothing_to_compute(sizes):
     """No tokens, and tokens that belong to no sequence."""
     num_tokens, num_seqs = sizes
     problem = random_problem([0] * num_seqs, [0] * num_seqs, PLAIN, pad_tokens=num_tokens)
-    check(problem)
+    got = paged_attention(*arrays_of(problem), PLAIN, **BY_TRITON)
+    assert_attention_close(*got, problem)
 
 
 def test_refusals_name_the_reason():
-    query, cache, batch, spec, _ = call(mixed())
+    query, cache, batch = arrays_of(mixed())
 
     def reasons(query, cache):
-        return " ".join(backend.unsupported(query, cache, batch, spec, True))
+        return " ".join(backend.refusals(call_of(query, cache, batch, PLAIN)))
 
     assert not reasons(query, cache)
     assert "float64" in reasons(query.double(), KVCache(cache.key.double(), cache.value.double()))

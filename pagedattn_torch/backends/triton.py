@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton import knobs
 
 from pagedattn.backend import Backend
 from pagedattn.call import Call

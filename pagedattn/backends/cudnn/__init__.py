@@ -251,9 +251,7 @@ def _unpack(call, out, lse, batch, rows):
     return jnp.where(live[:, None, None], out, 0), jnp.where(live[:, None], lse, -jnp.inf)
 
 
-def _kernel(
-    call, query, key, value, lens, *, causal=True, with_lse=True
-) -> tuple[Array, Any]:
+def _kernel(call, query, key, value, lens, *, causal=True, with_lse=True) -> tuple[Array, Any]:
     """cuDNN on rectangles `[num_seqs, rows, heads, dim]`; `lens` of queries and keys, or None."""
     kind = ("CAUSAL" if lens is None else "PADDING_CAUSAL") if causal else "PADDING"
     query_lens, key_lens = lens or (None, None)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from ...backend import Backend
 from ...call import Call
 from ...gradient import with_xla_gradient
+from ...kernels.attention import attention_kernel
 from ...kernels.launch import (
     HONOURS,
     Launch,
@@ -21,24 +22,9 @@ from ...kernels.launch import (
     refusals,
     tiling,
 )
+from ...kernels.merge import merge_kernel
 from ...tracing import axes_of, varying
-
-
-def _import_kernels():
-    """The kernels and their launcher; ImportError says how to install what they need."""
-    try:
-        from ...kernels.attention import attention_kernel
-        from ...kernels.merge import merge_kernel
-        from .program import missing, program
-    except ImportError as error:
-        cure = "pip install 'pagedattn[triton]'"
-        raise ImportError(f"it needs triton ({error}): {cure}") from error
-    if reasons := missing():
-        raise ImportError(f"it needs JAX for CUDA ({reasons[0]}): pip install 'jax[cuda13]'")
-    return program, attention_kernel, merge_kernel
-
-
-program, attention_kernel, merge_kernel = _import_kernels()
+from .program import missing, program
 
 
 @functools.partial(jax.jit, static_argnames="call")
@@ -60,7 +46,7 @@ def run(call: Call, query, cache, batch):
     return _start(merge_kernel, parts, merge_launch(call, tiles), outs)
 
 
-BACKEND = Backend("triton", HONOURS, with_xla_gradient(run), refusals)
+BACKEND = Backend("triton", HONOURS, with_xla_gradient(run), refusals, missing=missing)
 
 
 @functools.cache

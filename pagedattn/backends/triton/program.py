@@ -24,7 +24,9 @@ DIVISIBILITY = 16  # of the addresses of XLA's arrays
 
 def missing() -> list[str]:
     """Why there is no launcher here."""
-    return [] if hasattr(launcher, "TritonKernel") else ["this jaxlib has no CUDA plugin"]
+    if hasattr(launcher, "TritonKernel"):
+        return []
+    return ["it needs JAX for CUDA (this jaxlib has no CUDA plugin): pip install 'jax[cuda13]'"]
 
 
 def program(kernel, arrays, launch: Launch, outs) -> bytes:

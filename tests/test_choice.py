@@ -8,18 +8,22 @@ import jax
 import jax.numpy as jnp
 import pytest
 from cases import assert_words, good_call, mixed
+from pagedattn_interop import to_torch
 
 import pagedattn_torch
-from pagedattn_interop import to_torch
 from pagedattn import (
+    AttentionSpec,
+    Backend,
     BackendUnavailableError,
     InvalidInputError,
     UnsupportedError,
     available_backends,
-    dispatch,
     explain,
     paged_attention,
+    registry,
+    select_backend,
 )
+from pagedattn.registry import Framework
 from pagedattn.testing import batch_of, cache_of, harness, random_problem
 
 
@@ -72,7 +76,7 @@ assert len(reasons) == 1, reasons
 print(reasons[0])
 for call in (
     lambda: pagedattn.paged_attention(query, cache, batch, backend="sdpa"),
-    lambda: __import__("interop"),
+    lambda: __import__("pagedattn_interop"),
 ):
     try:
         call()
@@ -93,14 +97,16 @@ def test_a_missing_package_is_named_with_its_cure(blocked):
         assert "pip install 'pagedattn[torch]'" in line
 
 
-def test_a_refusal_names_the_feature_and_does_not_fall_back(tmp_path):
+@pytest.mark.parametrize("before", [None, "xla", "nobody"])
+def test_a_refusal_names_the_feature_and_does_not_fall_back(tmp_path, before):
     """A backend of someone else's, registered by entry point and held to the oracle."""
     site = tmp_path / "picky-1.0.dist-info"
     site.mkdir()
     (site / "METADATA").write_text("Metadata-Version: 2.1\nName: picky\nVersion: 1.0\n")
     (site / "entry_points.txt").write_text("[pagedattn.backends]\npicky = picky:BACKEND\n")
-    (tmp_path / "picky.py").write_text(PICKY)
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{USE_PICKY}"
+    (tmp_path / "picky.py").write_text(PICKY.replace("BEFORE", repr(before)))
+    taken = "picky" if before == "xla" else "xla"
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\ntaken = {taken!r}\n{USE_PICKY}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["refused", "7.0", "checked"]
@@ -108,18 +114,15 @@ def test_a_refusal_names_the_feature_and_does_not_fall_back(tmp_path):
 
 PICKY = """
 import jax.numpy as jnp
-from pagedattn.backend import Backend
+from pagedattn import Backend
 from pagedattn.backends import xla
 
-def unsupported(query, cache, batch, spec, return_lse):
-    return ["it knows no logits_soft_cap"] if spec.logits_soft_cap else []
-
-def run(query, cache, batch, spec, return_lse):
-    if query.shape[0] == 1:
+def run(call, query, cache, batch):
+    if call.num_tokens == 1:
         return jnp.full_like(query, 7.0), None
-    return xla.BACKEND.run(query, cache, batch, spec, return_lse)
+    return xla.run(call, query, cache, batch)
 
-BACKEND = Backend("picky", unsupported, run)
+BACKEND = Backend("picky", xla.HONOURS - {"logits_soft_cap"}, run, before=BEFORE)
 """
 
 USE_PICKY = """
@@ -135,7 +138,8 @@ try:
 except UnsupportedError as error:
     assert "picky" in str(error) and "logits_soft_cap" in str(error), error
     print("refused")
-assert pagedattn.explain(query, cache, batch, capped)["picky"] == ["it knows no logits_soft_cap"]
+assert "logits_soft_cap" in pagedattn.explain(query, cache, batch, capped)["picky"][0]
+assert pagedattn.select_backend(query, cache, batch) == taken
 print(float(pagedattn.paged_attention(query, cache, batch, backend="picky")[0, 0, 0]))
 from pagedattn.testing import check_backend, harness
 harness.PHASES = {"mixed": harness.PHASES["mixed"]}
@@ -145,6 +149,52 @@ assert results == {"ok", "refused"}, results
 assert all(("cap" in c.feature or c.feature == "all together") == (c.result != "ok") for c in cells)
 print("checked")
 """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NewSpec(AttentionSpec):
+    """A spec of tomorrow, with an option that no backend of today knows."""
+
+    temperature: float = 1.0
+
+
+def arrays_of(framework):
+    call = good_call()[:3]
+    return call if framework is Framework.JAX else (*to_torch(call[:2], copy=True), call[2])
+
+
+@pytest.mark.parametrize("framework", Framework)
+def test_an_option_that_nobody_knows_is_refused_by_all(framework):
+    attend, ask = {
+        Framework.JAX: (paged_attention, explain),
+        Framework.TORCH: (pagedattn_torch.paged_attention, pagedattn_torch.explain),
+    }[framework]
+    arrays, spec = arrays_of(framework), NewSpec(temperature=0.5)
+    explanation = ask(*arrays, spec)
+    assert set(explanation) == set(registry.names(framework))
+    usable = [name for name, reasons in ask(*arrays).items() if not reasons]
+    assert usable
+    for name in usable:
+        assert "temperature" in explanation[name][0]
+        with pytest.raises(UnsupportedError, match="temperature"):
+            attend(*arrays, spec, backend=name)
+    assert explanation.choice is None
+    with pytest.raises(UnsupportedError, match="temperature"):
+        attend(*arrays, spec)
+    assert ask(*arrays, NewSpec()).choice is not None  # left at its default, it asks for nothing
+
+
+def test_a_backend_object_is_refused_by_its_allow_list():
+    ran = []
+    backend = Backend("mine", frozenset({"scale"}), lambda *arguments: ran.append(arguments))
+    with pytest.raises(UnsupportedError, match="mine.*return_lse"):
+        paged_attention(*good_call(), backend=backend, return_lse=True)
+    assert not ran
+
+
+def test_every_built_in_backend_is_known_to_both_frameworks_where_it_exists():
+    assert registry.names(Framework.JAX)[: len(registry.BUILT_IN)] == tuple(registry.BUILT_IN)
+    assert set(registry.names(Framework.TORCH)) >= {"triton", "xformers", "sdpa", "ipex"}
 
 
 def keep(monkeypatch, *features):
@@ -192,5 +242,6 @@ def test_torch_is_called_only_for_work_that_is_worth_it():
     large = random_problem([1] * 8, [5000] * 8, small.spec, num_heads=8, head_dim=64)
     for problem, chosen in ((small, "xla"), (large, "sdpa")):
         call = (jnp.asarray(problem.query), cache_of(problem), batch_of(problem), problem.spec)
-        assert dispatch.select(None, (*call, False)).name == chosen
-        assert dispatch.select("sdpa", (*call, False)).name == "sdpa"
+        assert select_backend(*call) == explain(*call).choice == chosen
+        assert explain(*call)["sdpa"] == []
+        assert ("sdpa" in explain(*call).passed_over) == (chosen == "xla")
