@@ -49,6 +49,9 @@ class Backend:
     before: str | None = None
     set_rows: Callable[..., Any] | None = None
 
+    def __str__(self) -> str:
+        return self.name
+
     def why_not(self, call: Call) -> list[str]:
         """The reasons why it cannot run a call, options that it does not know first of all."""
         unknown = [option for option in call.asked if option not in self.honours]

@@ -175,7 +175,7 @@ def test_a_program_is_machine_code_without_line_numbers(monkeypatch):
     sizes = call(max_blocks=1024)
     launch = merge_launch(sizes, tiling(sizes, H200))
     array = np.zeros(1, np.float32)
-    message = zlib.decompress(programs.program(merge_kernel, [array] * 2, launch, [array] * 2))
+    message = zlib.decompress(programs.encoded(merge_kernel, [array] * 2, launch, [array] * 2))
     assert message.startswith(b"what it wrote;")
     assert b"\x7fELF" in message
     assert b".debug_line" not in message

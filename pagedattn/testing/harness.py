@@ -11,6 +11,7 @@ import numpy as np
 
 from pagedattn import (
     AttentionSpec,
+    Backend,
     BatchMetadata,
     KVCache,
     UnsupportedError,
@@ -85,7 +86,7 @@ def attend_in_jit(query, cache, batch, spec, *, backend, return_lse):
 
 
 def attend(
-    problem: Problem, *, backend: str | None, jit: bool = False, return_lse: bool = True
+    problem: Problem, *, backend: str | Backend | None, jit: bool = False, return_lse: bool = True
 ) -> Any:
     """`paged_attention` on a problem: `(out, lse)`, or out alone without `return_lse`."""
     call = attend_in_jit if jit else paged_attention
@@ -94,7 +95,7 @@ def attend(
 
 
 def check_backend(
-    name: str,
+    backend: str | Backend,
     *,
     dtypes: Sequence[Any] = DTYPES,
     jit: bool = False,
@@ -111,8 +112,7 @@ def check_backend(
     or the dtype. A backend that cannot give lse is asked again without it.
 
     Args:
-        name: a backend of `available_backends()`; others register through the entry-point group
-            `pagedattn.backends`.
+        backend: one of `available_backends()` by name, or any `Backend` for JAX arrays.
         dtypes: input dtypes to try.
         jit: call inside `jax.jit`.
         num_heads: query heads; also `num_kv_heads`, `head_dim` and `block_size` of the problems.
@@ -143,10 +143,10 @@ def check_backend(
         for phase in PHASES
         for dtype in dtypes
     ]
-    cells = [cell._replace(result=run_cell(name, cell, jit=jit, sizes=sizes)) for cell in cells]
+    cells = [cell._replace(result=run_cell(backend, cell, jit=jit, sizes=sizes)) for cell in cells]
     if verbose:
-        print(table(name, cells))
-    raise_on_failures(name, cells)
+        print(table(str(backend), cells))
+    raise_on_failures(str(backend), cells)
     return cells
 
 
@@ -173,12 +173,12 @@ def cell_problem(cell: Cell, sizes: dict[str, int]) -> Problem:
     )
 
 
-def run_cell(name: str, cell: Cell, *, jit: bool, sizes: dict[str, int]) -> str:
+def run_cell(backend: str | Backend, cell: Cell, *, jit: bool, sizes: dict[str, int]) -> str:
     """What came of one cell."""
     problem = cell_problem(cell, sizes)
     try:
-        out, lse = attend_with_lse(problem, name, jit)
-        assert_attention_close(out, lse, problem, name=name)
+        out, lse = attend_with_lse(problem, backend, jit)
+        assert_attention_close(out, lse, problem, name=str(backend))
         if (out.shape, out.dtype) != (problem.query.shape, problem.query.dtype):
             return f"FAILED: out is {out.dtype}{list(out.shape)}, unlike the query"
     except UnsupportedError as error:
@@ -190,14 +190,14 @@ def run_cell(name: str, cell: Cell, *, jit: bool, sizes: dict[str, int]) -> str:
     return "ok"
 
 
-def attend_with_lse(problem: Problem, name: str, jit: bool) -> tuple[Any, Any]:
+def attend_with_lse(problem: Problem, backend: str | Backend | None, jit: bool) -> tuple[Any, Any]:
     """out and lse; lse is None if the backend refuses to give it."""
     try:
-        return attend(problem, backend=name, jit=jit)
+        return attend(problem, backend=backend, jit=jit)
     except UnsupportedError as error:
         if "lse" not in str(error):
             raise
-        return attend(problem, backend=name, jit=jit, return_lse=False), None
+        return attend(problem, backend=backend, jit=jit, return_lse=False), None
 
 
 def words(cell: Cell) -> list[str]:

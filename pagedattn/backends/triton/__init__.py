@@ -24,7 +24,7 @@ from ...kernels.launch import (
 )
 from ...kernels.merge import merge_kernel
 from ...tracing import axes_of, varying
-from .program import missing, program
+from .program import encoded, missing
 
 
 @functools.partial(jax.jit, static_argnames="call")
@@ -58,7 +58,7 @@ def _device():
 
 def _start(kernel, arrays, launch: Launch, outs):
     outs = tuple(outs)
-    opaque = program(kernel, arrays, launch, outs)
+    opaque = encoded(kernel, arrays, launch, outs)
     call = jax.ffi.ffi_call("triton_kernel_call_ffi", outs, vmap_method="sequential")
     results = call(*arrays, name=kernel.__name__, opaque=opaque)
     return varying(tuple(results), axes_of(arrays))

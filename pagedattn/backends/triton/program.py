@@ -29,7 +29,7 @@ def missing() -> list[str]:
     return ["it needs JAX for CUDA (this jaxlib has no CUDA plugin): pip install 'jax[cuda13]'"]
 
 
-def program(kernel, arrays, launch: Launch, outs) -> bytes:
+def encoded(kernel, arrays, launch: Launch, outs) -> bytes:
     """What `triton_kernel_call_ffi` takes for its opaque."""
     kinds = ["fp32" if isinstance(scalar, float) else "i32" for scalar in launch.scalars]
     inputs, results = ([TYPES[array.dtype.name] for array in part] for part in (arrays, outs))

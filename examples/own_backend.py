@@ -1,0 +1,61 @@
+"""A backend of your own: every token gathers the keys of its sequence. Held to the oracle.
+
+    python examples/own_backend.py
+
+To have it found by name, register it in your package's pyproject.toml:
+
+    [project.entry-points."pagedattn.backends"]
+    gathered = "your_package:BACKEND"
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pagedattn import Backend, attention_bias
+from pagedattn.ragged import positions, sequence_ids
+from pagedattn.testing import check_backend
+
+# A call that asks for anything else is refused before `run` is asked.
+HONOURS = frozenset({"scale", "causal", "sliding_window", "alibi_slopes", "return_lse"})
+MOST_KEYS = 1 << 14
+
+
+def refusals(call) -> list[str]:
+    """Why it cannot run a call, judged by sizes alone: the values may not exist yet."""
+    if call.capacity <= MOST_KEYS:
+        return []
+    return [f"it gathers at most {MOST_KEYS} keys a token, max_blocks allows {call.capacity}"]
+
+
+def run(call, query, cache, batch):
+    seqs = sequence_ids(batch.query_start_loc, call.num_tokens)  # -1 for padding tokens
+    queries = positions(batch.query_start_loc, batch.seq_lens, call.num_tokens)
+    keys = jnp.arange(call.capacity)
+    bias = attention_bias(queries[:, None], keys[None], call.spec)
+    bias = bias.reshape(call.num_tokens, -1, call.capacity)  # of one head, or with ALiBi of all
+    present = (seqs >= 0)[:, None] & (keys < batch.seq_lens[seqs][:, None])
+    seen = present[:, None] & (bias > -jnp.inf)
+
+    planes, tables = (cache.key, cache.value), batch.block_tables[seqs]
+    key, value = (gathered(call, plane, tables) for plane in planes)
+    # What nobody may see can be NaN: 0 * NaN would be NaN.
+    value = jnp.where(seen.any(axis=1)[..., None, None], value, 0)
+    logits = call.scale * jnp.einsum("thd,tshd->ths", query.astype(float), key, precision="highest")
+    logits = jnp.where(seen, logits + bias, -jnp.inf)
+    lse = jax.nn.logsumexp(logits, axis=2)
+    weights = jnp.exp(logits - jnp.where(jnp.isneginf(lse), 0, lse)[..., None])
+    out = jnp.einsum("ths,tshd->thd", weights, value, precision="highest")
+    return out.astype(query.dtype), lse
+
+
+def gathered(call, plane, tables):
+    """`[num_tokens, capacity, num_heads, head_dim]`; ids past the end may be anything."""
+    pages = plane.at[tables].get(mode="clip", wrap_negative_indices=False)
+    pages = pages.reshape(call.num_tokens, call.capacity, call.num_kv_heads, call.head_dim)
+    return jnp.repeat(pages.astype(float), call.group, axis=2)
+
+
+BACKEND = Backend("gathered", HONOURS, run, refusals)
+
+if __name__ == "__main__":
+    check_backend(BACKEND)
