@@ -8,32 +8,16 @@ import jax.numpy as jnp
 from .attention import explain, packed_batch
 from .batch import make_batch
 from .cache import KVCache
+from .features import ATTENTION_TYPES, DTYPES, OPTIONS, PHASES, spec_of
+from .ragged import cdiv
 from .spec import AttentionSpec
 
 NUM_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 64, 16
-
-# Attention type -> the (query_len, key_len) of its sequences, and whether keys are paged.
-LENGTHS = {
-    "decoder": (((20, 20), (5, 40), (1, 33)), True),
-    "encoder": (((20, 20), (7, 7)), False),
-    "encoder_only": (((20, 20), (7, 7)), False),
-    "encoder_decoder": (((20, 9), (1, 33)), True),
-}
-# Phases are features of those types that have them.
-PHASES = {
-    "prefill": {"decoder": ((20, 20), (7, 7)), "encoder_decoder": ((20, 9), (7, 33))},
-    "chunked prefill": {"decoder": ((20, 30), (5, 40))},
-    "decode": {"decoder": ((1, 20), (1, 33)), "encoder_decoder": ((1, 9), (1, 33))},
-}
-SPECS = {
-    "scale": {"scale": 0.3},
-    "sliding_window": {"sliding_window": 6},
-    "logits_soft_cap": {"logits_soft_cap": 1.5},
-    "alibi_slopes": {"alibi_slopes": (0.5, -0.25, 0.125, -0.0625)},
-}
+# Options alone, but for causality, which is the type's.
+SPECS = [name for name, fields in OPTIONS.items() if list(fields) == [name]]
+OF_DECODERS = ("prefill", "chunked prefill", "decode")
 KV_HEADS = {"grouped queries": 2, "multi-query": 1}
-DTYPES = ("float32", "float16", "bfloat16")
-FEATURES = ("plain", *PHASES, *SPECS, *KV_HEADS, "lse", *DTYPES)
+FEATURES = ("plain", *OF_DECODERS, *SPECS, *KV_HEADS, "lse", *DTYPES)
 
 
 class Request(NamedTuple):
@@ -62,19 +46,20 @@ def requests() -> list[Request]:
     return [
         request(feature, attn_type)
         for feature in FEATURES
-        for attn_type in LENGTHS
-        if attn_type in PHASES.get(feature, LENGTHS)
+        for attn_type, kind in ATTENTION_TYPES.items()
+        if feature not in PHASES or feature in kind.phases
     ]
 
 
 def request(feature: str, attn_type: str) -> Request:
-    lengths, paged = LENGTHS[attn_type]
+    kind = ATTENTION_TYPES[attn_type]
+    options = feature if feature in OPTIONS else "plain"
     return Request(
         feature,
         attn_type,
-        PHASES[feature][attn_type] if feature in PHASES else lengths,
-        paged,
-        AttentionSpec(causal=attn_type == "decoder", **SPECS.get(feature, {})),
+        PHASES[feature if feature in PHASES else kind.phases[-1]],
+        kind.paged,
+        spec_of(options, NUM_HEADS, causal=attn_type == "decoder"),
         KV_HEADS.get(feature, NUM_HEADS),
         feature if feature in DTYPES else "bfloat16",
         feature == "lse",
@@ -87,7 +72,7 @@ def call(request: Request, normal: Callable = jnp.zeros) -> tuple:
     rows = (request.num_kv_heads, HEAD_DIM)
     query = normal((sum(query_lens), NUM_HEADS, HEAD_DIM), request.dtype)
     if request.paged:
-        counts = [-(-n // BLOCK_SIZE) for n in key_lens]
+        counts = [cdiv(n, BLOCK_SIZE) for n in key_lens]
         tables = [list(range(sum(counts[:s]), sum(counts[: s + 1]))) for s in range(len(counts))]
         batch = make_batch(query_lens, None, tables, key_lens=key_lens, block_size=BLOCK_SIZE)
         shape = (sum(counts), BLOCK_SIZE, *rows)

@@ -6,11 +6,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
+import ml_dtypes  # noqa: F401  (NumPy knows bfloat16 by name then)
 import numpy as np
 
 from pagedattn import (
-    AttentionSpec,
     Backend,
     BatchMetadata,
     KVCache,
@@ -18,38 +17,13 @@ from pagedattn import (
     make_batch,
     paged_attention,
 )
+from pagedattn.features import DTYPES, OPTIONS, PHASES, spec_of
+from pagedattn.ragged import cdiv
 
 from .problem import Problem, random_problem, random_tables
 from .tolerances import assert_attention_close
 
-DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16)
 NUM_TOKENS, NUM_SEQS, MAX_SEQ_LEN, MAX_QUERY_LEN = 26, 5, 40, 32
-
-# query_lens, seq_lens
-PHASES = {
-    "prefill": ([5, 17, 1], [5, 17, 1]),
-    "chunked prefill": ([6, 16, 1], [31, 20, 9]),
-    "decode": ([1, 1, 1, 1], [1, 16, 17, 40]),
-    "mixed": ([7, 1, 0, 16, 1], [7, 33, 12, 30, 1]),
-    "cross": ([6, 1, 4], [11, 30, 2]),
-}
-
-# what the reason for refusing a cell may name, besides the dtype
-FEATURES = {
-    "plain": {},
-    "scale": {"scale": 0.3},
-    "sliding_window": {"sliding_window": 6},
-    "logits_soft_cap": {"logits_soft_cap": 1.5},
-    "alibi_slopes": {"alibi_slopes": "signed"},
-    "causal=False": {"causal": False},
-    "causal=False, sliding_window": {"causal": False, "sliding_window": 6},
-    "all together": {
-        "scale": 0.3,
-        "sliding_window": 9,
-        "logits_soft_cap": 1.5,
-        "alibi_slopes": "signed",
-    },
-}
 
 
 class Cell(NamedTuple):
@@ -97,7 +71,7 @@ def attend(
 def check_backend(
     backend: str | Backend,
     *,
-    dtypes: Sequence[Any] = DTYPES,
+    dtypes: Sequence[str] = DTYPES,
     jit: bool = False,
     num_heads: int = 4,
     num_kv_heads: int = 2,
@@ -139,7 +113,7 @@ def check_backend(
     }
     cells = [
         Cell(feature, phase, str(np.dtype(dtype)), "")
-        for feature in FEATURES
+        for feature in OPTIONS
         for phase in PHASES
         for dtype in dtypes
     ]
@@ -152,13 +126,11 @@ def check_backend(
 
 def cell_problem(cell: Cell, sizes: dict[str, int]) -> Problem:
     """The problem of a cell, padded so that all cells of a feature share few programs."""
-    fields = dict(FEATURES[cell.feature])
-    if "alibi_slopes" in fields:
-        fields["alibi_slopes"] = tuple((-0.5) ** h for h in range(sizes["num_heads"]))
-    query_lens, seq_lens = (n + [0] * (NUM_SEQS - len(n)) for n in PHASES[cell.phase])
-    spec = AttentionSpec(**fields)
-    blocks = [-(-n // sizes["block_size"]) for n in seq_lens]
-    width = -(-MAX_SEQ_LEN // sizes["block_size"])
+    lens = PHASES[cell.phase] + ((0, 0),) * (NUM_SEQS - len(PHASES[cell.phase]))
+    query_lens, seq_lens = zip(*lens, strict=True)
+    spec = spec_of(cell.feature, sizes["num_heads"])
+    blocks = [cdiv(n, sizes["block_size"]) for n in seq_lens]
+    width = cdiv(MAX_SEQ_LEN, sizes["block_size"])
     rows = random_tables(np.random.default_rng(0), blocks, NUM_SEQS * width)
     return random_problem(
         query_lens,
@@ -203,7 +175,7 @@ def attend_with_lse(problem: Problem, backend: str | Backend | None, jit: bool) 
 def words(cell: Cell) -> list[str]:
     """What the reason for refusing a cell may name: one of these must be in it."""
     sizes = ["num_heads", "num_kv_heads", "head_dim", "block_size"]
-    return [*FEATURES[cell.feature], *cell.phase.split(), cell.dtype, *sizes]
+    return [*OPTIONS[cell.feature], *cell.phase.split(), cell.dtype, *sizes]
 
 
 def table(name: str, cells: Sequence[Cell]) -> str:

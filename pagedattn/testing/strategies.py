@@ -6,15 +6,16 @@ Every program is compiled for its shapes and its spec, so those are drawn from s
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401  (NumPy knows bfloat16 by name then)
 import numpy as np
 from hypothesis import strategies as st
 
-from pagedattn import AttentionSpec, alibi_slopes
+from pagedattn import AttentionSpec, alibi_slopes, features
+from pagedattn.features import OPTIONS, spec_of
 
 from .problem import Problem, random_problem
 
-DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16)
+DTYPES = tuple(np.dtype(name) for name in features.DTYPES)
 POISONS = (np.nan, np.inf, -np.inf)
 GARBAGE = (-1, 0, 1_000_000, -7)  # what unused table entries may hold
 
@@ -41,23 +42,10 @@ KINDS = ("prefill", "chunk", "decode", "empty query", "padding")
 
 
 def spec_table(num_heads: int) -> dict[str, AttentionSpec]:
-    """Named specs that between them use every field, alone and together."""
-    slopes = alibi_slopes(num_heads)
-    signed = tuple((-1.0) ** h * 0.3 * (h + 1) for h in range(num_heads))
-    return {
-        "plain": AttentionSpec(),
-        "scale": AttentionSpec(scale=0.6),
-        "window": AttentionSpec(sliding_window=5),
-        "window 1": AttentionSpec(sliding_window=1),
-        "soft cap": AttentionSpec(logits_soft_cap=1.5),
-        "alibi": AttentionSpec(alibi_slopes=slopes),
-        "signed alibi": AttentionSpec(alibi_slopes=signed),
-        "not causal": AttentionSpec(causal=False),
-        "not causal, window": AttentionSpec(causal=False, sliding_window=4),
-        "all": AttentionSpec(scale=0.4, sliding_window=9, logits_soft_cap=2.0, alibi_slopes=signed),
-        "not causal, all": AttentionSpec(
-            scale=0.4, causal=False, sliding_window=6, logits_soft_cap=2.0, alibi_slopes=signed
-        ),
+    """Named specs that between them use every field, alone and together, and some edges."""
+    return {name: spec_of(name, num_heads) for name in OPTIONS} | {
+        "sliding_window=1": AttentionSpec(sliding_window=1),
+        "standard alibi_slopes": AttentionSpec(alibi_slopes=alibi_slopes(num_heads)),
     }
 
 
