@@ -16,7 +16,7 @@ from .ragged import PAD_SLOT
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sequences:
-    """Where each sequence's keys are, and which tokens are its own: what a backend reads of a batch.
+    """What a backend reads of a batch: where each sequence's keys are, and which tokens are its.
 
     Fields:
       block_tables: the blocks of each sequence in logical order; entries past

@@ -16,12 +16,19 @@ def select(name: str | Backend | None, call: Call, framework: Framework) -> Back
     """
     if name is None:
         return _first_fit(call, framework)
-    backend = name if isinstance(name, Backend) else load(name, framework)
-    if reasons := why_not(name, call, framework):
-        raise UnsupportedError(
-            f"backend {backend.name!r} cannot run this call: {'; '.join(reasons)}"
-        )
+    backend = name if isinstance(name, Backend) else _named(name, call, framework)
+    _require_none(backend.why_not(call), backend.name)
     return backend
+
+
+def _named(name, call, framework) -> Backend:
+    _require_none(registry.wrong_device(name, call.device), name)
+    return load(name, framework)
+
+
+def _require_none(reasons, name) -> None:
+    if reasons:
+        raise UnsupportedError(f"backend {name!r} cannot run this call: {'; '.join(reasons)}")
 
 
 def _first_fit(call, framework) -> Backend:

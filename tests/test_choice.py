@@ -187,7 +187,7 @@ def test_an_option_that_nobody_knows_is_refused_by_all(framework):
 def test_a_backend_object_is_refused_by_its_allow_list():
     ran = []
     backend = Backend("mine", frozenset({"scale"}), lambda *arguments: ran.append(arguments))
-    with pytest.raises(UnsupportedError, match="mine.*return_lse"):
+    with pytest.raises(UnsupportedError, match=r"mine.*return_lse"):
         paged_attention(*good_call(), backend=backend, return_lse=True)
     assert not ran
 

@@ -106,7 +106,7 @@ class Bucket:
         return torch.where(live, tokens, self.call.num_tokens)
 
     def blocks(self, span: Span) -> Tensor:
-        """The blocks of a span, `[size * blocks]`; whatever the tables say, they are the cache's."""
+        """The blocks of a span, `[size * blocks]`: those of the cache, whatever the tables say."""
         first, last = (key // self.call.block_size for key in span)
         tables = self.rows.tables[:, first:last]
         if self.call.window is not None:
