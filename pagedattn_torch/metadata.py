@@ -176,7 +176,7 @@ class AttentionMetadata:
           InvalidInputError: fields that this type needs are missing or do not fit together.
         """
         require(is_count(block_size), f"block_size must be an integer above 0, got {block_size!r}")
-        attn_type = AttentionType(attn_type)
+        attn_type = AttentionType(str(attn_type))
         if attn_type.cached:
             return batches.paged(self, block_size, attn_type)
         return batches.packed(self, attn_type)
@@ -252,7 +252,7 @@ class AttentionMetadata:
 
     def num_query_tokens(self, attn_type: AttentionType | str) -> int:
         """Rows of the query that a forward of this type expects, padding included."""
-        if AttentionType(attn_type) is AttentionType.ENCODER:
+        if AttentionType(str(attn_type)) is AttentionType.ENCODER:
             return self.num_encoder_tokens or 0
         if self.slot_mapping is not None:
             return len(self.slot_mapping)
@@ -268,7 +268,7 @@ class AttentionMetadata:
         >>> meta.get_seq_lens("decoder")
         ([3, 1], [5, 5])
         """
-        attn_type = AttentionType(attn_type)
+        attn_type = AttentionType(str(attn_type))
         batches.require_fields(self, attn_type, paged=False)
         own = span_lengths(self.query_start_loc), self.seq_lens
         encoder = span_lengths(self.encoder_query_start_loc), self.encoder_seq_lens
@@ -296,7 +296,7 @@ class AttentionMetadata:
         [tensor([[0., 0., -inf],
                 [0., 0., 0.]])]
         """
-        spec = replace(spec, causal=AttentionType(attn_type).causal)
+        spec = replace(spec, causal=AttentionType(str(attn_type)).causal)
         keys = [torch.arange(n) for n in self.get_seq_lens(attn_type)[1]]
         queries = [
             torch.arange(len(key) - n, len(key))
@@ -309,7 +309,7 @@ class AttentionMetadata:
 
         Encoders have no block tables: None.
         """
-        attn_type = AttentionType(attn_type)
+        attn_type = AttentionType(str(attn_type))
         if attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_DECODER):
             cross = attn_type is AttentionType.ENCODER_DECODER
             tables = self.cross_block_tables if cross else None
@@ -321,7 +321,7 @@ class AttentionMetadata:
         self, attn_type: AttentionType | str
     ) -> tuple[int, int, int]:
         """New prefill queries, new keys of theirs, new decode queries."""
-        attn_type = AttentionType(attn_type)
+        attn_type = AttentionType(str(attn_type))
         encoder = self.num_encoder_tokens or 0
         if attn_type is AttentionType.ENCODER:
             return encoder, encoder, 0

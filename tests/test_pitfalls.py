@@ -417,7 +417,7 @@ def test_32_every_feature_changes_every_phase(phase, feature):
 def test_33_tables_too_narrow_for_the_context_are_refused():
     problem = random_problem([3], [19], AttentionSpec())
     query, key, value, kv_cache, meta = step_of(problem)
-    fields = meta.asdict_zerocopy() | {"block_tables": meta.block_tables[:, :4]}
+    fields = meta.asdict_zerocopy() | {"block_tables": meta.block_tables[:, :3]}
     with pytest.raises(InvalidInputError, match="seq_lens"):
         layer_of(problem).forward(query, key, value, kv_cache, type(meta)(**fields))
 

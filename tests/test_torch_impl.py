@@ -14,6 +14,7 @@ from torch_layers import (
     assert_close,
     assert_same,
     dense,
+    hide_values,
     layer_of,
     new_layer,
     normal,
@@ -37,10 +38,6 @@ from pagedattn.testing.strategies import BUCKETS, problems, seeds
 from pagedattn_torch import (
     AttentionMetadata,
     AttentionType,
-    batches,
-    derivation,
-    lengths,
-    slots,
 )
 
 pytestmark = pytest.mark.usefixtures("layers")
@@ -281,7 +278,8 @@ def test_parity_with_jax(dtype, data):
     out = layer.forward(*shared[:3], KVCache(*shared[3:]), meta)
     want = paged_attention(query, cache_of(problem), batch, problem.spec, backend=layer.backend)
     assert to_jax(out).unsafe_buffer_pointer() == out.data_ptr()
-    np.testing.assert_array_equal(np.asarray(to_jax(out)), np.asarray(want))
+    if not meta.num_prefills or meta.context_lens_tensor.all():  # the same keys from the same place
+        np.testing.assert_array_equal(np.asarray(to_jax(out)), np.asarray(want))
     xla = paged_attention(query, cache_of(problem), batch, problem.spec, backend="xla")
     assert_attention_close(xla, None, problem, name="xla")
     assert_attention_close(to_jax(out), None, problem, name="layer")
@@ -289,9 +287,7 @@ def test_parity_with_jax(dtype, data):
 
 @pytest.fixture
 def unread(monkeypatch):
-    """As on a GPU: values of tensors are not known."""
-    for module in (batches, derivation, lengths, slots):
-        monkeypatch.setattr(module, "known", lambda array: None)
+    hide_values(monkeypatch)
 
 
 @pytest.mark.usefixtures("unread")
