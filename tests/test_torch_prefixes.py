@@ -20,6 +20,7 @@ from pagedattn_torch import AttentionMetadata
 pytestmark = pytest.mark.usefixtures("layers")
 TIGHT = {"atol": 2e-5, "rtol": 2e-5}
 BLOCK = 4
+TABLES = [[3, 4, 5], [6, 7, 0]]
 SPECS = {
     "plain": AttentionSpec(),
     "window": AttentionSpec(sliding_window=3),
@@ -135,6 +136,28 @@ def test_decodes_alone_cost_no_more(values, monkeypatch):
     problem = random_problem([1, 1], [9, 5], AttentionSpec(), block_size=BLOCK)
     out = layer_of(problem).forward(*step_of(problem))
     assert_close(out, reference(problem), **TIGHT)
+
+
+def test_decodes_padded_for_a_captured_graph(values):
+    """Padded are lengths, tables and slots, but not where tokens start; block 0 holds NaN."""
+    problem = random_problem([1, 1], [9, 5], AttentionSpec(), num_blocks=9, block_tables=TABLES)
+    query, key, value, kv_cache, meta = step_of(problem)
+    padded = AttentionMetadata(
+        num_prefills=0,
+        num_prefill_tokens=0,
+        num_decode_tokens=4,
+        slot_mapping=torch.cat([meta.slot_mapping, meta.slot_mapping.new_full((2,), -1)]),
+        seq_lens=[9, 5, 1, 1],
+        seq_lens_tensor=torch.tensor([9, 5, 1, 1]),
+        query_start_loc=torch.tensor([0, 1, 2]),
+        context_lens_tensor=torch.tensor([8, 4]),
+        block_tables=torch.cat([meta.block_tables, meta.block_tables.new_zeros(2, 3)]),
+        use_cuda_graph=True,
+    )
+    rows = (torch.cat([x, x]) for x in (query, key, value))
+    out = layer_of(problem).forward(*rows, kv_cache, padded)
+    assert_close(out[:2], reference(problem), **TIGHT)
+    assert not out[2:].any()
 
 
 @pytest.mark.parametrize("kind", ["decoder", "encoder_decoder"])
