@@ -17,6 +17,7 @@ from .inputs import (
     heads,
     require_one_device,
     require_unit_scales,
+    takes_layer,
 )
 from .layout import is_empty, split_kv_cache
 from .metadata import AttentionMetadata
@@ -74,6 +75,7 @@ class AttentionImpl:
         self._check_heads()
         _require_plain_cache(kv_cache_dtype, blocksparse_params)
 
+    @takes_layer
     def forward(
         self,
         query: Tensor,
@@ -90,6 +92,9 @@ class AttentionImpl:
 
         A sequence with a context finds it, and its new keys, in the cache. Prompts without one
         attend to the keys given, as do encoders, profiling runs, and whoever has no block tables.
+
+        A module in front of the query, as later engines pass their layer, is taken and not used:
+        what it has besides are scales of quantised caches.
 
         Args:
           query: `[num_tokens, num_heads * head_size]` or `[num_tokens, num_heads, head_size]`, of
@@ -122,7 +127,7 @@ class AttentionImpl:
         require_unit_scales(k_scale=k_scale, v_scale=v_scale)
         rows = heads("query", query, self.num_heads, self.head_size)
         fresh = fresh_keys(key, value, (self.num_kv_heads, self.head_size))
-        check_output(output, query)
+        check_output(output, rows)
         _check_counts(rows, fresh, attn_metadata, kind)
         cache = self._cache(kv_cache, kind)
         require_one_device(query=query, key=key, value=value, kv_cache=cache and cache.key)
@@ -130,7 +135,7 @@ class AttentionImpl:
         runs = [self._prepared(rows, part, self.specs[kind]) for part in parts]
         write()
         result = _sum([run() for run in runs]).reshape(query.shape)
-        return result if output is None else output.copy_(result.view(output.shape))
+        return result if output is None else output.copy_(result.reshape(output.shape))
 
     def _cache(self, kv_cache, kind) -> KVCache | None:
         """The cache that a call of this kind reads and writes."""

@@ -1,13 +1,35 @@
 """The tensors of a layer's call, in whichever form an engine has them, as the kernels take them."""
 
+import functools
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from pagedattn import InvalidInputError, UnsupportedError
 from pagedattn.checks import require
 
 from .arrays import require_no_grad, require_tensors
+
+
+def takes_layer(forward):
+    """A forward that may be called as later engines do: with the layer, of which it uses nothing.
+
+    Their order is layer, query, key, value, kv_cache, attn_metadata, output.
+    """
+
+    @functools.wraps(forward)
+    def method(self, *args, layer=None, **options):
+        if args and _is_layer(args[0]):
+            args, output = args[1:6], args[6:]
+            options |= dict(zip(("output",), output, strict=False))
+        return forward(self, *args, **options)
+
+    return method
+
+
+def _is_layer(value) -> bool:
+    return isinstance(value, torch.nn.Module) or hasattr(value, "_k_scale")
 
 
 class Fresh(NamedTuple):
@@ -51,17 +73,15 @@ def fresh_keys(key: Tensor | None, value: Tensor | None, sizes: tuple[int, int])
     return fresh
 
 
-def check_output(output: Tensor | None, query: Tensor) -> None:
-    """A tensor for the result must hold as many numbers as the query, of its dtype and device."""
+def check_output(output: Tensor | None, rows: Tensor) -> None:
+    """A tensor for the result must be like the query, as `heads` gives it, in either form."""
     if output is None:
         return
-    require_tensors(output=output)
-    require_no_grad(output)
-    fits = output.numel() == query.numel() and output.shape[:1] == query.shape[:1]
+    shape = heads("output", output, *rows.shape[1:]).shape
     require(
-        fits and output.dtype == query.dtype and output.device == query.device,
-        f"output must be {query.dtype}{list(query.shape)} on {query.device}, as query is, got "
-        f"{output.dtype}{list(output.shape)} on {output.device}",
+        shape == rows.shape and output.dtype == rows.dtype and output.device == rows.device,
+        f"output must be {rows.dtype} for {len(rows)} tokens on {rows.device}, as query is, got "
+        f"{output.dtype} for {shape[0]} on {output.device}",
     )
 
 
