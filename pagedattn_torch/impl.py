@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from pagedattn import AttentionSpec, InvalidInputError, KVCache, UnsupportedError
+from pagedattn import AttentionSpec, BatchMetadata, InvalidInputError, KVCache, UnsupportedError
 from pagedattn.checks import is_count, require
 
 from . import batches
@@ -145,9 +145,12 @@ class AttentionImpl:
 
     def _prepared(self, rows, part: Part, spec):
         """A part of the call, checked: to be run after the write."""
-        return prepared(
-            rows[: part.batch.num_tokens], part.keys, part.batch, spec, backend=self.backend
-        )
+        call = rows[: part.batch.num_tokens], part.keys, part.batch, spec
+        return prepared(*call, backend=self.backend_of(*call))
+
+    def backend_of(self, query: Tensor, keys: KVCache, batch: BatchMetadata, spec) -> str:
+        """The backend that runs a part of a call: the class's, unless a subclass knows better."""
+        return self.backend
 
     def _check_heads(self):
         sizes = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}

@@ -36,10 +36,14 @@ PACKED = ("prompts without tables", "profiling run", "encoder", "encoder_only")
 ROUTES = (*PAGED, *PACKED, "cross", "cross without tables")
 
 
-def route(name: str, cls, dtype=torch.float16) -> Route:
+def route(name: str, cls, dtype=torch.float16, block_size: int | None = None) -> Route:
+    """The step of a name for a layer class, over blocks of its own size unless another is said."""
     if name in PAGED:
-        return _paged(cls, *PAGED[name], dtype)
-    return _packed(name, cls, dtype) if name in PACKED else _cross(name, cls, dtype)
+        *lens, own_size = PAGED[name]
+        return _paged(cls, *lens, block_size or own_size, dtype)
+    if name in PACKED:
+        return _packed(name, cls, dtype)
+    return _cross(name, cls, dtype, block_size or 16)
 
 
 def _paged(cls, query_lens, seq_lens, spec, head_size, block_size, dtype):
@@ -67,14 +71,14 @@ def _packed(name, cls, dtype):
     return Route(layer, rows, kv_cache, meta, kind, _dense(layer, kind, rows, lens, lens))
 
 
-def _cross(name, cls, dtype):
+def _cross(name, cls, dtype, block_size):
     queries, keys = [5, 1], [9, 18]
-    fields = {"encoder_lens": keys, "cross_block_tables": [[1], [0, 2]], "block_size": 16}
+    fields = {"encoder_lens": keys, "cross_block_tables": [[1], [0, 2]], "block_size": block_size}
     meta = AttentionMetadata.from_lists(queries, [0, 0], [[4], [5]], **fields)
     if name == "cross without tables":
         meta = _without_cross_tables(meta)
     layer, rows = cls(4, 16, num_kv_heads=2), _rows(6, 27, dtype)
-    kv_cache = torch.full((2, 6, 16, 2, 16), torch.nan, dtype=dtype)
+    kv_cache = torch.full((2, 6, block_size, 2, 16), torch.nan, dtype=dtype)
     want = _dense(layer, "encoder_decoder", rows, queries, keys)
     return Route(layer, rows, kv_cache, meta, "encoder_decoder", want)
 

@@ -10,17 +10,20 @@ import pytest
 import torch
 from layer_routes import ROUTES, Route, route
 from torch_layers import assert_close, assert_same
+from xpu_rules import stand_in_for_xpu
 
 from pagedattn import InvalidInputError, UnsupportedError
-from pagedattn_torch import TorchSDPABackendImpl, XFormersImpl
+from pagedattn_torch import IpexAttnBackendImpl, TorchSDPABackendImpl, XFormersImpl
 
 ON_GPU = torch.cuda.is_available()
 
 
-@pytest.fixture(params=["sdpa", "xformers"])
+@pytest.fixture(params=["sdpa", "xformers", "ipex on an XPU"])
 def cls(request, monkeypatch):
     if request.param == "sdpa":
         return TorchSDPABackendImpl
+    if request.param == "ipex on an XPU":
+        return on_xpu(monkeypatch)
     pytest.importorskip("xformers")
     if not ON_GPU:
         from test_xformers import kernels, stand_in
@@ -28,6 +31,22 @@ def cls(request, monkeypatch):
         monkeypatch.setattr(kernels, "_device_reasons", lambda query: [])
         monkeypatch.setattr(kernels, "_call", functools.partial(rounded, stand_in))
     return XFormersImpl
+
+
+def on_xpu(monkeypatch):
+    if ON_GPU:
+        pytest.skip("the stand-in for an XPU is on the CPU")
+    stand_in_for_xpu(monkeypatch)
+    return IpexAttnBackendImpl
+
+
+def step_for(cls, name) -> Route:
+    """A step of the class; on an XPU pages of 64 tokens, and 0 in place of NaN in them."""
+    if cls is not IpexAttnBackendImpl:
+        return on_device(route(name, cls))
+    step = route(name, cls, block_size=64)
+    clean = None if step.kv_cache is None else step.kv_cache.nan_to_num()
+    return step._replace(kv_cache=clean)
 
 
 def rounded(kernel, op, query, *args):
@@ -69,7 +88,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ROUTES)
 def test_every_route_takes_every_layout(cls, name, layout):
-    step = on_device(route(name, cls))
+    step = step_for(cls, name)
     rows = LAYOUTS[layout](*step.rows)
     out = step.layer.forward(*rows, step.kv_cache, step.meta, attn_type=step.kind)
     assert (out.shape, out.dtype) == (rows[0].shape, rows[0].dtype)
@@ -108,7 +127,7 @@ ARGUMENTS = ("query", "key", "value", "kv_cache", "attn_metadata", "attn_type", 
 @pytest.mark.parametrize("name", ["chunk", "decode", "prompts without tables", "cross"])
 def test_a_call_that_fails_leaves_the_cache(cls, name, argument, junk):
     """Whatever is wrong is an error of ours, and found before anything is written."""
-    step = on_device(route(name, cls))
+    step = step_for(cls, name)
     names = ("query", "key", "value", "kv_cache", "attn_metadata", "attn_type")
     call = dict(zip(names, (*step.rows, step.kv_cache, step.meta, step.kind), strict=True))
     before = step.kv_cache.clone()

@@ -38,6 +38,8 @@ from pagedattn.testing.strategies import BUCKETS, problems, seeds
 from pagedattn_torch import (
     AttentionMetadata,
     AttentionType,
+    IpexAttnBackendImpl,
+    ipex_kernels,
 )
 
 pytestmark = pytest.mark.usefixtures("layers")
@@ -539,3 +541,16 @@ def test_metadata_of_small_integers():
     )
     out = layer.forward(*step[:4], meta)
     assert_close(out, reference(problem), atol=1e-5)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("lens", [([5, 3, 1], [5, 9, 17]), ([5, 3], [5, 3])])
+def test_alibi_of_prompts_without_a_kernel_for_it(monkeypatch, lens):
+    """The class of Intel's extension computes it by SDPA; without the extension it says so."""
+    problem = random_problem(*lens, SPECS["alibi"])
+    layer = IpexAttnBackendImpl(4, 16, num_kv_heads=2, alibi_slopes=problem.spec.alibi_slopes)
+    monkeypatch.setattr(ipex_kernels, "why_unusable", lambda: ["nothing is installed"])
+    with pytest.raises(UnsupportedError, match="nothing is installed"):
+        layer.forward(*step_of(problem))
+    monkeypatch.setattr(ipex_kernels, "why_unusable", list)
+    assert_close(layer.forward(*step_of(problem)), reference(problem), **TIGHT)
