@@ -41,7 +41,7 @@ def _require_rows(name, tables, num_seqs, lens):
         f"{name} must be [{num_seqs}, max_blocks], a row for each sequence, got {got}",
     )
     require(
-        tables.shape[1] or not any(lens or ()),
+        bool(got and got[1]) or not any(lens or ()),
         f"{name} must hold the blocks of keys that are not given, got none for lengths {lens}",
     )
 

@@ -15,7 +15,7 @@ from torch_layers import assert_close, assert_same, hide_values, layer_of, refer
 from pagedattn import AttentionSpec, InvalidInputError
 from pagedattn.testing import random_problem
 from pagedattn.testing.strategies import seeds
-from pagedattn_torch import AttentionMetadata
+from pagedattn_torch import AttentionMetadata, TorchSDPABackendImpl, XFormersImpl
 
 pytestmark = pytest.mark.usefixtures("layers")
 TIGHT = {"atol": 2e-5, "rtol": 2e-5}
@@ -35,12 +35,16 @@ def values(request, monkeypatch):
         hide_values(monkeypatch)
 
 
-def tables_of(meta, problem, lacks: str) -> torch.Tensor:
+def ints(values, like) -> torch.Tensor:
+    return torch.tensor(values, device=like.device)
+
+
+def tables_of(meta, problem, lacks: str, block_size=BLOCK) -> torch.Tensor:
     """Tables in which the blocks that hold new tokens alone are missing for prefills."""
     tables = meta.block_tables.clone()
     for seq in range(meta.num_prefills):
         context = problem.seq_lens[seq] - problem.query_lens[seq]
-        first = -(-int(context) // BLOCK)
+        first = -(-int(context) // block_size)
         tables[seq, first:] = {"zeros": 0, "minus one": -1, "another": 1}[lacks]
     return tables
 
@@ -82,7 +86,7 @@ def test_tables_may_lack_the_blocks_of_new_tokens(
     meta = step.attn_metadata
     tables = tables_of(meta, problem, lacks)
     tables = narrowed(tables, meta, problem) if narrow else tables
-    fields = {"seq_lens": lens if listed else None, "seq_lens_tensor": torch.tensor(lens)}
+    fields = {"seq_lens": lens if listed else None, "seq_lens_tensor": ints(lens, like=tables)}
     meta = metadata(meta, block_tables=tables, **fields)
     out = layer_of(problem).forward(*step[:4], meta)
     assert_close(out, reference(problem), **TIGHT)
@@ -148,9 +152,9 @@ def test_decodes_padded_for_a_captured_graph(values):
         num_decode_tokens=4,
         slot_mapping=torch.cat([meta.slot_mapping, meta.slot_mapping.new_full((2,), -1)]),
         seq_lens=[9, 5, 1, 1],
-        seq_lens_tensor=torch.tensor([9, 5, 1, 1]),
-        query_start_loc=torch.tensor([0, 1, 2]),
-        context_lens_tensor=torch.tensor([8, 4]),
+        seq_lens_tensor=ints([9, 5, 1, 1], like=query),
+        query_start_loc=ints([0, 1, 2], like=query),
+        context_lens_tensor=ints([8, 4], like=query),
         block_tables=torch.cat([meta.block_tables, meta.block_tables.new_zeros(2, 3)]),
         use_cuda_graph=True,
     )
@@ -169,9 +173,9 @@ def test_keys_that_nobody_has_are_missed(values, kind):
     cross = {
         "encoder_seq_lens": [6, 4],
         "num_encoder_tokens": 6,
-        "encoder_query_start_loc": torch.tensor([0, 6, 6]),
-        "cross_slot_mapping": torch.arange(6),
-        "cross_block_tables": torch.zeros(2, 0, dtype=torch.int32),
+        "encoder_query_start_loc": ints([0, 6, 6], like=step.query),
+        "cross_slot_mapping": ints(range(6), like=step.query),
+        "cross_block_tables": ints([[], []], like=step.query).int(),
     }
     meta = AttentionMetadata(
         num_prefills=1,
@@ -184,3 +188,24 @@ def test_keys_that_nobody_has_are_missed(values, kind):
     with pytest.raises(InvalidInputError, match="not among them"):
         layer_of(problem).forward(*step[:4], meta, attn_type=kind)
     assert_same(step.kv_cache, before)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("cls", [TorchSDPABackendImpl, XFormersImpl])
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+def test_a_mixed_step_never_waits_for_the_device(cls, listed):
+    """Torch raises at whatever synchronises; the first call may, to compile."""
+    lens, sizes = [33, 20, 40, 17], {"block_size": 16, "dtype": np.float16}
+    problem = random_problem([20, 20, 1, 1], lens, AttentionSpec(), **sizes)
+    step = step_of(problem, num_prefills=2, num_prefill_tokens=40)
+    tables = tables_of(step.attn_metadata, problem, "zeros", block_size=16)
+    fields = {"seq_lens": lens if listed else None, "block_tables": tables}
+    meta, layer = metadata(step.attn_metadata, **fields), cls(4, 16, num_kv_heads=2)
+    layer.forward(*step[:4], meta)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = layer.forward(*step[:4], meta)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_close(out, reference(problem), atol=4e-3, rtol=4e-3)

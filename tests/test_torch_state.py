@@ -156,7 +156,8 @@ def test_a_layer_is_taken_and_not_used(layer, named):
 
 def test_a_layer_and_an_output_by_position():
     problem = random_problem([3, 1], [7, 9], AttentionSpec())
-    step, output = step_of(problem), torch.empty(4, 64)
+    step = step_of(problem)
+    output = step.query.new_empty(4, 64)
     layer_of(problem).forward(Scaled(), *step, output)
     assert_close(output, reference(problem), **TIGHT)
 
