@@ -1,6 +1,9 @@
 """The IpexAttn classes: an engine's view of the ipex backend."""
 
+from pagedattn.call import Call
+
 from .backend import AttentionBackend
+from .backends.ipex import lacks_alibi
 from .impl import AttentionImpl
 from .metadata import AttentionMetadata
 
@@ -10,9 +13,15 @@ class IpexAttnMetadata(AttentionMetadata):
 
 
 class IpexAttnBackendImpl(AttentionImpl):
-    """A layer on the kernels of Intel's extension for PyTorch."""
+    """A layer on the kernels of Intel's extension for PyTorch.
+
+    ALiBi of prompts, for which the extension has no right kernel, is computed by SDPA with a bias.
+    """
 
     backend = "ipex"
+
+    def backend_of(self, call: Call) -> str:
+        return "sdpa" if lacks_alibi(call) else self.backend
 
 
 class IpexAttnBackend(AttentionBackend):

@@ -28,6 +28,12 @@ def refusals(call: Call) -> list[str]:
     return reasons
 
 
+def lacks_alibi(call: Call) -> bool:
+    """Whether the extension is there, but has no ALiBi for this call."""
+    device = DEVICES.get(call.device)
+    return device is not None and not why_unusable() and device.lacks_alibi(call)
+
+
 def run(call: Call, query: Tensor, cache, batch):
     out = query.new_zeros(call.out_shape)
     DEVICES[call.device].attend(call, query, cache, batch, out)
@@ -35,7 +41,7 @@ def run(call: Call, query: Tensor, cache, batch):
     return out.masked_fill_(~_seeing(call, batch)[:, None, None], 0), None
 
 
-BACKEND = Backend("ipex", HONOURS, run, refusals, missing=why_unusable)
+BACKEND = Backend("ipex", HONOURS, run, refusals, missing=lambda: why_unusable())
 
 
 def _seeing(call: Call, batch) -> Tensor:

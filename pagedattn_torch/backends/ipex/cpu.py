@@ -32,13 +32,17 @@ def refusals(call) -> list[str]:
     if call.longest_query <= 1:
         return []
     reasons = []
-    if call.spec.alibi_slopes is not None:
+    if lacks_alibi(call):
         reasons.append("alibi_slopes: ipex has none on a CPU for more than one query a sequence")
     if call.spec.sliding_window == 1:
         reasons.append(
             "sliding_window=1: ipex takes it for unlimited with more than one query a sequence"
         )
     return reasons
+
+
+def lacks_alibi(call) -> bool:
+    return call.spec.alibi_slopes is not None and call.longest_query > 1
 
 
 def attend(call, query: Tensor, cache, batch, out: Tensor) -> None:

@@ -5,7 +5,8 @@ Its two operators want two layouts of the cache, and neither is a view of the ot
   cache made by `empty_kv_cache` in the order (0, 1, 3, 4, 2).
 - `flash_attn_varlen_func`, for any queries: the logical order, blocks of 64 or 128.
 
-A cache is read where it lies, by the operator that its layout fits, or the call is refused.
+A cache is read where it lies, by the operator that its layout fits, or the call is refused. Packed
+keys, which are blocks of one token, are copied to pages.
 Operators are called by keywords only: the order of their arguments differs from the CPU's.
 Nothing here waits for the device, though the extension does in places.
 
@@ -20,7 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from pagedattn import KVCache
 from pagedattn.call import Call, is_dense
+from pagedattn.ragged import cdiv
 
 from ...bias import slopes_on
 from .operators import paged_operators
@@ -35,9 +38,7 @@ def refusals(call: Call) -> list[str]:
     if _decodes(call):
         return []
     if _packs(call):
-        # They are applied to a key's position, which is its distance but for a constant if causal.
-        two_sided = call.spec.alibi_slopes and not call.spec.causal
-        return ["alibi_slopes with causal=False"] if two_sided else []
+        return ["alibi_slopes with causal=False"] if lacks_alibi(call) else []
     return [
         f"on an XPU ipex reads block_size {PACKED_BLOCKS} with head_dim to {PACKED_HEAD_DIM} in "
         f"the logical layout, or, for one query a sequence without sliding_window, block_size "
@@ -47,10 +48,18 @@ def refusals(call: Call) -> list[str]:
     ]
 
 
+def lacks_alibi(call: Call) -> bool:
+    """Slopes go by a key's position, which is its distance but for a constant, if causal."""
+    return bool(call.spec.alibi_slopes) and not (call.spec.causal or _decodes(call))
+
+
 def attend(call: Call, query: Tensor, cache, batch, out: Tensor) -> None:
     """Writes the rows of out that belong to a sequence; anything where a query sees no key."""
     operator = _decode if _decodes(call) else _packed
-    operator(call, query.contiguous(), cache, _bounded(call, batch), out)
+    batch = _bounded(call, batch)
+    if call.block_size == 1:
+        cache, batch = _paged(call, cache, batch)
+    operator(call, query.contiguous(), cache, batch, out)
 
 
 def _bounded(call, batch):
@@ -71,8 +80,24 @@ def _decodes(call) -> bool:
 
 
 def _packs(call) -> bool:
-    logical = _is_cache_in_order(call, (0, 1, 2, 3))
-    return logical and call.block_size in PACKED_BLOCKS and call.head_dim <= PACKED_HEAD_DIM
+    in_pages = call.block_size in PACKED_BLOCKS and _is_cache_in_order(call, (0, 1, 2, 3))
+    return (call.block_size == 1 or in_pages) and call.head_dim <= PACKED_HEAD_DIM
+
+
+def _paged(call, cache, batch):
+    """Packed keys in pages, so many a sequence as the longest may need, and 0 behind its end."""
+    size = PACKED_BLOCKS[0]
+    count = cdiv(call.max_blocks, size)
+    positions = torch.arange(count * size, device=batch.seq_lens.device)
+    rows = batch.block_tables.index_select(1, positions.clamp(max=call.max_blocks - 1))
+    rows = rows.clamp(0, call.num_blocks - 1).flatten()
+    behind = (positions >= batch.seq_lens[:, None]).view(-1, 1, 1)
+    key, value = (
+        plane.flatten(0, 1).index_select(0, rows).masked_fill_(behind, 0).unflatten(0, (-1, size))
+        for plane in (cache.key, cache.value)
+    )
+    tables = torch.arange(len(key), device=rows.device, dtype=torch.int32).view(-1, count)
+    return KVCache(key, value), dataclasses.replace(batch, block_tables=tables)
 
 
 def _is_cache_in_order(call, axes) -> bool:
@@ -94,7 +119,7 @@ def _decode(call, query, cache, batch, out) -> None:
         value_cache=cache.value.permute(0, 2, 3, 1),
         head_mapping=heads,
         scale=call.scale,
-        block_tables=_tables(call, batch),
+        block_tables=_tables(call.num_blocks, batch),
         context_lens=batch.seq_lens,
         block_size=call.block_size,
         max_context_len=max(call.capacity, CAPLESS_KEYS + 1),
@@ -121,7 +146,7 @@ def _packed(call, query, cache, batch, out) -> None:
         max_seqlen_kv=max(call.capacity, reach + 1),  # as on a CPU
         scale=call.scale,
         is_cusal=call.spec.causal,
-        block_tables=_tables(call, batch),
+        block_tables=_tables(len(cache.key), batch),
         alibi_slopes=_slopes(call, query),
         window_size_left=reach,
         window_size_right=0 if call.spec.causal and reach >= 0 else reach,
@@ -129,9 +154,9 @@ def _packed(call, query, cache, batch, out) -> None:
     )
 
 
-def _tables(call, batch) -> Tensor:
+def _tables(num_blocks: int, batch) -> Tensor:
     """Entries past a sequence's end may be anything; in range, they cannot lead astray."""
-    return batch.block_tables.clamp(0, call.num_blocks - 1).contiguous()
+    return batch.block_tables.clamp(0, num_blocks - 1).contiguous()
 
 
 def _slopes(call, query) -> Tensor | None:
