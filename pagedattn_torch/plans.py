@@ -43,7 +43,8 @@ class Plan(NamedTuple):
 
 
 def plan(fresh: Fresh | None, cache: KVCache | None, meta, kind: AttentionType) -> Plan:
-    """
+    """What a call of some kind attends to, and writes before.
+
     Args:
       fresh: the keys given; None if the cache holds them already.
       cache: None if the call is to read and write none.
@@ -108,6 +109,6 @@ def _kinds(meta) -> tuple[bool, bool]:
     if not prompts:
         return False, True
     if listed is not None and sum(listed[:prompts]) == meta.num_prefill_tokens:
-        return True, len(listed) > prompts
+        return True, meta.num_decode_tokens > 0
     contexts = known(meta.context_lens_tensor[:prompts])
     return contexts is None or not contexts.all(), True
