@@ -109,6 +109,6 @@ def _kinds(meta) -> tuple[bool, bool]:
     if not prompts:
         return False, True
     if listed is not None and sum(listed[:prompts]) == meta.num_prefill_tokens:
-        return True, meta.num_decode_tokens > 0
+        return True, sum(listed[prompts:]) > 0
     contexts = known(meta.context_lens_tensor[:prompts])
     return contexts is None or not contexts.all(), True

@@ -12,7 +12,7 @@ from layer_routes import ROUTES, Route, route
 from torch_layers import assert_close, assert_same
 from xpu_rules import stand_in_for_xpu
 
-from pagedattn import InvalidInputError, UnsupportedError
+from pagedattn import InvalidInputError, UnsupportedError, registry
 from pagedattn_torch import IpexAttnBackendImpl, TorchSDPABackendImpl, XFormersImpl
 
 ON_GPU = torch.cuda.is_available()
@@ -20,6 +20,11 @@ ON_GPU = torch.cuda.is_available()
 
 @pytest.fixture(params=["sdpa", "xformers", "ipex on an XPU"])
 def cls(request, monkeypatch):
+    yield class_of(request, monkeypatch)
+    registry.load.cache_clear()
+
+
+def class_of(request, monkeypatch):
     if request.param == "sdpa":
         return TorchSDPABackendImpl
     if request.param == "ipex on an XPU":
@@ -28,8 +33,10 @@ def cls(request, monkeypatch):
     if not ON_GPU:
         from test_xformers import kernels, stand_in
 
-        monkeypatch.setattr(kernels, "_device_reasons", lambda query: [])
-        monkeypatch.setattr(kernels, "_call", functools.partial(rounded, stand_in))
+        monkeypatch.setattr(kernels, "why_unusable", list)
+        monkeypatch.setattr(kernels, "_attend", functools.partial(rounded, stand_in))
+        anywhere = registry.BUILT_IN["xformers"]._replace(devices=())
+        monkeypatch.setitem(registry.BUILT_IN, "xformers", anywhere)
     return XFormersImpl
 
 
@@ -49,9 +56,9 @@ def step_for(cls, name) -> Route:
     return step._replace(kv_cache=clean)
 
 
-def rounded(kernel, op, query, *args):
+def rounded(kernel, op, call, query, *args):
     """Results in the dtype of queries, as kernels give them."""
-    out, lse = kernel(op, query, *args)
+    out, lse = kernel(op, call, query, *args)
     return out.to(query.dtype), lse
 
 

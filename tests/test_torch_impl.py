@@ -27,6 +27,7 @@ from torch_layers import (
 
 from pagedattn import (
     AttentionSpec,
+    BackendUnavailableError,
     InvalidInputError,
     KVCache,
     UnsupportedError,
@@ -39,8 +40,8 @@ from pagedattn_torch import (
     AttentionMetadata,
     AttentionType,
     IpexAttnBackendImpl,
-    ipex_kernels,
 )
+from pagedattn_torch.backends import ipex
 
 pytestmark = pytest.mark.usefixtures("layers")
 BUCKET = BUCKETS[0]
@@ -549,8 +550,8 @@ def test_alibi_of_prompts_without_a_kernel_for_it(monkeypatch, lens):
     """The class of Intel's extension computes it by SDPA; without the extension it says so."""
     problem = random_problem(*lens, SPECS["alibi"])
     layer = IpexAttnBackendImpl(4, 16, num_kv_heads=2, alibi_slopes=problem.spec.alibi_slopes)
-    monkeypatch.setattr(ipex_kernels, "why_unusable", lambda: ["nothing is installed"])
-    with pytest.raises(UnsupportedError, match="nothing is installed"):
+    monkeypatch.setattr(ipex, "why_unusable", lambda: ["nothing is installed"])
+    with pytest.raises(BackendUnavailableError, match="nothing is installed"):
         layer.forward(*step_of(problem))
-    monkeypatch.setattr(ipex_kernels, "why_unusable", list)
+    monkeypatch.setattr(ipex, "why_unusable", list)
     assert_close(layer.forward(*step_of(problem)), reference(problem), **TIGHT)

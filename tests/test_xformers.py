@@ -16,6 +16,7 @@ from pagedattn_interop import to_torch, torch_call  # noqa: E402
 from pagedattn_interop.backends import bridged  # noqa: E402
 
 from pagedattn import AttentionSpec, KVCache  # noqa: E402
+from pagedattn.call import call_of  # noqa: E402
 from pagedattn.testing import (  # noqa: E402
     assert_attention_close,
     batch_of,
@@ -23,8 +24,11 @@ from pagedattn.testing import (  # noqa: E402
     random_problem,
     strategies,
 )
-from pagedattn_torch import arrays, fmha, sdpa  # noqa: E402
-from pagedattn_torch import xformers_kernels as kernels  # noqa: E402
+from pagedattn_torch import arrays, explain, paged_attention  # noqa: E402
+from pagedattn_torch.backends import sdpa  # noqa: E402
+from pagedattn_torch.backends import xformers as kernels  # noqa: E402
+from pagedattn_torch.backends.xformers.fmha import RUNTIME_PACKAGE, fmha, why_unusable  # noqa: E402
+from pagedattn_torch.rectangles import gather_pages  # noqa: E402
 
 HALF = jnp.dtype("float16")
 ROUTED = {name: spec for name, spec in SPECS.items() if spec.logits_soft_cap is None} | {
@@ -86,10 +90,10 @@ def attend(query, key, value, added, scale):
     return torch.exp(logits - lse[..., None]) @ value, lse
 
 
-def stand_in(op, query, key, value, mask, spec):
+def stand_in(op, call, query, key, value, mask):
     """What the operators compute, and NaN or +inf where they leave things undefined."""
     assert query.dtype == key.dtype == value.dtype
-    shape, scale = query.shape, spec.scale_for(query.shape[-1])
+    shape, scale = query.shape, call.scale
     query, key, value = (x.flatten(2, -2).transpose(1, 2).float() for x in (query, key, value))
     if isinstance(mask, torch.Tensor):
         out, lse = attend(query, key, value, mask.float(), scale)
@@ -103,8 +107,9 @@ def stand_in(op, query, key, value, mask, spec):
 
 
 def run(problem, monkeypatch, return_lse=True):
-    monkeypatch.setattr(kernels, "_call", stand_in)
-    out, lse = kernels.run(*inputs(problem), problem.spec, return_lse)
+    monkeypatch.setattr(kernels, "_attend", stand_in)
+    arrays = inputs(problem)
+    out, lse = kernels.run(call_of(*arrays, problem.spec, return_lse), *arrays)
     return out.float().numpy(), lse.float().numpy() if return_lse else None
 
 
@@ -141,7 +146,8 @@ def test_early_queries_see_nothing_through_a_wide_window(monkeypatch, causal):
 @pytest.mark.parametrize("causal", [True, False])
 def test_early_queries_see_nothing_on_a_gpu(causal):
     problem = early_queries(causal)
-    out, lse = kernels.run(*inputs(problem, "cuda"), problem.spec, True)
+    arrays = inputs(problem, "cuda")
+    out, lse = kernels.run(call_of(*arrays, problem.spec, return_lse=True), *arrays)
     assert_attention_close(out.float().cpu().numpy(), lse.cpu().numpy(), problem)
 
 
@@ -156,8 +162,7 @@ def test_any_batch(data):
 
 
 def route(phase, spec=SPECS["plain"], dtype=HALF, **kwargs):
-    query, _, batch = inputs(problem_of(phase, spec, dtype, **kwargs))
-    return kernels.route(query, batch, spec)
+    return kernels.route(call_of(*inputs(problem_of(phase, spec, dtype, **kwargs)), spec))
 
 
 def test_the_route_is_chosen_by_shapes():
@@ -175,9 +180,9 @@ def test_the_route_is_chosen_by_shapes():
 def splits(num_seqs, capacity, block_size):
     problem = random_problem(
         [1] * num_seqs, [capacity] * num_seqs, SPECS["plain"],
-        num_heads=1, num_kv_heads=1, head_dim=8, block_size=block_size, dtype=HALF,
+        num_heads=8, num_kv_heads=8, head_dim=8, block_size=block_size, dtype=HALF,
     )  # fmt: skip
-    operator = kernels._split_k(inputs(problem)[2], 8)
+    operator = kernels._split_k(call_of(*inputs(problem), problem.spec))
     return operator.BLOCK_N, operator.SPLIT_K
 
 
@@ -204,27 +209,25 @@ def test_two_sided_windows_stay_two_sided(monkeypatch):
 
 
 def test_a_window_gathers_only_what_it_shows():
-    from pagedattn_torch.pages import num_blocks
-
-    _, _, batch = inputs(problem_of("decode", SPECS["plain"], num_blocks=99))
-    assert num_blocks(batch, AttentionSpec()) == batch.max_blocks == 3
-    assert num_blocks(batch, AttentionSpec(sliding_window=1)) == 2
-    assert num_blocks(batch, AttentionSpec(sliding_window=18)) == 3
+    query, cache, batch = inputs(problem_of("decode", SPECS["plain"], num_blocks=99))
+    for window, blocks in ((None, batch.max_blocks), (1, 1), (2, 2), (17, 2), (18, 3)):
+        call = call_of(query, cache, batch, AttentionSpec(sliding_window=window))
+        assert call.visible_blocks == gather_pages(call, cache, batch).key.shape[1] // 16 == blocks
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
 def test_refuses_by_name():
     problem = mixed(SPECS["soft cap"])
-    reasons = " ".join(kernels.unsupported(*inputs(problem), problem.spec, False))
-    assert "CUDA only" in reasons
-    assert "logits_soft_cap" in reasons
+    arrays = inputs(problem)
+    assert "runs on cuda" in explain(*arrays, problem.spec)["xformers"][0]
+    assert "logits_soft_cap" in kernels.BACKEND.why_not(call_of(*arrays, problem.spec))[0]
     odd = random_problem([2], [2], SPECS["plain"], head_dim=12)
-    assert "head_dim" in " ".join(kernels.unsupported(*inputs(odd), odd.spec, False))
+    assert "head_dim" in " ".join(kernels.refusals(call_of(*inputs(odd), odd.spec)))
 
 
 def test_says_which_package_is_missing(monkeypatch):
-    monkeypatch.setattr(fmha.fmha().common, "_built_with_cuda", False)
-    assert fmha.RUNTIME_PACKAGE in " ".join(fmha.why_unusable())
+    monkeypatch.setattr(fmha().common, "_built_with_cuda", False)
+    assert RUNTIME_PACKAGE in " ".join(why_unusable())
 
 
 @on_gpu
@@ -236,8 +239,8 @@ def test_kernels_against_the_oracle(name, phase, dtype):
         shapes = {"block_size": block_size, "head_dim": head_dim}
         problem = problem_of(phase, ROUTED[name], jnp.dtype(dtype), **shapes)
         query, cache, batch = inputs(problem, "cuda")
-        assert kernels.unsupported(query, cache, batch, problem.spec, True) == []
-        out, lse = kernels.run(query, cache, batch, problem.spec, True)
+        options = {"backend": "xformers", "return_lse": True}
+        out, lse = paged_attention(query, cache, batch, problem.spec, **options)
         out, lse = out.float().cpu().numpy(), lse.cpu().numpy()
         assert_attention_close(out, lse, problem, name=f"xformers {shapes}")
 
@@ -247,10 +250,11 @@ def test_kernels_against_the_oracle(name, phase, dtype):
 @pytest.mark.parametrize("phase", PHASES)
 def test_inside_jit(name, phase):
     problem = problem_of(phase, ROUTED[name])
-    run = jax.jit(bridged(kernels.BACKEND).run, static_argnums=(3, 4))
-    call = jnp.asarray(problem.query), cache_of(problem), batch_of(problem), problem.spec, True
+    run = jax.jit(bridged(kernels.BACKEND).run, static_argnums=0)
+    arrays = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
+    call = call_of(*arrays, problem.spec, return_lse=True)
     for _ in range(2):
-        assert_attention_close(*run(*call), problem, name="xformers in jit")
+        assert_attention_close(*run(call, *arrays), problem, name="xformers in jit")
 
 
 @on_gpu
@@ -263,8 +267,9 @@ def test_captured_into_a_graph(backend, name, phase):
 
     def attend(query, key, value, *batch):
         captured.append(torch.cuda.is_current_stream_capturing())
-        batch = jax.tree.unflatten(treedef, batch)
-        return backend.run(query, KVCache(key, value), batch, ROUTED[name], False)[0]
+        cache, batch = KVCache(key, value), jax.tree.unflatten(treedef, batch)
+        call = call_of(query, cache, batch, ROUTED[name])
+        return backend.run(call, query, cache, backend.plan(call, batch))[0]
 
     first, second = (problem_of(phase, ROUTED[name], seed=seed) for seed in (0, 1))
     leaves, treedef = jax.tree.flatten(batch_of(first))
@@ -286,10 +291,11 @@ def test_captured_into_a_graph(backend, name, phase):
 def test_never_waits_for_the_device(name, phase):
     """Torch raises at whatever synchronises; the first call may, to compile."""
     problem = problem_of(phase, ROUTED[name], block_size=64, head_dim=64)
-    call = (*inputs(problem, "cuda"), problem.spec, True)
-    kernels.run(*call)
+    arrays = inputs(problem, "cuda")
+    call = call_of(*arrays, problem.spec, return_lse=True)
+    kernels.run(call, *arrays)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        kernels.run(*call)
+        kernels.run(call, *arrays)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -65,7 +65,7 @@ def route(call: Call) -> str:
     return "packed"
 
 
-BACKEND = Backend("xformers", HONOURS, run, refusals, missing=why_unusable)
+BACKEND = Backend("xformers", HONOURS, run, refusals, missing=lambda: why_unusable())
 
 
 def paged_mask(call: Call, batch):
