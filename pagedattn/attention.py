@@ -8,10 +8,12 @@ from . import dispatch, validate
 from .batch import BatchMetadata
 from .blocks import int32, positions
 from .cache import KVCache
+from .foreign import takes_any_array
 from .manual_axes import axes_of, varying
 from .spec import AttentionSpec
 
 
+@takes_any_array
 def paged_attention(
     query: Float[Array, "num_tokens num_heads head_dim"],
     cache: KVCache,
@@ -63,6 +65,7 @@ def paged_attention(
     return (out, lse) if return_lse else out
 
 
+@takes_any_array
 def ragged_attention(
     query: Float[Array, "num_tokens num_heads head_dim"],
     key: Float[Array, "num_keys num_kv_heads head_dim"],

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from . import validate
 from .blocks import PAD_SLOT, in_range, int32
 from .checks import is_traced
+from .foreign import takes_any_array
 from .rows import set_rows
 
 
@@ -68,6 +69,7 @@ def init_kv_cache(
     return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
+@takes_any_array
 def write_kv(
     cache: KVCache,
     key: Float[Array, "num_tokens num_kv_heads head_dim"],
@@ -94,6 +96,7 @@ def write_kv(
     )
 
 
+@takes_any_array
 def copy_blocks(
     cache: KVCache, src: Int[Array, "num_copies"], dst: Int[Array, "num_copies"]
 ) -> KVCache:
@@ -109,6 +112,7 @@ def copy_blocks(
     return swap_blocks(cache, cache, src, dst)
 
 
+@takes_any_array
 def swap_blocks(
     src_cache: KVCache,
     dst_cache: KVCache,
@@ -130,6 +134,7 @@ def swap_blocks(
     )
 
 
+@takes_any_array
 def fill_blocks(cache: KVCache, blocks: Int[Array, "*n"], value: float = 0.0) -> KVCache:
     """Overwrites blocks with one value: zeros, or NaN to find who still reads them; -1 is skipped.
 
