@@ -87,11 +87,11 @@ def _tensor_to_jax(tensor, *, copy):
 def _copied(tensor):
     dtype = getattr(torch, held_dtype("the tensor", tensor).name)
     copied = tensor.resolve_conj().resolve_neg().to(dtype, copy=True)
-    if dtype != tensor.dtype and not tensor.is_floating_point() and not tensor.is_complex():
-        # In int64, since torch cannot compare all unsigned integers.
-        if (copied.to(torch.int64) != tensor.to(torch.int64)).any():
-            raise InvalidInputError(
-                f"to_jax would lose values of this {tensor.dtype} tensor: JAX keeps {dtype} of it "
-                "unless jax_enable_x64 is set"
-            )
+    integers = not (tensor.is_floating_point() or tensor.is_complex())
+    # Compared in int64, since torch cannot compare all unsigned integers.
+    if integers and (copied.to(torch.int64) != tensor.to(torch.int64)).any():
+        raise InvalidInputError(
+            f"to_jax would lose values of this {tensor.dtype} tensor: JAX keeps {dtype} of it "
+            "unless jax_enable_x64 is set"
+        )
     return copied
