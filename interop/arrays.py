@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 from pagedattn import InvalidInputError
 from pagedattn.checks import is_traced
 from pagedattn.dlpack import held_dtype, shared
+from pagedattn_torch.arrays import device_of
 
 
 def to_torch(x: PyTree, *, copy: bool = False) -> PyTree:
@@ -62,7 +63,8 @@ def _array_to_torch(array, *, copy):
     tensor = _shared_tensor(array)
     if not copy:
         return tensor
-    tensor = tensor.clone()
+    with device_of(tensor):
+        tensor = tensor.clone()
     if tensor.is_cuda:
         # The array may be gone before the copy is made, and JAX does not wait for torch's kernels.
         torch.cuda.current_stream(tensor.device).synchronize()
@@ -81,7 +83,8 @@ def _tensor_to_jax(tensor, *, copy):
     if not isinstance(tensor, torch.Tensor):
         raise InvalidInputError(f"to_jax expects torch tensors, got {type(tensor).__name__}")
     tensor = tensor.detach()
-    return shared("the tensor", _copied(tensor) if copy else tensor)
+    with device_of(tensor):
+        return shared("the tensor", _copied(tensor) if copy else tensor)
 
 
 def _copied(tensor):

@@ -17,7 +17,7 @@ from pagedattn import (
 )
 from pagedattn import backend as backends
 
-from .arrays import batch_on, int32, require_no_grad, require_tensors, tensor
+from .arrays import batch_on, device_of, int32, require_no_grad, require_tensors, tensor
 from .lengths import token_positions
 
 # Every torch backend, and those of which `backend=None` takes the first usable one by device.
@@ -60,17 +60,19 @@ def prepared(query, cache, batch, spec, *, backend: str | None, return_lse: bool
     between the two leaves it untouched when the call is refused.
     """
     call = _call(query, cache, batch, spec, return_lse)
-    if backend is None:
-        chosen = backends.choose(load, ORDER.get(query.device.type, ("sdpa",)), call)
-    else:
-        chosen = backends.require(load, backend, call)
+    with device_of(query):
+        if backend is None:
+            chosen = backends.choose(load, ORDER.get(query.device.type, ("sdpa",)), call)
+        else:
+            chosen = backends.require(load, backend, call)
     foreign = any(not isinstance(leaf, Tensor) for leaf in jax.tree.leaves(batch))
     return functools.partial(_run, chosen, call, wait=foreign and query.is_cuda)
 
 
 @torch.no_grad()
 def _run(backend, call, *, wait: bool):
-    results = backend.run(*call)
+    with device_of(call[0]):  # Triton's and xFormers' kernels start on the current device
+        results = backend.run(*call)
     if wait:
         # Whoever owns the batch's memory may free it as soon as the caller drops the batch, and
         # does not know that torch's kernels still read it.
@@ -88,7 +90,8 @@ def explain(query, cache, batch, spec=AttentionSpec(), *, return_lse=False) -> d
     []
     """
     call = _call(query, cache, batch, spec, return_lse)
-    return {name: backends.why_not(load, name, call) for name in NAMES}
+    with device_of(query):
+        return {name: backends.why_not(load, name, call) for name in NAMES}
 
 
 def ragged_attention(
