@@ -29,6 +29,8 @@ def paged_attention(
     with `write_kv` first, then attend. Encoders and cross attention are this call with
     `causal=False` and the key side's own tables and lengths.
 
+    Outside jit the arrays may be torch's, or any with DLPack: they are shared, or refused.
+
     Several devices: call it inside `jax.shard_map`, with the heads of query and cache spread over
     them, or with a cache and a batch for each. ALiBi slopes are then those of a device's own heads.
 

@@ -21,7 +21,7 @@ class KVCache:
 
     A pytree of two arrays of one floating dtype. Token t of a sequence whose block table row is
     `row` stands at `key[row[t // block_size], t % block_size]`. The arrays may be JAX's or
-    torch's.
+    torch's; functions of `pagedattn` share torch's memory, read it alone, and return JAX's.
     """
 
     key: Float[Any, "num_blocks block_size num_kv_heads head_dim"]

@@ -1,6 +1,7 @@
 """Arrays of other frameworks as JAX arrays over the same memory."""
 
 import contextlib
+import sys
 
 import jax
 
@@ -17,7 +18,7 @@ def shared(name: str, array) -> jax.Array:
     """
     _require_as_it_lies(name, array)
     try:
-        with device_of(array):
+        with _device_of(array):
             return jax.dlpack.from_dlpack(array, copy=False)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
@@ -34,13 +35,11 @@ def held_dtype(name: str, array):
         raise InvalidInputError(f"{name} is {array.dtype}, which JAX does not have") from error
 
 
-def device_of(array):
+def _device_of(array):
     """A context in which a GPU's tensor can be exported: torch does so from the current device."""
     if not getattr(array, "is_cuda", False):
         return contextlib.nullcontext()
-    import torch
-
-    return torch.cuda.device(array.device)
+    return sys.modules["torch"].cuda.device(array.device)  # loaded, since there is a tensor
 
 
 def _require_as_it_lies(name, array):

@@ -36,7 +36,9 @@ def paged_attention(
 ):
     """`pagedattn.paged_attention` on torch tensors; the batch may hold arrays of any framework.
 
-    Values of the batch are checked where they lie on the CPU. Not differentiable.
+    Values of the batch are checked where they lie on the CPU; elsewhere they are not read, and ids
+    out of range read nothing outside the cache. Not differentiable. Kernels start on the tensors'
+    device, whichever is current.
 
     Returns:
       out like query; with `return_lse` also lse `f32[num_tokens, num_heads]`.
