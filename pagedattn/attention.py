@@ -9,12 +9,14 @@ from .backend import Backend
 from .batch import BatchMetadata, Sequences
 from .cache import KVCache
 from .call import call_of
+from .foreign import takes_any_array
 from .ragged import int32, positions
 from .registry import Framework
 from .spec import AttentionSpec
 from .tracing import varying_alike
 
 
+@takes_any_array
 def paged_attention(
     query: Float[Array, "num_tokens num_heads head_dim"],
     cache: KVCache,
@@ -29,6 +31,8 @@ def paged_attention(
     Prefill, chunked prefill, decode and any mix are this one call: write the new keys and values
     with `write_kv` first, then attend. Encoders and cross attention are this call with
     `causal=False` and the key side's own tables and lengths.
+
+    Outside jit the arrays may be torch's, or any with DLPack: they are shared, or refused.
 
     Several devices: call it inside `jax.shard_map`, with the heads of query and cache spread over
     them, or with a cache and a batch for each. ALiBi slopes are then those of a device's own heads.
@@ -67,6 +71,7 @@ def paged_attention(
     return (out, lse) if return_lse else out
 
 
+@takes_any_array
 def explain(
     query, cache: KVCache, batch: BatchMetadata, spec=AttentionSpec(), *, return_lse=False
 ) -> choice.Explanation:
@@ -90,6 +95,7 @@ def explain(
     return choice.explain(call_of(query, cache, batch, spec, return_lse), Framework.JAX)
 
 
+@takes_any_array
 def select_backend(
     query, cache: KVCache, batch: BatchMetadata, spec=AttentionSpec(), *, return_lse=False
 ) -> str:
@@ -119,6 +125,7 @@ def empty_results(call):
     return jnp.zeros(call.out_shape, call.dtype), jnp.full(call.lse_shape, -jnp.inf, jnp.float32)
 
 
+@takes_any_array
 def ragged_attention(
     query: Float[Array, "num_tokens num_heads head_dim"],
     key: Float[Array, "num_keys num_kv_heads head_dim"],

@@ -13,7 +13,7 @@ from pagedattn.call import Call, call_of, layer_of
 from pagedattn.checks import require
 from pagedattn.registry import Framework
 
-from .arrays import batch_on, int32, require_no_grad, require_tensors, tensor
+from .arrays import batch_on, int32, on_device_of, require_no_grad, require_tensors, tensor
 from .lengths import token_positions
 
 
@@ -28,8 +28,10 @@ def paged_attention(
 ):
     """`pagedattn.paged_attention` on torch tensors; the batch may hold arrays of any framework.
 
-    Values of the batch are checked where they lie on the CPU. Not differentiable. Several layers of
-    one step should share what follows from the batch: see `prepare`.
+    Values of the batch are checked where they lie on the CPU; elsewhere they are not read, and ids
+    out of range read nothing outside the cache. Not differentiable. Kernels start on the tensors'
+    device, whichever is current. Several layers of one step should share what follows from the
+    batch: see `prepare`.
 
     Returns:
       out like query; with `return_lse` also lse `f32[num_tokens, num_heads]`.
@@ -78,7 +80,8 @@ class Step:
         require(got == expected, f"the step was prepared for {expected}, got {got}")
         if self.call.is_empty:
             return _empty_results(self.call, query)
-        return self.backend.run(self.call, query, cache, self.plan)
+        with on_device_of(query):  # Triton's and xFormers' kernels start on the current device
+            return self.backend.run(self.call, query, cache, self.plan)
 
 
 def prepare(
@@ -106,8 +109,9 @@ def prepare(
     torch.Size([1, 2, 8])
     """
     call, sequences = _described(query, cache, batch, spec, return_lse)
-    chosen = choice.select(backend, call, Framework.TORCH)
-    return Step(call, chosen, None if call.is_empty else chosen.plan(call, sequences))
+    with on_device_of(query):
+        chosen = choice.select(backend, call, Framework.TORCH)
+        return Step(call, chosen, None if call.is_empty else chosen.plan(call, sequences))
 
 
 def explain(query, cache, batch, spec=AttentionSpec(), *, return_lse=False) -> choice.Explanation:
@@ -120,7 +124,8 @@ def explain(query, cache, batch, spec=AttentionSpec(), *, return_lse=False) -> c
     []
     """
     call, _ = _described(query, cache, batch, spec, return_lse)
-    return choice.explain(call, Framework.TORCH)
+    with on_device_of(query):
+        return choice.explain(call, Framework.TORCH)
 
 
 def select_backend(query, cache, batch, spec=AttentionSpec(), *, return_lse=False) -> str:
@@ -130,7 +135,8 @@ def select_backend(query, cache, batch, spec=AttentionSpec(), *, return_lse=Fals
       InvalidInputError, UnsupportedError: as `pagedattn.select_backend`.
     """
     call, _ = _described(query, cache, batch, spec, return_lse)
-    return choice.select(None, call, Framework.TORCH).name
+    with on_device_of(query):
+        return choice.select(None, call, Framework.TORCH).name
 
 
 def ragged_attention(

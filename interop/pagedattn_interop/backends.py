@@ -1,7 +1,6 @@
 """The torch backends as backends for JAX arrays."""
 
-import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -65,20 +64,23 @@ def _by_xla(backend, call: Call, arrays):
     outs = [jax.ShapeDtypeStruct(call.out_shape, query.dtype)]
     if call.return_lse:
         outs.append(jax.ShapeDtypeStruct(call.lse_shape, jnp.float32))
-    out, *lse = torch_call(_function(backend, treedef, call), outs, capturable=True)(*leaves)
+    out, *lse = torch_call(_Attend(backend, treedef, call), outs, capturable=True)(*leaves)
     return out, lse[0] if lse else None
 
 
-@functools.cache
-def _function(backend, treedef, call: Call):
-    """The torch function of one static setting, cached so that it is registered with XLA once."""
+@dataclass(frozen=True)
+class _Attend:
+    """The torch function of one static setting; equal ones are one to XLA, too."""
 
-    def attend(*leaves):
-        query, cache, batch = jax.tree.unflatten(treedef, leaves)
-        out, lse = backend.run(call, query, cache, backend.plan(call, batch))
-        return (out, lse) if call.return_lse else out
+    backend: Backend
+    treedef: jax.tree_util.PyTreeDef
+    call: Call
 
-    return attend
+    def __call__(self, *leaves):
+        query, cache, batch = jax.tree.unflatten(self.treedef, leaves)
+        plan = self.backend.plan(self.call, batch)
+        out, lse = self.backend.run(self.call, query, cache, plan)
+        return (out, lse) if self.call.return_lse else out
 
 
 def set_rows(array, indices, rows):

@@ -192,7 +192,7 @@ def _pipeline(program: Program, copies: int) -> int:
 
 
 def attention_launch(call: Call, tiles: Tiling, table_stride: int) -> Launch:
-    """The launch of `attention_kernel`; `table_stride` counts from one row of tables to the next."""
+    """The launch of `attention_kernel`; `table_stride` is from one row of tables to the next."""
     spec = call.spec
     array_strides = (*call.strides.query[:2], *call.strides.key[:3])
     unit = math.gcd(16, *array_strides)
