@@ -5,9 +5,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from . import dispatch, validate
-from .batch import BatchMetadata
-from .blocks import int32, positions
+from .batch import BatchMetadata, as_int32
+from .blocks import positions
 from .cache import KVCache
+from .integers import rising
 from .manual_axes import axes_of, varying
 from .spec import AttentionSpec
 
@@ -56,7 +57,7 @@ def paged_attention(
     """
     validate.attention(query, cache, batch, spec)
     query, cache = jax.tree.map(jnp.asarray, (query, cache))
-    batch = jax.tree.map(int32, batch)
+    batch = as_int32(batch)
     arrays = (query, cache, batch)
     call = (*varying(arrays, axes_of(arrays)), spec, return_lse)
     out, lse = dispatch.select(backend, call).run(*call)
@@ -106,7 +107,7 @@ def packed_cache(key, value) -> KVCache:
 
 def packed_batch(num_tokens, query_start_loc, key_start_loc, max_query_len, max_key_len):
     """Packed keys as a batch over blocks of one token."""
-    query_start_loc, key_start_loc = int32(query_start_loc), int32(key_start_loc)
+    query_start_loc, key_start_loc = rising(query_start_loc), rising(key_start_loc)
     key_lens = key_start_loc[1:] - key_start_loc[:-1]
     offsets = jnp.arange(max_key_len, dtype=jnp.int32)
     return BatchMetadata(

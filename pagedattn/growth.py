@@ -8,8 +8,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from . import validate_pool as validate
-from .blocks import add_at, int32
-from .errors import OutOfBlocksError
+from .blocks import add_at
+from .checks import known
+from .errors import InvalidInputError, OutOfBlocksError
 from .pool import BlockPool
 
 
@@ -30,7 +31,12 @@ class Growth:
 
     def require(self) -> None:
         """Outside jit: raises OutOfBlocksError if a sequence has not grown."""
-        failed = np.flatnonzero(~np.asarray(self.ok)).tolist()
+        ok = known(self.ok)
+        if ok is None:
+            raise InvalidInputError(
+                "Growth.require reads ok, which has no value inside jit: return it, or use where"
+            )
+        failed = np.flatnonzero(~ok.astype(bool)).tolist()
         if failed:
             raise OutOfBlocksError(
                 f"no blocks for the new tokens of sequences {failed}; release or swap out others, "
@@ -58,10 +64,10 @@ def append_tokens(
     >>> growth.ok.tolist(), pool.seq_lens.tolist(), int(pool.num_free)
     ([True, False], [5, 0], 1)
     """
-    validate.growth(num_tokens, pool.max_seqs, max_new_tokens)
+    pool = validate.pool(pool)
+    new = validate.growth(num_tokens, pool.max_seqs, max_new_tokens)
     capacity = pool.max_blocks * pool.block_size
     bound = capacity if max_new_tokens is None else min(max_new_tokens, capacity)
-    new = int32(num_tokens)
     fits = (new >= 0) & (new <= bound) & (new <= capacity - pool.seq_lens)
     new = jnp.where(fits, new, 0)
     copies, sharers = _writes_to_shared(pool, new > 0)

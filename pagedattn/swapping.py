@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from . import validate_pool as validate
-from .blocks import in_range, int32
+from .blocks import in_range
 from .growth import append_tokens
 from .pool import BlockPool
 from .sharing import release
@@ -44,7 +44,7 @@ def swap_out(
     >>> int(pool.num_free), host.seq_lens.tolist(), swap.ok.tolist()
     (4, [0, 0, 5], [True])
     """
-    return _move(pool, host_pool, seqs, host_seqs)
+    return _move(*validate.swap(pool, host_pool, seqs, host_seqs))
 
 
 def swap_in(
@@ -54,15 +54,12 @@ def swap_in(
 
     Apply it with `swap_blocks(host_cache, cache, swap.src, swap.dst)`.
     """
+    pool, host_pool, seqs, host_seqs = validate.swap(pool, host_pool, seqs, host_seqs)
     host_pool, pool, swap = _move(host_pool, pool, host_seqs, seqs)
     return pool, host_pool, swap
 
 
 def _move(source, target, seqs, rows):
-    validate.same_blocks(source, target)
-    validate.rows(source.max_seqs, seqs=seqs)
-    validate.rows(target.max_seqs, rows=rows)
-    seqs, rows = int32(seqs), int32(rows)
     before = jnp.tri(len(seqs), k=-1, dtype=bool)
     named_before = ((seqs[:, None] == seqs) | (rows[:, None] == rows)) & before
     known = in_range(seqs, source.max_seqs) & in_range(rows, target.max_seqs)

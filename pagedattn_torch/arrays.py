@@ -41,7 +41,13 @@ def batch_on(batch: BatchMetadata, device) -> BatchMetadata:
         for field in dataclasses.fields(batch)
         if not field.metadata.get("static")
     }
+    arrays["query_start_loc"] = rising(arrays["query_start_loc"])
     return dataclasses.replace(batch, **arrays)
+
+
+def rising(starts: Tensor) -> Tensor:
+    """Starts of sequences, none before the one that precedes it: zeros may pad the last end."""
+    return starts.cummax(0).values if starts.ndim and _is_integer(starts) else starts
 
 
 def require_tensors(**arrays) -> None:

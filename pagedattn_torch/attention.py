@@ -17,7 +17,7 @@ from pagedattn import (
 )
 from pagedattn import backend as backends
 
-from .arrays import batch_on, int32, require_no_grad, require_tensors, tensor
+from .arrays import batch_on, int32, require_no_grad, require_tensors, rising, tensor
 from .lengths import token_positions
 
 # Every torch backend, and those of which `backend=None` takes the first usable one by device.
@@ -115,7 +115,8 @@ def ragged_attention(
     key_start_loc = int32(tensor("key_start_loc", key_start_loc, query.device))
     max_lens = (max_query_len, max_key_len)
     validate.ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens)
-    batch = packed_batch(query.shape[0], query_start_loc, key_start_loc, *max_lens)
+    starts = rising(query_start_loc), rising(key_start_loc)
+    batch = packed_batch(query.shape[0], *starts, *max_lens)
     cache = packed_cache(key, value)
     return paged_attention(query, cache, batch, spec, backend=backend, return_lse=return_lse)
 
