@@ -43,7 +43,8 @@ def alibi_bias(query_positions, key_positions, slopes):
     array([[[-1. , -0.5, -0. ]]], dtype=float32)
     """
     apart = -_float32(abs(distance(query_positions, key_positions)))
-    return apart[..., None, :, :] * _float32_like(apart, slopes)[:, None, None]
+    slopes = _float32_like(apart, slopes).reshape(*[1] * (apart.ndim - 2), -1, 1, 1)
+    return apart[..., None, :, :] * slopes
 
 
 def visible_mask(query_positions, key_positions, spec: AttentionSpec):

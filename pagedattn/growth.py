@@ -75,7 +75,7 @@ def append_tokens(
     need = jnp.where(new > 0, -(-(pool.seq_lens + new) // pool.block_size) - first_column, 0)
     ok = fits & ((need == 0) | (jnp.cumsum(need, dtype=jnp.int32) <= pool.num_free))
     # One that keeps a shared block, since all before it copy theirs, fails when one of them does.
-    ok = ok & (copies | ~(sharers & ~ok).any(axis=1))
+    ok = ok & (copies | ~(sharers & ~ok[None]).any(axis=1))
     grown = _allocate(pool, jnp.where(ok, need, 0), first_column, -(-bound // pool.block_size) + 1)
     copies = copies & ok
     source = jnp.where(copies, _last_blocks(pool), -1)
@@ -95,8 +95,8 @@ def _writes_to_shared(pool, writes):
     partial = writes & (pool.seq_lens % pool.block_size != 0)
     last = _last_blocks(pool)
     owners = jnp.where(partial, pool.ref_counts[last], 0)
-    same = (last[:, None] == last) & partial[:, None] & partial
-    sharers = same & (owners > 1) & jnp.tri(len(last), k=-1, dtype=bool)
+    same = (last[:, None] == last[None]) & partial[:, None] & partial[None]
+    sharers = same & (owners > 1)[None] & jnp.tri(len(last), k=-1, dtype=bool)
     return (owners > 1) & (sharers.sum(axis=1, dtype=jnp.int32) < owners - 1), sharers
 
 
@@ -109,7 +109,7 @@ def _last_blocks(pool, block_tables=None):
 
 def _allocate(pool, need, first_column, most):
     """Puts `need[s]` free blocks into row s from its first column on; at most `most` each."""
-    offsets = jnp.arange(most, dtype=jnp.int32)
+    offsets = jnp.arange(most, dtype=jnp.int32)[None]
     wanted = offsets < need[:, None]
     depth = (jnp.cumsum(need, dtype=jnp.int32) - need)[:, None] + offsets
     blocks = pool.free_blocks.at[pool.num_free - 1 - depth].get(mode="clip")

@@ -132,7 +132,7 @@ def release(
 
 def _adopt(pool, rows, tables, lens):
     """Gives rows (-1: none) tables of owned blocks and lengths."""
-    used = jnp.arange(pool.max_blocks) < -(-lens // pool.block_size)[:, None]
+    used = jnp.arange(pool.max_blocks)[None] < -(-lens // pool.block_size)[:, None]
     blocks = jnp.where(used & (rows >= 0)[:, None], tables, -1)
     return replace(
         pool,
@@ -158,7 +158,7 @@ def _give_back(pool, blocks):
 
 def _named_before(ids, counted):
     """Whether each of some ids is a repetition, among those that are counted."""
-    same = (ids[:, None] == ids) & counted[:, None] & counted
+    same = (ids[:, None] == ids[None]) & counted[:, None] & counted[None]
     return (same & jnp.tri(len(ids), k=-1, dtype=bool)).any(axis=1)
 
 

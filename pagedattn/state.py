@@ -17,8 +17,8 @@ def merge_states(
     """Joins attention over two disjoint sets of keys into attention over their union.
 
     `lse` is the natural log of the sum of exponentials. The merge is associative and
-    commutative to rounding; (anything, -inf) is the identity: a state that saw no key. FlashAttention
-    2 gives such states an lse of +inf; they are the same here.
+    commutative to rounding; (anything, -inf) is the identity: a state that saw no key. +inf, which
+    FlashAttention 2 gives such states, means the same.
 
         lse = log(exp(lse_a) + exp(lse_b)),   out = sum of out_i * exp(lse_i - lse)
 

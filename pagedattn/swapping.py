@@ -61,9 +61,9 @@ def swap_in(
 
 def _move(source, target, seqs, rows):
     before = jnp.tri(len(seqs), k=-1, dtype=bool)
-    named_before = ((seqs[:, None] == seqs) | (rows[:, None] == rows)) & before
+    same = (seqs[:, None] == seqs[None]) | (rows[:, None] == rows[None])
     known = in_range(seqs, source.max_seqs) & in_range(rows, target.max_seqs)
-    known &= ~(named_before & known).any(axis=1)
+    known &= ~(same & before & known[None]).any(axis=1)
     known &= target.seq_lens.at[rows].get(mode="clip") == 0
     lens = jnp.where(known, source.seq_lens.at[seqs].get(mode="clip"), 0)
     wanted = jnp.zeros(target.max_seqs, jnp.int32)
@@ -79,5 +79,5 @@ def _move(source, target, seqs, rows):
 
 def _owned_blocks(pool, rows):
     """The blocks of rows, -1 past their ends and in row -1."""
-    used = jnp.arange(pool.max_blocks) < pool.seq_blocks.at[rows].get(mode="clip")[:, None]
+    used = jnp.arange(pool.max_blocks)[None] < pool.seq_blocks.at[rows].get(mode="clip")[:, None]
     return jnp.where(used & (rows >= 0)[:, None], pool.block_tables.at[rows].get(mode="clip"), -1)
