@@ -55,6 +55,7 @@ def paged_attention(
     >>> paged_attention(jnp.ones((3, 2, 8)), cache, batch, backend="xla").shape
     (3, 2, 8)
     """
+    validate.options(backend, return_lse)
     validate.attention(query, cache, batch, spec)
     query, cache = jax.tree.map(jnp.asarray, (query, cache))
     batch = as_int32(batch)

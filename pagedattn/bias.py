@@ -7,11 +7,13 @@ integers of shape `[..., q]` and `[..., k]`; results have shape `[..., q, k]`, A
 
 import numpy as np
 
-from .spec import AttentionSpec
+from .checks import an_array, count, describe, is_integer, require
+from .spec import AttentionSpec, slopes_of
 
 
 def distance(query_positions, key_positions):
     """Query position minus key position: int `[..., q, k]`."""
+    _check_positions(query_positions=query_positions, key_positions=key_positions)
     return query_positions[..., :, None] - key_positions[..., None, :]
 
 
@@ -31,6 +33,7 @@ def sliding_window_mask(query_positions, key_positions, sliding_window: int):
     >>> sliding_window_mask(np.array([2]), np.arange(5), 2)
     array([[False,  True,  True,  True, False]])
     """
+    count("sliding_window", sliding_window)
     return abs(distance(query_positions, key_positions)) < sliding_window
 
 
@@ -42,6 +45,7 @@ def alibi_bias(query_positions, key_positions, slopes):
     >>> alibi_bias(np.array([2]), np.arange(3), (0.5,))
     array([[[-1. , -0.5, -0. ]]], dtype=float32)
     """
+    slopes = slopes_of("slopes", slopes)
     apart = -_float32(abs(distance(query_positions, key_positions)))
     slopes = _float32_like(apart, slopes).reshape(*[1] * (apart.ndim - 2), -1, 1, 1)
     return apart[..., None, :, :] * slopes
@@ -65,6 +69,7 @@ def attention_bias(query_positions, key_positions, spec: AttentionSpec):
     array([[  0., -inf],
            [  0.,   0.]], dtype=float32)
     """
+    require(isinstance(spec, AttentionSpec), f"spec is no AttentionSpec: {type(spec).__name__}")
     bias = additive(visible_mask(query_positions, key_positions, spec))
     if spec.alibi_slopes is None:
         return bias
@@ -75,6 +80,26 @@ def additive(visible):
     """0 where True and -inf where False, float32: 1 - 1/1 and 1 - 1/0."""
     with np.errstate(divide="ignore"):
         return 1 - 1 / _float32(visible)
+
+
+def _check_positions(**arrays):
+    for name, array in arrays.items():
+        an_array(name, array)
+        require(
+            array.ndim > 0 and is_integer(array.dtype),
+            f"{name} must be integers of at least one dimension, got {describe(array)}",
+        )
+    query, key = arrays.values()
+    require(
+        hasattr(query, "new_tensor") == hasattr(key, "new_tensor"),
+        "query_positions and key_positions must both be torch tensors, or neither",
+    )
+    leading = zip(query.shape[-2::-1], key.shape[-2::-1], strict=False)
+    require(
+        all(a == b or 1 in (a, b) for a, b in leading),
+        "query_positions and key_positions must agree in all dimensions but the last, got "
+        f"{tuple(query.shape)} and {tuple(key.shape)}",
+    )
 
 
 def _float32(array):

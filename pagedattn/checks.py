@@ -1,7 +1,5 @@
 """The pieces that input checks are made of. Values are looked at only where they are known."""
 
-from numbers import Integral
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,14 +17,18 @@ def require(condition, text: str) -> None:
 
 def is_count(value, least=1) -> bool:
     """Whether it is a number, of Python or NumPy, that int32 holds and that is at least `least`."""
-    number = isinstance(value, Integral) and not isinstance(value, bool)
-    return number and least <= int(value) <= MAX_SLOTS
+    return is_whole(value) and least <= int(value) <= MAX_SLOTS
+
+
+def is_whole(value) -> bool:
+    """Truth values and NumPy's time spans are integers to Python and NumPy, but not to us."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool | np.timedelta64)
 
 
 def count(name, value, least=1) -> int:
     """A static size."""
     least_text = f"above {least - 1}" if least else "of at least 0"
-    require(is_count(value, least), f"{name} must be an integer {least_text}, got {value!r}")
+    require(is_count(value, least), f"{name} must be an integer {least_text}, got {shown(value)}")
     return int(value)
 
 
@@ -61,8 +63,11 @@ def start_locs(name, starts, count, longest):
 def an_array(name, array) -> None:
     """Of JAX, traced or not, of NumPy, or of whoever else speaks DLPack."""
     known_kinds = isinstance(array, jax.Array | np.ndarray | np.generic)
-    foreign = hasattr(array, "__dlpack__") and hasattr(array, "dtype") and hasattr(array, "ndim")
-    require(known_kinds or foreign, f"{name} must be an array, got {type(array).__name__}")
+    foreign = hasattr(array, "__dlpack__") and not isinstance(array, type)
+    shaped = hasattr(array, "dtype") and hasattr(array, "shape") and hasattr(array, "ndim")
+    require(
+        known_kinds or (foreign and shaped), f"{name} must be an array, got {type(array).__name__}"
+    )
     _not_masked(name, array)
     deleted = isinstance(array, jax.Array) and not is_traced(array) and array.is_deleted()
     require(not deleted, f"{name} has been given away (donated to a jitted function) or deleted")
@@ -99,9 +104,9 @@ def is_floating(dtype) -> bool:
 
 
 def is_integer(dtype) -> bool:
-    """Time spans are integers to NumPy, but not to us."""
+    """Of at least eight bits: JAX promotes no smaller ones."""
     dtype = _numpy_dtype(dtype)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.integer) and dtype.kind != "m"
+    return dtype is not None and dtype.kind in "iu"
 
 
 def _numpy_dtype(dtype) -> np.dtype | None:
@@ -116,6 +121,11 @@ def describe(array) -> str:
     return f"{array.dtype}{list(array.shape)}"
 
 
+def shown(value) -> str:
+    """A value in an error's text: an array's may be many, unknown or deleted."""
+    return describe(value) if isinstance(value, jax.Array | np.ndarray) else repr(value)
+
+
 def known(array) -> np.ndarray | None:
     """The values of an array; None while it is traced, or where a torch tensor is not on the CPU.
 
@@ -126,6 +136,12 @@ def known(array) -> np.ndarray | None:
         return None
     values = _read("an array", array)
     return _wide(values) if is_integer(values.dtype) else values
+
+
+def native(array):
+    """NumPy's arrays in the machine's byte order, the only one that JAX knows."""
+    foreign = isinstance(array, np.ndarray) and not array.dtype.isnative
+    return array.astype(array.dtype.newbyteorder("=")) if foreign else array
 
 
 def is_traced(array) -> bool:

@@ -31,6 +31,7 @@ def explain(query, cache, batch, spec=AttentionSpec(), *, return_lse=False) -> d
     >>> explain(jax.numpy.ones((1, 2, 8), cache.dtype), cache, batch)["xla"]
     []
     """
+    validate.options(return_lse=return_lse)
     validate.attention(query, cache, batch, spec)
     query, cache, batch = jax.tree.map(jnp.asarray, (query, cache, batch))
     call = (query, cache, batch, spec, return_lse)

@@ -9,8 +9,8 @@ from jaxtyping import Array, Bool, Int
 
 from . import validate_pool as validate
 from .blocks import add_at
-from .checks import known
-from .errors import InvalidInputError, OutOfBlocksError
+from .checks import an_array, known, require
+from .errors import OutOfBlocksError
 from .pool import BlockPool
 
 
@@ -31,12 +31,13 @@ class Growth:
 
     def require(self) -> None:
         """Outside jit: raises OutOfBlocksError if a sequence has not grown."""
+        an_array("Growth.ok", self.ok)
         ok = known(self.ok)
-        if ok is None:
-            raise InvalidInputError(
-                "Growth.require reads ok, which has no value inside jit: return it, or use where"
-            )
-        failed = np.flatnonzero(~ok.astype(bool)).tolist()
+        require(
+            ok is not None and ok.dtype == bool,
+            "Growth.require reads ok, truth values that are known outside jit alone: return them",
+        )
+        failed = np.flatnonzero(~ok).tolist()
         if failed:
             raise OutOfBlocksError(
                 f"no blocks for the new tokens of sequences {failed}; release or swap out others, "

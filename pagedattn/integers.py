@@ -19,10 +19,15 @@ def int32_array(name: str, array, ndim: int) -> Int[Array, "..."]:
     if isinstance(array, int):
         array = np.asarray(array)  # a number stands for an array without dimensions
     int_array(name, array, ndim)
-    if array.dtype != np.int32 and (values := known(array)) is not None:
-        large = values[(values < INT32.min) | (values > INT32.max)]
-        require(not large.size, f"{name} must fit int32, got {large[:8].tolist()}")
-    return int32(array)
+    if isinstance(array, jax.Array) and array.dtype == np.int32:
+        return array
+    values = known(array)
+    if values is None:
+        require(isinstance(array, jax.Array), f"{name} lies on a device: interop.to_jax shares it")
+        return int32(array)
+    large = values[(values < INT32.min) | (values > INT32.max)]
+    require(not large.size, f"{name} must fit int32, got {large[:8].tolist()}")
+    return int32(values)
 
 
 def int32(values: Int[Array, "..."]) -> Int[Array, "..."]:

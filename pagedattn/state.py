@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .checks import an_array, describe, is_floating, require
+from .checks import an_array, describe, is_floating, native, require
 
 
 def merge_states(
@@ -30,6 +30,7 @@ def merge_states(
     [[0.5, 0.5]]
     """
     _check(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    out_a, lse_a, out_b, lse_b = (native(array) for array in (out_a, lse_a, out_b, lse_b))
     lse_a, lse_b = (jnp.where(jnp.isposinf(lse), -jnp.inf, lse) for lse in (lse_a, lse_b))
     highest = jnp.maximum(lse_a, lse_b)
     highest = jnp.where(jnp.isneginf(highest), 0, highest)

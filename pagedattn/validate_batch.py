@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from .checks import MAX_SLOTS, count, integers, is_count, require
+from .checks import MAX_SLOTS, count, integers, is_count, require, shown
 from .errors import InvalidInputError
 
 
@@ -67,6 +67,7 @@ def padding(name: str, needed: int, given) -> int:
         return needed
     require(
         is_count(given, 0) and given >= needed,
-        f"{name} must be an integer of at least {needed}, which this batch needs, got {given!r}",
+        f"{name} must be an integer of at least {needed}, which this batch needs, got "
+        f"{shown(given)}",
     )
     return int(given)

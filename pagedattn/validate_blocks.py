@@ -1,8 +1,6 @@
 """What the index arithmetic requires of its arguments, which come back as int32."""
 
-import numpy as np
-
-from .checks import MAX_SLOTS, count, int_array, known, require, start_locs
+from .checks import MAX_SLOTS, an_array, count, int_array, known, require, start_locs
 from .integers import int32, int32_array, rising
 
 
@@ -32,13 +30,15 @@ def slots(block_tables, seq_ids, positions, block_size):
     count("block_size", block_size)
     int_array("block_tables", block_tables, 2)
     block_tables = int32(block_tables)  # entries that are not used may hold anything
-    seq_ids = int32_array("seq_ids", seq_ids, np.ndim(seq_ids))
-    positions = int32_array("positions", positions, np.ndim(positions))
+    an_array("seq_ids", seq_ids)
+    an_array("positions", positions)
     require(
-        seq_ids.shape == positions.shape,
-        f"seq_ids and positions must have one shape, got {seq_ids.shape}, {positions.shape}",
+        tuple(seq_ids.shape) == tuple(positions.shape),
+        f"seq_ids and positions must have one shape, got {tuple(seq_ids.shape)} and "
+        f"{tuple(positions.shape)}",
     )
-    return block_tables, seq_ids, positions
+    seq_ids = int32_array("seq_ids", seq_ids, seq_ids.ndim)
+    return block_tables, seq_ids, int32_array("positions", positions, positions.ndim)
 
 
 def fit_int32(blocks, fits, block_size):

@@ -41,7 +41,6 @@ def batch_on(batch: BatchMetadata, device) -> BatchMetadata:
         for field in dataclasses.fields(batch)
         if not field.metadata.get("static")
     }
-    arrays["query_start_loc"] = rising(arrays["query_start_loc"])
     return dataclasses.replace(batch, **arrays)
 
 

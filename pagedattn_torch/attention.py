@@ -1,5 +1,6 @@
 """The two entry points of pagedattn on torch tensors."""
 
+import dataclasses
 import functools
 import importlib
 
@@ -59,6 +60,7 @@ def prepared(query, cache, batch, spec, *, backend: str | None, return_lse: bool
     """A call that is known to be valid and supported, to be run: whoever writes the cache in place
     between the two leaves it untouched when the call is refused.
     """
+    validate.options(backend, return_lse)
     call = _call(query, cache, batch, spec, return_lse)
     if backend is None:
         chosen = backends.choose(load, ORDER.get(query.device.type, ("sdpa",)), call)
@@ -87,6 +89,7 @@ def explain(query, cache, batch, spec=AttentionSpec(), *, return_lse=False) -> d
     >>> explain(torch.ones(1, 2, 8), cache, batch)["sdpa"]
     []
     """
+    validate.options(return_lse=return_lse)
     call = _call(query, cache, batch, spec, return_lse)
     return {name: backends.why_not(load, name, call) for name in NAMES}
 
@@ -163,4 +166,6 @@ def _call(query, cache, batch, spec, return_lse):
     require_no_grad(*tensors.values())
     batch = batch_on(batch, None)
     validate.attention(query, cache, batch, spec)  # where values on the CPU are known
-    return query, cache, batch_on(batch, query.device), spec, return_lse
+    batch = batch_on(batch, query.device)
+    batch = dataclasses.replace(batch, query_start_loc=rising(batch.query_start_loc))
+    return query, cache, batch, spec, return_lse
