@@ -1,4 +1,4 @@
-"""JAX and torch together: arrays crossing without a copy, and torch functions inside jax.jit."""
+"""JAX and torch together: arrays crossing by DLPack, and torch functions inside jax.jit."""
 
 import pagedattn_torch as _pagedattn_torch  # noqa: F401  (says how to install torch)
 

@@ -8,6 +8,8 @@ from jaxtyping import PyTree
 
 from pagedattn import InvalidInputError
 from pagedattn.checks import is_traced
+from pagedattn.dlpack import held_dtype, shared
+from pagedattn_torch.arrays import device_of
 
 
 def to_torch(x: PyTree, *, copy: bool = False) -> PyTree:
@@ -34,11 +36,15 @@ def to_jax(x: PyTree, *, copy: bool = False) -> PyTree:
 
     While the array lives, leave the tensor unchanged: JAX takes its arrays for immutable.
 
+    A transposed tensor stays one in memory: JAX knows the order of axes, but no gaps.
+
     Args:
-      copy: allow a copy where the memory cannot be shared (strides, alignment), and make one.
+      copy: make a copy, in a dtype that JAX holds: without 64-bit mode (`jax_enable_x64`) float64
+        is rounded to float32, and int64 becomes int32.
 
     Raises:
-      InvalidInputError: JAX would have to copy the tensor, and `copy` is False.
+      InvalidInputError: JAX cannot share the memory (gaps, alignment, 64 bits) and `copy` is
+        False; or an integer does not fit what JAX holds.
 
     >>> to_jax(torch.arange(3.0)).tolist()
     [0.0, 1.0, 2.0]
@@ -52,38 +58,43 @@ def _array_to_torch(array, *, copy):
             "to_torch expects a concrete array, got a traced one; inside jax.jit, call torch "
             "through interop.torch_call"
         )
-    if not isinstance(array, jax.Array) or len(array.devices()) != 1:
+    if not isinstance(array, jax.Array) or len(array.sharding.device_set) != 1:
         raise InvalidInputError(f"to_torch expects jax.Arrays on one device, got {array!r}")
-    # On the CPU the protocol has no stream to order on: wait for the value.
-    tensor = torch.from_dlpack(jax.block_until_ready(array))
+    tensor = _shared_tensor(array)
     if not copy:
         return tensor
-    tensor = tensor.clone()
+    with device_of(tensor):
+        tensor = tensor.clone()
     if tensor.is_cuda:
         # The array may be gone before the copy is made, and JAX does not wait for torch's kernels.
         torch.cuda.current_stream(tensor.device).synchronize()
     return tensor
 
 
+def _shared_tensor(array):
+    try:
+        # On the CPU the protocol has no stream to order on: wait for the value.
+        return torch.from_dlpack(jax.block_until_ready(array))
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise InvalidInputError(f"torch cannot share this array's memory: {error}") from error
+
+
 def _tensor_to_jax(tensor, *, copy):
     if not isinstance(tensor, torch.Tensor):
         raise InvalidInputError(f"to_jax expects torch tensors, got {type(tensor).__name__}")
     tensor = tensor.detach()
-    if copy:
-        return jax.numpy.from_dlpack(tensor.clone(memory_format=torch.contiguous_format))
-    if not tensor.is_contiguous():
+    with device_of(tensor):
+        return shared("the tensor", _copied(tensor) if copy else tensor)
+
+
+def _copied(tensor):
+    dtype = getattr(torch, held_dtype("the tensor", tensor).name)
+    copied = tensor.resolve_conj().resolve_neg().to(dtype, copy=True)
+    integers = not (tensor.is_floating_point() or tensor.is_complex())
+    # Compared in int64, since torch cannot compare all unsigned integers.
+    if integers and (copied.to(torch.int64) != tensor.to(torch.int64)).any():
         raise InvalidInputError(
-            f"to_jax expects a contiguous tensor, got shape {tuple(tensor.shape)} with strides "
-            f"{tensor.stride()}; call .contiguous() first, or pass copy=True"
+            f"to_jax would lose values of this {tensor.dtype} tensor: JAX keeps {dtype} of it "
+            "unless jax_enable_x64 is set"
         )
-    return _shared(tensor)
-
-
-def _shared(tensor):
-    try:
-        array = jax.dlpack.from_dlpack(tensor, copy=False)
-    except (ValueError, RuntimeError) as error:
-        raise InvalidInputError(
-            f"JAX cannot share this tensor's memory ({error}); pass copy=True"
-        ) from error
-    return array
+    return copied

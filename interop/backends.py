@@ -1,11 +1,11 @@
 """The torch backends as backends for JAX arrays."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 
+from pagedattn import AttentionSpec
 from pagedattn.backend import Backend
 from pagedattn.backends.gradient import with_xla_gradient
 from pagedattn.checks import is_traced
@@ -43,21 +43,24 @@ def _by_xla(backend, arrays, spec, return_lse):
     outs = [jax.ShapeDtypeStruct(query.shape, query.dtype)]
     if return_lse:
         outs.append(jax.ShapeDtypeStruct(query.shape[:2], jnp.float32))
-    fn = _function(backend, treedef, spec, return_lse)
+    fn = _Attend(backend, treedef, spec, return_lse)
     out, *lse = torch_call(fn, outs, capturable=True)(*leaves)
     return out, lse[0] if lse else None
 
 
-@functools.cache
-def _function(backend, treedef, spec, return_lse):
-    """The torch function of one static setting, cached so that it is registered with XLA once."""
+@dataclasses.dataclass(frozen=True)
+class _Attend:
+    """The torch function of one static setting; equal ones are one to XLA, too."""
 
-    def attend(*leaves):
-        query, cache, batch = jax.tree.unflatten(treedef, leaves)
-        out, lse = backend.run(query, cache, batch, spec, return_lse)
-        return (out, lse) if return_lse else out
+    backend: Backend
+    treedef: jax.tree_util.PyTreeDef
+    spec: AttentionSpec
+    return_lse: bool
 
-    return attend
+    def __call__(self, *leaves):
+        arrays = jax.tree.unflatten(self.treedef, leaves)
+        out, lse = self.backend.run(*arrays, self.spec, self.return_lse)
+        return (out, lse) if self.return_lse else out
 
 
 def set_rows(array, indices, rows):

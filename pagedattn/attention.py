@@ -8,11 +8,13 @@ from . import dispatch, validate
 from .batch import BatchMetadata, as_int32
 from .blocks import positions
 from .cache import KVCache
+from .foreign import takes_any_array
 from .integers import rising
 from .manual_axes import axes_of, varying
 from .spec import AttentionSpec
 
 
+@takes_any_array
 def paged_attention(
     query: Float[Array, "num_tokens num_heads head_dim"],
     cache: KVCache,
@@ -27,6 +29,8 @@ def paged_attention(
     Prefill, chunked prefill, decode and any mix are this one call: write the new keys and values
     with `write_kv` first, then attend. Encoders and cross attention are this call with
     `causal=False` and the key side's own tables and lengths.
+
+    Outside jit the arrays may be torch's, or any with DLPack: they are shared, or refused.
 
     Several devices: call it inside `jax.shard_map`, with the heads of query and cache spread over
     them, or with a cache and a batch for each. ALiBi slopes are then those of a device's own heads.
@@ -65,6 +69,7 @@ def paged_attention(
     return (out, lse) if return_lse else out
 
 
+@takes_any_array
 def ragged_attention(
     query: Float[Array, "num_tokens num_heads head_dim"],
     key: Float[Array, "num_keys num_kv_heads head_dim"],

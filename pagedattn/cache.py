@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from . import validate
 from .blocks import PAD_SLOT, in_range, int32
 from .checks import is_traced
+from .foreign import takes_any_array
 from .rows import set_rows
 
 
@@ -20,7 +21,7 @@ class KVCache:
 
     A pytree of two arrays of one floating dtype. Token t of a sequence whose block table row is
     `row` stands at `key[row[t // block_size], t % block_size]`. The arrays may be JAX's or
-    torch's.
+    torch's; functions of `pagedattn` share torch's memory, read it alone, and return JAX's.
     """
 
     key: Float[Any, "num_blocks block_size num_kv_heads head_dim"]
@@ -68,6 +69,7 @@ def init_kv_cache(
     return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
+@takes_any_array
 def write_kv(
     cache: KVCache,
     key: Float[Array, "num_tokens num_kv_heads head_dim"],
@@ -94,6 +96,7 @@ def write_kv(
     )
 
 
+@takes_any_array
 def copy_blocks(
     cache: KVCache, src: Int[Array, "num_copies"], dst: Int[Array, "num_copies"]
 ) -> KVCache:
@@ -109,6 +112,7 @@ def copy_blocks(
     return swap_blocks(cache, cache, src, dst)
 
 
+@takes_any_array
 def swap_blocks(
     src_cache: KVCache,
     dst_cache: KVCache,
@@ -130,6 +134,7 @@ def swap_blocks(
     )
 
 
+@takes_any_array
 def fill_blocks(cache: KVCache, blocks: Int[Array, "*n"], value: float = 0.0) -> KVCache:
     """Overwrites blocks with one value: zeros, or NaN to find who still reads them; -1 is skipped.
 

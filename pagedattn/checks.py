@@ -138,12 +138,6 @@ def known(array) -> np.ndarray | None:
     return _wide(values) if is_integer(values.dtype) else values
 
 
-def native(array):
-    """NumPy's arrays in the machine's byte order, the only one that JAX knows."""
-    foreign = isinstance(array, np.ndarray) and not array.dtype.isnative
-    return array.astype(array.dtype.newbyteorder("=")) if foreign else array
-
-
 def is_traced(array) -> bool:
     """Whether the array is inside jit, grad, vmap or scan, where it has no value yet."""
     return isinstance(array, Tracer)

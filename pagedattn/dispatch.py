@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from . import backend as backends
 from . import validate
 from .backend import Backend
+from .foreign import takes_any_array
 from .registry import can_load, load, order_on, platform_of, registered
 from .spec import AttentionSpec
 
@@ -20,6 +21,7 @@ def select(backend: str | None, call: tuple) -> Backend:
     return backends.choose(load, order_on(platform_of(call[0])), call)
 
 
+@takes_any_array
 def explain(query, cache, batch, spec=AttentionSpec(), *, return_lse=False) -> dict[str, list[str]]:
     """Why each registered backend can or cannot run a call: an empty list means it can.
 

@@ -1,13 +1,13 @@
 """Attention states (out, lse) and their merge."""
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
-from .checks import an_array, describe, is_floating, native, require
+from .checks import an_array, describe, is_floating, require
+from .foreign import takes_any_array
 
 
+@takes_any_array
 def merge_states(
     out_a: Float[Array, "*rows head_dim"],
     lse_a: Float[Array, "*rows"],
@@ -23,14 +23,13 @@ def merge_states(
         lse = log(exp(lse_a) + exp(lse_b)),   out = sum of out_i * exp(lse_i - lse)
 
     Raises:
-      InvalidInputError: the shapes do not belong together; no floating arrays of JAX or NumPy.
+      InvalidInputError: the shapes do not belong together; no floating arrays.
 
     >>> out, lse = merge_states(jnp.ones((1, 2)), jnp.zeros(1), jnp.zeros((1, 2)), jnp.zeros(1))
     >>> out.tolist()
     [[0.5, 0.5]]
     """
     _check(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
-    out_a, lse_a, out_b, lse_b = (native(array) for array in (out_a, lse_a, out_b, lse_b))
     lse_a, lse_b = (jnp.where(jnp.isposinf(lse), -jnp.inf, lse) for lse in (lse_a, lse_b))
     highest = jnp.maximum(lse_a, lse_b)
     highest = jnp.where(jnp.isneginf(highest), 0, highest)
@@ -53,11 +52,6 @@ def _check(**arrays):
     for name, array in arrays.items():
         an_array(name, array)
         require(is_floating(array.dtype), f"{name} must be floating, got {describe(array)}")
-        require(
-            isinstance(array, jax.Array | np.ndarray),
-            f"{name} must be an array of JAX or NumPy, got {type(array).__name__}; interop.to_jax "
-            "converts torch tensors without a copy",
-        )
     out_a, lse_a, out_b, lse_b = (array.shape for array in arrays.values())
     require(
         len(out_a) > 0 and out_a == out_b and out_a[:-1] == lse_a == lse_b,

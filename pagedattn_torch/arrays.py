@@ -1,19 +1,24 @@
 """Arrays of any framework as the tensors that the kernels take."""
 
+import contextlib
 import dataclasses
 
+import jax
 import numpy as np
 import torch
 from torch import Tensor
 
 from pagedattn import BatchMetadata, InvalidInputError, KVCache, UnsupportedError
+from pagedattn.foreign import HOST
 
 
 def tensor(name: str, array, device=None) -> Tensor:
-    """A tensor as it is; any other array by DLPack, without a copy on its own device.
+    """A tensor as it is; any other array by DLPack, on its own device unless one is given.
+
+    NumPy's arrays are copied where torch cannot share them: strides, read-only, byte order.
 
     Raises:
-      InvalidInputError: a list, or whatever else is no array.
+      InvalidInputError: a list, an array of objects, or whatever else torch cannot hold.
     """
     converted = array if isinstance(array, Tensor) else _exchanged(name, array)
     return converted.to(device) if device is not None else converted
@@ -75,15 +80,36 @@ def require_no_grad(*tensors: Tensor) -> None:
         )
 
 
+def device_of(tensor: Tensor):
+    """A context with the tensor's device as the current one, where kernels of others start."""
+    module = {"cuda": torch.cuda, "xpu": torch.xpu}.get(tensor.device.type)
+    return module.device(tensor.device) if module else contextlib.nullcontext()
+
+
 def _exchanged(name, array) -> Tensor:
-    if not hasattr(array, "__dlpack__"):
+    if not hasattr(array, "__dlpack__") or isinstance(array, np.ma.MaskedArray):
         raise InvalidInputError(
             f"{name} must be an array of torch, JAX or NumPy, got {type(array).__name__}; "
             "torch.tensor makes one of a list"
         )
-    if isinstance(array, np.ndarray) and not array.flags.writeable:
-        array = array.copy()  # DLPack exports no read-only memory
-    return torch.from_dlpack(array)
+    try:
+        return torch.from_dlpack(_exportable(array))
+    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise InvalidInputError(
+            f"{name} must be an array that torch can share, got {type(array).__name__}: {error}"
+        ) from error
+
+
+def _exportable(array):
+    """What lies in host memory as NumPy has it, copied where torch cannot read it as it lies.
+
+    Torch ends the process at negative strides; DLPack exports neither read-only memory nor bytes
+    in the other order. So foreign arrays pass through NumPy, but JAX's: they are always plain.
+    """
+    if isinstance(array, jax.Array) or array.__dlpack_device__()[0] != HOST:
+        return array
+    array = array if isinstance(array, np.ndarray) else np.from_dlpack(array)
+    return np.require(array, array.dtype.newbyteorder("="), ("C", "W", "A"))
 
 
 def _is_integer(array: Tensor) -> bool:

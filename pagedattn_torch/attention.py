@@ -18,7 +18,7 @@ from pagedattn import (
 )
 from pagedattn import backend as backends
 
-from .arrays import batch_on, int32, require_no_grad, require_tensors, rising, tensor
+from .arrays import batch_on, device_of, int32, require_no_grad, require_tensors, rising, tensor
 from .lengths import token_positions
 
 # Every torch backend, and those of which `backend=None` takes the first usable one by device.
@@ -37,7 +37,9 @@ def paged_attention(
 ):
     """`pagedattn.paged_attention` on torch tensors; the batch may hold arrays of any framework.
 
-    Values of the batch are checked where they lie on the CPU. Not differentiable.
+    Values of the batch are checked where they lie on the CPU; elsewhere they are not read, and ids
+    out of range read nothing outside the cache. Not differentiable. Kernels start on the tensors'
+    device, whichever is current.
 
     Returns:
       out like query; with `return_lse` also lse `f32[num_tokens, num_heads]`.
@@ -62,17 +64,19 @@ def prepared(query, cache, batch, spec, *, backend: str | None, return_lse: bool
     """
     validate.options(backend, return_lse)
     call = _call(query, cache, batch, spec, return_lse)
-    if backend is None:
-        chosen = backends.choose(load, ORDER.get(query.device.type, ("sdpa",)), call)
-    else:
-        chosen = backends.require(load, backend, call)
+    with device_of(query):
+        if backend is None:
+            chosen = backends.choose(load, ORDER.get(query.device.type, ("sdpa",)), call)
+        else:
+            chosen = backends.require(load, backend, call)
     foreign = any(not isinstance(leaf, Tensor) for leaf in jax.tree.leaves(batch))
     return functools.partial(_run, chosen, call, wait=foreign and query.is_cuda)
 
 
 @torch.no_grad()
 def _run(backend, call, *, wait: bool):
-    results = backend.run(*call)
+    with device_of(call[0]):  # Triton's and xFormers' kernels start on the current device
+        results = backend.run(*call)
     if wait:
         # Whoever owns the batch's memory may free it as soon as the caller drops the batch, and
         # does not know that torch's kernels still read it.
@@ -91,7 +95,8 @@ def explain(query, cache, batch, spec=AttentionSpec(), *, return_lse=False) -> d
     """
     validate.options(return_lse=return_lse)
     call = _call(query, cache, batch, spec, return_lse)
-    return {name: backends.why_not(load, name, call) for name in NAMES}
+    with device_of(query):
+        return {name: backends.why_not(load, name, call) for name in NAMES}
 
 
 def ragged_attention(

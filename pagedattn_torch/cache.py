@@ -6,7 +6,7 @@ from torch import Tensor
 
 from pagedattn import KVCache, validate
 
-from .arrays import require_cache, require_tensors, tensor
+from .arrays import device_of, require_cache, require_tensors, tensor
 
 
 def write_kv_(
@@ -44,8 +44,9 @@ def write_rows_(cache: KVCache, key: Tensor, value: Tensor, slots: Tensor) -> No
     slots = slots.to(torch.int64)
     live = (slots >= 0) & (slots < cache.num_slots)
     at = (slots // cache.block_size, slots % cache.block_size)
-    for plane, rows in ((cache.key, key), (cache.value, value)):
-        _put_live_(plane, at, rows, live)
+    with device_of(cache.key):
+        for plane, rows in ((cache.key, key), (cache.value, value)):
+            _put_live_(plane, at, rows, live)
 
 
 @torch.no_grad()
@@ -108,6 +109,8 @@ def swap_blocks_(
     copied = (src >= 0) & (dst >= 0)
     src, dst = src[copied], dst[copied]
     for source, target in ((src_cache.key, dst_cache.key), (src_cache.value, dst_cache.value)):
-        blocks = source.index_select(0, src.to(source.device)).to(target.device)
-        target.index_copy_(0, dst.to(target.device), blocks)
+        with device_of(source):
+            blocks = source.index_select(0, src.to(source.device)).to(target.device)
+        with device_of(target):
+            target.index_copy_(0, dst.to(target.device), blocks)
     return dst_cache

@@ -18,6 +18,11 @@ if DEMO:  # the examples cannot be imported
     collect_ignore += [f"{name}.py" for name in names]
 
 
+if jax.default_backend() == "gpu":
+    # Torch's current device stays the first: what forgets to enter its tensors' device is seen.
+    jax.config.update("jax_default_device", jax.devices()[-1])
+
+
 def pytest_report_header():
     return f"examples are not tested without {', '.join(DEMO)}" if DEMO else None
 

@@ -74,10 +74,32 @@ def test_pending_results_are_waited_for():
     assert float(to_torch(product)[5, 7]) == 600.0**3
 
 
-STRIDED = {
+PERMUTED = {
     "transposed": lambda t: t.mT,
+    "four axes": lambda t: t.view(2, 16, 4, 8).permute(2, 0, 3, 1),
+    "one row": lambda t: t[:1].mT,
+    "none": lambda t: t[:0].mT,
+}
+
+
+@pytest.mark.parametrize("name", PERMUTED)
+def test_permuted_tensors_are_shared(name):
+    """There and back, and as the argument of a program: JAX keeps the order of axes in memory."""
+    tensor = PERMUTED[name](on_device(torch.arange(1024.0).reshape(32, 32)))
+    array = to_jax(tensor)
+    if tensor.numel():
+        assert pointer(array) == pointer(to_torch(array)) == pointer(tensor)
+    np.testing.assert_array_equal(np.asarray(array), tensor.cpu().numpy())
+    np.testing.assert_array_equal(jax.jit(lambda x: x + 1)(array), tensor.cpu() + 1)
+    doubled = torch_call(lambda x: x * 2, shape_of(array))
+    np.testing.assert_array_equal(jax.jit(doubled)(array), tensor.cpu() * 2)
+    assert to_torch(array).shape == tensor.shape
+
+
+STRIDED = {
     "every second row": lambda t: t[::2],
     "a column block": lambda t: t[:, 8:16],
+    "a broadcast row": lambda t: t[:1].expand(8, 32),
 }
 
 
@@ -89,6 +111,43 @@ def test_strided_tensors_are_refused_unless_copied(name):
     array = to_jax(tensor, copy=True)
     assert pointer(array) != pointer(tensor)
     np.testing.assert_array_equal(np.asarray(array), tensor.cpu().numpy())
+
+
+WIDE = (torch.int64, torch.uint64, torch.float64, torch.complex128)
+
+
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+def test_64_bits_are_shared_whole_or_refused(dtype):
+    tensor = on_device(torch.arange(8).to(dtype))
+    with pytest.raises(InvalidInputError, match=r"convert.*copy=True.*jax_enable_x64"):
+        to_jax(tensor)
+    copied = to_jax(tensor, copy=True)
+    assert copied.dtype.itemsize == tensor.element_size() // 2
+    np.testing.assert_array_equal(np.asarray(copied), tensor.cpu().numpy())
+    with jax.enable_x64(True):
+        array = to_jax(tensor)
+        assert pointer(array) == pointer(tensor)
+        assert str(tensor.dtype).removeprefix("torch.") == array.dtype.name
+        assert pointer(to_torch(array)) == pointer(tensor)
+
+
+@pytest.mark.parametrize("value", [2**40, -(2**31) - 1, 2**31])
+def test_integers_that_32_bits_do_not_hold_are_never_shortened(value):
+    tensor = on_device(torch.tensor([value, -1]))
+    for copy in (False, True):
+        with pytest.raises(InvalidInputError, match="jax_enable_x64"):
+            to_jax(tensor, copy=copy)
+    with jax.enable_x64(True):
+        assert to_jax(tensor, copy=True).tolist() == [value, -1]
+
+
+def test_lazy_negations_and_conjugates_are_not_dropped():
+    """Torch keeps them as a bit, which the exchanged memory does not have."""
+    tensor = on_device(torch.arange(8.0))
+    for lazy in (torch._neg_view(tensor), torch.complex(tensor, tensor).conj()):
+        with pytest.raises(InvalidInputError):
+            to_jax(lazy)
+        np.testing.assert_array_equal(to_jax(lazy, copy=True), np.array(lazy.cpu().tolist()))
 
 
 @pytest.mark.parametrize("offset", [1, 2, 3, 8, 16])
@@ -129,6 +188,14 @@ def test_only_arrays_cross(bad):
         else:
             with pytest.raises(InvalidInputError):
                 cross(bad)
+
+
+def test_arrays_that_torch_cannot_hold_are_refused():
+    deleted = jnp.ones(3) + 0
+    deleted.delete()
+    for array in (jax.random.key(0), deleted):
+        with pytest.raises(InvalidInputError):
+            to_torch(array)
 
 
 def test_traced_arrays_are_sent_to_torch_call():

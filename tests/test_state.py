@@ -96,8 +96,10 @@ def test_both_marks_of_an_empty_part(nothing, dtype, seeds, data):
             np.testing.assert_allclose(got[mask], want[mask], rtol=1e-6, atol=1e-6)
 
 
-def test_torch_tensors_are_refused_with_the_cure():
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_torch_tensors_are_taken(dtype):
     torch = pytest.importorskip("torch")
-    whole, tensor = state(0), torch.zeros(5, 3, 8, dtype=torch.bfloat16)
-    with pytest.raises(InvalidInputError, match=r"out_b.*interop\.to_jax"):
-        merge_states(*whole, tensor, whole[1])
+    a, b = (state(seed, dtype=dtype) for seed in (0, 1))
+    tensors = [torch.from_dlpack(x) for x in (*a, *b)]
+    for got, want in zip(merge_states(*tensors), merge_states(*a, *b), strict=True):
+        np.testing.assert_array_equal(got, want)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from interop import call, torch_call  # noqa: E402
+from interop import stream, torch_call  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     jax.default_backend() != "gpu" or not torch.cuda.is_available(), reason="needs an NVIDIA GPU"
@@ -97,7 +97,7 @@ def test_replays_write_to_memory_of_their_own():
 
 def test_the_poison_test_catches_common_memory(monkeypatch):
     """Without the kept memory, a replay overwrites what torch gave to others."""
-    monkeypatch.setattr(call, "_kept_memory", lambda device, pools: torch.cuda.device(device))
+    monkeypatch.setattr(stream, "kept_memory", lambda device, pools: torch.cuda.device(device))
     fn, calls = counting()
     torch.cuda.empty_cache()
     assert replay_among_victims(fn) != (True, True)

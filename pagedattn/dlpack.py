@@ -1,0 +1,54 @@
+"""Arrays of other frameworks as JAX arrays over the same memory."""
+
+import contextlib
+import sys
+
+import jax
+
+from .errors import InvalidInputError
+
+CURE = "give it in contiguous, aligned memory, or make a copy by interop.to_jax(x, copy=True)"
+
+
+def shared(name: str, array) -> jax.Array:
+    """A DLPack array as a jax.Array over the same memory: never a copy.
+
+    Raises:
+      InvalidInputError: JAX cannot hold the dtype or read the memory as it lies; with the cure.
+    """
+    _require_as_it_lies(name, array)
+    try:
+        with _device_of(array):
+            return jax.dlpack.from_dlpack(array, copy=False)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise InvalidInputError(
+            f"JAX cannot share the memory of {name} ({reason}); {CURE}"
+        ) from error
+
+
+def held_dtype(name: str, array):
+    """The array's dtype as JAX holds it: shorter where 64-bit mode is off."""
+    try:
+        return jax.dtypes.canonicalize_dtype(str(array.dtype).removeprefix("torch."))
+    except TypeError as error:
+        raise InvalidInputError(f"{name} is {array.dtype}, which JAX does not have") from error
+
+
+def _device_of(array):
+    """A context in which a GPU's tensor can be exported: torch does so from the current device."""
+    if not getattr(array, "is_cuda", False):
+        return contextlib.nullcontext()
+    return sys.modules["torch"].cuda.device(array.device)  # loaded, since there is a tensor
+
+
+def _require_as_it_lies(name, array):
+    """JAX shortens numbers of 64 bits without a word, and does not see a lazy negation."""
+    held = held_dtype(name, array)
+    if held.name != str(array.dtype).removeprefix("torch."):
+        raise InvalidInputError(
+            f"{name} is {array.dtype}, of which JAX keeps {held}: convert it first, let "
+            "interop.to_jax(x, copy=True) do so, or set jax_enable_x64"
+        )
+    if getattr(array, "is_neg", bool)():
+        raise InvalidInputError(f"{name} is negated lazily: call .resolve_neg() first")

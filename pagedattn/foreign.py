@@ -1,0 +1,78 @@
+"""Public functions that take arrays of any framework."""
+
+import dataclasses
+import functools
+import inspect
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .checks import is_traced
+from .dlpack import shared
+
+HOST = 1  # DLPack's number of the CPU
+
+
+def takes_any_array(fn):
+    """Lets a function on JAX arrays take torch tensors and other DLPack arrays, without a copy.
+
+    A call that shares memory ends when its results are ready: whoever owns the memory may write
+    to it then, and does not know that JAX reads it.
+    """
+    names = tuple(inspect.signature(fn).parameters)
+
+    @functools.wraps(fn)
+    def call(*args, **kwargs):
+        taken = [*map(as_jax, names, args), *args[len(names) :]]
+        named = {name: as_jax(name, value) for name, value in kwargs.items()}
+        results = fn(*taken, **named)
+        if not _same((*taken, *named.values()), (*args, *kwargs.values())):
+            _wait_for(results)
+        return results
+
+    return call
+
+
+def as_jax(name: str, value):
+    """A foreign array over the same memory, or a record of arrays with them; the rest as it is.
+
+    Integers on the host (tables, lengths, slots) become NumPy's, which are of any strides and
+    width. What NumPy holds JAX takes by its own rules, which may copy.
+    """
+    if isinstance(value, np.ndarray):
+        return _of_numpy(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _record(name, value)
+    if isinstance(value, jax.Array) or not hasattr(value, "__dlpack_device__"):
+        return value
+    return np.from_dlpack(value) if _host_integers(value) else shared(name, value)
+
+
+def _of_numpy(array):
+    if not array.dtype.isnative:  # JAX knows the machine's byte order alone
+        array = array.astype(array.dtype.newbyteorder("="))
+    return jnp.asarray(array) if jnp.issubdtype(array.dtype, jnp.floating) else array
+
+
+def _record(name, record):
+    fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    taken = {field: as_jax(f"{name}.{field}", value) for field, value in fields.items()}
+    same = _same(taken.values(), fields.values())
+    return record if same else dataclasses.replace(record, **taken)
+
+
+def _host_integers(array):
+    integers = str(array.dtype).removeprefix("torch.").startswith(("int", "uint"))
+    return integers and array.__dlpack_device__()[0] == HOST
+
+
+def _same(new, old):
+    return all(map(operator.is_, new, old))
+
+
+def _wait_for(results):
+    for result in jax.tree.leaves(results):
+        if isinstance(result, jax.Array) and not is_traced(result):
+            result.block_until_ready()
