@@ -29,6 +29,7 @@ from .layout import split_kv_cache as split_kv_cache
 from .layout import unpack_keys as unpack_keys
 from .layout import unpack_values as unpack_values
 from .metadata import AttentionMetadata as AttentionMetadata
+from .state import AttentionState as AttentionState
 from .torch_sdpa import TorchSDPABackend as TorchSDPABackend
 from .torch_sdpa import TorchSDPABackendImpl as TorchSDPABackendImpl
 from .torch_sdpa import TorchSDPAMetadata as TorchSDPAMetadata

@@ -15,6 +15,7 @@ from .cache import copy_blocks_, swap_blocks_
 from .impl import AttentionImpl
 from .layout import kv_cache_shape, planes
 from .metadata import AttentionMetadata
+from .state import AttentionState
 
 Pairs = Int[Tensor, "n 2"] | Sequence[Sequence[int]] | Mapping[int, int | Iterable[int]]
 
@@ -25,6 +26,8 @@ class AttentionBackend:
     name: ClassVar[str]
     impl_cls: ClassVar[type[AttentionImpl]]
     metadata_cls: ClassVar[type[AttentionMetadata]]
+    # Whether an engine had better allocate results itself: `forward` would copy to its `output`.
+    accept_output_buffer: ClassVar[bool] = False
 
     @classmethod
     def get_name(cls) -> str:
@@ -37,6 +40,10 @@ class AttentionBackend:
     @classmethod
     def get_metadata_cls(cls) -> type[AttentionMetadata]:
         return cls.metadata_cls
+
+    @classmethod
+    def get_state_cls(cls) -> type[AttentionState]:
+        return AttentionState
 
     @classmethod
     def make_metadata(cls, **fields) -> AttentionMetadata:

@@ -18,7 +18,8 @@ def paged(meta, block_size: int, attn_type: AttentionType) -> BatchMetadata:
     starts, num_tokens = meta.query_start_loc, meta.num_query_tokens(attn_type)
     seq_lens = meta.seq_lens_tensor if decoder else meta.encoder_seq_lens_tensor
     tables = meta.block_tables if decoder else meta.cross_block_tables
-    _require_rows(tables, len(seq_lens), "block_tables" if decoder else "cross_block_tables")
+    lens = meta.seq_lens if decoder else meta.encoder_seq_lens
+    _require_rows("block_tables" if decoder else "cross_block_tables", tables, len(seq_lens), lens)
     # Cross-attention writes nothing by this batch: the slots are those of other tokens.
     slots = meta.slot_mapping if decoder else None
     nowhere = torch.full((num_tokens,), -1, dtype=torch.int32, device=starts.device)
@@ -33,11 +34,15 @@ def paged(meta, block_size: int, attn_type: AttentionType) -> BatchMetadata:
     )
 
 
-def _require_rows(tables, num_seqs, name):
+def _require_rows(name, tables, num_seqs, lens):
     got = None if tables is None else list(tables.shape)
     require(
         got is not None and len(got) == 2 and got[0] == num_seqs,
         f"{name} must be [{num_seqs}, max_blocks], a row for each sequence, got {got}",
+    )
+    require(
+        bool(got and got[1]) or not any(lens or ()),
+        f"{name} must hold the blocks of keys that are not given, got none for lengths {lens}",
     )
 
 
@@ -49,15 +54,34 @@ def packed(meta, attn_type: AttentionType) -> BatchMetadata:
     """
     require_fields(meta, attn_type, paged=False)
     queries, keys, longest_query, longest_key = _packed_sides(meta, attn_type)
-    if attn_type in (AttentionType.DECODER, AttentionType.ENCODER_ONLY):
-        context_lens = known(meta.context_lens_tensor)
-        require(
-            context_lens is None or not context_lens.any(),
-            f"{attn_type} attention without a cache and block_tables sees only the new tokens, but "
-            f"context_lens are {meta.context_lens_tensor.tolist()}",
-        )
+    _require_keys(meta, attn_type)
     num_tokens = meta.num_query_tokens(attn_type)
     return packed_batch(num_tokens, int32(queries), int32(keys), longest_query, longest_key)
+
+
+def prefills(meta) -> BatchMetadata:
+    """The prefills over the keys that they bring, packed, and none of those before."""
+    starts, longest = int32(meta.query_start_loc[: meta.num_prefills + 1]), meta.max_query_len
+    return packed_batch(meta.num_prefill_tokens, starts, starts, longest, longest)
+
+
+def cached_tokens(meta, attn_type: AttentionType) -> int | None:
+    """Keys of the call that are not new, as far as the host knows."""
+    own = attn_type in (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
+    lens = meta.seq_lens if own else meta.encoder_seq_lens
+    new = meta.num_prefill_tokens + meta.num_decode_tokens if own else meta.num_encoder_tokens
+    return None if lens is None or new is None else sum(lens) - new
+
+
+def _require_keys(meta, attn_type):
+    if attn_type is AttentionType.ENCODER:
+        return
+    cached = cached_tokens(meta, attn_type)
+    require(
+        not cached,
+        f"{attn_type} attention without a cache and block_tables sees only the new tokens, but "
+        f"{cached} tokens of its sequences are not among them, by their context_lens",
+    )
 
 
 def _packed_sides(meta, attn_type):

@@ -2,9 +2,30 @@
 
 import torch
 
-from pagedattn.checks import known, require
+from pagedattn.checks import is_count, known, require
 
 from .lengths import agreed, both_forms, bound, span_lengths, start_locs
+
+COUNTS = ("num_prefills", "num_prefill_tokens", "num_decode_tokens")
+BOUNDS = (
+    "max_query_len",
+    "max_decode_query_len",
+    "max_prefill_seq_len",
+    "max_decode_seq_len",
+    "max_encoder_seq_len",
+    "num_encoder_tokens",
+)
+
+
+def check_counts(meta) -> dict:
+    """Counts and bounds as Python integers."""
+    given = {name: getattr(meta, name) for name in COUNTS + BOUNDS}
+    for name, count in given.items():
+        require(
+            is_count(count, 0) or (count is None and name in BOUNDS),
+            f"{name} must be an integer of at least 0, got {count!r}",
+        )
+    return {name: count if count is None else int(count) for name, count in given.items()}
 
 
 def decoder_side(meta) -> dict:
@@ -15,14 +36,18 @@ def decoder_side(meta) -> dict:
         return {}
     _check_rows("block_tables", meta.block_tables, len(seq_lens))
     starts = meta.query_start_loc
-    starts = _query_starts(meta, seq_lens) if starts is None else starts
+    starts = (
+        _query_starts(meta, seq_lens) if starts is None else _padded_starts(meta, len(seq_lens))
+    )
     _check_tokens(meta, starts, len(seq_lens))
     context_lens = seq_lens - starts.diff().to(seq_lens)
     return {
         "seq_lens": listed,
         "seq_lens_tensor": seq_lens,
         "query_start_loc": starts,
-        "context_lens_tensor": agreed("context_lens", meta.context_lens_tensor, context_lens),
+        "context_lens_tensor": agreed(
+            "context_lens", _padded_contexts(meta, context_lens), context_lens
+        ),
         "seq_start_loc": agreed("seq_start_loc", meta.seq_start_loc, start_locs(seq_lens)),
         **_bounds(meta, listed, span_lengths(starts)),
         "is_prompt": _is_prompt(meta),
@@ -79,6 +104,22 @@ def _query_starts(meta, seq_lens):
     return start_locs(query_lens)
 
 
+def _padded_starts(meta, num_seqs):
+    """Where tokens start, also of the sequences that pad a captured graph: behind all others."""
+    starts = meta.query_start_loc
+    missing = num_seqs + 1 - len(starts)
+    if not meta.use_cuda_graph or missing <= 0 or not len(starts):
+        return starts
+    return torch.cat([starts, starts[-1:].expand(missing)])
+
+
+def _padded_contexts(meta, derived):
+    contexts = meta.context_lens_tensor
+    if contexts is None or not meta.use_cuda_graph:
+        return contexts
+    return torch.cat([contexts, derived[len(contexts) :].to(contexts)])
+
+
 def _check_prefills(meta, num_seqs):
     require(
         0 <= meta.num_prefills <= num_seqs,
@@ -105,8 +146,9 @@ def _check_tokens(meta, starts, num_seqs):
     if values is not None:
         prefill, every = int(values[meta.num_prefills]), int(values[-1])
         got = meta.num_prefill_tokens, meta.num_decode_tokens
+        decodes = min(got[1], every - prefill) if meta.use_cuda_graph else got[1]
         require(
-            got == (prefill, every - prefill),
+            (got[0], decodes) == (prefill, every - prefill),
             f"the lengths make {prefill} prefill and {every - prefill} decode tokens, got "
             f"num_prefill_tokens, num_decode_tokens = {got}",
         )

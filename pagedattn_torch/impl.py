@@ -1,36 +1,27 @@
 """The layers' implementation of attention: written once, for every backend's kernels."""
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from pagedattn import (
-    AttentionSpec,
-    BatchMetadata,
-    InvalidInputError,
-    KVCache,
-    UnsupportedError,
-)
+from pagedattn import AttentionSpec, BatchMetadata, InvalidInputError, KVCache, UnsupportedError
 from pagedattn.checks import is_count, require
 
 from . import batches
-from .arrays import require_no_grad, require_tensors, tensor
-from .attention import packed_cache, prepared
+from .attention import prepared
 from .attention_type import AttentionType
-from .cache import write_kv_
+from .inputs import (
+    check_output,
+    fresh_keys,
+    heads,
+    require_one_device,
+    require_unit_scales,
+    takes_layer,
+)
 from .layout import is_empty, split_kv_cache
 from .metadata import AttentionMetadata
-from .slots import check_slots
-
-
-class Plan(NamedTuple):
-    """What a call attends to, and the write that comes before."""
-
-    keys: KVCache
-    batch: BatchMetadata
-    write: Callable[[], Any]
+from .plans import Part, plan
 
 
 class AttentionImpl:
@@ -69,7 +60,7 @@ class AttentionImpl:
     ):
         self.num_heads, self.head_size = num_heads, head_size
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.attn_type = AttentionType(attn_type)
+        self.attn_type = AttentionType(str(attn_type))
         slopes: Any = alibi_slopes.tolist() if isinstance(alibi_slopes, Tensor) else alibi_slopes
         self.specs = {
             kind: AttentionSpec(
@@ -84,6 +75,7 @@ class AttentionImpl:
         self._check_heads()
         _require_plain_cache(kv_cache_dtype, blocksparse_params)
 
+    @takes_layer
     def forward(
         self,
         query: Tensor,
@@ -94,24 +86,30 @@ class AttentionImpl:
         k_scale: float = 1.0,
         v_scale: float = 1.0,
         attn_type: AttentionType | str | None = None,
+        output: Tensor | None = None,
     ) -> Tensor:
         """Writes the new keys and values to the cache, then attends, in one call for any mix.
 
-        Keys are read from the cache where there is one with block_tables, and are otherwise those
-        given: encoders, profiling runs, prompts without block_tables.
+        A sequence with a context finds it, and its new keys, in the cache. Prompts without one
+        attend to the keys given, as do encoders, profiling runs, and whoever has no block tables.
+
+        A module in front of the query, as later engines pass their layer, is taken and not used:
+        what it has besides are scales of quantised caches.
 
         Args:
-          query: `[num_tokens, num_heads * head_size]` or `[num_tokens, num_heads, head_size]`.
+          query: `[num_tokens, num_heads * head_size]` or `[num_tokens, num_heads, head_size]`, of
+            any strides; further axes in front are taken as one.
           key, value: likewise with num_kv_heads; for cross-attention the encoder's. Both None where
             the cache holds them already.
           kv_cache: see `layout`; None or empty in a profiling run. A token of slot -1 is not
-            written: whatever stands at its position is what is read.
+            written; if its sequence has a context, what stands at its position is what is read.
           attn_metadata: the step.
           k_scale, v_scale: 1.0, as numbers or tensors on the CPU.
           attn_type: None is the layer's.
+          output: where the result goes, if not to a tensor of its own.
 
         Returns:
-          Shape and dtype of query.
+          Shape and dtype of query; `output`, if there is one.
 
         Raises:
           InvalidInputError, UnsupportedError: the cache is as it was. query, key and value that
@@ -125,52 +123,34 @@ class AttentionImpl:
         >>> layer.forward(query, key, value, torch.zeros(2, 2, 4, 2, 8), meta).shape
         torch.Size([3, 16])
         """
-        kind = self.attn_type if attn_type is None else AttentionType(attn_type)
-        _require_unit_scales(k_scale, v_scale)
-        rows = self._rows("query", query, self.num_heads)
-        fresh = self._fresh(key, value)
+        kind = self.attn_type if attn_type is None else AttentionType(str(attn_type))
+        require_unit_scales(k_scale=k_scale, v_scale=v_scale)
+        rows = heads("query", query, self.num_heads, self.head_size)
+        fresh = fresh_keys(key, value, (self.num_kv_heads, self.head_size))
+        check_output(output, rows)
         _check_counts(rows, fresh, attn_metadata, kind)
-        plan = self._plan(fresh, kv_cache, attn_metadata, kind)
-        attend = prepared(rows, plan.keys, plan.batch, self.specs[kind], backend=self.backend)
-        plan.write()
-        return attend()[0].view(query.shape)
+        cache = self._cache(kv_cache, kind)
+        require_one_device(query=query, key=key, value=value, kv_cache=cache and cache.key)
+        parts, write = plan(fresh, cache, attn_metadata, kind)
+        runs = [self._prepared(rows, part, self.specs[kind]) for part in parts]
+        write()
+        result = _sum([run() for run in runs]).reshape(query.shape)
+        return result if output is None else output.copy_(result.reshape(output.shape))
 
-    def _plan(self, fresh, kv_cache, meta, kind) -> Plan:
+    def _cache(self, kv_cache, kind) -> KVCache | None:
+        """The cache that a call of this kind reads and writes."""
         if not kind.cached or is_empty(kv_cache):
-            return _packed_plan(fresh, meta, kind, _no_write)
-        cache = split_kv_cache(kv_cache, self.num_kv_heads, self.head_size)
-        slots = None if fresh is None else _slots(meta, kind, cache.key.device)
-        write = functools.partial(_write, cache, fresh, slots)
-        if kind is AttentionType.DECODER and _is_none(meta.block_tables):
-            return _packed_plan(fresh, meta, kind, write)
-        batch = meta.to_batch(cache.block_size, kind)
-        own = batch if kind is AttentionType.DECODER else None
-        return Plan(cache, batch, functools.partial(write, own))
-
-    def _rows(self, name, packed, num_heads) -> Tensor:
-        """`[tokens, num_heads, head_size]`, whichever form was given."""
-        require_tensors(**{name: packed})
-        require_no_grad(packed)
-        shape = tuple(packed.shape)
-        if shape[1:] not in ((num_heads, self.head_size), (num_heads * self.head_size,)):
-            raise InvalidInputError(
-                f"{name} must be [num_tokens, {num_heads}, {self.head_size}] or [num_tokens, "
-                f"{num_heads * self.head_size}], got {list(shape)}"
-            )
-        return packed.reshape(len(packed), num_heads, self.head_size)
-
-    def _fresh(self, key, value) -> tuple[Tensor, Tensor] | None:
-        if (key is None) != (value is None):
-            raise InvalidInputError(
-                "key and value must both be given or both be None, got "
-                + ("value alone" if key is None else "key alone")
-            )
-        if key is None:
             return None
-        key = self._rows("key", key, self.num_kv_heads)
-        value = self._rows("value", value, self.num_kv_heads)
-        require(len(key) == len(value), f"got {len(key)} keys and {len(value)} values")
-        return key, value
+        return split_kv_cache(kv_cache, self.num_kv_heads, self.head_size)
+
+    def _prepared(self, rows, part: Part, spec):
+        """A part of the call, checked: to be run after the write."""
+        call = rows[: part.batch.num_tokens], part.keys, part.batch, spec
+        return prepared(*call, backend=self.backend_of(*call))
+
+    def backend_of(self, query: Tensor, keys: KVCache, batch: BatchMetadata, spec) -> str:
+        """The backend that runs a part of a call: the class's, unless a subclass knows better."""
+        return self.backend
 
     def _check_heads(self):
         sizes = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
@@ -190,27 +170,12 @@ class AttentionImpl:
         )
 
 
-def _packed_plan(fresh, meta, kind, write) -> Plan:
-    """Attention to the keys given, as blocks of one token."""
-    if fresh is None:
-        raise InvalidInputError(
-            f"{kind} attention needs key and value where it has no cache with block tables"
-        )
-    return Plan(packed_cache(*fresh), batches.packed(meta, kind), write)
-
-
-def _no_write() -> None:
-    """Encoders and profiling runs store no keys."""
-
-
-def _write(cache, fresh, slots, batch=None) -> None:
-    """Stores new keys, where the batch that is to read them, if it is theirs, will look."""
-    if fresh is None:
-        return
-    if batch is not None:
-        check_slots(batch)
-    key, value = fresh
-    write_kv_(cache, key, value, slots)
+def _sum(results) -> Tensor:
+    """The rows of all tokens; the results after the first are of the first tokens."""
+    (out, _), *others = results
+    for part, _ in others:
+        out[: len(part)] += part
+    return out
 
 
 def _check_counts(query, fresh, meta, kind):
@@ -222,24 +187,12 @@ def _check_counts(query, fresh, meta, kind):
     batches.require_fields(meta, kind, paged=fresh is None)
     num_keys = meta.num_encoder_tokens if encoder else meta.num_query_tokens(kind)
     expected = meta.num_query_tokens(kind), num_keys
-    got = len(query), num_keys if fresh is None else len(fresh[0])
+    got = len(query), num_keys if fresh is None else len(fresh.key)
     require(
         got == expected,
         f"attn_metadata expects {expected[0]} query and {expected[1]} key tokens for {kind} "
         f"attention, got {got[0]} and {got[1]}",
     )
-
-
-def _slots(meta, kind, device) -> Tensor:
-    cross = kind is AttentionType.ENCODER_DECODER
-    name = "cross_slot_mapping" if cross else "slot_mapping"
-    slots = getattr(meta, name)
-    require(slots is not None, f"{kind} attention needs {name} to write keys to the cache")
-    return tensor(name, slots, device)
-
-
-def _is_none(block_tables) -> bool:
-    return block_tables is None or block_tables.numel() == 0
 
 
 def _require_plain_cache(kv_cache_dtype, blocksparse_params):
@@ -250,17 +203,3 @@ def _require_plain_cache(kv_cache_dtype, blocksparse_params):
         )
     if blocksparse_params is not None:
         raise UnsupportedError("blocksparse_params must be None: every visible key is attended to")
-
-
-def _require_unit_scales(k_scale, v_scale):
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if isinstance(scale, Tensor) and scale.device.type != "cpu":
-            raise UnsupportedError(
-                f"{name} is a tensor on {scale.device}, and reading it would wait for the device; "
-                "give the number 1.0"
-            )
-        ones = (scale == 1.0).all() if isinstance(scale, Tensor) else scale == 1.0
-        if not ones:
-            raise UnsupportedError(
-                f"{name} must be 1.0, since the cache is not quantised, got {scale}"
-            )

@@ -3,6 +3,7 @@
 from .backend import AttentionBackend
 from .impl import AttentionImpl
 from .ipex_kernels import BACKEND as BACKEND
+from .ipex_kernels import lacks_alibi
 from .metadata import AttentionMetadata
 
 
@@ -11,9 +12,15 @@ class IpexAttnMetadata(AttentionMetadata):
 
 
 class IpexAttnBackendImpl(AttentionImpl):
-    """A layer on the kernels of Intel's extension for PyTorch."""
+    """A layer on the kernels of Intel's extension for PyTorch.
+
+    ALiBi of prompts, for which the extension has no right kernel, is computed by SDPA with a bias.
+    """
 
     backend = "ipex"
+
+    def backend_of(self, query, keys, batch, spec) -> str:
+        return "sdpa" if lacks_alibi(query, keys, batch, spec) else self.backend
 
 
 class IpexAttnBackend(AttentionBackend):

@@ -29,13 +29,17 @@ def unsupported(cache, batch, spec) -> list[str]:
     if batch.max_query_len <= 1:
         return []
     reasons = []
-    if spec.alibi_slopes is not None:
+    if lacks_alibi(cache, batch, spec):
         reasons.append("alibi_slopes: ipex has none on a CPU for more than one query a sequence")
     if spec.sliding_window == 1:
         reasons.append(
             "sliding_window=1: ipex takes it for unlimited with more than one query a sequence"
         )
     return reasons
+
+
+def lacks_alibi(cache, batch, spec) -> bool:
+    return spec.alibi_slopes is not None and batch.max_query_len > 1
 
 
 def attend(query: Tensor, cache, batch, spec, out: Tensor) -> None:

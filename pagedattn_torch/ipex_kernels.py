@@ -32,6 +32,12 @@ def unsupported(query, cache, batch, spec, return_lse) -> list[str]:
     return reasons + DEVICES[device].unsupported(cache, batch, spec)
 
 
+def lacks_alibi(query, cache, batch, spec) -> bool:
+    """Whether the extension is there, but has no ALiBi for this call."""
+    device = DEVICES.get(device_type(query))
+    return device is not None and not why_unusable() and device.lacks_alibi(cache, batch, spec)
+
+
 def run(query: Tensor, cache, batch, spec, return_lse: bool):
     out = query.new_zeros(query.shape)
     if not (len(query) and batch.num_seqs and batch.max_blocks):

@@ -5,7 +5,8 @@ Its two operators want two layouts of the cache, and neither is a view of the ot
   cache made by `empty_kv_cache` in the order (0, 1, 3, 4, 2).
 - `flash_attn_varlen_func`, for any queries: the logical order, blocks of 64 or 128.
 
-A cache is read where it lies, by the operator that its layout fits, or the call is refused.
+A cache is read where it lies, by the operator that its layout fits, or the call is refused. Packed
+keys, which are blocks of one token, are copied to pages.
 Operators are called by keywords only: the order of their arguments differs from the CPU's.
 Nothing here waits for the device, though the extension does in places.
 
@@ -20,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from pagedattn import KVCache
+
 from .device_bias import slopes_on
 from .ipex_ops import paged_operators
 
@@ -33,8 +36,7 @@ def unsupported(cache, batch, spec) -> list[str]:
     if _decodes(cache, batch, spec):
         return []
     if _packs(cache):
-        # They are applied to a key's position, which is its distance but for a constant if causal.
-        return ["alibi_slopes with causal=False"] if spec.alibi_slopes and not spec.causal else []
+        return ["alibi_slopes with causal=False"] if lacks_alibi(cache, batch, spec) else []
     return [
         f"on an XPU ipex reads block_size {PACKED_BLOCKS} with head_dim to {PACKED_HEAD_DIM} in "
         f"the logical layout, or, for one query a sequence without sliding_window, block_size "
@@ -44,10 +46,18 @@ def unsupported(cache, batch, spec) -> list[str]:
     ]
 
 
+def lacks_alibi(cache, batch, spec) -> bool:
+    """Slopes go by a key's position, which is its distance but for a constant, if causal."""
+    return bool(spec.alibi_slopes) and not (spec.causal or _decodes(cache, batch, spec))
+
+
 def attend(query: Tensor, cache, batch, spec, out: Tensor) -> None:
     """Writes the rows of out that belong to a sequence; anything where a query sees no key."""
     operator = _decode if _decodes(cache, batch, spec) else _packed
-    operator(query.contiguous(), cache, _bounded(batch, len(query)), spec, out)
+    batch = _bounded(batch, len(query))
+    if cache.block_size == 1:
+        cache, batch = _paged(cache, batch)
+    operator(query.contiguous(), cache, batch, spec, out)
 
 
 def _bounded(batch, num_tokens: int):
@@ -72,7 +82,24 @@ def _decodes(cache, batch, spec) -> bool:
 
 def _packs(cache) -> bool:
     contiguous = cache.key.is_contiguous() and cache.value.is_contiguous()
-    return contiguous and cache.block_size in PACKED_BLOCKS and cache.head_dim <= PACKED_HEAD_DIM
+    readable = cache.block_size == 1 or (contiguous and cache.block_size in PACKED_BLOCKS)
+    return readable and cache.head_dim <= PACKED_HEAD_DIM
+
+
+def _paged(cache, batch):
+    """Packed keys in pages, so many a sequence as the longest may need, and 0 behind its end."""
+    size = PACKED_BLOCKS[0]
+    count = -(-batch.max_blocks // size)
+    positions = torch.arange(count * size, device=batch.seq_lens.device)
+    rows = batch.block_tables.index_select(1, positions.clamp(max=batch.max_blocks - 1))
+    rows = rows.clamp(0, cache.num_blocks - 1).flatten()
+    behind = (positions >= batch.seq_lens[:, None]).view(-1, 1, 1)
+    key, value = (
+        plane.flatten(0, 1).index_select(0, rows).masked_fill_(behind, 0).unflatten(0, (-1, size))
+        for plane in (cache.key, cache.value)
+    )
+    tables = torch.arange(len(key), device=rows.device, dtype=torch.int32).view(-1, count)
+    return KVCache(key, value), dataclasses.replace(batch, block_tables=tables, block_size=size)
 
 
 def _decode(query, cache, batch, spec, out) -> None:

@@ -1,6 +1,7 @@
 """What one step attends to, as the layers' implementations take it."""
 
 from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -18,17 +19,20 @@ from pagedattn.checks import int_array, is_count, require
 from . import batches
 from .arrays import signed, tensor
 from .attention_type import AttentionType
-from .derivation import decoder_side, encoder_side
+from .derivation import check_counts, decoder_side, encoder_side
+from .fields import all_of, derived
 from .lengths import on_host, span_lengths
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@derived
+@dataclass(kw_only=True, eq=False)
 class AttentionMetadata:
     """A packed step of prefills, then decodes; with encoder fields also of encoders and cross.
 
     Sequence s has `seq_lens[s]` tokens, of which the last `query_len` are new; tokens are packed in
     the order of the sequences. What is left out is derived from what is given, and what is given
-    twice must agree. Nothing is changed afterwards: the next step is another object.
+    twice must agree. A field that is assigned later is given from then on: what follows from it is
+    derived anew at the next look at any field, and only then may contradictions raise.
 
     Tensors may be of any framework and are taken by DLPack. Lengths on a GPU are not read: lists
     that only they hold stay None, so give both where both are at hand.
@@ -41,19 +45,24 @@ class AttentionMetadata:
         are padding. None if there is no cache.
       seq_lens, seq_lens_tensor: tokens of each sequence, the new ones included. A padding
         sequence has length 0.
-      block_tables: int `[num_seqs, max_blocks]`, for the new tokens too; empty or None if there is
-        no cache, or for prompts without a context.
+      block_tables: int `[num_seqs, max_blocks]`; empty or None if there is no cache, or for
+        prompts without a context. Those may have any row; a prefill's may lack the blocks that
+        hold new tokens alone.
       context_lens_tensor: tokens of each sequence that are cached already, 0 by default.
       query_start_loc: where each sequence's tokens start, and where the last one's end.
       max_query_len, max_decode_query_len, max_prefill_seq_len, max_decode_seq_len: upper bounds.
       is_prompt: whether all sequences are prefills.
-      use_cuda_graph: kept for whoever captures the decodes; nothing here depends on it.
+      use_cuda_graph: whether the decodes are padded to the size of a captured graph. Then
+        query_start_loc and context_lens_tensor may end before the sequences that only pad; those
+        bring no tokens, and num_decode_tokens counts padding.
       encoder_seq_lens, encoder_seq_lens_tensor: encoder tokens of each sequence.
       encoder_query_start_loc: where each sequence's encoder tokens of this step start in their own
         packed axis. By default the first sequences bring theirs, `num_encoder_tokens` in all.
       max_encoder_seq_len, encoder_seq_start_loc, num_encoder_tokens: as their names say.
       cross_slot_mapping: the slot of each encoder token of this step.
-      cross_block_tables: the blocks of each sequence's encoder keys.
+      cross_block_tables: the blocks of each sequence's encoder keys; empty where all of them come
+        in this step.
+      multi_modal_placeholder_index_maps, enable_kv_scales_calculation: kept for whoever asks.
 
     Raises:
       InvalidInputError: the fields contradict each other, or are no integers of their shape.
@@ -89,16 +98,20 @@ class AttentionMetadata:
     num_encoder_tokens: int | None = None
     cross_slot_mapping: Any = None
     cross_block_tables: Any = None
+    multi_modal_placeholder_index_maps: dict | None = None
+    enable_kv_scales_calculation: bool = False
 
     def __post_init__(self):
-        given = {name: getattr(self, name) for name in _TENSORS}
-        self._set({name: _field(name, array) for name, array in given.items() if array is not None})
-        self._set(decoder_side(self))
-        self._set(encoder_side(self))
+        all_of(self)
 
-    def _set(self, values):
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+    @staticmethod
+    def _derive(given: dict[str, Any]) -> dict[str, Any]:
+        """All fields of those given."""
+        arrays = {name: _field(name, given[name]) for name in _TENSORS}
+        whole = SimpleNamespace(**given | arrays)
+        for side in (check_counts, decoder_side, encoder_side):
+            vars(whole).update(side(whole))
+        return vars(whole)
 
     @classmethod
     def from_batch(
@@ -176,7 +189,7 @@ class AttentionMetadata:
           InvalidInputError: fields that this type needs are missing or do not fit together.
         """
         require(is_count(block_size), f"block_size must be an integer above 0, got {block_size!r}")
-        attn_type = AttentionType(attn_type)
+        attn_type = AttentionType(str(attn_type))
         if attn_type.cached:
             return batches.paged(self, block_size, attn_type)
         return batches.packed(self, attn_type)
@@ -252,7 +265,7 @@ class AttentionMetadata:
 
     def num_query_tokens(self, attn_type: AttentionType | str) -> int:
         """Rows of the query that a forward of this type expects, padding included."""
-        if AttentionType(attn_type) is AttentionType.ENCODER:
+        if AttentionType(str(attn_type)) is AttentionType.ENCODER:
             return self.num_encoder_tokens or 0
         if self.slot_mapping is not None:
             return len(self.slot_mapping)
@@ -268,7 +281,7 @@ class AttentionMetadata:
         >>> meta.get_seq_lens("decoder")
         ([3, 1], [5, 5])
         """
-        attn_type = AttentionType(attn_type)
+        attn_type = AttentionType(str(attn_type))
         batches.require_fields(self, attn_type, paged=False)
         own = span_lengths(self.query_start_loc), self.seq_lens
         encoder = span_lengths(self.encoder_query_start_loc), self.encoder_seq_lens
@@ -296,7 +309,7 @@ class AttentionMetadata:
         [tensor([[0., 0., -inf],
                 [0., 0., 0.]])]
         """
-        spec = replace(spec, causal=AttentionType(attn_type).causal)
+        spec = replace(spec, causal=AttentionType(str(attn_type)).causal)
         keys = [torch.arange(n) for n in self.get_seq_lens(attn_type)[1]]
         queries = [
             torch.arange(len(key) - n, len(key))
@@ -309,7 +322,7 @@ class AttentionMetadata:
 
         Encoders have no block tables: None.
         """
-        attn_type = AttentionType(attn_type)
+        attn_type = AttentionType(str(attn_type))
         if attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_DECODER):
             cross = attn_type is AttentionType.ENCODER_DECODER
             tables = self.cross_block_tables if cross else None
@@ -321,7 +334,7 @@ class AttentionMetadata:
         self, attn_type: AttentionType | str
     ) -> tuple[int, int, int]:
         """New prefill queries, new keys of theirs, new decode queries."""
-        attn_type = AttentionType(attn_type)
+        attn_type = AttentionType(str(attn_type))
         encoder = self.num_encoder_tokens or 0
         if attn_type is AttentionType.ENCODER:
             return encoder, encoder, 0
@@ -346,7 +359,9 @@ _OF_SEQUENCES = (
 _TENSORS = tuple(field.name for field in fields(AttentionMetadata) if field.type is Any)
 
 
-def _field(name, array) -> Tensor:
+def _field(name, array) -> Tensor | None:
+    if array is None:
+        return None
     field = signed(tensor(name, array))
     if field.numel():
         int_array(name, field, 2 if name.endswith("block_tables") else 1)

@@ -12,7 +12,8 @@ torch = pytest.importorskip("torch")
 from cases import SIGNED  # noqa: E402
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from xpu_rules import NeverWaits, PagedAttention  # noqa: E402
+from torch_layers import assert_close, dense, normal, spec_of  # noqa: E402
+from xpu_rules import NeverWaits, stand_in_for_xpu  # noqa: E402
 
 from interop import to_torch  # noqa: E402
 from pagedattn import AttentionSpec, KVCache, UnsupportedError  # noqa: E402
@@ -25,12 +26,14 @@ from pagedattn.testing import (  # noqa: E402
 from pagedattn.testing.strategies import seeds  # noqa: E402
 from pagedattn_torch import (  # noqa: E402
     IpexAttnBackend,
+    IpexAttnBackendImpl,
+    IpexAttnMetadata,
     empty_kv_cache,
     ipex_kernels,
-    ipex_xpu,
     paged_attention,
 )
 from pagedattn_torch.arrays import batch_on  # noqa: E402
+from pagedattn_torch.attention import packed_batch, packed_cache  # noqa: E402
 
 F16, BF16 = np.float16, ml_dtypes.bfloat16
 LOGICAL, SLOTS_LAST = (0, 1, 2, 3, 4), (0, 1, 3, 4, 2)
@@ -56,12 +59,7 @@ MIXED = ([3, 1, 0, 80, 1, 0], [300, 7, 9, 200, 129, 0])
 
 @pytest.fixture
 def xpu(monkeypatch, on_cpu):
-    """Operators in place of the extension's; tensors on the CPU are said to lie on an XPU."""
-    operators = PagedAttention()
-    monkeypatch.setattr(ipex_kernels, "why_unusable", list)
-    monkeypatch.setattr(ipex_kernels, "device_type", lambda query: "xpu")
-    monkeypatch.setattr(ipex_xpu, "paged_operators", lambda: operators)
-    return operators
+    return stand_in_for_xpu(monkeypatch)
 
 
 def problem_of(lens, spec, block_size, dtype=F16, **sizes):
@@ -139,6 +137,46 @@ def test_any_heads(xpu, block_size, lens, kernel, seed, heads):
     sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "seed": seed}
     problem = problem_of(lens, AttentionSpec(), block_size, **sizes)
     check(xpu, problem, ORDERS[block_size], kernel)
+
+
+def rows_of(tokens):
+    return [normal(i, tokens, n, 16, dtype=torch.float16) for i, n in enumerate((4, 2, 2))]
+
+
+PACKED_LENS = [[5], [40, 7, 1], [0, 64, 65, 200]]
+
+
+@pytest.mark.parametrize("name", [n for n in SPECS if SPECS[n].causal or "alibi" not in n])
+@pytest.mark.parametrize("lens", PACKED_LENS)
+def test_packed_keys_are_put_in_pages(xpu, name, lens):
+    """Encoders, profiling runs and prompts without tables: by that operator too."""
+    rows = rows_of(sum(lens))
+    starts = torch.tensor([0, *np.cumsum(lens)], dtype=torch.int32)
+    batch = packed_batch(sum(lens), starts, starts, max(lens), max(lens))
+    call = rows[0], packed_cache(*rows[1:]), batch, SPECS[name]
+    paged_attention(*call, backend="ipex")  # slopes are copied once
+    xpu.calls.clear()
+    with NeverWaits():
+        out, _ = ipex_kernels.run(*call, False)
+    assert_close(out, dense(*rows, lens, lens, SPECS[name]), atol=4e-3, rtol=4e-3)
+    assert [operator for operator, *_ in xpu.calls] == ["packed"]
+
+
+@pytest.mark.parametrize("kind", ["decoder", "encoder", "encoder_only"])
+@pytest.mark.parametrize("window", [None, 5])
+def test_layers_of_alibi_models_run(xpu, kind, window):
+    """Causal prompts by the extension, what looks both ways by SDPA."""
+    lens = [40, 7, 65]
+    rows = rows_of(112)
+    layer = IpexAttnBackendImpl(4, 16, num_kv_heads=2, alibi_slopes=SIGNED, sliding_window=window)
+    own = {"encoder_seq_lens": lens} if kind == "encoder" else {"seq_lens": lens}
+    tokens = 0 if kind == "encoder" else 112
+    counts = {"num_prefills": 3, "num_prefill_tokens": tokens, "num_decode_tokens": 0}
+    meta = IpexAttnMetadata(**counts, **own)
+    out = layer.forward(*rows, None, meta, attn_type=kind)
+    want = dense(*rows, lens, lens, spec_of(layer, kind))
+    assert_close(out, want, atol=4e-3, rtol=4e-3)
+    assert len(xpu.calls) == (kind == "decoder")
 
 
 REFUSED = {

@@ -3,7 +3,6 @@
 The numbers are only a count. All are held to the float64 oracle, or to what must not happen.
 """
 
-import dataclasses
 import warnings
 
 import ml_dtypes
@@ -417,7 +416,7 @@ def test_32_every_feature_changes_every_phase(phase, feature):
 def test_33_tables_too_narrow_for_the_context_are_refused():
     problem = random_problem([3], [19], AttentionSpec())
     query, key, value, kv_cache, meta = step_of(problem)
-    fields = meta.asdict_zerocopy() | {"block_tables": meta.block_tables[:, :4]}
+    fields = meta.asdict_zerocopy() | {"block_tables": meta.block_tables[:, :3]}
     with pytest.raises(InvalidInputError, match="seq_lens"):
         layer_of(problem).forward(query, key, value, kv_cache, type(meta)(**fields))
 
@@ -432,10 +431,8 @@ def test_34_queries_and_keys_have_their_own_lengths():
 # Structure
 
 
-def test_35_metadata_is_frozen_and_splits_are_computed_anew():
+def test_35_metadata_is_left_alone_and_splits_are_computed_anew():
     meta = AttentionMetadata.from_lists([3, 1], [0, 4], [[0], [1, 2]], block_size=4)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        meta.seq_lens = [4, 5]
     assert meta.prefill_metadata is not meta.prefill_metadata
     before = dict(vars(meta))
     layer = new_layer(2, 8, alibi_slopes=[0.5, 0.25])

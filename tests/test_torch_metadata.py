@@ -74,13 +74,105 @@ def test_arrays_of_other_frameworks_are_taken_without_a_copy():
     assert meta.slot_mapping.data_ptr() == slots.ctypes.data
 
 
-def test_it_is_frozen_and_keeps_its_own_list():
+def test_it_keeps_its_own_list():
     lens = [3, 7, 5, 2]
     meta = mixed(seq_lens=lens)
     lens[0] = 9
     assert meta.seq_lens == [3, 7, 5, 2]
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        meta.num_prefills = 3
+
+
+def assigned(meta, fields):
+    for name, value in fields.items():
+        setattr(meta, name, value)
+    return meta
+
+
+@given(data=st.data())
+def test_fields_may_be_assigned_in_any_order(data):
+    """Encoders as a model runner adds them to a step, and those of another step over them."""
+    lens = [4, 1, 6, 2]
+    fields = {"num_encoder_tokens": 5, "encoder_seq_lens_tensor": torch.tensor(lens)}
+    fields |= encoder_fields(max_encoder_seq_len=6)
+    other = {name: value for name, value in fields.items() if name != "num_encoder_tokens"}
+    other |= {"encoder_seq_lens": [9, 1, 6, 2], "max_encoder_seq_len": 9}
+    other |= {"encoder_seq_lens_tensor": torch.tensor([9, 1, 6, 2]), "num_encoder_tokens": 10}
+    meta = mixed()
+    for step in (fields, other):
+        order = data.draw(st.permutations(list(step)))
+        assigned(meta, {name: step[name] for name in order})
+        assert values(meta) == values(mixed(**step))
+
+
+def test_what_follows_from_an_assigned_field_is_derived_anew():
+    meta = assigned(mixed(), {"seq_lens": [4, 8, 6, 3], "context_lens_tensor": None})
+    meta.context_lens_tensor = torch.tensor([1, 6, 5, 2])
+    assert meta.seq_lens_tensor.tolist() == [4, 8, 6, 3]
+    assert (meta.max_prefill_seq_len, meta.max_decode_seq_len) == (8, 6)
+    assert meta.prefill_metadata.seq_lens == [4, 8]
+    assert not meta.is_all_encoder_attn_metadata_set
+    meta.encoder_seq_lens = [4, 1, 6, 2]
+    assert meta.is_all_encoder_attn_metadata_set
+    assert meta.encoder_seq_lens_tensor.tolist() == [4, 1, 6, 2]
+
+
+def test_assigned_contradictions_are_refused_at_the_next_look():
+    meta = mixed()
+    meta.num_prefill_tokens = 6
+    with pytest.raises(InvalidInputError, match="num_prefill_tokens"):
+        _ = meta.seq_lens
+    meta.num_prefill_tokens = 5
+    assert values(meta) == values(mixed())
+
+
+def padded_for_a_graph(**fields):
+    """Two decodes in a graph of four: all is padded but query_start_loc and the contexts."""
+    return AttentionMetadata(
+        num_prefills=0,
+        num_prefill_tokens=0,
+        num_decode_tokens=4,
+        slot_mapping=torch.tensor([20, 33, -1, -1]),
+        seq_lens=[5, 2, 1, 1],
+        seq_lens_tensor=torch.tensor([5, 2, 1, 1]),
+        block_tables=torch.tensor([[4, 5], [8, 0], [0, 0], [0, 0]]),
+        query_start_loc=torch.tensor([0, 1, 2]),
+        seq_start_loc=torch.tensor([0, 5, 7, 8, 9]),
+        context_lens_tensor=torch.tensor([4, 1]),
+        max_query_len=1,
+        **{"use_cuda_graph": True} | fields,
+    )
+
+
+def test_padding_for_a_captured_graph():
+    """The sequences that pad bring no tokens; the tokens that pad belong to none."""
+    meta = padded_for_a_graph()
+    assert meta.query_start_loc.tolist() == [0, 1, 2, 2, 2]
+    assert meta.context_lens_tensor.tolist() == [4, 1, 1, 1]
+    assert meta.get_seq_lens("decoder") == ([1, 1, 0, 0], [5, 2, 1, 1])
+    assert values(meta.decode_metadata) == values(meta)
+
+
+def test_padding_is_for_captured_graphs_alone():
+    with pytest.raises(InvalidInputError, match="query_start_loc"):
+        padded_for_a_graph(use_cuda_graph=False)
+
+
+COUNTS = ("num_prefills", "num_prefill_tokens", "num_decode_tokens", "num_encoder_tokens")
+BOUNDS = tuple(f.name for f in dataclasses.fields(AttentionMetadata) if f.name.startswith("max_"))
+
+
+@pytest.mark.parametrize("value", ["2", 2.0, -1, [2], object(), True, np.float32(2), float("nan")])
+@pytest.mark.parametrize("name", [*COUNTS, *BOUNDS])
+def test_counts_and_bounds_are_integers(name, value):
+    with pytest.raises(InvalidInputError, match=name):
+        mixed(**encoder_fields() | {name: value})
+
+
+@pytest.mark.parametrize("integer", [int, np.int64, torch.tensor])
+def test_counts_and_bounds_of_any_integers(integer):
+    bounds = dict.fromkeys(BOUNDS, integer(9)) | {"num_encoder_tokens": integer(5)}
+    counts = {"num_prefills": integer(2), "num_prefill_tokens": integer(5)}
+    meta = mixed(**encoder_fields() | bounds | counts)
+    assert all(type(getattr(meta, name)) is int for name in (*BOUNDS, *COUNTS))
 
 
 WRONG = {

@@ -17,6 +17,11 @@ from pagedattn_torch import (
     AttentionType,
     IpexAttnBackendImpl,
     TorchSDPABackendImpl,
+    batches,
+    derivation,
+    lengths,
+    plans,
+    slots,
 )
 
 
@@ -41,6 +46,12 @@ LAYERS = {"sdpa": TorchSDPABackendImpl, "ipex": RefusingLayer}
 layer_cls = TorchSDPABackendImpl  # the fixture `layers` sets it
 
 TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def hide_values(monkeypatch) -> None:
+    """As on a GPU: values of tensors are not known."""
+    for module in (batches, derivation, lengths, plans, slots):
+        monkeypatch.setattr(module, "known", lambda array: None)
 
 
 class Step(NamedTuple):

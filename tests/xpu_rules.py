@@ -10,9 +10,20 @@ import math
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from pagedattn_torch import ipex_kernels, ipex_xpu
+
 HALVES = (torch.float16, torch.bfloat16)
 TILE = 64  # queries
 WAITING = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "repeat_interleave.Tensor")
+
+
+def stand_in_for_xpu(monkeypatch) -> "PagedAttention":
+    """Operators in place of the extension's; tensors on the CPU are said to lie on an XPU."""
+    operators = PagedAttention()
+    monkeypatch.setattr(ipex_kernels, "why_unusable", list)
+    monkeypatch.setattr(ipex_kernels, "device_type", lambda query: "xpu")
+    monkeypatch.setattr(ipex_xpu, "paged_operators", lambda: operators)
+    return operators
 
 
 class NeverWaits(TorchDispatchMode):

@@ -1,0 +1,123 @@
+"""What an engine keeps of its attention across steps: the buffers that captured graphs read."""
+
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from pagedattn import InvalidInputError
+
+from .metadata import AttentionMetadata
+
+OWN_BUFFERS = ("slot_mapping", "seq_lens_tensor", "block_tables")
+CROSS_BUFFERS = ("encoder_seq_lens_tensor", "cross_slot_mapping", "cross_block_tables")
+
+
+class AttentionState:
+    """The buffers of graph capture, for one model runner.
+
+    While graphs are captured it owns buffers for the largest batch; the metadata of a batch size
+    are views of them. A graph captured with that metadata reads whatever is in the buffers when it
+    is replayed: `prepare_graph_input_buffers` puts the next step's values there.
+
+    Args:
+      runner: has `device`; `graph_block_tables`, an int array `[max_batch_size, max_blocks]`;
+        `attn_backend`, a backend class; `max_seq_len_to_capture`; and for encoder-decoder models
+        `get_max_block_per_batch()`.
+    """
+
+    def __init__(self, runner: Any):
+        self.runner = runner
+        self._buffers = None
+
+    @contextmanager
+    def graph_capture(self, max_batch_size: int):
+        """The time in which graphs of up to so many sequences are captured."""
+        on_device = {"device": self.runner.device}
+        tables = torch.as_tensor(self.runner.graph_block_tables).to(**on_device)
+        self._buffers = {
+            "slot_mapping": torch.full((max_batch_size,), -1, dtype=torch.int64, **on_device),
+            "seq_lens_tensor": torch.ones(max_batch_size, dtype=torch.int32, **on_device),
+            "block_tables": tables[:max_batch_size],
+        }
+        try:
+            yield
+        finally:
+            self._buffers = None
+
+    def graph_clone(self, batch_size: int) -> "AttentionState":
+        """The state of one graph: another one, of the same runner."""
+        self._captured()
+        return type(self)(self.runner)
+
+    def graph_capture_get_metadata_for_batch(
+        self, batch_size: int, is_encoder_decoder_model: bool = False
+    ) -> AttentionMetadata:
+        """Metadata of so many decodes, over the buffers.
+
+        Raises:
+          InvalidInputError: no capture is under way, or it is of smaller batches.
+        """
+        buffers = self._captured()
+        largest = len(buffers["slot_mapping"])
+        if not 0 < batch_size <= largest:
+            raise InvalidInputError(f"batch_size must be from 1 to {largest}, got {batch_size}")
+        meta = self.runner.attn_backend.make_metadata(
+            num_prefills=0,
+            num_prefill_tokens=0,
+            num_decode_tokens=batch_size,
+            max_query_len=1,
+            max_decode_query_len=1,
+            max_prefill_seq_len=0,
+            max_decode_seq_len=self.runner.max_seq_len_to_capture,
+            use_cuda_graph=True,
+            **{name: buffer[:batch_size] for name, buffer in buffers.items()},
+        )
+        if is_encoder_decoder_model:
+            self._add_cross_buffers(meta, batch_size)
+        return meta
+
+    def get_graph_input_buffers(
+        self, attn_metadata: AttentionMetadata, is_encoder_decoder_model: bool = False
+    ) -> dict[str, Any]:
+        """The tensors that a graph captured with the metadata reads, by name."""
+        names = OWN_BUFFERS + (CROSS_BUFFERS if is_encoder_decoder_model else ())
+        return {name: getattr(attn_metadata.decode_metadata, name) for name in names}
+
+    def prepare_graph_input_buffers(
+        self,
+        input_buffers: dict[str, Any],
+        attn_metadata: AttentionMetadata,
+        is_encoder_decoder_model: bool = False,
+    ) -> None:
+        """Copies a step, padded to the size of the graph, to the buffers that the graph reads."""
+        step = self.get_graph_input_buffers(attn_metadata, is_encoder_decoder_model)
+        for name, values in step.items():
+            _check(name, values, input_buffers[name])
+        for name, values in step.items():
+            input_buffers[name].copy_(values, non_blocking=True)
+
+    def begin_forward(self, model_input: Any) -> None:
+        """Before each step; there is nothing to plan."""
+
+    def _captured(self) -> dict[str, torch.Tensor]:
+        if self._buffers is None:
+            raise InvalidInputError("expected a capture under way: call it within graph_capture()")
+        return self._buffers
+
+    def _add_cross_buffers(self, meta, batch_size):
+        """Encoders of one token each, none of them new."""
+        columns, like = self.runner.get_max_block_per_batch(), meta.seq_lens_tensor
+        meta.encoder_seq_lens_tensor = torch.ones_like(like)
+        meta.max_encoder_seq_len = self.runner.max_seq_len_to_capture
+        meta.num_encoder_tokens = 0
+        meta.cross_slot_mapping = like.new_zeros(0)
+        meta.cross_block_tables = like.new_zeros(batch_size, columns)
+
+
+def _check(name, values, buffer):
+    if values is None or values.shape != buffer.shape:
+        got = None if values is None else list(values.shape)
+        raise InvalidInputError(
+            f"{name} must be padded to the graph's {list(buffer.shape)}, got {got}"
+        )
