@@ -6,11 +6,12 @@ from jaxtyping import Array, Float, Int
 
 from . import choice, validate
 from .backend import Backend
-from .batch import BatchMetadata, Sequences
+from .batch import BatchMetadata, sequences_of
 from .cache import KVCache
 from .call import call_of
 from .foreign import takes_any_array
-from .ragged import int32, positions
+from .integers import rising
+from .ragged import positions
 from .registry import Framework
 from .spec import AttentionSpec
 from .tracing import varying_alike
@@ -62,10 +63,9 @@ def paged_attention(
     >>> paged_attention(jnp.ones((3, 2, 8)), cache, batch, backend="xla").shape
     (3, 2, 8)
     """
-    validate.attention(query, cache, batch, spec)
-    query, cache = jax.tree.map(jnp.asarray, (query, cache))
-    call = call_of(query, cache, batch, spec, return_lse)
+    call = _call(query, cache, batch, spec, return_lse)
     chosen = choice.select(backend, call, Framework.JAX)
+    query, cache = jax.tree.map(jnp.asarray, (query, cache))
     arrays = varying_alike((query, cache, sequences_of(batch)))
     out, lse = empty_results(call) if call.is_empty else chosen.run(call, *arrays)
     return (out, lse) if return_lse else out
@@ -90,9 +90,7 @@ def explain(
     >>> why["xla"], why.choice
     ([], 'xla')
     """
-    validate.attention(query, cache, batch, spec)
-    query, cache = jax.tree.map(jnp.asarray, (query, cache))
-    return choice.explain(call_of(query, cache, batch, spec, return_lse), Framework.JAX)
+    return choice.explain(_call(query, cache, batch, spec, return_lse), Framework.JAX)
 
 
 @takes_any_array
@@ -110,14 +108,14 @@ def select_backend(
     >>> select_backend(jnp.ones((1, 2, 8), cache.dtype), cache, batch)
     'xla'
     """
-    validate.attention(query, cache, batch, spec)
+    return choice.select(None, _call(query, cache, batch, spec, return_lse), Framework.JAX).name
+
+
+def _call(query, cache, batch, spec, return_lse):
+    """The call, validated."""
+    validate.attention(query, cache, batch, spec, return_lse)
     query, cache = jax.tree.map(jnp.asarray, (query, cache))
-    return choice.select(None, call_of(query, cache, batch, spec, return_lse), Framework.JAX).name
-
-
-def sequences_of(batch: BatchMetadata) -> Sequences:
-    """What backends read of a batch, as int32 arrays."""
-    return Sequences(*map(int32, (batch.block_tables, batch.seq_lens, batch.query_start_loc)))
+    return call_of(query, cache, batch, spec, return_lse)
 
 
 def empty_results(call):
@@ -169,7 +167,7 @@ def packed_cache(key, value) -> KVCache:
 
 def packed_batch(num_tokens, query_start_loc, key_start_loc, max_query_len, max_key_len):
     """Packed keys as a batch over blocks of one token."""
-    query_start_loc, key_start_loc = int32(query_start_loc), int32(key_start_loc)
+    query_start_loc, key_start_loc = rising(query_start_loc), rising(key_start_loc)
     key_lens = key_start_loc[1:] - key_start_loc[:-1]
     offsets = jnp.arange(max_key_len, dtype=jnp.int32)
     return BatchMetadata(

@@ -10,6 +10,7 @@ from jaxtyping import Array, Int
 
 from . import validate_batch as validate
 from .checks import distinct_slots
+from .integers import int32, rising
 from .ragged import PAD_SLOT
 
 
@@ -23,7 +24,8 @@ class Sequences:
         `ceil(seq_len / block_size)` may hold anything and are never followed.
       seq_lens: tokens of each sequence after this step (cross attention: its number of keys).
       query_start_loc: where each sequence's tokens start in the packed axis, and where the last
-        one's end; tokens from there on are padding.
+        one's end; tokens from there on are padding. Behind the last sequence the starts may stay
+        at that end, or be 0.
     """
 
     block_tables: Int[Any, "num_seqs max_blocks"]
@@ -92,10 +94,11 @@ def make_batch(
       context_lens: tokens of each sequence that the cache holds already.
       block_tables: a row of block ids for each sequence (rows may differ in length), or an array.
       block_size: tokens a block.
-      key_lens: for cross attention, the number of keys of each sequence, independent of its
-        queries. The tables are then the keys' own; context is `key_len - query_len`, whatever
-        `context_lens` says (it may be None), and nothing is to be written: all slots are -1. The
-        keys are written by the batch that brings them.
+      key_lens: the number of keys of each sequence, all of them written already, in place of
+        `context_lens` (which may then be None): context is `key_len - query_len`, nothing is to be
+        written, and all slots are -1. For cross attention, whose keys have tables of their own and
+        are written by the batch that brings them, independent of the queries; and to attend
+        again to tokens that are written, where sequences may share their last blocks too.
       pad_tokens, pad_seqs, pad_blocks: lengths of the token axis, of the sequence axis and of a
         table row after padding; None pads nothing. Few distinct values mean few compilations.
       max_query_len: the static bound on query lengths; None takes the longest, rounded up to a
@@ -109,6 +112,9 @@ def make_batch(
     >>> batch = make_batch([3, 1], [0, 4], [[7], [2, 5]], block_size=4)
     >>> batch.slot_mapping.tolist(), batch.positions.tolist()
     ([28, 29, 30, 20], [0, 1, 2, 4])
+    >>> again = make_batch([1, 1], None, [[2, 5], [2, 5]], key_lens=[6, 6], block_size=4)
+    >>> again.slot_mapping.tolist(), again.positions.tolist()
+    ([-1, -1], [5, 5])
     """
     query_lens = validate.lengths("query_lens", query_lens)
     seq_lens = _seq_lens(query_lens, context_lens, key_lens)
@@ -116,7 +122,7 @@ def make_batch(
     ends = np.cumsum(query_lens)
     seq_ids = np.repeat(np.arange(len(query_lens)), query_lens)
     positions = np.arange(len(seq_ids)) + (seq_lens - ends)[seq_ids]
-    slots = _slots(tables, seq_ids, positions, block_size, cross=key_lens is not None)
+    slots = _slots(tables, seq_ids, positions, block_size, written=key_lens is not None)
     num_seqs = validate.padding("pad_seqs", len(query_lens), pad_seqs)
     num_tokens = validate.padding("pad_tokens", len(seq_ids), pad_tokens)
     max_blocks = validate.padding("pad_blocks", tables.shape[1], pad_blocks)
@@ -131,14 +137,20 @@ def make_batch(
     )
 
 
+def sequences_of(batch: BatchMetadata) -> Sequences:
+    """What backends read of a batch: int32 arrays, and starts that do not fall into padding."""
+    tables, lens = int32(batch.block_tables), int32(batch.seq_lens)
+    return Sequences(tables, lens, rising(batch.query_start_loc))
+
+
 def _seq_lens(query_lens, context_lens, key_lens):
     if key_lens is not None:
         return validate.lengths("key_lens", key_lens, like=query_lens)
     return query_lens + validate.lengths("context_lens", context_lens, like=query_lens)
 
 
-def _slots(tables, seq_ids, positions, block_size, *, cross):
-    if cross:
+def _slots(tables, seq_ids, positions, block_size, *, written):
+    if written:
         return np.full(len(seq_ids), PAD_SLOT)
     slots = tables[seq_ids, positions // block_size] * block_size + positions % block_size
     distinct_slots(slots)

@@ -142,7 +142,7 @@ def fill_blocks(cache: KVCache, blocks: Int[Array, "*n"], value: float = 0.0) ->
     >>> fill_blocks(cache, jnp.array([1, -1])).key.ravel().tolist()
     [1.0, 0.0, 1.0]
     """
-    validate.fill(cache, blocks)
+    validate.fill(cache, blocks, value)
     blocks = int32(blocks).ravel()
     rows = jnp.full((len(blocks), *cache.key.shape[1:]), value, cache.dtype)
     return KVCache(set_rows(cache.key, blocks, rows), set_rows(cache.value, blocks, rows))
@@ -150,6 +150,7 @@ def fill_blocks(cache: KVCache, blocks: Int[Array, "*n"], value: float = 0.0) ->
 
 def _copy(src_plane, dst_plane, src, dst):
     src, dst = int32(src), int32(dst)
+    src_plane, dst_plane = jnp.asarray(src_plane), jnp.asarray(dst_plane)
     blocks = src_plane.at[src].get(mode="clip")
     dst = jnp.where(in_range(src, len(src_plane)), dst, PAD_SLOT)
     return set_rows(dst_plane, *(_beside(array, dst_plane) for array in (dst, blocks)))

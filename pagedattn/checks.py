@@ -1,5 +1,6 @@
 """The pieces that input checks are made of. Values are looked at only where they are known."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -15,26 +16,39 @@ def require(condition, text: str) -> None:
 
 
 def is_count(value, least=1) -> bool:
-    counts = hasattr(value, "__index__") and not isinstance(value, bool)
-    return counts and value.__index__() >= least
+    """Whether it is a number, of Python or NumPy, that int32 holds and that is at least `least`."""
+    return is_whole(value) and least <= int(value) <= MAX_SLOTS
+
+
+def is_whole(value) -> bool:
+    """Truth values and NumPy's time spans are integers to Python and NumPy, but not to us."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool | np.timedelta64)
+
+
+def count(name, value, least=1) -> int:
+    """A static size."""
+    least_text = f"above {least - 1}" if least else "of at least 0"
+    require(is_count(value, least), f"{name} must be an integer {least_text}, got {shown(value)}")
+    return int(value)
 
 
 def integers(name, values, ndim) -> np.ndarray:
-    try:
-        array = np.asarray(values)
-    except ValueError as error:
-        raise InvalidInputError(
-            f"{name} must be integers of {ndim} dimension(s): {error}"
-        ) from error
-    array = array.astype(np.int64) if array.size == 0 else array
+    """A list or an array with known values as int64."""
+    require(not isinstance(values, Tracer), f"{name} must be known here, but is traced by JAX")
+    _not_masked(name, values)
+    array = _read(name, values)
+    if array.size == 0 and array.dtype.kind == "f":  # what NumPy makes of an empty list
+        array = array.astype(np.int64)
     require(
-        array.dtype.kind in "iu" and array.ndim == ndim,
+        is_integer(array.dtype) and array.ndim == ndim,
         f"{name} must be integers of {ndim} dimension(s), got {describe(array)}",
     )
-    return array.astype(np.int64)
+    return _wide(array)
 
 
 def start_locs(name, starts, count, longest):
+    """They rise; entries of 0 behind the last sequence are padding."""
+    starts = np.append(starts[:1], np.trim_zeros(starts[1:], "b"))
     spans = np.diff(starts)
     require(
         starts[0] == 0 and (spans >= 0).all() and starts[-1] <= count,
@@ -47,16 +61,22 @@ def start_locs(name, starts, count, longest):
 
 
 def an_array(name, array) -> None:
+    """Of JAX, traced or not, of NumPy, or of whoever else speaks DLPack."""
+    known_kinds = isinstance(array, jax.Array | np.ndarray | np.generic)
+    foreign = hasattr(array, "__dlpack__") and not isinstance(array, type)
+    shaped = hasattr(array, "dtype") and hasattr(array, "shape") and hasattr(array, "ndim")
     require(
-        hasattr(array, "dtype") and hasattr(array, "ndim"),
-        f"{name} must be an array, got {type(array).__name__}",
+        known_kinds or (foreign and shaped), f"{name} must be an array, got {type(array).__name__}"
     )
+    _not_masked(name, array)
+    deleted = isinstance(array, jax.Array) and not is_traced(array) and array.is_deleted()
+    require(not deleted, f"{name} has been given away (donated to a jitted function) or deleted")
 
 
 def int_array(name, array, ndim):
     an_array(name, array)
     require(
-        array.ndim == ndim and jnp.issubdtype(_numpy_dtype(array.dtype), jnp.integer),
+        array.ndim == ndim and is_integer(array.dtype),
         f"{name} must be integers of {ndim} dimension(s), got {describe(array)}",
     )
 
@@ -72,24 +92,38 @@ def distinct_slots(slots) -> None:
     require(
         (counts <= 1).all(),
         f"slots {found[counts > 1].tolist()} are written by several tokens; sequences may share "
-        "only blocks that this step does not write, copy the block first",
+        "only blocks that this step does not write: copy the block first, or, if the tokens are "
+        "written already, give make_batch their key_lens",
     )
 
 
 def is_floating(dtype) -> bool:
-    return jnp.issubdtype(_numpy_dtype(dtype), jnp.floating)
+    """Whether JAX has this floating dtype; NumPy's long double is one that it has not."""
+    dtype = _numpy_dtype(dtype)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 8
 
 
-def _numpy_dtype(dtype) -> np.dtype:
+def is_integer(dtype) -> bool:
+    """Of at least eight bits: JAX promotes no smaller ones."""
+    dtype = _numpy_dtype(dtype)
+    return dtype is not None and dtype.kind in "iu"
+
+
+def _numpy_dtype(dtype) -> np.dtype | None:
     """The dtype of a NumPy, JAX or torch array; torch's has no NumPy form but its name."""
     try:
         return jnp.dtype(str(dtype).removeprefix("torch.") if "torch" in str(dtype) else dtype)
-    except TypeError as error:
-        raise InvalidInputError(f"expected a dtype, got {dtype!r}") from error
+    except (TypeError, ValueError):
+        return None
 
 
 def describe(array) -> str:
     return f"{array.dtype}{list(array.shape)}"
+
+
+def shown(value) -> str:
+    """A value in an error's text: an array's may be many, unknown or deleted."""
+    return describe(value) if isinstance(value, jax.Array | np.ndarray) else repr(value)
 
 
 def known(array) -> np.ndarray | None:
@@ -100,11 +134,35 @@ def known(array) -> np.ndarray | None:
     on_device = hasattr(array, "new_tensor") and array.device.type != "cpu"
     if is_traced(array) or on_device:
         return None
-    values = np.asarray(array)
-    # Arithmetic in a narrow or unsigned dtype would wrap.
-    return values.astype(np.int64) if values.dtype.kind in "iu" else values
+    values = _read("an array", array)
+    return _wide(values) if is_integer(values.dtype) else values
 
 
 def is_traced(array) -> bool:
     """Whether the array is inside jit, grad, vmap or scan, where it has no value yet."""
     return isinstance(array, Tracer)
+
+
+def _read(name, values) -> np.ndarray:
+    """The one place where values become NumPy's: whatever it raises, the caller gave them."""
+    try:
+        return np.asarray(values)
+    except Exception as error:
+        raise InvalidInputError(
+            f"{name} must be an array or a list of one dtype, but the values of this "
+            f"{type(values).__name__} cannot be read: {error}"
+        ) from error
+
+
+def _wide(array) -> np.ndarray:
+    """Integers as int64: arithmetic in a narrow or unsigned dtype would wrap."""
+    if array.dtype == np.uint64:
+        array = np.minimum(array, np.uint64(np.iinfo(np.int64).max))
+    return array.astype(np.int64)
+
+
+def _not_masked(name, array) -> None:
+    require(
+        not isinstance(array, np.ma.MaskedArray),
+        f"{name} must be an array without a mask: fill it first",
+    )

@@ -3,6 +3,7 @@
 from . import registry
 from .backend import Backend
 from .call import Call
+from .checks import require, shown
 from .errors import BackendUnavailableError, UnsupportedError
 from .registry import Framework, load
 
@@ -11,11 +12,16 @@ def select(name: str | Backend | None, call: Call, framework: Framework) -> Back
     """The backend that runs a call: the named one and no other, or the first that is fit.
 
     Raises:
+      InvalidInputError: it is no name.
       BackendUnavailableError: it is unknown, or a package is missing.
       UnsupportedError: it cannot honour the call, or none can; the text has the reasons.
     """
     if name is None:
         return _first_fit(call, framework)
+    require(
+        isinstance(name, str | Backend),
+        f"backend must be a name, a Backend or None, got {shown(name)}",
+    )
     backend = name if isinstance(name, Backend) else _named(name, call, framework)
     _require_none(backend.why_not(call), backend.name)
     return backend

@@ -8,9 +8,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from . import validate_pool as validate
+from .checks import an_array, known, require
 from .errors import OutOfBlocksError
 from .pool import BlockPool
-from .ragged import add_at, int32
+from .ragged import add_at
 
 
 @jax.tree_util.register_dataclass
@@ -30,7 +31,13 @@ class Growth:
 
     def require(self) -> None:
         """Outside jit: raises OutOfBlocksError if a sequence has not grown."""
-        failed = np.flatnonzero(~np.asarray(self.ok)).tolist()
+        an_array("Growth.ok", self.ok)
+        ok = known(self.ok)
+        require(
+            ok is not None and ok.dtype == bool,
+            "Growth.require reads ok, truth values that are known outside jit alone: return them",
+        )
+        failed = np.flatnonzero(~ok).tolist()
         if failed:
             raise OutOfBlocksError(
                 f"no blocks for the new tokens of sequences {failed}; release or swap out others, "
@@ -58,10 +65,10 @@ def append_tokens(
     >>> growth.ok.tolist(), pool.seq_lens.tolist(), int(pool.num_free)
     ([True, False], [5, 0], 1)
     """
-    validate.growth(num_tokens, pool.max_seqs, max_new_tokens)
+    pool = validate.pool(pool)
+    new = validate.growth(num_tokens, pool.max_seqs, max_new_tokens)
     capacity = pool.max_blocks * pool.block_size
     bound = capacity if max_new_tokens is None else min(max_new_tokens, capacity)
-    new = int32(num_tokens)
     fits = (new >= 0) & (new <= bound) & (new <= capacity - pool.seq_lens)
     new = jnp.where(fits, new, 0)
     copies, sharers = _writes_to_shared(pool, new > 0)
@@ -69,7 +76,7 @@ def append_tokens(
     need = jnp.where(new > 0, -(-(pool.seq_lens + new) // pool.block_size) - first_column, 0)
     ok = fits & ((need == 0) | (jnp.cumsum(need, dtype=jnp.int32) <= pool.num_free))
     # One that keeps a shared block, since all before it copy theirs, fails when one of them does.
-    ok = ok & (copies | ~(sharers & ~ok).any(axis=1))
+    ok = ok & (copies | ~(sharers & ~ok[None]).any(axis=1))
     grown = _allocate(pool, jnp.where(ok, need, 0), first_column, -(-bound // pool.block_size) + 1)
     copies = copies & ok
     source = jnp.where(copies, _last_blocks(pool), -1)
@@ -89,8 +96,8 @@ def _writes_to_shared(pool, writes):
     partial = writes & (pool.seq_lens % pool.block_size != 0)
     last = _last_blocks(pool)
     owners = jnp.where(partial, pool.ref_counts[last], 0)
-    same = (last[:, None] == last) & partial[:, None] & partial
-    sharers = same & (owners > 1) & jnp.tri(len(last), k=-1, dtype=bool)
+    same = (last[:, None] == last[None]) & partial[:, None] & partial[None]
+    sharers = same & (owners > 1)[None] & jnp.tri(len(last), k=-1, dtype=bool)
     return (owners > 1) & (sharers.sum(axis=1, dtype=jnp.int32) < owners - 1), sharers
 
 
@@ -103,7 +110,7 @@ def _last_blocks(pool, block_tables=None):
 
 def _allocate(pool, need, first_column, most):
     """Puts `need[s]` free blocks into row s from its first column on; at most `most` each."""
-    offsets = jnp.arange(most, dtype=jnp.int32)
+    offsets = jnp.arange(most, dtype=jnp.int32)[None]
     wanted = offsets < need[:, None]
     depth = (jnp.cumsum(need, dtype=jnp.int32) - need)[:, None] + offsets
     blocks = pool.free_blocks.at[pool.num_free - 1 - depth].get(mode="clip")

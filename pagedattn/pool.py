@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 
 from . import validate_pool as validate
 from .batch import BatchMetadata
-from .ragged import int32, positions, sequence_ids, slot_mapping
+from .ragged import positions, sequence_ids, slot_mapping
 
 
 @jax.tree_util.register_dataclass
@@ -102,8 +102,9 @@ def batch_from_pool(
     >>> batch_from_pool(pool, jnp.array([2, 0]), num_tokens=3, max_query_len=2).positions.tolist()
     [3, 4, 0]
     """
-    validate.batch(query_lens, pool.seq_lens, num_tokens, max_query_len)
-    ends = jnp.cumsum(int32(query_lens), dtype=jnp.int32)
+    pool = validate.pool(pool)
+    query_lens = validate.batch(query_lens, pool.seq_lens, num_tokens, max_query_len)
+    ends = jnp.cumsum(query_lens, dtype=jnp.int32)
     query_start_loc = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
     seq_ids = sequence_ids(query_start_loc, num_tokens)
     at = positions(query_start_loc, pool.seq_lens, num_tokens)

@@ -7,6 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from . import validate_blocks as validate
+from .checks import MAX_SLOTS
+from .integers import int32 as int32
+
 PAD_SLOT = -1
 
 
@@ -53,10 +57,14 @@ def positions(
 
     A sequence's new tokens are its last ones: they end at position `seq_len - 1`.
 
+    Raises:
+      InvalidInputError: no integers, lengths that do not fit together; outside jit also starts that
+        fall, and what int32 does not hold.
+
     >>> positions(jnp.array([0, 2, 3]), jnp.array([2, 8]), 4).tolist()
     [0, 1, 7, 0]
     """
-    query_start_loc, seq_lens = int32(query_start_loc), int32(seq_lens)
+    query_start_loc, seq_lens = validate.positions(query_start_loc, seq_lens, num_tokens)
     ids = sequence_ids(query_start_loc, num_tokens)
     context_ends = (seq_lens - query_start_loc[1:])[ids] if len(seq_lens) else 0
     tokens = jnp.arange(num_tokens, dtype=jnp.int32)
@@ -72,29 +80,27 @@ def slot_mapping(
 ) -> Int[Array, "*tokens"]:
     """The slot `block * block_size + offset` of positions of sequences: int32.
 
-    -1 where there is none: the sequence id or the position is negative, or the position lies past
-    the table. Table entries themselves are not checked.
+    -1 where there is none: the sequence id or the position is negative or lies past the table.
+    Table entries themselves are not checked, but their slots must fit int32: others are -1 inside
+    jit.
+
+    Raises:
+      InvalidInputError: no integers, or of shapes that do not fit together; outside jit also what
+        int32 does not hold.
 
     >>> slot_mapping(jnp.array([[5, 3]]), jnp.array([0, 0, -1]), jnp.array([1, 4, 0]), block_size=4)
     Array([21, 12, -1], dtype=int32)
     """
-    block_tables, seq_ids, positions = map(int32, (block_tables, seq_ids, positions))
+    block_tables, seq_ids, positions = validate.slots(block_tables, seq_ids, positions, block_size)
     num_seqs, max_blocks = block_tables.shape
     columns = positions // block_size
-    known = (seq_ids >= 0) & (positions >= 0) & (columns < max_blocks)
+    known = in_range(seq_ids, num_seqs) & in_range(columns, max_blocks)
     if num_seqs == 0 or max_blocks == 0:
         return jnp.full(known.shape, PAD_SLOT, jnp.int32)
     blocks = block_tables[jnp.where(known, seq_ids, 0), jnp.where(known, columns, 0)]
-    return jnp.where(known, blocks * block_size + positions % block_size, PAD_SLOT)
-
-
-def int32(values: Int[Array, "..."]) -> Int[Array, "..."]:
-    """Integers of any dtype as int32; what does not fit becomes -1, which is out of every range."""
-    values = jnp.asarray(values)
-    if values.dtype == jnp.int32:
-        return values
-    narrow = values.astype(jnp.int32)
-    return jnp.where(narrow.astype(values.dtype) == values, narrow, -1)
+    fits = ~known | (blocks <= MAX_SLOTS // block_size - 1)
+    validate.fit_int32(blocks, fits, block_size)
+    return jnp.where(known & fits, blocks * block_size + positions % block_size, PAD_SLOT)
 
 
 def in_range(ids: Int[Array, "*n"], bound: int) -> Bool[Array, "*n"]:

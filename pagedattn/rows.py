@@ -21,7 +21,7 @@ def set_rows(
     a row it rewrites the whole array (jax-ml/jax#40101 is of that kind): 500 MB for each token. A
     backend that can do better says so by `Backend.set_rows`.
     """
-    indices = int32(indices)
+    array, indices, rows = jnp.asarray(array), int32(indices), jnp.asarray(rows)
     if array.dtype == jnp.bfloat16 and is_traced(array) and device_of(array) == "cpu":
         for setter in _setters():
             return _differentiable(setter)(array, indices, rows)

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Int
 
 from . import validate_pool as validate
 from .pool import BlockPool
-from .ragged import add_at, in_range, int32, set_at
+from .ragged import add_at, in_range, set_at
 
 
 def fork(
@@ -28,12 +28,11 @@ def fork(
     >>> made.tolist(), pool.seq_lens.tolist(), int(pool.num_free)
     ([True], [5, 5], 2)
     """
-    validate.rows(pool.max_seqs, parents=parents, children=children)
-    parents, children = int32(parents), int32(children)
+    pool = validate.pool(pool)
+    parents, children = validate.rows(pool.max_seqs, parents=parents, children=children)
     known = in_range(parents, pool.max_seqs) & in_range(children, pool.max_seqs)
-    named_before = (children[:, None] == children) & jnp.tri(len(children), k=-1, dtype=bool)
     unused = pool.seq_lens.at[children].get(mode="clip") == 0
-    made = known & unused & ~(named_before & known).any(axis=1)
+    made = known & unused & ~_named_before(children, known)
     tables = pool.block_tables.at[parents].get(mode="clip")
     lens = jnp.where(made, pool.seq_lens.at[parents].get(mode="clip"), 0)
     return _adopt(pool, jnp.where(made, children, -1), tables, lens), made
@@ -51,7 +50,8 @@ def share_blocks(
     of `blocks` past those tokens may be anything.
 
     Returns:
-      the pool, and whether it was done: not if the row is in use, or a block is nobody's.
+      the pool, and whether it was done: not if the row is in use, or a block is nobody's or
+      named twice; inside jit also not if the blocks do not hold so many tokens.
 
     >>> from pagedattn import append_tokens, init_block_pool
     >>> pool, _ = append_tokens(init_block_pool(4, 4, max_seqs=2, max_blocks=2), jnp.array([5, 0]))
@@ -59,13 +59,12 @@ def share_blocks(
     >>> pool.ref_counts[pool.block_tables[0]].tolist()
     [2, 1]
     """
-    seq, num_tokens = int32(seq), int32(num_tokens)
-    validate.rows(pool.max_seqs, seq=seq[None])
-    validate.prefix(blocks, num_tokens, pool)
-    blocks = int32(blocks)
+    pool = validate.pool(pool)
+    seq, blocks, num_tokens = validate.prefix(seq, blocks, num_tokens, pool)
     used = jnp.arange(len(blocks), dtype=jnp.int32) < -(-num_tokens // pool.block_size)
     made = in_range(seq, pool.max_seqs) & (pool.seq_lens.at[seq].get(mode="clip") == 0)
-    made &= ~used.any() | (jnp.where(used, _owned(pool, blocks), 0) >= 0).all()
+    made &= (num_tokens >= 0) & (num_tokens <= len(blocks) * pool.block_size)
+    made &= ~(used & (_owned(pool, blocks) < 0)).any() & ~_named_before(blocks, used).any()
     table = jnp.full(pool.max_blocks, -1, jnp.int32).at[: len(blocks)].set(blocks)
     return _adopt(pool, jnp.where(made, seq, -1)[None], table[None], num_tokens[None]), made
 
@@ -73,8 +72,8 @@ def share_blocks(
 def hold_blocks(pool: BlockPool, blocks: Int[Array, "n"]) -> BlockPool:
     """Keeps owned blocks from being freed when their sequences are released, as a prefix cache
     does; each hold counts, and ends with `drop_blocks`. -1 and unowned blocks are skipped."""
-    validate.ids_or_none("blocks", blocks, pool.num_blocks)
-    owned = _owned(pool, int32(blocks))
+    pool = validate.pool(pool)
+    owned = _owned(pool, validate.ids_or_none("blocks", blocks, pool.num_blocks))
     return replace(
         pool,
         ref_counts=add_at(pool.ref_counts, owned, 1),
@@ -87,8 +86,8 @@ def drop_blocks(pool: BlockPool, blocks: Int[Array, "n"]) -> tuple[BlockPool, In
 
     -1, and blocks that are not held, are skipped.
     """
-
-    validate.ids_or_none("blocks", blocks, pool.num_blocks)
+    pool = validate.pool(pool)
+    blocks = validate.ids_or_none("blocks", blocks, pool.num_blocks)
 
     def drop(pool, block):
         held = pool.hold_counts.at[block].get(mode="clip") > 0
@@ -97,7 +96,7 @@ def drop_blocks(pool: BlockPool, blocks: Int[Array, "n"]) -> tuple[BlockPool, In
         pool, freed = _give_back(pool, block)
         return pool, freed[0]
 
-    return jax.lax.scan(drop, pool, int32(blocks))
+    return jax.lax.scan(drop, pool, blocks)
 
 
 def release(
@@ -117,7 +116,8 @@ def release(
     >>> freed.tolist(), int(pool.num_free)
     ([[0, 1], [-1, -1]], 4)
     """
-    validate.rows(pool.max_seqs, seqs=seqs)
+    pool = validate.pool(pool)
+    (seqs,) = validate.rows(pool.max_seqs, seqs=seqs)
 
     def end(pool, seq):
         row = pool.block_tables.at[seq].get(mode="clip")
@@ -127,12 +127,12 @@ def release(
         lens = set_at(pool.seq_lens, jnp.where(known, seq, -1), 0)
         return replace(pool, seq_lens=lens), freed
 
-    return jax.lax.scan(end, pool, int32(seqs))
+    return jax.lax.scan(end, pool, seqs)
 
 
 def _adopt(pool, rows, tables, lens):
     """Gives rows (-1: none) tables of owned blocks and lengths."""
-    used = jnp.arange(pool.max_blocks) < -(-lens // pool.block_size)[:, None]
+    used = jnp.arange(pool.max_blocks)[None] < -(-lens // pool.block_size)[:, None]
     blocks = jnp.where(used & (rows >= 0)[:, None], tables, -1)
     return replace(
         pool,
@@ -154,6 +154,12 @@ def _give_back(pool, blocks):
         num_free=pool.num_free + freed.sum(dtype=jnp.int32),
     )
     return pool, jnp.where(freed, blocks, -1)
+
+
+def _named_before(ids, counted):
+    """Whether each of some ids is a repetition, among those that are counted."""
+    same = (ids[:, None] == ids[None]) & counted[:, None] & counted[None]
+    return (same & jnp.tri(len(ids), k=-1, dtype=bool)).any(axis=1)
 
 
 def _owned(pool, blocks):

@@ -3,6 +3,9 @@
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
+from .checks import count, is_whole, require, shown
 from .errors import InvalidInputError
 
 
@@ -39,7 +42,7 @@ class AttentionSpec:
     alibi_slopes: tuple[float, ...] | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "causal", bool(self.causal))
+        object.__setattr__(self, "causal", _flag("causal", self.causal))
         for name, convert in _CONVERSIONS.items():
             value = getattr(self, name)
             if value is not None:
@@ -59,8 +62,7 @@ def alibi_slopes(num_heads: int) -> tuple[float, ...]:
     >>> alibi_slopes(4)
     (0.25, 0.0625, 0.015625, 0.00390625)
     """
-    if not hasattr(num_heads, "__index__") or num_heads < 1:
-        raise InvalidInputError(f"num_heads must be an integer of at least 1, got {num_heads!r}")
+    num_heads = count("num_heads", num_heads)
     power = 1 << (num_heads.bit_length() - 1)
     return (_family(power) + _family(2 * power)[::2])[:num_heads]
 
@@ -70,37 +72,47 @@ def _family(power: int) -> tuple[float, ...]:
 
 
 def _finite(name, value) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise InvalidInputError(f"{name} must be a finite number, got {value!r}")
+    number = _number(value)
+    require(math.isfinite(number), f"{name} must be a finite number, got {shown(value)}")
     return number
+
+
+def _number(value) -> float:
+    """NaN for whatever is no single number that is known now, such as a tracer or a string."""
+    if not hasattr(type(value), "__float__") or np.ndim(value):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return math.nan
+
+
+def _flag(name, value) -> bool:
+    require(isinstance(value, bool | np.bool_), f"{name} must be True or False, got {shown(value)}")
+    return bool(value)
 
 
 def _positive(name, value) -> float:
     number = _finite(name, value)
-    if number <= 0:
-        raise InvalidInputError(f"{name} must be above 0, got {value!r}; None turns it off")
+    require(number > 0, f"{name} must be above 0, got {shown(value)}; None turns it off")
     return number
 
 
 def _window(name, value) -> int:
-    if not hasattr(value, "__index__") or isinstance(value, bool) or value.__index__() < 1:
-        raise InvalidInputError(
-            f"{name} must be an integer of at least 1 (the token itself is one of the visible "
-            f"keys), got {value!r}; None turns it off"
-        )
-    return min(value.__index__(), _LONGEST)
+    require(
+        is_whole(value) and value >= 1,
+        f"{name} must be an integer of at least 1 (the token itself is one of the visible keys), "
+        f"got {shown(value)}; None turns it off",
+    )
+    return min(int(value), _LONGEST)
 
 
-def _slopes(name, value) -> tuple[float, ...]:
+def slopes_of(name, value) -> tuple[float, ...]:
     try:
         slopes = tuple(value)
-    except TypeError as error:
+    except Exception as error:  # whatever iterating a foreign object raises
         raise InvalidInputError(
-            f"{name} must be a sequence of one float for each query head, got {value!r}"
+            f"{name} must be a sequence of one float for each query head, got {shown(value)}"
         ) from error
     return tuple(_finite(f"each of {name}", slope) for slope in slopes)
 
@@ -113,5 +125,5 @@ _CONVERSIONS = {
     "scale": _finite,
     "sliding_window": _window,
     "logits_soft_cap": _positive,
-    "alibi_slopes": _slopes,
+    "alibi_slopes": slopes_of,
 }

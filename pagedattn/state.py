@@ -3,9 +3,11 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .errors import InvalidInputError
+from .checks import an_array, describe, is_floating, require
+from .foreign import takes_any_array
 
 
+@takes_any_array
 def merge_states(
     out_a: Float[Array, "*rows head_dim"],
     lse_a: Float[Array, "*rows"],
@@ -15,18 +17,20 @@ def merge_states(
     """Joins attention over two disjoint sets of keys into attention over their union.
 
     `lse` is the natural log of the sum of exponentials. The merge is associative and
-    commutative to rounding; (anything, -inf) is the identity: a state that saw no key.
+    commutative to rounding; (anything, -inf) is the identity: a state that saw no key. +inf, which
+    FlashAttention 2 gives such states, means the same.
 
         lse = log(exp(lse_a) + exp(lse_b)),   out = sum of out_i * exp(lse_i - lse)
 
     Raises:
-      InvalidInputError: the shapes do not belong together.
+      InvalidInputError: the shapes do not belong together; no floating arrays.
 
     >>> out, lse = merge_states(jnp.ones((1, 2)), jnp.zeros(1), jnp.zeros((1, 2)), jnp.zeros(1))
     >>> out.tolist()
     [[0.5, 0.5]]
     """
-    _check(out_a, lse_a, out_b, lse_b)
+    _check(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    lse_a, lse_b = (jnp.where(jnp.isposinf(lse), -jnp.inf, lse) for lse in (lse_a, lse_b))
     highest = jnp.maximum(lse_a, lse_b)
     highest = jnp.where(jnp.isneginf(highest), 0, highest)
     weight_a, weight_b = jnp.exp(lse_a - highest), jnp.exp(lse_b - highest)
@@ -44,9 +48,13 @@ def _weighted(out, weight):
     return jnp.where(weight > 0, out.astype(weight.dtype), 0) * weight
 
 
-def _check(out_a, lse_a, out_b, lse_b):
-    if out_a.shape != out_b.shape or lse_a.shape != out_a.shape[:-1] or lse_b.shape != lse_a.shape:
-        raise InvalidInputError(
-            "merge_states expects two outs of one shape [..., head_dim] and two lses [...], got "
-            f"{out_a.shape}, {lse_a.shape}, {out_b.shape}, {lse_b.shape}"
-        )
+def _check(**arrays):
+    for name, array in arrays.items():
+        an_array(name, array)
+        require(is_floating(array.dtype), f"{name} must be floating, got {describe(array)}")
+    out_a, lse_a, out_b, lse_b = (array.shape for array in arrays.values())
+    require(
+        len(out_a) > 0 and out_a == out_b and out_a[:-1] == lse_a == lse_b,
+        "merge_states expects two outs of one shape [..., head_dim] and two lses [...], got "
+        f"{out_a}, {lse_a}, {out_b}, {lse_b}",
+    )

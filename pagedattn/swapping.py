@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Int
 from . import validate_pool as validate
 from .growth import append_tokens
 from .pool import BlockPool
-from .ragged import in_range, int32
+from .ragged import in_range
 from .sharing import release
 
 
@@ -44,7 +44,7 @@ def swap_out(
     >>> int(pool.num_free), host.seq_lens.tolist(), swap.ok.tolist()
     (4, [0, 0, 5], [True])
     """
-    return _move(pool, host_pool, seqs, host_seqs)
+    return _move(*validate.swap(pool, host_pool, seqs, host_seqs))
 
 
 def swap_in(
@@ -54,19 +54,16 @@ def swap_in(
 
     Apply it with `swap_blocks(host_cache, cache, swap.src, swap.dst)`.
     """
+    pool, host_pool, seqs, host_seqs = validate.swap(pool, host_pool, seqs, host_seqs)
     host_pool, pool, swap = _move(host_pool, pool, host_seqs, seqs)
     return pool, host_pool, swap
 
 
 def _move(source, target, seqs, rows):
-    validate.same_blocks(source, target)
-    validate.rows(source.max_seqs, seqs=seqs)
-    validate.rows(target.max_seqs, rows=rows)
-    seqs, rows = int32(seqs), int32(rows)
     before = jnp.tri(len(seqs), k=-1, dtype=bool)
-    named_before = ((seqs[:, None] == seqs) | (rows[:, None] == rows)) & before
+    same = (seqs[:, None] == seqs[None]) | (rows[:, None] == rows[None])
     known = in_range(seqs, source.max_seqs) & in_range(rows, target.max_seqs)
-    known &= ~(named_before & known).any(axis=1)
+    known &= ~(same & before & known[None]).any(axis=1)
     known &= target.seq_lens.at[rows].get(mode="clip") == 0
     lens = jnp.where(known, source.seq_lens.at[seqs].get(mode="clip"), 0)
     wanted = jnp.zeros(target.max_seqs, jnp.int32)
@@ -82,5 +79,5 @@ def _move(source, target, seqs, rows):
 
 def _owned_blocks(pool, rows):
     """The blocks of rows, -1 past their ends and in row -1."""
-    used = jnp.arange(pool.max_blocks) < pool.seq_blocks.at[rows].get(mode="clip")[:, None]
+    used = jnp.arange(pool.max_blocks)[None] < pool.seq_blocks.at[rows].get(mode="clip")[:, None]
     return jnp.where(used & (rows >= 0)[:, None], pool.block_tables.at[rows].get(mode="clip"), -1)

@@ -10,14 +10,17 @@ from .batch import BatchMetadata
 from .checks import (
     MAX_SLOTS,
     an_array,
+    count,
     describe,
     distinct_slots,
     ids,
     int_array,
     is_count,
     is_floating,
+    is_integer,
     known,
     require,
+    shown,
     start_locs,
 )
 from .spec import AttentionSpec
@@ -27,7 +30,7 @@ def cache_shape(shape, dtype) -> None:
     require(
         all(is_count(size) for size in shape) and shape[0] * shape[1] <= MAX_SLOTS,
         "num_blocks, block_size, num_kv_heads and head_dim must be integers above 0, and "
-        f"num_blocks * block_size must fit int32, got {shape}",
+        f"num_blocks * block_size must fit int32, got {[*map(shown, shape)]}",
     )
     require(is_floating(dtype), f"a cache's dtype must be floating, got {dtype}")
 
@@ -36,7 +39,7 @@ def cache(cache) -> None:
     """Two planes of one shape and one floating dtype."""
     require(
         hasattr(cache, "key") and hasattr(cache, "value"),
-        f"expected a KVCache, got {type(cache).__name__}",
+        f"cache must be a KVCache, got {type(cache).__name__}",
     )
     key, value = cache.key, cache.value
     an_array("the cache's key", key)
@@ -83,9 +86,13 @@ def block_copies(src_cache, dst_cache, src, dst) -> None:
     _known_copies(known(src), known(dst), src_cache.num_blocks, dst_cache.num_blocks)
 
 
-def fill(cache_, blocks) -> None:
+def fill(cache_, blocks, value) -> None:
     cache(cache_)
     int_array("blocks", blocks, getattr(blocks, "ndim", 1))
+    number = isinstance(value, float | int) or getattr(value, "ndim", 1) == 0
+    if hasattr(value, "dtype"):
+        number = number and (is_floating(value.dtype) or is_integer(value.dtype))
+    require(number, f"value must be one number, got {shown(value)}")
     values = known(blocks)
     if values is not None:
         ids("blocks", values[values != -1], cache_.num_blocks, "blocks (or -1)")
@@ -100,12 +107,17 @@ def _known_copies(src, dst, num_src, num_dst):
         require(len(np.unique(dst)) == len(dst), f"dst names a block twice: {dst.tolist()}")
 
 
-def attention(query, cache_, batch, spec) -> None:
+def attention(query, cache_, batch, spec, return_lse) -> None:
     """Shapes, dtypes and, where known, values of an attention call."""
+    require(
+        isinstance(return_lse, bool), f"return_lse must be True or False, got {shown(return_lse)}"
+    )
     cache(cache_)
     for name, value, kind in (("batch", batch, BatchMetadata), ("spec", spec, AttentionSpec)):
         require(isinstance(value, kind), f"{name} is no {kind.__name__}: {type(value).__name__}")
     _query(query, cache_.dtype, cache_.num_kv_heads, cache_.head_dim, spec)
+    count("the batch's block_size", batch.block_size)
+    count("the batch's max_query_len", batch.max_query_len, 0)
     for name in ("block_tables", "seq_lens", "query_start_loc", "slot_mapping", "positions"):
         int_array(name, getattr(batch, name), 2 if name == "block_tables" else 1)
     num_seqs = batch.num_seqs
@@ -179,15 +191,16 @@ def ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens) ->
         f"{describe(key)} and {describe(value)}",
     )
     require(is_floating(key.dtype), f"key must be floating, got {key.dtype}")
+    require(isinstance(spec, AttentionSpec), f"spec is no AttentionSpec: {type(spec).__name__}")
     _query(query, key.dtype, key.shape[1], key.shape[2], spec)
     arrays = {"query_start_loc": query_start_loc, "key_start_loc": key_start_loc}
     counts = (query.shape[0], key.shape[0])
-    for (name, starts), count, longest in zip(arrays.items(), counts, max_lens, strict=True):
+    for (name, starts), tokens, longest in zip(arrays.items(), counts, max_lens, strict=True):
         int_array(name, starts, 1)
         require(len(starts) > 0, f"{name} must be [num_seqs + 1], got no entry")
-        require(is_count(longest, 0), f"max_{name[:-10]}_len must be an integer, got {longest!r}")
+        count(f"max_{name[:-10]}_len", longest, 0)
         if known(starts) is not None:
-            start_locs(name, known(starts), count, longest)
+            start_locs(name, known(starts), tokens, longest)
     require(
         query_start_loc.shape == key_start_loc.shape,
         "query_start_loc and key_start_loc must be [num_seqs + 1] both, got "

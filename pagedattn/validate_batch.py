@@ -2,13 +2,18 @@
 
 import numpy as np
 
-from .checks import MAX_SLOTS, integers, is_count, require
+from .checks import MAX_SLOTS, count, integers, is_count, require, shown
+from .errors import InvalidInputError
 
 
 def lengths(name: str, values, like=None) -> np.ndarray:
     """A list of non-negative integers as int64, as long as `like`."""
     array = integers(name, values, ndim=1)
     require(not (array < 0).any(), f"{name} must not be negative, got {array.tolist()}")
+    require(
+        array.max(initial=0) <= MAX_SLOTS and array.sum() <= MAX_SLOTS,
+        f"{name} and their sum must fit int32, got {array.tolist()}",
+    )
     if like is not None:
         require(
             len(array) == len(like),
@@ -19,22 +24,27 @@ def lengths(name: str, values, like=None) -> np.ndarray:
 
 def tables(block_tables, seq_lens, block_size) -> np.ndarray:
     """Block tables as a rectangle of int64, each row long enough for its sequence."""
-    require(is_count(block_size), f"block_size must be an integer above 0, got {block_size!r}")
-    require(
-        hasattr(block_tables, "__iter__"),
-        f"block_tables must be a list of rows or an array, got {type(block_tables).__name__}",
-    )
-    rows = [integers("block_tables", row, ndim=1) for row in block_tables]
+    count("block_size", block_size)
+    rows = [integers("block_tables", row, ndim=1) for row in _rows(block_tables)]
     require(
         len(rows) == len(seq_lens),
         f"block_tables must have a row for each of the {len(seq_lens)} sequences, got {len(rows)}",
     )
     needed = -(-seq_lens // block_size)
     table = np.full((len(rows), max(map(len, rows), default=0)), -1, np.int64)
-    for s, (row, count) in enumerate(zip(rows, needed, strict=True)):
-        _check_row(s, row, count, seq_lens[s], block_size)
+    for s, (row, least) in enumerate(zip(rows, needed, strict=True)):
+        _check_row(s, row, least, seq_lens[s], block_size)
         table[s, : len(row)] = row
     return table
+
+
+def _rows(block_tables):
+    try:
+        return list(block_tables)
+    except Exception as error:
+        raise InvalidInputError(
+            f"block_tables must be a list of rows or an array, got {type(block_tables).__name__}"
+        ) from error
 
 
 def _check_row(s, row, count, seq_len, block_size):
@@ -57,6 +67,7 @@ def padding(name: str, needed: int, given) -> int:
         return needed
     require(
         is_count(given, 0) and given >= needed,
-        f"{name} must be an integer of at least {needed}, which this batch needs, got {given!r}",
+        f"{name} must be an integer of at least {needed}, which this batch needs, got "
+        f"{shown(given)}",
     )
     return int(given)

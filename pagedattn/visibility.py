@@ -7,12 +7,14 @@ bfloat16 they would be wrong from 257 on.
 
 import numpy as np
 
+from .checks import an_array, count, describe, is_integer, require
 from .ragged import namespace
-from .spec import AttentionSpec
+from .spec import AttentionSpec, slopes_of
 
 
 def distance(query_positions, key_positions):
     """Query position minus key position: int `[..., q, k]`."""
+    _check_positions(query_positions=query_positions, key_positions=key_positions)
     return query_positions[..., :, None] - key_positions[..., None, :]
 
 
@@ -32,6 +34,7 @@ def sliding_window_mask(query_positions, key_positions, sliding_window: int):
     >>> sliding_window_mask(np.array([2]), np.arange(5), 2)
     array([[False,  True,  True,  True, False]])
     """
+    count("sliding_window", sliding_window)
     return abs(distance(query_positions, key_positions)) < sliding_window
 
 
@@ -44,8 +47,10 @@ def alibi_bias(query_positions, key_positions, slopes):
     >>> alibi_bias(np.array([2]), np.arange(3), (0.5,))
     array([[[-1. , -0.5, -0. ]]], dtype=float32)
     """
+    slopes = slopes_of("slopes", slopes)
     apart = -_float32(abs(distance(query_positions, key_positions)))
-    return apart[..., None, :, :] * _float32_like(apart, slopes)[:, None, None]
+    slopes = _float32_like(apart, slopes).reshape(*[1] * (apart.ndim - 2), -1, 1, 1)
+    return apart[..., None, :, :] * slopes
 
 
 def visible_mask(query_positions, key_positions, spec: AttentionSpec):
@@ -66,6 +71,7 @@ def attention_bias(query_positions, key_positions, spec: AttentionSpec):
     array([[  0., -inf],
            [  0.,   0.]], dtype=float32)
     """
+    require(isinstance(spec, AttentionSpec), f"spec is no AttentionSpec: {type(spec).__name__}")
     bias = additive(visible_mask(query_positions, key_positions, spec))
     if spec.alibi_slopes is None:
         return bias
@@ -113,6 +119,26 @@ def sees_a_key(positions, num_keys, causal: bool, window: int | None):
     if window is None:
         return seen & (positions == positions)
     return seen & (positions + window > 0) & (positions - window < num_keys - 1)
+
+
+def _check_positions(**arrays):
+    for name, array in arrays.items():
+        an_array(name, array)
+        require(
+            array.ndim > 0 and is_integer(array.dtype),
+            f"{name} must be integers of at least one dimension, got {describe(array)}",
+        )
+    query, key = arrays.values()
+    require(
+        hasattr(query, "new_tensor") == hasattr(key, "new_tensor"),
+        "query_positions and key_positions must both be torch tensors, or neither",
+    )
+    leading = zip(query.shape[-2::-1], key.shape[-2::-1], strict=False)
+    require(
+        all(a == b or 1 in (a, b) for a, b in leading),
+        "query_positions and key_positions must agree in all dimensions but the last, got "
+        f"{tuple(query.shape)} and {tuple(key.shape)}",
+    )
 
 
 def _float32(array):

@@ -49,6 +49,11 @@ def batch_on(batch: BatchMetadata, device) -> BatchMetadata:
     return dataclasses.replace(batch, **arrays)
 
 
+def rising(starts: Tensor) -> Tensor:
+    """Starts of sequences, none before the one that precedes it: zeros may pad the last end."""
+    return starts.cummax(0).values if starts.ndim and _is_integer(starts) else starts
+
+
 def require_tensors(**arrays) -> None:
     for name, array in arrays.items():
         if not isinstance(array, Tensor):

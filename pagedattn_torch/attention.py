@@ -13,7 +13,7 @@ from pagedattn.call import Call, call_of, layer_of
 from pagedattn.checks import require
 from pagedattn.registry import Framework
 
-from .arrays import batch_on, int32, on_device_of, require_no_grad, require_tensors, tensor
+from .arrays import batch_on, int32, on_device_of, require_no_grad, require_tensors, rising, tensor
 from .lengths import token_positions
 
 
@@ -163,7 +163,8 @@ def ragged_attention(
     key_start_loc = int32(tensor("key_start_loc", key_start_loc, query.device))
     max_lens = (max_query_len, max_key_len)
     validate.ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens)
-    batch = packed_batch(query.shape[0], query_start_loc, key_start_loc, *max_lens)
+    starts = rising(query_start_loc), rising(key_start_loc)
+    batch = packed_batch(query.shape[0], *starts, *max_lens)
     cache = packed_cache(key, value)
     return paged_attention(query, cache, batch, spec, backend=backend, return_lse=return_lse)
 
@@ -195,7 +196,8 @@ def _described(query, cache, batch, spec, return_lse) -> tuple[Call, Sequences]:
     tensors = {"query": query, "key": cache.key, "value": cache.value}
     require_tensors(**tensors)
     require_no_grad(*tensors.values())
-    validate.attention(query, cache, batch_on(batch, None), spec)  # values on the CPU are known
+    # Before it moves: values on the CPU are known.
+    validate.attention(query, cache, batch_on(batch, None), spec, return_lse)
     call = call_of(_with_dense_rows(query), cache, batch, spec, return_lse)
     return call, _owned(batch, query.device)
 
@@ -207,11 +209,11 @@ def _owned(batch: BatchMetadata, device) -> Sequences:
     drops the batch, not knowing that torch's kernels still read it.
     """
     arrays = batch.block_tables, batch.seq_lens, batch.query_start_loc
-    tensors = [int32(tensor("batch", array, device)) for array in arrays]
+    tables, lens, starts = (int32(tensor("batch", array, device)) for array in arrays)
     if device.type == "cuda" and not all(isinstance(array, Tensor) for array in arrays):
-        tensors = [each.clone() for each in tensors]
+        tables, lens = tables.clone(), lens.clone()
         torch.cuda.current_stream(device).synchronize()
-    return Sequences(*tensors)
+    return Sequences(tables, lens, rising(starts))
 
 
 def _with_dense_rows(query: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedattn import BatchMetadata, make_batch, positions, slot_mapping
+from pagedattn import BatchMetadata, InvalidInputError, make_batch, positions, slot_mapping
 from pagedattn.testing import batch_of
 from pagedattn.testing.strategies import BUCKETS, problems
 
@@ -180,3 +180,34 @@ def test_positions_outside_the_table_have_no_slot():
     find = jax.jit(slot_mapping, static_argnames="block_size")
     slots = find(table, jnp.zeros(5, jnp.int32), places, block_size=4)
     assert slots.tolist() == [-1, 28, 11, -1, -1]
+
+
+def padded_with_zeros(starts, extra):
+    """As engines for TPUs give them: zeros behind the last sequence."""
+    return np.concatenate([starts, np.zeros(extra, starts.dtype)])
+
+
+@given(problem=problems(poison=False), extra=st.integers(1, 3))
+def test_positions_of_starts_that_are_padded_with_zeros(problem, extra):
+    starts = problem.query_start_loc.astype(np.int32)
+    seq_lens = np.array([*problem.seq_lens, *[0] * extra], np.int32)
+    want = positions(starts, seq_lens[: len(starts) - 1], len(problem.query))
+    for function in (positions, jax.jit(positions, static_argnums=2)):
+        got = function(padded_with_zeros(starts, extra), seq_lens, len(problem.query))
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("starts", [[0, 3, 2, 4], [0, 3, 0, 4], [1, 2, 3, 4], [0, -1, 2, 3]])
+def test_starts_that_fall_are_refused(starts):
+    with pytest.raises(InvalidInputError, match="query_start_loc must rise"):
+        positions(np.array(starts), np.array([4, 4, 4]), 4)
+
+
+def test_written_tokens_may_be_attended_by_two_sequences_on_one_block():
+    """Their last block is shared and not full, which no batch that writes may do."""
+    tables = [[4, 7], [4, 7]]
+    with pytest.raises(InvalidInputError, match="key_lens"):
+        make_batch([1, 1], [5, 5], tables, block_size=4)
+    batch = make_batch([1, 1], None, tables, key_lens=[6, 6], block_size=4)
+    assert batch.slot_mapping.tolist() == [-1, -1]
+    assert batch.positions.tolist() == [5, 5]

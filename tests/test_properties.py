@@ -1,5 +1,6 @@
 """What must hold of attention whatever the batch, for every backend, eagerly and in jit."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -23,10 +24,21 @@ from hypothesis import strategies as st
 from pagedattn import (
     AttentionSpec,
     KVCache,
+    append_tokens,
+    batch_from_pool,
+    copy_blocks,
+    drop_blocks,
+    fork,
+    hold_blocks,
+    init_block_pool,
+    init_kv_cache,
     make_batch,
     merge_states,
     paged_attention,
     ragged_attention,
+    release,
+    share_blocks,
+    swap_out,
     write_kv,
 )
 from pagedattn.testing import (
@@ -449,3 +461,66 @@ def test_no_keys_at_all_give_nothing():
     )
     assert not out.any()
     assert jnp.isneginf(lse).all()
+
+
+@given(problem=problems(**FLOAT32))
+def test_starts_padded_with_zeros(backend, mode, problem):
+    """Behind the last sequence, as engines for TPUs have them, starts may be 0."""
+    spec = honoured(problem, backend).spec
+    batch = batch_of(problem)
+    zeros = functools.partial(jnp.pad, pad_width=(0, 2))
+    padded = dataclasses.replace(
+        batch,
+        block_tables=jnp.pad(batch.block_tables, ((0, 2), (0, 0))),
+        seq_lens=zeros(batch.seq_lens),
+        query_start_loc=zeros(batch.query_start_loc),
+    )
+    arrays = jnp.asarray(problem.query), cache_of(problem)
+    attend = ATTEND if mode == "jit" else attend_with_any_lse
+    got, want = (attend(*arrays, b, spec, backend) for b in (padded, batch))
+    assert_same(got, want, "zeros behind the starts")
+
+
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_ragged_starts_padded_with_zeros(backend, mode, name):
+    rng = np.random.default_rng(0)
+    spec, return_lse = honoured(mixed(SPECS[name]), backend).spec, not may_refuse(backend)
+    arrays = [jnp.asarray(rng.standard_normal((9, h, 16)), jnp.float32) for h in (4, 2, 2)]
+    starts = jnp.array([0, 4, 4, 9]), jnp.array([0, 2, 5, 9])
+    call = RAGGED if mode == "jit" else ragged_attention
+    options = {"max_query_len": 8, "max_key_len": 8, "backend": backend, "return_lse": return_lse}
+    want = call(*arrays, *starts, spec, **options)
+    got = call(*arrays, *(jnp.pad(x, (0, 2)) for x in starts), spec, **options)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def smoke(backend):
+    """Every feature in every phase, the pool's functions, and a gradient of a step."""
+    check_backend(backend, dtypes=[ml_dtypes.bfloat16], jit=True, verbose=False)
+    pool, _ = append_tokens(init_block_pool(9, 4, max_seqs=3, max_blocks=4), jnp.array([5, 0, 3]))
+    pool, _ = fork(pool, jnp.array([0]), jnp.array([1]))
+    pool, growth = append_tokens(pool, jnp.array([1, 2, 0]))
+    pool, _ = share_blocks(release(pool, jnp.array([2]))[0], 2, pool.block_tables[0, :1], 4)
+    pool = hold_blocks(pool, pool.block_tables[0])
+    pool, _ = drop_blocks(pool, pool.block_tables[0])
+    host = init_block_pool(9, 4, max_seqs=2, max_blocks=4)
+    pool, host, _ = swap_out(pool, host, jnp.array([1]), jnp.array([0]))
+    batch = batch_from_pool(pool, jnp.array([1, 0, 0]), num_tokens=2, max_query_len=1)
+    cache = init_kv_cache(9, 4, 2, 16, jnp.float32)
+    cache = copy_blocks(cache, growth.copy_src, growth.copy_dst)
+
+    def loss(rows):
+        new = write_kv(cache, *rows, batch.slot_mapping)
+        out = paged_attention(jnp.ones((2, 4, 16)), new, batch, SPECS["plain"], backend=backend)
+        return merge_states(out, out[..., 0], out, out[..., 0])[0].sum()
+
+    jax.grad(loss)(jnp.ones((2, 2, 2, 16)))
+
+
+@pytest.mark.parametrize(
+    "setting", [("numpy_rank_promotion", "raise"), ("numpy_dtype_promotion", "strict")]
+)
+def test_jax_may_be_told_to_promote_nothing(backend, setting):
+    """Ranks and dtypes are made equal by us, not by JAX's promotion."""
+    with getattr(jax, setting[0])(setting[1]):
+        smoke(backend)

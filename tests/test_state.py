@@ -70,3 +70,36 @@ def test_shapes_that_do_not_belong_together(cut):
         merge_states(out, lse, other[cut], other_lse)
     with pytest.raises(InvalidInputError, match="merge_states expects"):
         merge_states(out, lse, other, other_lse[cut])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("nothing", [np.inf, -np.inf])
+@given(seeds=st.tuples(*[st.integers(0, 99)] * 2), data=st.data())
+def test_both_marks_of_an_empty_part(nothing, dtype, seeds, data):
+    """FlashAttention 2 gives rows without keys +inf, with anything as out: row by row the same."""
+    (out_a, lse_a), (out_b, lse_b) = (state(seed, dtype=dtype) for seed in seeds)
+    empty_a, empty_b = (
+        np.array(data.draw(st.lists(st.booleans(), min_size=15, max_size=15))).reshape(5, 3)
+        for _ in range(2)
+    )
+    marked = [
+        (jnp.where(empty[..., None], jnp.nan, out), jnp.where(empty, nothing, lse))
+        for out, lse, empty in ((out_a, lse_a, empty_a), (out_b, lse_b, empty_b))
+    ]
+    out, lse = (np.asarray(x, np.float32) for x in merge_states(*marked[0], *marked[1]))
+    both, neither = merge_states(out_a, lse_a, out_b, lse_b), (np.zeros_like(out), -np.inf)
+    for i, got in enumerate((out, lse)):
+        cases = [(out_b, lse_b)[i], (out_a, lse_a)[i], both[i], neither[i]]
+        masks = [empty_a & ~empty_b, empty_b & ~empty_a, ~empty_a & ~empty_b, empty_a & empty_b]
+        for want, mask in zip(cases, masks, strict=True):
+            want = np.broadcast_to(np.asarray(want, np.float32), got.shape)
+            np.testing.assert_allclose(got[mask], want[mask], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_torch_tensors_are_taken(dtype):
+    torch = pytest.importorskip("torch")
+    a, b = (state(seed, dtype=dtype) for seed in (0, 1))
+    tensors = [torch.from_dlpack(x) for x in (*a, *b)]
+    for got, want in zip(merge_states(*tensors), merge_states(*a, *b), strict=True):
+        np.testing.assert_array_equal(got, want)

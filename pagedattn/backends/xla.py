@@ -76,7 +76,7 @@ def _tiles(call, batch, tile) -> Tiles:
     owners = sequence_ids(starts, num_tiles)
     used, seqs = owners >= 0, jnp.maximum(owners, 0)
     offsets = (jnp.arange(num_tiles, dtype=jnp.int32) - starts[seqs])[:, None] * tile
-    offsets = offsets + jnp.arange(tile, dtype=jnp.int32)
+    offsets = offsets + jnp.arange(tile, dtype=jnp.int32)[None]
     valid = used[:, None] & (offsets < batch.query_lens[seqs][:, None])
     positions = batch.context_lens[seqs][:, None] + offsets
     first, last = _key_range(call, positions, valid, batch.seq_lens[seqs])
@@ -124,13 +124,13 @@ def _attend(call, query, cache, tiles):
 
     def update(state, keys):
         inside = (keys >= tiles.first_key[:, None]) & (keys < tiles.last_key[:, None])
-        slots = _slots(tiles.tables, keys, call.block_size)
+        slots = _slots(tiles.tables, keys[0], call.block_size)
         key, value = (_gather(plane, slots, inside) for plane in (cache.key, cache.value))
         return _accumulate(state, _logits(call, scaled, key, tiles, keys, inside), value)
 
     def visit(state, index):
-        keys = index * chunk + jnp.arange(chunk, dtype=jnp.int32)
-        needed = (keys[0] < tiles.last_key) & (keys[-1] >= tiles.first_key)
+        keys = (index * chunk + jnp.arange(chunk, dtype=jnp.int32))[None]
+        needed = (keys[0, 0] < tiles.last_key) & (keys[0, -1] >= tiles.first_key)
         return jax.lax.cond(needed.any(), update, lambda state, _: state, state, keys), None
 
     chunks = jnp.arange(cdiv(call.capacity, chunk), dtype=jnp.int32)
@@ -149,7 +149,8 @@ def _tile_queries(call, query, tiles):
 
 
 def _slots(tables, keys, block_size):
-    return tables.at[:, keys // block_size].get(mode="clip") * block_size + keys % block_size
+    blocks = tables.at[:, keys // block_size].get(mode="clip")
+    return blocks * block_size + (keys % block_size)[None]
 
 
 def _gather(plane, slots, inside):
@@ -160,7 +161,7 @@ def _gather(plane, slots, inside):
     """
     num_kv_heads = plane.shape[2]
     flat = plane.reshape(-1, *plane.shape[2:])
-    heads = jnp.arange(num_kv_heads)[:, None]
+    heads = jnp.arange(num_kv_heads)[None, :, None]
     rows = flat.at[slots[:, None], heads].get(mode="clip")
     rows = jnp.where(inside[:, None, :, None], rows, 0)
     return rows.astype(_wide(plane.dtype))
@@ -177,7 +178,7 @@ def _logits(call, scaled, key, tiles, keys, inside):
     if spec.logits_soft_cap is not None:
         logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
     step, tile = tiles.tokens.shape
-    by_head = logits.reshape(step, -1, tile, len(keys))
+    by_head = logits.reshape(step, -1, tile, keys.shape[1])
     if spec.alibi_slopes is not None:
         by_head = by_head + alibi_bias(tiles.positions, keys, spec.alibi_slopes)
     visible = visible_mask(tiles.positions, keys, spec) & inside[:, None] & tiles.valid[:, :, None]
