@@ -25,10 +25,10 @@ test-gpu:
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -q -n 14 --dist worksteal -p no:benchmark tests
 
 bench-cpu: $(VENV)/ready $(IPEX_VENV)/ready
-	$(BIN)/python examples/bench_cpu.py -o docs/results
+	PYTHONPATH=examples $(BIN)/python -m benchmarks.cpu -o docs/results
 
 bench-gpu:
-	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) examples/bench_gpu.py -o docs/results
+	PYTHONPATH=examples:. XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m benchmarks.gpu -o docs/results
 
 # xformers' own requirements would replace torch; on a CPU only its masks are used.
 $(VENV)/ready: pyproject.toml constraints.txt

@@ -20,13 +20,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 import jax
-from checkpoint import load_checkpoint
-from decoder import Decoder
-from generation import Generation, decode_loop, decode_step, prefill, start
-from prompts import PROMPTS
 from rich.console import Console
 from rich.table import Table
-from tokenizer import load_tokenizer
+from serving.checkpoint import load_checkpoint
+from serving.decoder import Decoder
+from serving.generation import Generation, decode_loop, decode_step, prefill, start
+from serving.prompts import PROMPTS
+from serving.tokenizer import load_tokenizer
 
 from pagedattn import available_backends
 

@@ -16,19 +16,19 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from checkpoint import load_checkpoint
-from decoder import Decoder
-from display import render
-from engine import Engine
-from limits import Limits
-from parity import dense_scores
-from preemption import Recompute, Swap
-from prompts import PROMPTS
-from report import Served, console, show_backends, show_pool, show_texts
-from request import Request
 from rich.live import Live
-from sampling import GREEDY
-from tokenizer import Tokenizer, load_tokenizer
+from serving.checkpoint import load_checkpoint
+from serving.decoder import Decoder
+from serving.display import render
+from serving.engine import Engine
+from serving.limits import Limits
+from serving.parity import dense_scores
+from serving.preemption import Recompute, Swap
+from serving.prompts import PROMPTS
+from serving.report import Served, console, show_backends, show_pool, show_texts
+from serving.request import Request
+from serving.sampling import GREEDY
+from serving.tokenizer import Tokenizer, load_tokenizer
 
 from pagedattn import explain, init_kv_cache, make_batch
 

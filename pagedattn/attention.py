@@ -11,7 +11,7 @@ from .cache import KVCache
 from .call import call_of
 from .foreign import takes_any_array
 from .integers import rising
-from .ragged import positions
+from .packed import packed_batch, packed_cache
 from .registry import Framework
 from .spec import AttentionSpec
 from .tracing import varying_alike
@@ -153,29 +153,7 @@ def ragged_attention(
     """
     max_lens = (max_query_len, max_key_len)
     validate.ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens)
-    batch = packed_batch(query.shape[0], query_start_loc, key_start_loc, *max_lens)
+    starts = rising(query_start_loc), rising(key_start_loc)
+    batch = packed_batch(query.shape[0], *starts, *max_lens)
     cache = packed_cache(key, value)
     return paged_attention(query, cache, batch, spec, backend=backend, return_lse=return_lse)
-
-
-def packed_cache(key, value) -> KVCache:
-    """Packed keys as blocks of one token; no keys as a block that no sequence owns."""
-    if not len(key):
-        key = value = jnp.zeros((1, *key.shape[1:]), key.dtype)
-    return KVCache(key[:, None], value[:, None])
-
-
-def packed_batch(num_tokens, query_start_loc, key_start_loc, max_query_len, max_key_len):
-    """Packed keys as a batch over blocks of one token."""
-    query_start_loc, key_start_loc = rising(query_start_loc), rising(key_start_loc)
-    key_lens = key_start_loc[1:] - key_start_loc[:-1]
-    offsets = jnp.arange(max_key_len, dtype=jnp.int32)
-    return BatchMetadata(
-        block_tables=key_start_loc[:-1, None] + offsets,
-        seq_lens=key_lens,
-        query_start_loc=query_start_loc,
-        slot_mapping=jnp.full(num_tokens, -1, jnp.int32),
-        positions=positions(query_start_loc, key_lens, num_tokens),
-        block_size=1,
-        max_query_len=max_query_len,
-    )

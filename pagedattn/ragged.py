@@ -34,18 +34,40 @@ def namespace(array) -> ModuleType:
     return np if isinstance(array, np.ndarray | np.generic | int | float) else jnp
 
 
+def arange(count: int, like):
+    """0, 1, ... as int32, of the framework and on the device of an array.
+
+    >>> arange(3, np.zeros(1))
+    array([0, 1, 2], dtype=int32)
+    """
+    on_device = {"device": like.device} if hasattr(like, "new_tensor") else {}
+    return namespace(like).arange(count, dtype=namespace(like).int32, **on_device)
+
+
 def sequence_ids(
     query_start_loc: Int[Array, "num_seqs_plus_1"], num_tokens: int
 ) -> Int[Array, "num_tokens"]:
     """The sequence that brought each token of the packed batch, -1 for padding tokens.
 
+    Of int32 arrays of any framework.
+
     >>> sequence_ids(jnp.array([0, 2, 2, 3]), 4).tolist()
     [0, 0, 2, -1]
     """
-    query_start_loc = int32(query_start_loc)
-    tokens = jnp.arange(num_tokens, dtype=jnp.int32)
-    owners = jnp.searchsorted(query_start_loc, tokens, side="right").astype(jnp.int32) - 1
-    return jnp.where(tokens < query_start_loc[-1], owners, -1)
+    xp, tokens = namespace(query_start_loc), arange(num_tokens, query_start_loc)
+    owners = xp.searchsorted(query_start_loc, tokens, side="right") - 1
+    return xp.where(tokens < query_start_loc[-1], xp.asarray(owners, dtype=xp.int32), -1)
+
+
+def token_positions(
+    query_start_loc: Int[Array, "num_seqs_plus_1"],
+    seq_lens: Int[Array, "num_seqs"],
+    num_tokens: int,
+) -> Int[Array, "num_tokens"]:
+    """`positions` of int32 arrays of any framework that belong together."""
+    ids, tokens = sequence_ids(query_start_loc, num_tokens), arange(num_tokens, seq_lens)
+    context_ends = (seq_lens - query_start_loc[1:])[ids] if len(seq_lens) else 0
+    return namespace(seq_lens).where(ids >= 0, tokens + context_ends, 0)
 
 
 def positions(
@@ -65,10 +87,7 @@ def positions(
     [0, 1, 7, 0]
     """
     query_start_loc, seq_lens = validate.positions(query_start_loc, seq_lens, num_tokens)
-    ids = sequence_ids(query_start_loc, num_tokens)
-    context_ends = (seq_lens - query_start_loc[1:])[ids] if len(seq_lens) else 0
-    tokens = jnp.arange(num_tokens, dtype=jnp.int32)
-    return jnp.where(ids >= 0, tokens + context_ends, 0)
+    return token_positions(query_start_loc, seq_lens, num_tokens)
 
 
 def slot_mapping(

@@ -23,6 +23,7 @@ from .checks import (
     shown,
     start_locs,
 )
+from .ragged import cdiv
 from .spec import AttentionSpec
 
 
@@ -172,7 +173,7 @@ def _batch_values(batch, num_blocks):
     if seq_lens is None or table is None:
         return
     width = table.shape[1]
-    needed = -(-seq_lens // batch.block_size)
+    needed = cdiv(seq_lens, batch.block_size)
     require(
         ((seq_lens >= 0) & (needed <= width)).all(),
         f"seq_lens must be between 0 and what {width} blocks of {batch.block_size} hold, got "

@@ -4,6 +4,7 @@ import numpy as np
 
 from .checks import MAX_SLOTS, count, integers, is_count, require, shown
 from .errors import InvalidInputError
+from .ragged import cdiv
 
 
 def lengths(name: str, values, like=None) -> np.ndarray:
@@ -30,7 +31,7 @@ def tables(block_tables, seq_lens, block_size) -> np.ndarray:
         len(rows) == len(seq_lens),
         f"block_tables must have a row for each of the {len(seq_lens)} sequences, got {len(rows)}",
     )
-    needed = -(-seq_lens // block_size)
+    needed = cdiv(seq_lens, block_size)
     table = np.full((len(rows), max(map(len, rows), default=0)), -1, np.int64)
     for s, (row, least) in enumerate(zip(rows, needed, strict=True)):
         _check_row(s, row, least, seq_lens[s], block_size)

@@ -11,10 +11,10 @@ from pagedattn import AttentionSpec, Backend, BatchMetadata, KVCache, choice, va
 from pagedattn.batch import Sequences
 from pagedattn.call import Call, call_of, layer_of
 from pagedattn.checks import require
+from pagedattn.packed import packed_batch, packed_cache
 from pagedattn.registry import Framework
 
 from .arrays import batch_on, int32, on_device_of, require_no_grad, require_tensors, rising, tensor
-from .lengths import token_positions
 
 
 def paged_attention(
@@ -167,28 +167,6 @@ def ragged_attention(
     batch = packed_batch(query.shape[0], *starts, *max_lens)
     cache = packed_cache(key, value)
     return paged_attention(query, cache, batch, spec, backend=backend, return_lse=return_lse)
-
-
-def packed_cache(key, value) -> KVCache:
-    """Packed keys as blocks of one token; no keys as a block that no sequence owns."""
-    if not len(key):
-        key = value = key.new_zeros(1, *key.shape[1:])
-    return KVCache(key[:, None], value[:, None])
-
-
-def packed_batch(num_tokens, query_start_loc, key_start_loc, max_query_len, max_key_len):
-    """Packed keys as a batch over blocks of one token."""
-    device = key_start_loc.device
-    key_lens = key_start_loc.diff()
-    return BatchMetadata(
-        block_tables=key_start_loc[:-1, None] + torch.arange(max_key_len, device=device),
-        seq_lens=key_lens,
-        query_start_loc=query_start_loc,
-        slot_mapping=torch.full((num_tokens,), -1, device=device),
-        positions=token_positions(query_start_loc, key_lens, num_tokens),
-        block_size=1,
-        max_query_len=max_query_len,
-    )
 
 
 def _described(query, cache, batch, spec, return_lse) -> tuple[Call, Sequences]:

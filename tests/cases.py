@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagedattn import AttentionSpec, KVCache, UnsupportedError, explain, paged_attention
+from pagedattn.features import signed_slopes, spec_of
 from pagedattn.testing import Problem, batch_of, cache_of, random_problem, reference_attention
 from pagedattn.testing.harness import attend_with_lse
 from pagedattn.testing.tolerances import arguments
@@ -15,16 +16,9 @@ from pagedattn.testing.tolerances import arguments
 # On each platform the backends that may refuse a call; any other must honour every one.
 REFUSING = {"cpu": ("ipex",)}
 
-SIGNED = (0.7, -0.3, 0.05, -1.1)  # ALiBi slopes of four heads
-SPECS = {
-    "plain": AttentionSpec(),
-    "scale": AttentionSpec(scale=0.6),
-    "window": AttentionSpec(sliding_window=5),
-    "soft cap": AttentionSpec(logits_soft_cap=1.5),
-    "alibi": AttentionSpec(alibi_slopes=SIGNED),
-    "not causal": AttentionSpec(causal=False),
-    "all": AttentionSpec(scale=0.4, sliding_window=7, logits_soft_cap=2.0, alibi_slopes=SIGNED),
-}
+SIGNED = signed_slopes(4)  # ALiBi slopes of four heads
+ONE_BY_ONE = ("plain", "scale", "sliding_window", "logits_soft_cap", "alibi_slopes", "causal=False")
+SPECS = {name: spec_of(name, 4) for name in (*ONE_BY_ONE, "all")}
 
 
 class Calls:

@@ -11,11 +11,10 @@ from cases import REFUSING, calls
 from pagedattn.registry import can_load
 
 # Only ever run by test_triton, in a process in which Triton interprets.
-collect_ignore = ["triton_interpreted.py"]
+collect_ignore = ["backends/triton_interpreted.py"]
 DEMO = [name for name in ("matplotlib", "optax", "rich", "safetensors") if not find_spec(name)]
 if DEMO:  # the examples cannot be imported
-    names = ("test_examples", "test_families", "test_generation", "test_serving", "tiny")
-    collect_ignore += [f"{name}.py" for name in names]
+    collect_ignore += ["serving"]
 
 
 if jax.default_backend() == "gpu":

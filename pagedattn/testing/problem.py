@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from pagedattn.ragged import cdiv
+
 from . import oracle
 
 
@@ -100,7 +102,7 @@ def random_problem(
         (4, 4, 16)
     """
     rng = np.random.default_rng(seed)
-    blocks = [-(-int(n) // block_size) for n in seq_lens]
+    blocks = [cdiv(int(n), block_size) for n in seq_lens]
     num_blocks = sum(blocks) + 3 if num_blocks is None else num_blocks
     if block_tables is None:
         block_tables = random_tables(rng, blocks, num_blocks)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pagedattn import AttentionSpec, alibi_slopes, features
 from pagedattn.features import OPTIONS, spec_of
+from pagedattn.ragged import cdiv
 
 from .problem import Problem, random_problem
 
@@ -116,7 +117,7 @@ def tables(
     """
     rng = np.random.default_rng(draw(seeds()))
     size = bucket.block_size
-    used = [-(-seq_len // size) for _, seq_len in lens]
+    used = [cdiv(seq_len, size) for _, seq_len in lens]
     garbage = draw(st.sampled_from(GARBAGE))
     rows = np.full((len(lens), bucket.max_blocks), garbage, np.int32)
     ids = iter(rng.permutation(bucket.num_blocks))

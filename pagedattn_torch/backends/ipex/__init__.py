@@ -4,11 +4,11 @@ The extension is archived: 2.8 is its last release, and it needs torch 2.8. What
 wrong is kept from them here and in the files of the two devices; what they cannot do is refused.
 """
 
-import torch
 from torch import Tensor
 
 from pagedattn.backend import Backend
 from pagedattn.call import Call
+from pagedattn.ragged import sequence_ids, token_positions
 from pagedattn.visibility import sees_a_key
 
 from . import cpu, xpu
@@ -46,10 +46,7 @@ BACKEND = Backend("ipex", HONOURS, run, refusals, missing=lambda: why_unusable()
 
 def _seeing(call: Call, batch) -> Tensor:
     """Which tokens see a key."""
-    tokens = torch.arange(call.num_tokens, device=batch.seq_lens.device)
-    owners = torch.searchsorted(batch.query_start_loc, tokens, right=True) - 1
-    live = (owners >= 0) & (owners < call.num_seqs)
-    owners = owners.clamp(0, call.num_seqs - 1)
-    positions = (batch.context_lens - batch.query_start_loc[:-1])[owners] + tokens
-    seq_lens = batch.seq_lens[owners]
-    return live & sees_a_key(positions, seq_lens, call.spec.causal, call.window)
+    seqs = sequence_ids(batch.query_start_loc, call.num_tokens)
+    positions = token_positions(batch.query_start_loc, batch.seq_lens, call.num_tokens)
+    seen = sees_a_key(positions, batch.seq_lens[seqs], call.spec.causal, call.window)
+    return (seqs >= 0) & seen

@@ -1,0 +1,121 @@
+"""Times paged attention on a CPU, side by side with its peers.
+
+    PYTHONPATH=examples python -m benchmarks.cpu [-o docs/results] [-k "decode 8x4096"]
+    PYTHONPATH=examples python -m benchmarks.cpu --draw docs/results/cpu.json
+
+A contender takes a `Case` and returns a function that computes it; a refusal (any exception) leaves
+its cell empty and is printed. Contenders take turns, one call each, and a figure is the median of
+its calls. The report is written after every case. To add a contender, see cpu_peers.py.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import jax
+import pagedattn_interop
+import torch
+
+import pagedattn_torch
+from benchmarks.cpu_case import CASES, Case
+from benchmarks.cpu_chart import draw
+from benchmarks.cpu_ipex import Ipex
+from benchmarks.cpu_peers import PEERS
+from benchmarks.cpu_report import Report
+from pagedattn import KVCache, make_batch, paged_attention
+
+ROUNDS = 3, 25  # at least and at most
+SECONDS = 0.8  # for the calls of one contender, in between
+PAUSE = 0.01  # the last contender's threads stop waiting for more work
+
+
+def our_jax(backend: str | None) -> Callable:
+    def prepare(case: Case) -> Callable:
+        query, cache = pagedattn_interop.to_jax((case.query, KVCache(*case.planes)))
+        attend = jax.jit(lambda *arrays: paged_attention(*arrays, backend=backend))
+        batch = _batch(case)
+        return lambda: attend(query, cache, batch)
+
+    return prepare
+
+
+def our_torch(case: Case) -> Callable:
+    cache, batch = KVCache(*case.planes), pagedattn_interop.to_torch(_batch(case))
+    return lambda: pagedattn_torch.paged_attention(case.query, cache, batch, backend="sdpa")
+
+
+def _batch(case):
+    contexts = [n - q for q, n in zip(case.query_lens, case.seq_lens, strict=True)]
+    return make_batch(case.query_lens, contexts, case.tables.numpy(), block_size=case.block_size)
+
+
+OURS = {
+    "sdpa, jax.jit": our_jax("sdpa"),
+    "xla, jax.jit": our_jax("xla"),
+    "backend=None, jax.jit": our_jax(None),
+    "sdpa, torch": our_torch,
+}
+
+
+def timed(prepare: Callable) -> Callable:
+    """A contender whose calls give their seconds, once its answer is known to be right."""
+
+    def contender(case: Case) -> Callable:
+        call = prepare(case)
+        out = call()
+        case.require(out if isinstance(out, torch.Tensor) else pagedattn_interop.to_torch(out))
+
+        def seconds() -> float:
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            return time.perf_counter() - start
+
+        return seconds
+
+    return contender
+
+
+def measure(report: Report, case: Case, contenders: dict[str, Callable]) -> None:
+    """Adds a case to the report."""
+    calls, refused = {}, {}
+    for name, contender in contenders.items():
+        try:
+            calls[name] = contender(case)
+        except Exception as error:
+            first = (str(error).strip().splitlines() or [""])[0]
+            refused[name] = f"{type(error).__name__}: {first[:160]}"
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(ROUNDS[1]):
+        for name, taken in times.items():
+            if len(taken) < ROUNDS[0] or sum(taken) < SECONDS:
+                time.sleep(PAUSE)
+                taken.append(calls[name]())
+    report.add(case, {name: median(taken) * 1e6 for name, taken in times.items()}, refused)
+    calls.clear()
+    case.free()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("-o", "--out", type=Path, help="folder for the report and its picture")
+    parser.add_argument("-k", "--only", default="", help="cases whose name contains this")
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw this report")
+    arguments = parser.parse_args()
+    if arguments.draw:
+        print(draw(arguments.draw))
+        return
+    with Ipex() as ipex:
+        report = Report(arguments.out, list(OURS), ipex.versions)
+        contenders = {name: timed(one) for name, one in (OURS | PEERS).items()}
+        for case in CASES:
+            if arguments.only in case.name:
+                measure(report, case, contenders | {"IPEX": ipex.contender})
+    report.print_tables()
+    if report.path:
+        print(draw(report.path))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""IPEX as a contender of cpu.py: a process in an environment of its own, for its torch 2.8.
+
+Run as a script, this file is that process: it answers a line of JSON on stdin with one on stdout.
+"""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.cpu_case import SCALE, Case
+from benchmarks.work import HEADS, KV_HEADS
+
+PYTHON = Path(__file__).parents[2] / ".venv-ipex/bin/python"
+WORKER = ["-m", "benchmarks.cpu_ipex"]
+
+
+class Ipex:
+    """The other process; as a context, it ends with the block."""
+
+    def __enter__(self) -> "Ipex":
+        self._folder = tempfile.TemporaryDirectory()
+        if not PYTHON.exists():
+            self.versions = None
+            return self
+        errors = subprocess.DEVNULL
+        self._process = subprocess.Popen(
+            [PYTHON, *WORKER],
+            cwd=Path(__file__).parents[1],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+        )
+        self.versions = self._ask({})["versions"]
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.versions is not None:
+            self._process.kill()
+            self._process.wait()
+        self._folder.cleanup()
+
+    def contender(self, case: Case) -> Callable:
+        """Computes the case over there; each call gives the seconds that it took."""
+        if self.versions is None:
+            raise ValueError("no .venv-ipex: make test-ipex makes it")
+        path = f"{self._folder.name}/out.npy"
+        self._ask({"case": case.as_dict(), "out": path})
+        case.require(torch.from_numpy(np.load(path)))
+        return lambda: self._ask({"run": True})["seconds"]
+
+    def _ask(self, question: dict) -> dict:
+        process: Any = self._process
+        process.stdin.write(json.dumps(question).encode() + b"\n")
+        process.stdin.flush()
+        answer = json.loads(process.stdout.readline() or '{"error": "it died"}')
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        return answer
+
+
+def prepare(case: Case) -> Callable:
+    """The raw operators, on a cache as they want it."""
+    paged = importlib.import_module("intel_extension_for_pytorch.llm.modules").PagedAttention
+    out = torch.empty_like(case.query)
+    # [num_blocks, kv_heads, block_size, head_dim]; the longer queries' operator needs it so.
+    key, value = (plane.transpose(1, 2).contiguous() for plane in case.planes)
+    lens = torch.tensor(case.seq_lens, dtype=torch.int32)
+    if case.decode:
+        mapping = torch.arange(HEADS, dtype=torch.int32) * KV_HEADS // HEADS
+        about = mapping, SCALE, case.tables, lens, case.block_size, max(case.seq_lens), None
+        attend, arguments = paged.single_query_cached_kv_attention, about
+    else:
+        starts = torch.tensor(case.starts, dtype=torch.int32)
+        ends = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
+        longest = max(case.query_lens), max(case.seq_lens)
+        arguments = starts, ends, *longest, SCALE, True, case.tables, None
+        attend = paged.flash_attn_varlen_func
+
+    def call():
+        attend(out, case.query, key, value, *arguments)
+        return out
+
+    return call
+
+
+def serve(answers) -> None:
+    """Answers questions until there are no more: a case to prepare, or a run of the last one."""
+    ipex = importlib.import_module("intel_extension_for_pytorch")
+    versions = {"intel_extension_for_pytorch": ipex.__version__, "its torch": torch.__version__}
+    call: Any = None
+    for line in sys.stdin:
+        question = json.loads(line)
+        answer: dict = {"versions": versions}
+        try:
+            if "case" in question:
+                call = None  # frees the last one's memory
+                call = prepare(Case(**question["case"]))
+                np.save(question["out"], call().float().numpy())
+            elif "run" in question:
+                start = time.perf_counter()
+                call()
+                answer = {"seconds": time.perf_counter() - start}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"[:200]}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    # The extension prints to stdout what is no answer.
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+        serve(answers)

@@ -1,0 +1,124 @@
+"""The report of a cpu.py run: tables, and a JSON file that grows with it."""
+
+import datetime
+import json
+import os
+import platform
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.cpu_case import Case
+from benchmarks.work import HEAD_DIM, HEADS, KV_HEADS
+
+# What the library is to reach: one contender's speed as a multiple of another's.
+AIMS = {
+    "sdpa / IPEX": ("sdpa, jax.jit", "IPEX"),
+    "sdpa / dense": ("sdpa, jax.jit", "torch SDPA, dense"),
+    "xla / gather": ("xla, jax.jit", "JAX gather + einsum"),
+    "xla / sdpa": ("xla, jax.jit", "sdpa, jax.jit"),
+}
+SHORT_FLOATS = "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16"
+
+
+class Report:
+    """The results so far: printed as they come, and kept in a file."""
+
+    def __init__(self, folder: Path | None, ours: list[str], ipex_versions: dict | None):
+        self.data: dict[str, Any] = {"machine": machine(), "ours": ours, "cases": {}}
+        self.data["machine"]["versions"] |= ipex_versions or {}
+        self.path = folder / "cpu.json" if folder else None
+        print(json.dumps(self.data["machine"], indent=1), flush=True)
+
+    def add(self, case: Case, us: dict[str, float], refused: dict[str, str]) -> None:
+        row = {"kv_bytes": case.kv_bytes, "flops": case.flops, "decode": case.decode}
+        row |= {"dtype": case.dtype_name, "us": us, "refused": refused}
+        self.data["cases"][case.name] = row
+        print(case.name, flush=True)
+        for name, microseconds in us.items():
+            print(f"  {name:24}{microseconds / 1e3:10.2f} ms {_rate(row, name):>8}", flush=True)
+        for name, reason in refused.items():
+            print(f"  {name:24}{'-':>10}    {reason}", flush=True)
+        if self.path:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(json.dumps(self.data, indent=1) + "\n")
+
+    def print_tables(self) -> None:
+        for decode in (True, False):
+            rows = {k: row for k, row in self.data["cases"].items() if row["decode"] is decode}
+            if rows:
+                Console(width=200).print(_table(rows, "GB/s of K and V" if decode else "GFLOP/s"))
+
+
+def _table(rows: dict[str, dict], unit: str) -> Table:
+    names = list(dict.fromkeys(name for row in rows.values() for name in row["us"]))
+    table = Table(title=unit, box=None, header_style="dim")
+    table.add_column("")
+    for heading in [*names, *AIMS]:
+        table.add_column(heading, justify="right")
+    for case, row in rows.items():
+        shares = (_times_as_fast(row["us"], *pair) for pair in AIMS.values())
+        table.add_row(case, *(_rate(row, name) for name in names), *shares)
+    return table
+
+
+def _rate(row, name) -> str:
+    if name not in row["us"]:
+        return "-"
+    return f"{row['kv_bytes' if row['decode'] else 'flops'] / row['us'][name] / 1e3:.1f}"
+
+
+def _times_as_fast(us, ours, other) -> str:
+    return f"{us[other] / us[ours]:.2f}" if ours in us and other in us else "-"
+
+
+def machine() -> dict:
+    """What the figures hold for, with its ceilings."""
+    return {
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "date": datetime.date.today().isoformat(),
+        "heads": f"{HEADS} query heads, {KV_HEADS} KV heads, head_dim {HEAD_DIM}",
+        "read_gb_s": round(_read_rate() / 1e9, 1),
+        "matmul_gflop_s": {
+            name: round(_matmul_rate(getattr(torch, name)) / 1e9)
+            for name in ("float32", "bfloat16")
+        },
+        "versions": {"python": platform.python_version(), "torch": str(torch.__version__)}
+        | {package: version(package) for package in ("jax", "jax-tvm-ffi")},
+    }
+
+
+def _cpu() -> str:
+    """Its name, and what it has of the instructions that decide how fast short floats are."""
+    about: dict[str, str] = {}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        about.setdefault(name.strip(), value.strip())
+    found = [flag for flag in SHORT_FLOATS if flag in about.get("flags", "").split()]
+    return f"{about.get('model name', platform.processor())} ({', '.join(found)})"
+
+
+def _read_rate() -> float:
+    data = torch.ones(1 << 27)
+    return data.nbytes / _seconds(data.sum)
+
+
+def _matmul_rate(dtype: torch.dtype) -> float:
+    a, b = torch.randn(2, 2048, 2048).to(dtype)
+    return 2 * 2048**3 / _seconds(lambda: a @ b)
+
+
+def _seconds(call) -> float:
+    """The shortest of some calls: a ceiling is what the machine can do undisturbed."""
+    times = []
+    for _ in range(12):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)

@@ -1,0 +1,114 @@
+"""FlashInfer's wrappers as contenders of gpu.py; see peers.py.
+
+Its kernels are compiled on first use, which takes minutes: `Build` does it in a process of its own
+while others are timed. Run as a script, this file is that process.
+"""
+
+import contextlib
+import importlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from benchmarks.case import Case
+from benchmarks.work import HEAD_DIM, HEADS, KV_HEADS
+from pagedattn.ragged import cdiv
+
+WORKSPACE_BYTES = 512 << 20
+
+
+class Build:
+    """The compilation of FlashInfer's kernels; as a context, it ends with the block."""
+
+    def __init__(self, seconds: float):
+        self._deadline = time.monotonic() + seconds
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
+        command = [sys.executable, "-m", "benchmarks.flashinfer_peers"]
+        output: Any = {"stdout": subprocess.DEVNULL, "stderr": self._errors}
+        self._process = subprocess.Popen(command, process_group=0, **output)
+
+    def __enter__(self) -> "Build":
+        return self
+
+    def __exit__(self, *_) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+        self._process.wait()
+        self._errors.close()
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def failure(self) -> str | None:
+        """Waits, and says why the kernels cannot be used."""
+        try:
+            code = self._process.wait(max(0.0, self._deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return "its kernels were not compiled in the time given"
+        self._errors.seek(0)
+        lines = self._errors.read().strip().splitlines() or [""]
+        return lines[-1][:200] if code else None
+
+
+def decode(case: Case) -> Callable:
+    """BatchDecodeWithPagedKVCacheWrapper."""
+    if max(case.query_lens) > 1:
+        raise ValueError("one query a sequence")
+    return _calls(case, "BatchDecodeWithPagedKVCacheWrapper", (), {})
+
+
+def prefill(case: Case) -> Callable:
+    """BatchPrefillWithPagedKVCacheWrapper, on tensor cores: FlashAttention-3's on Hopper."""
+    starts = torch.tensor([0, *itertools.accumulate(case.query_lens)], dtype=torch.int32)
+    return _calls(case, "BatchPrefillWithPagedKVCacheWrapper", (starts,), {"causal": True})
+
+
+def _calls(case, name, queries, options) -> Callable:
+    """Planned for each set of tables; plans are made once a step, for all layers."""
+    wrapper = getattr(importlib.import_module("flashinfer"), name)
+    room = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+    planned = [wrapper(room, "NHD") for _ in case.batches]
+    for one, batch in zip(planned, case.batches, strict=True):
+        heads = (HEADS, KV_HEADS, HEAD_DIM, case.block_size)
+        one.plan(*queries, *_pages(case, batch), *heads, q_data_type=torch.bfloat16, **options)
+    planes = case.cache.key, case.cache.value
+    return lambda index: planned[index % len(planned)].run(case.query, planes)
+
+
+def _pages(case, batch) -> tuple[torch.Tensor, ...]:
+    """Where each sequence's pages start, the pages, and how full the last is."""
+    counts = [cdiv(n, case.block_size) for n in case.seq_lens]
+    starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+    rows = zip(batch.block_tables, counts, strict=True)
+    last = torch.tensor([(n - 1) % case.block_size + 1 for n in case.seq_lens], dtype=torch.int32)
+    return starts, torch.cat([row[:count] for row, count in rows]), last
+
+
+def compile_kernels() -> None:
+    jit = importlib.import_module("flashinfer.jit")
+    dtypes = (torch.bfloat16,) * 3 + (torch.int32,)
+    options = (HEAD_DIM, HEAD_DIM, 0, False, False)
+    backend = "fa3" if torch.cuda.get_device_capability() == (9, 0) else "fa2"
+    modules = [
+        jit.gen_batch_prefill_module(backend, *dtypes, *options, False),
+        jit.gen_batch_decode_module(*dtypes, *options),
+    ]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda module: module.build(verbose=False), modules))
+
+
+FLASHINFER = {"FlashInfer decode": decode, "FlashInfer prefill": prefill}
+
+if __name__ == "__main__":
+    os.nice(10)
+    compile_kernels()

@@ -1,0 +1,192 @@
+"""Times paged attention on a CUDA GPU, side by side with its peers.
+
+    XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH=examples python -m benchmarks.gpu [-o docs/results] [-k decode]
+    PYTHONPATH=examples python -m benchmarks.gpu --draw docs/results/h200.json
+
+A contender takes a `Case` and returns its microseconds a call; a refusal (any exception) leaves its
+cell empty and is printed. The report is written after every case. To add one, see peers.py.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import pagedattn_interop
+import torch
+
+import pagedattn_torch
+from benchmarks.case import CASES, STEP, Case
+from benchmarks.chart import draw
+from benchmarks.flashinfer_peers import FLASHINFER, Build
+from benchmarks.peers import JAX_PEERS, TORCH_PEERS
+from benchmarks.report import Report
+from benchmarks.timing import captured, time_alone, time_enqueued
+from pagedattn import paged_attention
+
+LAYERS = 32
+
+
+def our_torch(backend: str) -> Callable:
+    def prepare(case: Case) -> Callable:
+        def call(index, query=case.query):
+            batch = case.batches[index % len(case.batches)]
+            return pagedattn_torch.paged_attention(query, case.cache, batch, backend=backend)
+
+        return call
+
+    return prepare
+
+
+def our_jax(backend: str | None) -> Callable:
+    def prepare(case: Case) -> tuple[Callable, list]:
+        cache, batches = pagedattn_interop.to_jax((case.cache, case.batches))
+
+        def call(query, operands):
+            return paged_attention(query, *operands, backend=backend)
+
+        return call, [(cache, batch) for batch in batches]
+
+    return prepare
+
+
+def cudnn(case: Case) -> tuple[Callable, list]:
+    if case.decode:
+        raise ValueError("meant for long queries")
+    return our_jax("cudnn")(case)
+
+
+def in_graph(prepare: Callable) -> Callable:
+    """A torch function in a CUDA graph of several calls."""
+
+    def contender(case: Case) -> float:
+        call, times = prepare(case), max(8, len(case.batches))
+        case.require(call(0))
+        return time_alone(captured(call, times).replay) / times
+
+    return contender
+
+
+def in_jit(prepare: Callable, checked: bool = False) -> Callable:
+    """A JAX function, several calls in one jit, enqueued."""
+
+    def contender(case: Case) -> float:
+        call, operands = prepare(case)
+        if checked:
+            query = pagedattn_interop.to_jax(case.query)
+            case.require(pagedattn_interop.to_torch(jax.jit(call)(query, operands[0])))
+        layers = max(LAYERS if case.decode else 8, len(operands))
+        return time_enqueued(_layers_in_jit(case, call, operands, layers)) / layers
+
+    return contender
+
+
+def _layers_in_jit(case, call, operands, layers) -> Callable:
+    query = pagedattn_interop.to_jax(case.query)
+
+    @jax.jit
+    def step(query, operands):
+        for layer in range(layers):
+            # Each call waits for what the last one gave, its pages too: none is dropped, and no
+            # gather serves two of them, since every layer of a model has pages of its own.
+            query, now = jax.lax.optimization_barrier((query, operands[layer % len(operands)]))
+            query = call(query, now)
+        return query
+
+    return lambda: step(query, operands)
+
+
+OURS = {
+    "triton, jax.jit": in_jit(our_jax("triton")),
+    "triton, torch graph": in_graph(our_torch("triton")),
+    "cudnn, jax.jit": in_jit(cudnn),
+    "xformers, jax.jit": in_jit(our_jax("xformers")),
+    "backend=None, jax.jit": in_jit(our_jax(None)),
+}
+PEERS = {name: in_graph(peer) for name, peer in TORCH_PEERS.items()}
+PEERS |= {name: in_jit(peer, checked=True) for name, peer in JAX_PEERS.items()}
+SLOW_STARTERS = {name: in_graph(peer) for name, peer in FLASHINFER.items()}
+
+
+def in_eager(prepare: Callable) -> Callable:
+    """The layers called from Python, enqueued."""
+
+    def contender(case: Case) -> float:
+        call = prepare(case)
+
+        def step():
+            query = case.query
+            for layer in range(LAYERS):
+                query = call(layer, query)
+
+        return time_enqueued(step, lambda _: torch.cuda.synchronize()) / LAYERS
+
+    return contender
+
+
+def in_step_graph(prepare: Callable) -> Callable:
+    """The layers in one CUDA graph, enqueued."""
+
+    def contender(case: Case) -> float:
+        replay = captured(prepare(case), LAYERS).replay
+        return time_enqueued(replay, lambda _: torch.cuda.synchronize()) / LAYERS
+
+    return contender
+
+
+STEPS = {
+    backend: {
+        "torch eager": in_eager(our_torch(backend)),
+        "torch CUDA graph": in_step_graph(our_torch(backend)),
+        "jax.jit": in_jit(our_jax(backend)),
+    }
+    for backend in ("triton", "xformers", "sdpa")
+}
+
+
+def run(report: Report, only: str, build_seconds: float) -> None:
+    """Everything, what matters most first; FlashInfer once its kernels are compiled."""
+    cases = [case for case in CASES if only in case.name]
+    done = [case for case in cases if case.block_size == 16]
+    rest = [case for case in cases if case.block_size != 16]
+    with Build(build_seconds) as build:
+        for case in done:
+            report.measure(case, OURS | PEERS)
+        report.measure_step(STEP, LAYERS, STEPS)
+        while rest and not build.ended:
+            done.append(rest.pop(0))
+            report.measure(done[-1], OURS | PEERS)
+        failure = build.failure()
+    late = {} if failure else SLOW_STARTERS
+    if failure:
+        report.miss("FlashInfer", failure)
+    else:
+        for case in done:
+            report.measure(case, late)
+    for case in rest:
+        report.measure(case, OURS | late | PEERS)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("-o", "--out", type=Path, help="folder for the report and its picture")
+    parser.add_argument("-k", "--only", default="", help="cases whose name contains this")
+    parser.add_argument("--seconds", type=float, default=600, help="after which none is begun")
+    parser.add_argument("--build-seconds", type=float, default=240, help="for FlashInfer's kernels")
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw this report")
+    arguments = parser.parse_args()
+    if arguments.draw:
+        print(draw(arguments.draw))
+        return
+    report = Report(arguments.out, arguments.seconds, ours=list(OURS))
+    run(report, arguments.only, arguments.build_seconds)
+    if report.path:
+        print(draw(report.path))
+
+
+if __name__ == "__main__":
+    # Wrappers that compile look for ninja, which lies beside this Python.
+    os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)
+    main()

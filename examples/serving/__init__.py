@@ -1,0 +1,1 @@
+"""A served model: engine, scheduler, caches and model families on the library."""

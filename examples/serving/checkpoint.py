@@ -1,0 +1,97 @@
+"""Checkpoints as Hugging Face lays them out: `config.json` beside safetensors, whole or sharded."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+import jax.numpy as jnp
+from safetensors.flax import load_file, save_file
+
+from serving.decoder import Decoder
+from serving.families import model_of
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+UNREAD = ("rotary_emb.inv_freq", "lm_head.weight")  # computed anew; left out when it is tied
+
+
+def load_checkpoint(directory: Path, dtype=jnp.float32) -> tuple[Decoder, dict]:
+    """The model in `directory`, and its parameters, as `dtype` whatever the files store.
+
+    Raises ValueError when the config asks for what no family computes, or when the tensors are
+    not the model's: one is missing, or one would not be used.
+    """
+    model = read_config(directory / "config.json")
+    tensors = {}
+    for path in tensor_files(directory):
+        tensors |= {name: tensor.astype(dtype) for name, tensor in load_file(path).items()}
+    return model, params_of(model, tensors)
+
+
+def save_checkpoint(directory: Path, model: Decoder, params: dict, dtype=jnp.bfloat16) -> None:
+    """Writes `config.json` and `model.safetensors`, with the parameters rounded to `dtype`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    names = {
+        "architectures": [model.architecture],
+        "model_type": model.model_type,
+        "torch_dtype": jnp.dtype(dtype).name,
+    }
+    (directory / "config.json").write_text(json.dumps(names | asdict(model), indent=2) + "\n")
+    tensors = {name: tensor.astype(dtype) for name, tensor in tensors_of(model, params).items()}
+    save_file(tensors, directory / WHOLE, metadata={"format": "pt"})
+
+
+def read_config(path: Path) -> Decoder:
+    return model_of(json.loads(path.read_text()))
+
+
+def tensor_files(directory: Path) -> Iterable[Path]:
+    """The one file, or the shards that the index names."""
+    index = directory / INDEX
+    if not index.exists():
+        return [directory / WHOLE]
+    shards = set(json.loads(index.read_text())["weight_map"].values())
+    if outside := [shard for shard in shards if Path(shard).name != shard]:
+        raise ValueError(f"shards must lie beside their index, got {outside}")
+    return [directory / shard for shard in sorted(shards)]
+
+
+def names_of(model: Decoder) -> tuple[dict[str, str], list[dict[str, str]]]:
+    """Our names to the checkpoint's, outside the layers and in each of them."""
+    prefixes = (model.layer_prefix.format(index) for index in range(model.num_hidden_layers))
+    layers = [
+        {n: prefix + theirs for n, theirs in model.layer_names().items()} for prefix in prefixes
+    ]
+    return model.outer_names(), layers
+
+
+def params_of(model: Decoder, tensors: dict) -> dict:
+    """Hugging Face's flat names to the tree that the families read."""
+    prefixes = (model.base_prefix, "lm_head.")  # a checkpoint without a head lacks the prefix
+    tensors = {
+        name if name.startswith(prefixes) else model.base_prefix + name: tensor
+        for name, tensor in tensors.items()
+    }
+    outer, layers = names_of(model)
+    _require_exactly(tensors, {theirs for names in (outer, *layers) for theirs in names.values()})
+    params = {name: tensors[theirs] for name, theirs in outer.items()}
+    return params | {
+        "layers": [{name: tensors[theirs] for name, theirs in names.items()} for names in layers]
+    }
+
+
+def tensors_of(model: Decoder, params: dict) -> dict:
+    """The tree to Hugging Face's flat names; the inverse of `params_of`."""
+    outer, layers = names_of(model)
+    tensors = {theirs: params[name] for name, theirs in outer.items()}
+    for names, layer in zip(layers, params["layers"], strict=True):
+        tensors |= {theirs: layer[name] for name, theirs in names.items()}
+    return tensors
+
+
+def _require_exactly(tensors: dict, expected: set[str]) -> None:
+    if missing := sorted(expected - tensors.keys()):
+        raise ValueError(f"the checkpoint lacks {len(missing)} tensors: {', '.join(missing[:5])}")
+    unused = sorted(name for name in tensors.keys() - expected if not name.endswith(UNREAD))
+    if unused:
+        raise ValueError(f"{len(unused)} tensors would not be used: {', '.join(unused[:5])}")

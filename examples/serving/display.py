@@ -1,0 +1,52 @@
+"""The engine at work, in a terminal: each request's progress and text, and who holds the pool."""
+
+from rich.console import Group as Rows
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from serving.engine import Engine
+from serving.occupancy import CACHED, FREE, colour_of
+from serving.request import Group, Request
+from serving.tokenizer import Tokenizer
+
+TAIL = 36  # characters of each text shown
+WIDTHS = {"request": 7, "state": 7, "progress": 12, "blocks": 6, "text": TAIL}
+
+
+def render(engine: Engine, requests: list[Request], tokenizer: Tokenizer) -> Rows:
+    """The engine between two steps."""
+    running = {group.request.id: group for group in engine.scheduler.running}
+    table = Table(box=None, header_style="dim", padding=(0, 1))
+    for heading, width in WIDTHS.items():
+        table.add_column(heading, width=width, no_wrap=True)
+    for request in requests:
+        group = running.get(request.id)
+        table.add_row(*row_of(engine, request, group, tokenizer))
+    return Rows(table, pool_of(engine))
+
+
+def row_of(engine: Engine, request: Request, group: Group | None, tokenizer: Tokenizer) -> tuple:
+    """A request is running (it has a group), done (it has completions) or waiting."""
+    name = Text(f"■ {request.id}", colour_of(request.id))
+    if group and group.sequences:  # the display runs beside the engine
+        first = group.sequences[0]
+        bar = ProgressBar(request.max_cached, first.num_cached)
+        blocks = sum(engine.limits.blocks_for(s.num_cached) for s in group.sequences)
+        state = "decode" if group.completion(first) else "prefill"
+        return name, state, bar, str(blocks), tail_of(first.tokens, tokenizer)
+    completions = engine.completions.get(request.id)
+    state, progress = ("done", 1) if completions else ("waiting", 0)
+    tokens = [*request.prompt, *(completions[0] if completions else [])]
+    return name, Text(state, "dim"), ProgressBar(1, progress), "", tail_of(tokens, tokenizer)
+
+
+def tail_of(tokens: list[int], tokenizer: Tokenizer) -> Text:
+    return Text(" ".join(tokenizer.decode(tokens).split())[-TAIL:])
+
+
+def pool_of(engine: Engine) -> Text:
+    """A cell a block, in its owner's colour."""
+    look = {FREE: ("·", "dim"), CACHED: ("□", "dim")}
+    cells = (look.get(owner) or ("■", colour_of(owner)) for owner in engine.owners().tolist())
+    return Text.assemble("\n", *cells)

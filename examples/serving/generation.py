@@ -1,0 +1,170 @@
+"""A whole generation in one compiled program: no token visits the host before all are there.
+
+`lax.while_loop` carries the pool and the caches; both are donated, so every step writes them where
+they lie. A step appends to the pool, copies what copy-on-write asks for, writes, attends, samples
+and decides who goes on. `decode_step` is that step alone, to be called from Python for comparison.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pagedattn import (
+    BlockPool,
+    KVCache,
+    append_tokens,
+    batch_from_pool,
+    copy_blocks,
+    init_block_pool,
+    init_kv_cache,
+)
+from pagedattn.ragged import cdiv
+from serving.decoder import Decoder, forward_paged
+from serving.sampling import pick
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Generation:
+    """Sequences under way: a pytree that `jax.jit` can donate.
+
+    Fields:
+      pool, caches: where their tokens are; row s of the pool is sequence s.
+      tokens: prompts and completions, one row a sequence, 0 past their ends.
+      lengths: how many of the tokens are there; the cache holds all of them but the last.
+      ends: the length at which each sequence is full.
+      live: which sequences go on; ended ones keep their blocks, to be gone on from.
+      starved: which ones ended because no block was free.
+      seeds: of each sequence's noise.
+    """
+
+    pool: BlockPool
+    caches: list[KVCache]
+    tokens: Int[Array, "num_seqs max_len"]
+    lengths: Int[Array, " num_seqs"]
+    ends: Int[Array, " num_seqs"]
+    live: Bool[Array, " num_seqs"]
+    starved: Bool[Array, " num_seqs"]
+    seeds: Int[Array, " num_seqs"]
+
+
+def start(
+    params: dict,
+    model: Decoder,
+    prompts: list[list[int]],
+    seeds: list[int],
+    *,
+    max_new_tokens: int,
+    num_blocks: int,
+    block_size: int = 16,
+) -> Generation:
+    """Sequences in an empty pool, none of their tokens cached: `prefill` them next."""
+    lengths = jnp.array([len(prompt) for prompt in prompts], jnp.int32)
+    num_seqs, max_len = len(prompts), max(map(len, prompts)) + max_new_tokens
+    max_blocks = cdiv(max_len, block_size)
+    shape = (num_blocks, block_size, model.num_key_value_heads, model.head_dim)
+    padded = [prompt + [0] * (max_len - len(prompt)) for prompt in prompts]
+    return Generation(
+        pool=init_block_pool(num_blocks, block_size, max_seqs=num_seqs, max_blocks=max_blocks),
+        caches=[init_kv_cache(*shape, params["embedding"].dtype) for _ in params["layers"]],
+        tokens=jnp.array(padded, jnp.int32),
+        lengths=lengths,
+        ends=lengths + max_new_tokens,
+        live=jnp.ones(num_seqs, bool),
+        starved=jnp.zeros(num_seqs, bool),
+        seeds=jnp.array(seeds, jnp.int32),
+    )
+
+
+Settings = ("model", "max_query_len", "backend")
+
+
+@partial(jax.jit, static_argnames=Settings, donate_argnames="state")
+def prefill(
+    params: dict,
+    model: Decoder,
+    state: Generation,
+    temperature: Float[Array, ""],
+    max_query_len: int,
+    backend: str | None = None,
+) -> Generation:
+    """Caches the prompts, of `max_query_len` tokens at most, and appends the first new token."""
+    return _advance(params, model, state, temperature, max_query_len, backend)
+
+
+@partial(jax.jit, static_argnames=("model", "backend"), donate_argnames="state")
+def decode_step(
+    params: dict,
+    model: Decoder,
+    state: Generation,
+    temperature: Float[Array, ""],
+    backend: str | None = None,
+) -> Generation:
+    """One more token of each live sequence."""
+    return _advance(params, model, state, temperature, 1, backend)
+
+
+@partial(jax.jit, static_argnames=("model", "backend"), donate_argnames="state")
+def decode_loop(
+    params: dict,
+    model: Decoder,
+    state: Generation,
+    temperature: Float[Array, ""],
+    max_steps: Int[Array, ""],
+    backend: str | None = None,
+) -> Generation:
+    """`decode_step` until every sequence has ended, or `max_steps` times."""
+
+    def goes_on(carry) -> Bool[Array, ""]:
+        step, state = carry
+        return (step < max_steps) & state.live.any()
+
+    def advance(carry):
+        step, state = carry
+        return step + 1, _advance(params, model, state, temperature, 1, backend)
+
+    return jax.lax.while_loop(goes_on, advance, (jnp.int32(0), state))[1]
+
+
+def _advance(params, model, state, temperature, max_query_len, backend) -> Generation:
+    """Feeds what is not cached yet, and appends the token that each sequence goes on with."""
+    state, new = _grow(state, max_query_len)
+    num_tokens = len(new) * max_query_len
+    batch = batch_from_pool(state.pool, new, num_tokens=num_tokens, max_query_len=max_query_len)
+    tokens = _packed(state.tokens, batch, num_tokens)
+    hidden, caches = forward_paged(params, model, tokens, state.caches, batch, backend)
+    logits = model.logits(params, hidden[batch.query_start_loc[1:] - 1])
+    sample, each = jnp.int32(0), jax.vmap(pick, in_axes=(0, 0, None, 0, None))
+    chosen = each(logits, state.seeds, sample, state.lengths, temperature)
+    return _append(replace(state, caches=caches), chosen, model.stop_tokens)
+
+
+def _grow(state, max_query_len):
+    """Blocks for the tokens that are not cached yet; a sequence that gets none ends here."""
+    new = jnp.where(state.live, state.lengths - state.pool.seq_lens, 0)
+    pool, growth = append_tokens(state.pool, new, max_new_tokens=max_query_len)
+    caches = [copy_blocks(cache, growth.copy_src, growth.copy_dst) for cache in state.caches]
+    live, starved = state.live & growth.ok, state.starved | ~growth.ok
+    state = replace(state, pool=pool, caches=caches, live=live, starved=starved)
+    return state, jnp.where(growth.ok, new, 0)
+
+
+def _packed(tokens, batch, num_tokens):
+    """The new tokens of all sequences, one sequence after the other."""
+    packed = jnp.arange(num_tokens)
+    seqs = jnp.searchsorted(batch.query_start_loc[1:], packed, side="right")
+    return tokens.at[seqs, batch.positions].get(mode="clip")  # past the end: padding
+
+
+def _append(state, chosen, stop_tokens) -> Generation:
+    """Writes the chosen tokens behind live sequences; ends those that stop or are full."""
+    rows, max_len = jnp.arange(len(chosen)), state.tokens.shape[1]
+    at = jnp.where(state.live, state.lengths, max_len)
+    tokens = state.tokens.at[rows, at].set(chosen, mode="drop")
+    lengths = state.lengths + state.live
+    stopped = jnp.isin(chosen, jnp.array(stop_tokens, jnp.int32))
+    live = state.live & ~stopped & (lengths < state.ends)
+    return replace(state, tokens=tokens, lengths=lengths, live=live)

@@ -1,0 +1,112 @@
+"""The pool, which decides, and the caches of all layers, which follow: the device's memory.
+
+Every function that changes them is compiled once, and the caches are donated to it, so that it
+works in place whatever their size.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from pagedattn import (
+    BlockPool,
+    KVCache,
+    append_tokens,
+    copy_blocks,
+    drop_blocks,
+    fork,
+    hold_blocks,
+    init_block_pool,
+    init_kv_cache,
+    release,
+    share_blocks,
+)
+from serving.decoder import Decoder
+from serving.limits import Limits
+
+append_jit = jax.jit(append_tokens, static_argnames="max_new_tokens")
+fork_jit, hold_jit, drop_jit = jax.jit(fork), jax.jit(hold_blocks), jax.jit(drop_blocks)
+release_jit, share_jit = jax.jit(release), jax.jit(share_blocks)
+
+
+@partial(jax.jit, donate_argnums=0)
+def copy_jit(caches: list[KVCache], src: Int[Array, " n"], dst: Int[Array, " n"]) -> list[KVCache]:
+    return [copy_blocks(cache, src, dst) for cache in caches]
+
+
+def padded(ids: Sequence[int], length: int) -> Int[np.ndarray, " length"]:
+    """-1 behind the ids: the functions of the pool skip it."""
+    return np.array([*ids, *[-1] * (length - len(ids))], np.int32)
+
+
+class Memory:
+    """A pool of `limits.num_blocks` blocks, and a cache over them for each layer of the model."""
+
+    def __init__(self, limits: Limits, model: Decoder | None = None, dtype=jnp.float32):
+        self.limits = limits
+        sizes = {"max_seqs": limits.max_seqs, "max_blocks": limits.max_blocks}
+        self.pool: BlockPool = init_block_pool(limits.num_blocks, limits.block_size, **sizes)
+        self.caches = caches_of(model, limits.num_blocks, limits.block_size, dtype)
+        self.free_rows = list(range(limits.max_seqs))
+
+    @property
+    def num_free(self) -> int:
+        return int(self.pool.num_free)
+
+    def grow(self, new_tokens: dict[int, int]) -> list[int]:
+        """Makes room for new tokens of some rows, all or none; the rows that found none."""
+        counts = np.zeros(self.limits.max_seqs, np.int32)
+        counts[list(new_tokens)] = list(new_tokens.values())
+        pool, growth = append_jit(self.pool, counts, max_new_tokens=self.limits.max_query_len)
+        failed = np.flatnonzero(~np.asarray(growth.ok)).tolist()
+        if not failed:
+            self.pool = pool
+            if (np.asarray(growth.copy_src) >= 0).any():
+                self.caches = copy_jit(self.caches, growth.copy_src, growth.copy_dst)
+        return failed
+
+    def fork(self, parents: list[int], children: list[int]) -> None:
+        if parents:
+            rows = (padded(ids, self.limits.max_seqs) for ids in (parents, children))
+            self.pool, _ = fork_jit(self.pool, *rows)
+
+    def release(self, rows: Sequence[int]) -> None:
+        if rows:
+            self.pool, _ = release_jit(self.pool, padded(rows, self.limits.max_seqs))
+
+    def share(self, row: int, blocks: list[int], num_tokens: int) -> None:
+        """Starts a row with blocks that hold its first tokens."""
+        table = padded(blocks, self.limits.max_blocks)
+        self.pool, _ = share_jit(self.pool, np.int32(row), table, np.int32(num_tokens))
+
+    def hold(self, blocks: list[int]) -> None:
+        for chunk in self._chunks(blocks):
+            self.pool = hold_jit(self.pool, chunk)
+
+    def drop(self, blocks: list[int]) -> None:
+        for chunk in self._chunks(blocks):
+            self.pool, _ = drop_jit(self.pool, chunk)
+
+    def tables(self) -> Int[np.ndarray, "max_seqs max_blocks"]:
+        return np.asarray(self.pool.block_tables)
+
+    def ref_counts(self) -> Int[np.ndarray, " num_blocks"]:
+        return np.asarray(self.pool.ref_counts)
+
+    def _chunks(self, blocks: list[int]):
+        """Lists of one length, so that one program serves all."""
+        length = self.limits.max_blocks
+        for start in range(0, len(blocks), length):
+            yield padded(blocks[start : start + length], length)
+
+
+def caches_of(model: Decoder | None, num_blocks: int, block_size: int, dtype) -> list[KVCache]:
+    """A cache for each layer; without a model, the scheduler can be tried alone."""
+    if model is None:
+        return []
+    shape = (num_blocks, block_size, model.num_key_value_heads, model.head_dim)
+    return [init_kv_cache(*shape, dtype=dtype) for _ in range(model.num_hidden_layers)]

@@ -1,0 +1,81 @@
+"""Who owned which block when: the numbers, and a picture of them."""
+
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap, to_hex
+from matplotlib.figure import Figure
+
+from pagedattn.ragged import cdiv
+from serving.memory import Memory
+from serving.request import Group
+
+KEPT = "whitesmoke"  # the colour of what the prefix cache alone holds
+FREE, CACHED = -1, -2  # owners of a block: nobody, and the prefix cache alone
+Owners = Int[np.ndarray, "*steps num_blocks"]
+
+
+def owners_of(memory: Memory, groups: list[Group]) -> Int[np.ndarray, " num_blocks"]:
+    """The request in each block; of those that share one, the oldest."""
+    owners = np.where(memory.ref_counts() > 0, CACHED, FREE)
+    tables, block_size = memory.tables(), memory.limits.block_size
+    for group in reversed(groups):
+        for sequence in group.sequences:
+            used = cdiv(sequence.num_cached, block_size)
+            owners[tables[sequence.row, :used]] = group.request.id
+    return owners
+
+
+def colour_of(request_id: int) -> str:
+    return to_hex(colormaps["tab20"](request_id % 20))
+
+
+def blocks_used(owners: Owners) -> Int[np.ndarray, " num_steps"]:
+    """By requests; what the prefix cache keeps is theirs to take."""
+    return (owners > FREE).sum(axis=1)
+
+
+def blocks_padded(owners: Owners, longest: int) -> Int[np.ndarray, " num_steps"]:
+    """What the same requests would take if each had `longest` blocks from start to end."""
+    return np.array([longest * len(np.unique(step[step > FREE])) for step in owners])
+
+
+def draw_occupancy(owners: Owners, longest: int, path: Path) -> None:
+    """Writes a picture: above, each block's owner at each step; below, how many blocks are used."""
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    pool, count = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    draw_owners(pool, owners)
+    draw_counts(count, owners, longest)
+    figure.savefig(path, dpi=130)
+
+
+def draw_owners(axes: Axes, owners: Owners) -> None:
+    ids = np.unique(owners[owners > FREE])
+    colours = ListedColormap(
+        [KEPT, "white", *(colour_of(request) for request in range(ids.max() + 1))]
+    )
+    axes.imshow(
+        owners.T - CACHED,
+        cmap=colours,
+        vmin=0,
+        vmax=colours.N - 1,
+        aspect="auto",
+        interpolation="nearest",
+        origin="lower",
+    )
+    for request in ids:  # empty lines, for their legend
+        axes.plot([], [], "s", color=colour_of(request), label=str(request))
+    axes.plot([], [], "s", color=KEPT, label="kept")
+    axes.legend(title="request", loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
+    axes.set(title="The request in each block of the cache", ylabel="block")
+
+
+def draw_counts(axes: Axes, owners: Owners, longest: int) -> None:
+    axes.plot(blocks_padded(owners, longest), color="grey", label="padded to the longest")
+    axes.plot(blocks_used(owners), color="black", label="used")
+    axes.axhline(owners.shape[1], color="firebrick", linestyle="--", label="pool")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
+    axes.set(xlabel="step", ylabel="blocks", ylim=(0, None))

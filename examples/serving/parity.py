@@ -1,0 +1,47 @@
+"""The model without a cache, as judge of what was served."""
+
+from functools import partial
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from serving.decoder import Decoder, forward_dense
+from serving.request import Request
+
+Scores = dict[int, Float[np.ndarray, "num_new vocab_size"]]  # of each request's new tokens
+
+
+def dense_scores(
+    params: dict, model: Decoder, requests: list[Request], completions: dict[int, list[int]]
+) -> Scores:
+    """What the uncached model scores wherever a token of the completions was chosen."""
+    texts = [[*request.prompt, *completions[request.id][:-1]] for request in requests]
+    tokens = np.zeros((len(texts), max(map(len, texts))), np.int32)  # padding cannot be seen
+    for row, text in zip(tokens, texts, strict=True):
+        row[: len(text)] = text
+    logits = np.asarray(dense_logits(params, model, tokens))
+    return {
+        request.id: rows[len(request.prompt) - 1 : len(text)]
+        for request, text, rows in zip(requests, texts, logits, strict=True)
+    }
+
+
+@partial(jax.jit, static_argnames="model")
+def dense_logits(
+    params: dict, model: Decoder, tokens: Int[Array, "num_requests length"]
+) -> Float[Array, "num_requests length vocab_size"]:
+    """Scores after every token, each request by one plain forward pass of its own."""
+    return jax.lax.map(lambda row: model.logits(params, forward_dense(params, model, row)), tokens)
+
+
+def greedy(scores: Scores) -> dict[int, list[int]]:
+    """The tokens that the scores choose: the completions themselves, if the two models agree."""
+    return {request: rows.argmax(axis=-1).tolist() for request, rows in scores.items()}
+
+
+def largest_difference(ours: Scores, theirs: Scores) -> float:
+    """Over all tokens of all requests; infinite where the texts differ in length."""
+    if any(ours[request].shape != theirs[request].shape for request in ours):
+        return float("inf")
+    return max(float(np.abs(ours[request] - theirs[request]).max()) for request in ours)

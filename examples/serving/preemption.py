@@ -1,0 +1,117 @@
+"""Taking a request's blocks away and going on later: by computing again, or from the host."""
+
+from functools import partial
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from pagedattn import (
+    KVCache,
+    OutOfBlocksError,
+    init_block_pool,
+    init_kv_cache,
+    swap_blocks,
+    swap_in,
+    swap_out,
+)
+from serving.memory import Memory, padded
+from serving.request import NO_ROW, Group, Sequence
+
+
+class Preemption(Protocol):
+    """A policy: `suspend` leaves the group's sequences without rows, `resume` undoes it."""
+
+    def suspend(self, group: Group) -> None: ...
+
+    def resume(self, sequence: Sequence) -> bool:
+        """Whether the sequence has its cached tokens back, in its row."""
+        ...
+
+
+class Recompute:
+    """Forgets what was cached; the tokens, the new ones too, come again as a prompt."""
+
+    def __init__(self, memory: Memory):
+        self.memory = memory
+
+    def suspend(self, group: Group) -> None:
+        self.memory.release(group.rows)
+        for sequence in group.sequences:
+            sequence.row, sequence.num_cached, sequence.logits = NO_ROW, 0, np.empty(0)
+
+    def resume(self, sequence: Sequence) -> bool:
+        del sequence
+        return False
+
+
+class Swap:
+    """Moves blocks to a pool and caches in the host's memory; where full, computes again."""
+
+    def __init__(self, memory: Memory, num_blocks: int, num_rows: int):
+        self.memory, self.recompute = memory, Recompute(memory)
+        size, width = memory.limits.block_size, memory.limits.max_blocks
+        self.pool = init_block_pool(num_blocks, size, max_seqs=num_rows, max_blocks=width)
+        self.host, self.device = jax.devices("cpu")[0], jax.devices()[0]
+        with jax.default_device(self.host):
+            self.caches = [
+                init_kv_cache(num_blocks, size, cache.num_kv_heads, cache.head_dim, cache.dtype)
+                for cache in memory.caches
+            ]
+        self.free_rows = list(range(num_rows))
+
+    def suspend(self, group: Group) -> None:
+        for sequence in group.sequences:
+            if sequence.num_cached and self.free_rows:
+                self._swap_out(sequence)
+        left = [sequence for sequence in group.sequences if sequence.row != NO_ROW]
+        self.recompute.suspend(Group(group.request, left))
+
+    def resume(self, sequence: Sequence) -> bool:
+        if sequence.host_row == NO_ROW:
+            return False
+        rows = (padded([row], 1) for row in (sequence.host_row, sequence.row))
+        self.memory.pool, self.pool, swap = swap_in_jit(self.memory.pool, self.pool, *rows)
+        if not swap.ok[0]:  # cannot be: the scheduler has counted
+            raise OutOfBlocksError("a request was resumed without room for its blocks")
+        self.memory.caches = moved(self.caches, self.memory.caches, swap.src, swap.dst, self.device)
+        self.free_rows.append(sequence.host_row)
+        sequence.host_row = NO_ROW
+        return True
+
+    def _swap_out(self, sequence: Sequence) -> None:
+        rows = (padded([row], 1) for row in (sequence.row, self.free_rows[-1]))
+        self.memory.pool, self.pool, swap = swap_out_jit(self.memory.pool, self.pool, *rows)
+        if swap.ok[0]:
+            self.caches = moved(self.memory.caches, self.caches, swap.src, swap.dst, self.host)
+            sequence.row, sequence.host_row = NO_ROW, self.free_rows.pop()
+
+
+swap_in_jit, swap_out_jit = jax.jit(swap_in), jax.jit(swap_out)
+
+
+def moved(
+    sources: list[KVCache],
+    targets: list[KVCache],
+    src: Int[Array, " n"],
+    dst: Int[Array, " n"],
+    device,
+) -> list[KVCache]:
+    """The targets, on `device`, with blocks of the sources; nothing else crosses."""
+    staged = jax.device_put(gather_jit(sources, src), device)
+    return scatter_jit(staged, targets, jax.device_put(dst, device))
+
+
+@jax.jit
+def gather_jit(caches: list[KVCache], src: Int[Array, " n"]) -> list[KVCache]:
+    at = jnp.arange(len(src))
+    rooms = jax.tree.map(lambda x: jnp.zeros((len(src), *x.shape[1:]), x.dtype), caches)
+    return [swap_blocks(cache, room, src, at) for cache, room in zip(caches, rooms, strict=True)]
+
+
+@partial(jax.jit, donate_argnums=1)
+def scatter_jit(staged: list[KVCache], caches: list[KVCache], dst: Int[Array, " n"]):
+    at = jnp.arange(len(dst))
+    return [swap_blocks(new, cache, at, dst) for new, cache in zip(staged, caches, strict=True)]

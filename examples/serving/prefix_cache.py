@@ -1,0 +1,77 @@
+"""Blocks kept beyond their sequence, found again by the tokens that led to them.
+
+A full block is named by a hash of its tokens and of its parent's name, so by all tokens up to its
+end: equal names mean equal keys and values, whoever computed them. The cache holds each named
+block once, and lets the least recently used go when blocks are needed that no sequence owns.
+"""
+
+import hashlib
+from collections import OrderedDict
+
+import numpy as np
+
+from serving.memory import Memory
+from serving.request import Group, Sequence
+
+
+class PrefixCache:
+    """The named blocks of a memory, least recently used first."""
+
+    def __init__(self, memory: Memory):
+        self.memory = memory
+        self.blocks: OrderedDict[bytes, int] = OrderedDict()
+        self.num_hit_tokens = 0
+
+    def start(self, sequence: Sequence) -> None:
+        """Gives an uncached sequence all blocks that are there, but for its last token."""
+        block_size = self.memory.limits.block_size
+        self._name_blocks(sequence, len(sequence.tokens) - 1)
+        found = []
+        for key in sequence.keys:
+            if key not in self.blocks:
+                break
+            found.append(self.blocks[key])
+        if found:
+            sequence.num_cached = len(found) * block_size
+            self.memory.share(sequence.row, found, sequence.num_cached)
+            self.num_hit_tokens += sequence.num_cached
+        self.touch(sequence)
+
+    def keep(self, groups: list[Group]) -> None:
+        """Names and holds the blocks that running sequences have filled."""
+        tables, added = self.memory.tables(), {}
+        for sequence in (s for group in groups for s in group.sequences):
+            self._name_blocks(sequence, sequence.num_cached)
+            full = sequence.num_cached // self.memory.limits.block_size
+            named = zip(sequence.keys[:full], tables[sequence.row].tolist(), strict=False)
+            added |= {key: block for key, block in named if key not in self.blocks | added}
+        self.memory.hold(list(added.values()))
+        self.blocks |= added
+
+    def touch(self, sequence: Sequence) -> None:
+        """Its blocks were used just now; children first to go, of no use without their parents."""
+        for key in reversed(sequence.keys):
+            if key in self.blocks:
+                self.blocks.move_to_end(key)
+
+    def num_evictable(self) -> int:
+        return int((self._owners() == 1).sum())
+
+    def evict(self, count: int) -> int:
+        """Frees up to `count` blocks that no sequence owns; how many it were."""
+        owners = self._owners()
+        idle = [key for key, alone in zip(self.blocks, owners == 1, strict=True) if alone]
+        self.memory.drop([self.blocks.pop(key) for key in idle[:count]])
+        return min(count, len(idle))
+
+    def _owners(self) -> np.ndarray:
+        """The reference counts of the named blocks."""
+        return self.memory.ref_counts()[list(self.blocks.values())]
+
+    def _name_blocks(self, sequence: Sequence, num_tokens: int) -> None:
+        """Brings the keys of a sequence up to its full blocks within `num_tokens`."""
+        size = self.memory.limits.block_size
+        for start in range(len(sequence.keys) * size, num_tokens - size + 1, size):
+            parent = sequence.keys[-1] if sequence.keys else b""
+            tokens = np.array(sequence.tokens[start : start + size], np.int32).tobytes()
+            sequence.keys.append(hashlib.blake2b(parent + tokens, digest_size=16).digest())

@@ -1,0 +1,76 @@
+"""What the demo prints when the serving is over: texts, speed, agreement, memory."""
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.box import HORIZONTALS
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from serving.limits import Limits
+from serving.occupancy import Owners, blocks_padded, blocks_used, draw_occupancy
+from serving.parity import Scores, greedy, largest_difference
+from serving.request import Request
+from serving.tokenizer import Tokenizer
+
+console = Console()
+
+
+@dataclass(frozen=True)
+class Served:
+    """What one backend made of the requests."""
+
+    completions: dict[int, list[int]]
+    scores: Scores
+    owners: Owners
+    seconds: float
+    num_preemptions: int
+    num_hit_tokens: int  # not computed, for the prefix cache had them
+
+
+def show_texts(requests: list[Request], served: Served, tokenizer: Tokenizer) -> None:
+    table = Table(title="Prompts, continued", box=HORIZONTALS, show_lines=True)
+    table.add_column("#", justify="right")
+    table.add_column("text")
+    for request in requests:
+        completion = served.completions[request.id]
+        text = Text(tokenizer.decode(request.prompt), "bold cyan")
+        table.add_row(str(request.id), text.append(tokenizer.decode(completion), "default"))
+    console.print(table)
+
+
+def show_backends(outcomes: dict[str, Served], dense: Scores) -> bool:
+    """Speed and agreement; whether every text is the dense model's."""
+    table = Table(title="Backends, beside one dense forward pass over each text")
+    for heading in ("backend", "tokens/s", "steps", "text", "largest difference in logits"):
+        table.add_column(heading, justify="right")
+    same = {name: served.completions == greedy(dense) for name, served in outcomes.items()}
+    for name, served in outcomes.items():
+        speed = sum(map(len, served.completions.values())) / served.seconds
+        verdict = "[green]identical[/]" if same[name] else "[red]differs[/]"
+        difference = f"{largest_difference(served.scores, dense):.1e}"
+        table.add_row(name, f"{speed:,.0f}", str(len(served.owners)), verdict, difference)
+    console.print(table)
+    for a, b in itertools.combinations(outcomes, 2):
+        difference = largest_difference(outcomes[a].scores, outcomes[b].scores)
+        console.print(f"Largest difference in logits between {a} and {b}: {difference:.1e}")
+    return all(same.values())
+
+
+def show_pool(served: Served, requests: list[Request], limits: Limits, picture: Path) -> None:
+    """Peak use of the pool beside what padding would take, and the picture."""
+    longest = limits.blocks_for(limits.max_seq_len)
+    used, padded = blocks_used(served.owners).max(), blocks_padded(served.owners, longest).max()
+    console.print(
+        f"Peak use: {used} of {limits.num_blocks} blocks of {limits.block_size} tokens. With every "
+        f"running request padded to the longest: {padded}; all {len(requests)} requests at once: "
+        f"{longest * len(requests)}."
+    )
+    console.print(
+        f"Preemptions: {served.num_preemptions}; {served.num_hit_tokens} tokens were found in the "
+        "prefix cache instead of computed."
+    )
+    draw_occupancy(served.owners, longest, picture)
+    console.print(f"Picture of the pool: {picture}")

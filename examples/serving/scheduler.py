@@ -1,0 +1,131 @@
+"""Who runs in a step: admission first come, first served, and preemption last come, first out.
+
+A request is admitted when its prompt fits; its blocks are taken as its tokens come. When they run
+out, blocks that only the prefix cache holds are freed first; then the youngest request gives way.
+So the oldest always goes on, and every request that fits the pool alone comes to its end.
+"""
+
+from collections import deque
+
+from pagedattn import OutOfBlocksError
+from serving.limits import Limits
+from serving.memory import Memory
+from serving.preemption import Preemption
+from serving.prefix_cache import PrefixCache
+from serving.request import NO_ROW, Group, Request, Sequence
+
+Plan = list[tuple[Sequence, int]]  # sequences of a step, and how many tokens each brings
+
+
+class Scheduler:
+    """`submit` requests, `plan` each step, `retire` what is finished."""
+
+    def __init__(self, memory: Memory, prefixes: PrefixCache, preemption: Preemption):
+        self.memory, self.prefixes, self.preemption = memory, prefixes, preemption
+        self.waiting: deque[Group] = deque()
+        self.running: list[Group] = []  # oldest first; all older than those who wait
+        self.num_preemptions = 0
+
+    @property
+    def limits(self) -> Limits:
+        return self.memory.limits
+
+    def submit(self, request: Request) -> None:
+        """Queues a request; ValueError if it could never run."""
+        limits, width = self.limits, request.decoding.width
+        if not request.prompt or request.max_new_tokens < 1:
+            raise ValueError(f"request {request.id} needs a prompt and max_new_tokens >= 1")
+        if width > limits.max_seqs:
+            raise ValueError(
+                f"request {request.id} wants {width} sequences; at most {limits.max_seqs} run"
+            )
+        fit = min(limits.max_blocks, limits.num_blocks // width) * limits.block_size
+        fit = min(fit, limits.max_seq_len)
+        if request.max_cached > fit:
+            raise ValueError(
+                f"request {request.id} may come to {request.max_cached} tokens; at most {fit} fit"
+            )
+        self.waiting.append(Group(request, [Sequence(list(request.prompt))]))
+
+    def plan(self) -> Plan:
+        """The sequences of the next step, each with how many of its pending tokens it brings.
+
+        Decoding ones come first, so that no prompt delays them; chunks of prompts get the rest.
+        There is room for the tokens on return.
+        """
+        self._admit()
+        while True:
+            plan = self._within_budget()
+            failed = self.memory.grow({s.row: length for s, length in plan})
+            if not failed:
+                return plan
+            self._make_room(sum(self._lacking(s, n) for s, n in plan if s.row in failed))
+
+    def retire(self, group: Group) -> None:
+        self.memory.release(group.rows)
+        self._leave(group)
+
+    def _within_budget(self) -> Plan:
+        plan, budget = [], self.limits.token_budget
+        live = [sequence for group in self.running for sequence in group.sequences]
+        for sequence in sorted(live, key=lambda sequence: sequence.num_pending > 1):
+            if length := min(sequence.num_pending, self.limits.max_query_len, budget):
+                plan.append((sequence, length))
+                budget -= length
+        return plan
+
+    def _make_room(self, num_blocks: int) -> None:
+        if not self.prefixes.evict(num_blocks):
+            if len(self.running) == 1:  # cannot be: submit() has refused such requests
+                raise OutOfBlocksError("one request alone finds no blocks in the pool")
+            self._preempt(self.running[-1])
+
+    def _preempt(self, group: Group) -> None:
+        self.num_preemptions += 1
+        rows = group.rows
+        self.preemption.suspend(group)
+        group.spare_rows += rows
+        self._leave(group)
+        self.waiting.appendleft(group)
+
+    def _leave(self, group: Group) -> None:
+        """Gives the group's rows back; its blocks were in use until now."""
+        for sequence in [*group.sequences, *group.finished]:
+            self.prefixes.touch(sequence)
+        self.running.remove(group)
+        self.memory.free_rows += {*group.spare_rows, *group.rows}
+        group.spare_rows = []
+
+    def _admit(self) -> None:
+        """First come, first served: small requests do not overtake a large one for ever."""
+        while self.waiting and self._fits(self.waiting[0]):
+            group = self.waiting.popleft()
+            self.running.append(group)
+            group.spare_rows = [
+                self.memory.free_rows.pop() for _ in range(group.request.decoding.width)
+            ]
+            for sequence in group.sequences:
+                sequence.row = group.spare_rows.pop()
+                if not self.preemption.resume(sequence):
+                    self.prefixes.start(sequence)
+
+    def _fits(self, group: Group) -> bool:
+        """Whether there are rows, and blocks for what is there and one token more."""
+        if len(self.memory.free_rows) < group.request.decoding.width:
+            return False
+        needed = sum(self._lacking(s, s.num_pending + 1) for s in group.sequences)
+        swapped = sum(self._owned(s) for s in group.sequences if s.host_row != NO_ROW)
+        promised = sum(self._lacking(s, s.num_pending) for g in self.running for s in g.sequences)
+        missing = needed + swapped + promised - self.memory.num_free
+        if self.running and missing > self.prefixes.num_evictable():
+            return False
+        if swapped:  # these do not wait for `plan` to make room
+            self.prefixes.evict(max(missing, 0))
+        return True
+
+    def _owned(self, sequence: Sequence) -> int:
+        return self.limits.blocks_for(sequence.num_cached)
+
+    def _lacking(self, sequence: Sequence, length: int) -> int:
+        """How many blocks a sequence lacks for its next tokens, but for copies."""
+        return max(self.limits.blocks_for(sequence.num_cached + length) - self._owned(sequence), 1)

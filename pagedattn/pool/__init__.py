@@ -1,0 +1,1 @@
+"""Block management as pure arrays: who owns which block."""

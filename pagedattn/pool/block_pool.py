@@ -1,0 +1,119 @@
+"""Block management as pure arrays: who owns which block, usable in jit and scan.
+
+A pool knows nothing of keys and values. What it decides is applied to each layer's cache by
+`copy_blocks`, `swap_blocks` and `fill_blocks`; in all of them -1 stands for no block.
+"""
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from ..batch import BatchMetadata
+from ..ragged import cdiv, positions, sequence_ids, slot_mapping
+from . import checks as validate
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BlockPool:
+    """The blocks of a cache and the sequences that own them: a pytree of int32 arrays.
+
+    A row of `block_tables` is a sequence; a row of length 0 is unused. A block may stand in
+    several rows: it is shared, and `append_tokens` copies it before it is written.
+
+    Fields:
+      free_blocks: a stack; the first `num_free` entries are the blocks that nobody owns.
+      num_free: the height of the stack.
+      ref_counts: how many rows and holds own each block.
+      hold_counts: how many holds (`hold_blocks`) are among them.
+      block_tables: the blocks of each sequence; entries past its length are unspecified.
+      seq_lens: tokens of each sequence.
+      block_size: tokens a block; static.
+    """
+
+    free_blocks: Int[Array, "num_blocks"]
+    num_free: Int[Array, ""]
+    ref_counts: Int[Array, "num_blocks"]
+    hold_counts: Int[Array, "num_blocks"]
+    block_tables: Int[Array, "max_seqs max_blocks"]
+    seq_lens: Int[Array, "max_seqs"]
+    block_size: int = field(metadata={"static": True})
+
+    @property
+    def num_blocks(self) -> int:
+        return self.ref_counts.shape[0]
+
+    @property
+    def max_seqs(self) -> int:
+        return self.seq_lens.shape[0]
+
+    @property
+    def max_blocks(self) -> int:
+        return self.block_tables.shape[1]
+
+    @property
+    def seq_blocks(self) -> Int[Array, "max_seqs"]:
+        """How many blocks each sequence owns."""
+        return cdiv(self.seq_lens, self.block_size)
+
+
+def init_block_pool(
+    num_blocks: int, block_size: int, *, max_seqs: int, max_blocks: int
+) -> BlockPool:
+    """A pool whose blocks are all free.
+
+    Args:
+      num_blocks, block_size: as of the caches.
+      max_seqs: how many sequences can live at once.
+      max_blocks: how many blocks a sequence can own.
+
+    >>> int(init_block_pool(4, 16, max_seqs=2, max_blocks=3).num_free)
+    4
+    """
+    validate.counts(
+        num_blocks=num_blocks, block_size=block_size, max_seqs=max_seqs, max_blocks=max_blocks
+    )
+    return BlockPool(
+        free_blocks=jnp.arange(num_blocks, dtype=jnp.int32)[::-1],
+        num_free=jnp.int32(num_blocks),
+        ref_counts=jnp.zeros(num_blocks, jnp.int32),
+        hold_counts=jnp.zeros(num_blocks, jnp.int32),
+        block_tables=jnp.full((max_seqs, max_blocks), -1, jnp.int32),
+        seq_lens=jnp.zeros(max_seqs, jnp.int32),
+        block_size=block_size,
+    )
+
+
+def batch_from_pool(
+    pool: BlockPool, query_lens: Int[Array, "max_seqs"], *, num_tokens: int, max_query_len: int
+) -> BatchMetadata:
+    """The batch in which each sequence's last `query_lens[s]` tokens are the new ones.
+
+    Append the tokens first. Sequences with no query stand in the batch and cost little.
+
+    Args:
+      num_tokens: length of the packed token axis, static; at least `sum(query_lens)`.
+      max_query_len: static bound on `query_lens`.
+
+    >>> from pagedattn import append_tokens
+    >>> pool, _ = append_tokens(init_block_pool(4, 4, max_seqs=2, max_blocks=2), jnp.array([5, 0]))
+    >>> batch_from_pool(pool, jnp.array([2, 0]), num_tokens=3, max_query_len=2).positions.tolist()
+    [3, 4, 0]
+    """
+    pool = validate.pool(pool)
+    query_lens = validate.batch(query_lens, pool.seq_lens, num_tokens, max_query_len)
+    ends = jnp.cumsum(query_lens, dtype=jnp.int32)
+    query_start_loc = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+    seq_ids = sequence_ids(query_start_loc, num_tokens)
+    at = positions(query_start_loc, pool.seq_lens, num_tokens)
+    return BatchMetadata(
+        block_tables=pool.block_tables,
+        seq_lens=pool.seq_lens,
+        query_start_loc=query_start_loc,
+        slot_mapping=slot_mapping(pool.block_tables, seq_ids, at, block_size=pool.block_size),
+        positions=at,
+        block_size=pool.block_size,
+        max_query_len=max_query_len,
+    )

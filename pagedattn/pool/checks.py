@@ -1,0 +1,123 @@
+"""What the functions on block pools require of their arguments, which come back as int32."""
+
+from dataclasses import replace
+
+from ..checks import MAX_SLOTS, count, ids, known, require
+from ..integers import int32_array
+from ..ragged import cdiv
+
+FIELDS = {
+    "free_blocks": 1,
+    "num_free": 0,
+    "ref_counts": 1,
+    "hold_counts": 1,
+    "block_tables": 2,
+    "seq_lens": 1,
+}
+
+
+def counts(**sizes) -> None:
+    sizes = {name: count(name, size) for name, size in sizes.items()}
+    for name in ("num_blocks", "max_blocks"):
+        slots = sizes[name] * sizes["block_size"]
+        require(slots <= MAX_SLOTS, f"{name} * block_size must fit int32, got {slots}")
+    return sizes
+
+
+def pool(pool, name="pool"):
+    """A block pool of arrays of any framework, as JAX arrays."""
+    arrays = {}
+    for field, ndim in FIELDS.items():
+        require(hasattr(pool, field), f"{name} must be a BlockPool, got {type(pool).__name__}")
+        arrays[field] = int32_array(f"{name}.{field}", getattr(pool, field), ndim)
+    count(f"{name}.block_size", pool.block_size)
+    for left, right in (
+        ("free_blocks", "ref_counts"),
+        ("hold_counts", "ref_counts"),
+        ("block_tables", "seq_lens"),
+    ):
+        sizes = len(arrays[left]), len(arrays[right])
+        require(sizes[0] == sizes[1], f"{name}.{left} and .{right} must be equally long: {sizes}")
+    return replace(pool, **arrays)
+
+
+def growth(num_tokens, max_seqs, max_new_tokens):
+    if max_new_tokens is not None:
+        count("max_new_tokens", max_new_tokens, 0)
+    return per_sequence("num_tokens", num_tokens, max_seqs)
+
+
+def batch(query_lens, seq_lens, num_tokens, max_query_len):
+    count("num_tokens", num_tokens, 0)
+    count("max_query_len", max_query_len, 0)
+    query_lens = per_sequence("query_lens", query_lens, len(seq_lens))
+    queries, lens = known(query_lens), known(seq_lens)
+    if queries is None or lens is None:
+        return query_lens
+    require(
+        (queries <= lens).all(),
+        f"query_lens must not exceed the sequences' lengths {lens.tolist()}, got "
+        f"{queries.tolist()}; append the tokens first",
+    )
+    require(
+        queries.sum() <= num_tokens and queries.max(initial=0) <= max_query_len,
+        f"query_lens {queries.tolist()} need num_tokens of {queries.sum()} and max_query_len of "
+        f"{queries.max(initial=0)} at least, got {num_tokens} and {max_query_len}",
+    )
+    return query_lens
+
+
+def ids_or_none(name, array, bound, what="blocks", ndim=1):
+    """Ids, or -1 for none."""
+    array = int32_array(name, array, ndim)
+    values = known(array)
+    if values is not None:
+        ids(name, values[values != -1], bound, f"{what} (or -1)")
+    return array
+
+
+def per_sequence(name, array, max_seqs):
+    array = int32_array(name, array, 1)
+    require(len(array) == max_seqs, f"{name} must have {max_seqs} entries, got {len(array)}")
+    values = known(array)
+    if values is not None:
+        require((values >= 0).all(), f"{name} must not be negative, got {values.tolist()}")
+    return array
+
+
+def rows(bound, **lists):
+    """Lists of rows of a pool, equally long; -1 names none."""
+    arrays = [ids_or_none(name, array, bound, "sequences") for name, array in lists.items()]
+    equally_long(**dict(zip(lists, arrays, strict=True)))
+    return arrays
+
+
+def equally_long(**lists) -> None:
+    sizes = {len(array) for array in lists.values()}
+    require(len(sizes) == 1, f"{' and '.join(lists)} must be equally long, got {sorted(sizes)}")
+
+
+def prefix(seq, blocks, num_tokens, pool):
+    seq = ids_or_none("seq", seq, pool.max_seqs, "a sequence", ndim=0)
+    blocks = int32_array("blocks", blocks, 1)
+    num_tokens = int32_array("num_tokens", num_tokens, 0)
+    require(
+        len(blocks) <= pool.max_blocks,
+        f"blocks must fit a table row of {pool.max_blocks}, got {len(blocks)}",
+    )
+    values, tokens = known(blocks), known(num_tokens)
+    if values is not None and tokens is not None:
+        room = len(values) * pool.block_size
+        require(0 <= tokens <= room, f"num_tokens must be from 0 to {room}, got {tokens}")
+        ids("blocks", values[: cdiv(tokens, pool.block_size)], pool.num_blocks, "blocks")
+    return seq, blocks, num_tokens
+
+
+def swap(device, host, seqs, host_seqs):
+    device, host = pool(device), pool(host, "host_pool")
+    sizes = (device.block_size, host.block_size)
+    require(sizes[0] == sizes[1], f"both pools must have one block_size, got {sizes}")
+    (seqs,) = rows(device.max_seqs, seqs=seqs)
+    (host_seqs,) = rows(host.max_seqs, host_seqs=host_seqs)
+    equally_long(seqs=seqs, host_seqs=host_seqs)
+    return device, host, seqs, host_seqs

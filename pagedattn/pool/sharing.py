@@ -1,0 +1,167 @@
+"""Sharing blocks between sequences, and giving them back."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from ..ragged import add_at, cdiv, in_range, set_at
+from . import checks as validate
+from .block_pool import BlockPool
+
+
+def fork(
+    pool: BlockPool, parents: Int[Array, "num_forks"], children: Int[Array, "num_forks"]
+) -> tuple[BlockPool, Bool[Array, "num_forks"]]:
+    """Makes unused row `children[i]` a sequence with the blocks of row `parents[i]`, all at once.
+
+    Nothing is copied: the first to write to a block that is still shared gets a copy of it then
+    (`append_tokens`). A child of -1 is skipped.
+
+    Returns:
+      the pool, and whether each fork was made: not if the child is in use or named twice.
+
+    >>> from pagedattn import append_tokens, init_block_pool
+    >>> pool, _ = append_tokens(init_block_pool(4, 4, max_seqs=2, max_blocks=2), jnp.array([5, 0]))
+    >>> pool, made = fork(pool, jnp.array([0]), jnp.array([1]))
+    >>> made.tolist(), pool.seq_lens.tolist(), int(pool.num_free)
+    ([True], [5, 5], 2)
+    """
+    pool = validate.pool(pool)
+    parents, children = validate.rows(pool.max_seqs, parents=parents, children=children)
+    known = in_range(parents, pool.max_seqs) & in_range(children, pool.max_seqs)
+    unused = pool.seq_lens.at[children].get(mode="clip") == 0
+    made = known & unused & ~_named_before(children, known)
+    tables = pool.block_tables.at[parents].get(mode="clip")
+    lens = jnp.where(made, pool.seq_lens.at[parents].get(mode="clip"), 0)
+    return _adopt(pool, jnp.where(made, children, -1), tables, lens), made
+
+
+def share_blocks(
+    pool: BlockPool,
+    seq: Int[Array, ""],
+    blocks: Int[Array, "num_shared"],
+    num_tokens: Int[Array, ""],
+) -> tuple[BlockPool, Bool[Array, ""]]:
+    """Starts unused row `seq` with owned blocks that hold its first `num_tokens` tokens already.
+
+    This is prefix sharing: the blocks are another sequence's, or kept by `hold_blocks`. Entries
+    of `blocks` past those tokens may be anything.
+
+    Returns:
+      the pool, and whether it was done: not if the row is in use, or a block is nobody's or
+      named twice; inside jit also not if the blocks do not hold so many tokens.
+
+    >>> from pagedattn import append_tokens, init_block_pool
+    >>> pool, _ = append_tokens(init_block_pool(4, 4, max_seqs=2, max_blocks=2), jnp.array([5, 0]))
+    >>> pool, made = share_blocks(pool, 1, pool.block_tables[0, :1], 4)
+    >>> pool.ref_counts[pool.block_tables[0]].tolist()
+    [2, 1]
+    """
+    pool = validate.pool(pool)
+    seq, blocks, num_tokens = validate.prefix(seq, blocks, num_tokens, pool)
+    used = jnp.arange(len(blocks), dtype=jnp.int32) < cdiv(num_tokens, pool.block_size)
+    made = in_range(seq, pool.max_seqs) & (pool.seq_lens.at[seq].get(mode="clip") == 0)
+    made &= (num_tokens >= 0) & (num_tokens <= len(blocks) * pool.block_size)
+    made &= ~(used & (_owned(pool, blocks) < 0)).any() & ~_named_before(blocks, used).any()
+    table = jnp.full(pool.max_blocks, -1, jnp.int32).at[: len(blocks)].set(blocks)
+    return _adopt(pool, jnp.where(made, seq, -1)[None], table[None], num_tokens[None]), made
+
+
+def hold_blocks(pool: BlockPool, blocks: Int[Array, "n"]) -> BlockPool:
+    """Keeps owned blocks from being freed when their sequences are released, as a prefix cache
+    does; each hold counts, and ends with `drop_blocks`. -1 and unowned blocks are skipped."""
+    pool = validate.pool(pool)
+    owned = _owned(pool, validate.ids_or_none("blocks", blocks, pool.num_blocks))
+    return replace(
+        pool,
+        ref_counts=add_at(pool.ref_counts, owned, 1),
+        hold_counts=add_at(pool.hold_counts, owned, 1),
+    )
+
+
+def drop_blocks(pool: BlockPool, blocks: Int[Array, "n"]) -> tuple[BlockPool, Int[Array, "n"]]:
+    """Ends a hold on each of the blocks; returns the pool and which became free (else -1).
+
+    -1, and blocks that are not held, are skipped.
+    """
+    pool = validate.pool(pool)
+    blocks = validate.ids_or_none("blocks", blocks, pool.num_blocks)
+
+    def drop(pool, block):
+        held = pool.hold_counts.at[block].get(mode="clip") > 0
+        block = jnp.where(in_range(block, pool.num_blocks) & held, block, -1)[None]
+        pool = replace(pool, hold_counts=add_at(pool.hold_counts, block, -1))
+        pool, freed = _give_back(pool, block)
+        return pool, freed[0]
+
+    return jax.lax.scan(drop, pool, blocks)
+
+
+def release(
+    pool: BlockPool, seqs: Int[Array, "num_released"]
+) -> tuple[BlockPool, Int[Array, "num_released max_blocks"]]:
+    """Ends sequences: their rows are unused again, and blocks that nobody else owns are free.
+
+    An unused row, and -1, are skipped; so releasing twice does nothing.
+
+    Returns:
+      the pool, and the blocks that became free (else -1): `fill_blocks` overwrites them in a
+      cache where one tenant's data must not be readable by the next.
+
+    >>> from pagedattn import append_tokens, init_block_pool
+    >>> pool, _ = append_tokens(init_block_pool(4, 4, max_seqs=2, max_blocks=2), jnp.array([5, 0]))
+    >>> pool, freed = release(pool, jnp.array([0, 1]))
+    >>> freed.tolist(), int(pool.num_free)
+    ([[0, 1], [-1, -1]], 4)
+    """
+    pool = validate.pool(pool)
+    (seqs,) = validate.rows(pool.max_seqs, seqs=seqs)
+
+    def end(pool, seq):
+        row = pool.block_tables.at[seq].get(mode="clip")
+        owned = jnp.arange(pool.max_blocks) < pool.seq_blocks.at[seq].get(mode="clip")
+        known = in_range(seq, pool.max_seqs)
+        pool, freed = _give_back(pool, jnp.where(owned & known, row, -1))
+        lens = set_at(pool.seq_lens, jnp.where(known, seq, -1), 0)
+        return replace(pool, seq_lens=lens), freed
+
+    return jax.lax.scan(end, pool, seqs)
+
+
+def _adopt(pool, rows, tables, lens):
+    """Gives rows (-1: none) tables of owned blocks and lengths."""
+    used = jnp.arange(pool.max_blocks)[None] < cdiv(lens, pool.block_size)[:, None]
+    blocks = jnp.where(used & (rows >= 0)[:, None], tables, -1)
+    return replace(
+        pool,
+        ref_counts=add_at(pool.ref_counts, blocks, 1),
+        block_tables=set_at(pool.block_tables, rows, tables),
+        seq_lens=set_at(pool.seq_lens, rows, lens),
+    )
+
+
+def _give_back(pool, blocks):
+    """Takes one reference from each of some distinct blocks (-1: none), and frees the unowned."""
+    ref_counts = add_at(pool.ref_counts, blocks, -1)
+    freed = (blocks >= 0) & (ref_counts.at[blocks].get(mode="clip") == 0)
+    at = jnp.where(freed, pool.num_free + jnp.cumsum(freed, dtype=jnp.int32) - 1, -1)
+    pool = replace(
+        pool,
+        ref_counts=ref_counts,
+        free_blocks=set_at(pool.free_blocks, at, blocks),
+        num_free=pool.num_free + freed.sum(dtype=jnp.int32),
+    )
+    return pool, jnp.where(freed, blocks, -1)
+
+
+def _named_before(ids, counted):
+    """Whether each of some ids is a repetition, among those that are counted."""
+    same = (ids[:, None] == ids[None]) & counted[:, None] & counted[None]
+    return (same & jnp.tri(len(ids), k=-1, dtype=bool)).any(axis=1)
+
+
+def _owned(pool, blocks):
+    counts = pool.ref_counts.at[blocks].get(mode="clip")
+    return jnp.where(in_range(blocks, pool.num_blocks) & (counts > 0), blocks, -1)

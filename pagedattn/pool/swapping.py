@@ -1,0 +1,83 @@
+"""Moving sequences between two pools, such as a device's and the host's."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from ..ragged import in_range
+from . import checks as validate
+from .block_pool import BlockPool
+from .growth import append_tokens
+from .sharing import release
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Swap:
+    """What a swap did for each sequence.
+
+    Fields:
+      ok: whether the sequence has moved; one that has not is where it was.
+      src, dst: the blocks to copy, -1 for none, in every layer before anything else is written:
+        `swap_blocks(src_cache, dst_cache, swap.src, swap.dst)`.
+    """
+
+    ok: Bool[Array, "num_swaps"]
+    src: Int[Array, "num_copies"]
+    dst: Int[Array, "num_copies"]
+
+
+def swap_out(
+    pool: BlockPool, host_pool: BlockPool, seqs: Int[Array, "n"], host_seqs: Int[Array, "n"]
+) -> tuple[BlockPool, BlockPool, Swap]:
+    """Moves rows `seqs` of a pool to unused rows `host_seqs` of another; -1 is skipped.
+
+    A sequence that shares blocks takes copies along. One whose row is taken, or that does not
+    fit, stays: first come, first served, as in `append_tokens`.
+
+    >>> from pagedattn import init_block_pool
+    >>> host = init_block_pool(9, 4, max_seqs=3, max_blocks=2)
+    >>> pool, _ = append_tokens(init_block_pool(4, 4, max_seqs=2, max_blocks=2), jnp.array([5, 0]))
+    >>> pool, host, swap = swap_out(pool, host, jnp.array([0]), jnp.array([2]))
+    >>> int(pool.num_free), host.seq_lens.tolist(), swap.ok.tolist()
+    (4, [0, 0, 5], [True])
+    """
+    return _move(*validate.swap(pool, host_pool, seqs, host_seqs))
+
+
+def swap_in(
+    pool: BlockPool, host_pool: BlockPool, host_seqs: Int[Array, "n"], seqs: Int[Array, "n"]
+) -> tuple[BlockPool, BlockPool, Swap]:
+    """Moves rows `host_seqs` of the host's pool to unused rows `seqs` of a pool: `swap_out` undone.
+
+    Apply it with `swap_blocks(host_cache, cache, swap.src, swap.dst)`.
+    """
+    pool, host_pool, seqs, host_seqs = validate.swap(pool, host_pool, seqs, host_seqs)
+    host_pool, pool, swap = _move(host_pool, pool, host_seqs, seqs)
+    return pool, host_pool, swap
+
+
+def _move(source, target, seqs, rows):
+    before = jnp.tri(len(seqs), k=-1, dtype=bool)
+    same = (seqs[:, None] == seqs[None]) | (rows[:, None] == rows[None])
+    known = in_range(seqs, source.max_seqs) & in_range(rows, target.max_seqs)
+    known &= ~(same & before & known[None]).any(axis=1)
+    known &= target.seq_lens.at[rows].get(mode="clip") == 0
+    lens = jnp.where(known, source.seq_lens.at[seqs].get(mode="clip"), 0)
+    wanted = jnp.zeros(target.max_seqs, jnp.int32)
+    wanted = wanted.at[jnp.where(known, rows, target.max_seqs)].set(lens, mode="drop")
+    target, growth = append_tokens(target, wanted)
+    ok = known & growth.ok.at[rows].get(mode="clip")
+    src = _owned_blocks(source, jnp.where(ok, seqs, -1))
+    dst = _owned_blocks(target, jnp.where(ok, rows, -1))
+    most = min(src.shape[1], dst.shape[1])  # both own the same number of blocks
+    source, _ = release(source, jnp.where(ok, seqs, -1))
+    return source, target, Swap(ok, src[:, :most].ravel(), dst[:, :most].ravel())
+
+
+def _owned_blocks(pool, rows):
+    """The blocks of rows, -1 past their ends and in row -1."""
+    used = jnp.arange(pool.max_blocks)[None] < pool.seq_blocks.at[rows].get(mode="clip")[:, None]
+    return jnp.where(used & (rows >= 0)[:, None], pool.block_tables.at[rows].get(mode="clip"), -1)

@@ -1,0 +1,134 @@
+"""What a backend tells an engine: its classes, its cache's shape, and how blocks are copied."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from pagedattn import InvalidInputError, KVCache, validate
+from pagedattn.checks import int_array, require
+
+from ..arrays import tensor
+from ..cache import copy_blocks_, swap_blocks_
+from ..layout import kv_cache_shape, planes
+from .impl import AttentionImpl
+from .metadata import AttentionMetadata
+from .state import AttentionState
+
+Pairs = Int[Tensor, "n 2"] | Sequence[Sequence[int]] | Mapping[int, int | Iterable[int]]
+
+
+class AttentionBackend:
+    """The names under which an engine finds a layer's parts; a subclass fills them in."""
+
+    name: ClassVar[str]
+    impl_cls: ClassVar[type[AttentionImpl]]
+    metadata_cls: ClassVar[type[AttentionMetadata]]
+    # Whether an engine had better allocate results itself: `forward` would copy to its `output`.
+    accept_output_buffer: ClassVar[bool] = False
+
+    @classmethod
+    def get_name(cls) -> str:
+        return cls.name
+
+    @classmethod
+    def get_impl_cls(cls) -> type[AttentionImpl]:
+        return cls.impl_cls
+
+    @classmethod
+    def get_metadata_cls(cls) -> type[AttentionMetadata]:
+        return cls.metadata_cls
+
+    @classmethod
+    def get_state_cls(cls) -> type[AttentionState]:
+        return AttentionState
+
+    @classmethod
+    def make_metadata(cls, **fields) -> AttentionMetadata:
+        """A metadata object of this backend."""
+        return cls.metadata_cls(**fields)
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, ...]:
+        """The shape of one layer's cache, the same for every backend: see `layout`."""
+        return kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size)
+
+    @staticmethod
+    def get_kv_cache_stride_order(device_type: str = "cpu") -> tuple[int, ...]:
+        """The axes of a cache, outermost in memory first, as this backend reads it fastest there.
+
+        Every order is right; `layout.empty_kv_cache` allocates in one.
+        """
+        return (0, 1, 2, 3, 4)
+
+    @staticmethod
+    def swap_blocks(
+        src_kv_cache: Tensor | KVCache, dst_kv_cache: Tensor | KVCache, src_to_dst: Pairs
+    ) -> None:
+        """Copies blocks of one layer's cache into another's, in place, between devices too.
+
+        Args:
+          src_to_dst: pairs `[n, 2]` of a source block and its destination, or a dict.
+
+        >>> here, there = torch.ones(2, 3, 1, 1, 1), torch.zeros(2, 3, 1, 1, 1)
+        >>> AttentionBackend.swap_blocks(here, there, {0: 2})
+        >>> there[0].flatten()
+        tensor([0., 0., 1.])
+        """
+        swap_blocks_(planes(src_kv_cache), planes(dst_kv_cache), *_columns(src_to_dst))
+
+    @staticmethod
+    def copy_blocks(kv_caches: Sequence[Tensor | KVCache], src_to_dists: Pairs) -> None:
+        """Copies blocks within the cache of every layer, in place.
+
+        Every source is read as it was before, so a block may be both source and destination.
+
+        Args:
+          src_to_dists: pairs `[n, 2]`, or a dict from a source to its destinations.
+
+        >>> cache = torch.arange(3.0).expand(2, 3).reshape(2, 3, 1, 1, 1).clone()
+        >>> AttentionBackend.copy_blocks([cache], {0: [1], 1: [2]})
+        >>> cache[0].flatten()
+        tensor([0., 0., 1.])
+        """
+        caches, (src, dst) = [planes(cache) for cache in kv_caches], _columns(src_to_dists)
+        for cache in caches:  # all before the first is written
+            validate.block_copies(cache, cache, src, dst)
+        for cache in caches:
+            copy_blocks_(cache, src, dst)
+
+
+def _columns(pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """Sources and destinations."""
+    if isinstance(pairs, Mapping):
+        pairs = [(src, dst) for src, dsts in pairs.items() for dst in _several(dsts)]
+    table = _table(pairs)
+    table = table.reshape(0, 2).long() if table.numel() == 0 else table
+    int_array("block pairs", table, 2)
+    require(
+        table.shape[1] == 2,
+        f"block pairs must be [n, 2], a source and a destination each, got {list(table.shape)}",
+    )
+    return table[:, 0], table[:, 1]
+
+
+def _table(pairs) -> Tensor:
+    if hasattr(pairs, "__dlpack__"):
+        return tensor("block pairs", pairs)
+    try:
+        return torch.tensor(pairs)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidInputError(
+            "block pairs must be [n, 2] integers, a source and a destination each, or a dict from "
+            f"a source to its destinations, got {pairs!r}"
+        ) from error
+
+
+def _several(ids):
+    """One id or many, as they are."""
+    ids = ids.tolist() if hasattr(ids, "tolist") else ids
+    return ids if isinstance(ids, Iterable) else (ids,)

@@ -1,0 +1,73 @@
+"""The nine classes of the three systems that engines know: backend, metadata and layer of each."""
+
+from pagedattn.call import Call
+
+from ..backends.ipex import lacks_alibi
+from .backend import AttentionBackend
+from .impl import AttentionImpl
+from .metadata import AttentionMetadata
+
+
+class XFormersMetadata(AttentionMetadata):
+    """The step of an XFormersImpl."""
+
+
+class XFormersImpl(AttentionImpl):
+    """A layer on xFormers' memory-efficient attention."""
+
+    backend = "xformers"
+
+
+class XFormersBackend(AttentionBackend):
+    """xFormers' memory-efficient attention, on CUDA."""
+
+    name = "XFORMERS"
+    impl_cls = XFormersImpl
+    metadata_cls = XFormersMetadata
+
+
+class TorchSDPAMetadata(AttentionMetadata):
+    """The step of a TorchSDPABackendImpl."""
+
+
+class TorchSDPABackendImpl(AttentionImpl):
+    """A layer on PyTorch's scaled_dot_product_attention."""
+
+    backend = "sdpa"
+
+
+class TorchSDPABackend(AttentionBackend):
+    """PyTorch's scaled_dot_product_attention: every feature, any torch device."""
+
+    name = "TORCH_SDPA"
+    impl_cls = TorchSDPABackendImpl
+    metadata_cls = TorchSDPAMetadata
+
+
+class IpexAttnMetadata(AttentionMetadata):
+    """The step of an IpexAttnBackendImpl."""
+
+
+class IpexAttnBackendImpl(AttentionImpl):
+    """A layer on the kernels of Intel's extension for PyTorch.
+
+    ALiBi of prompts, for which the extension has no right kernel, is computed by SDPA with a bias.
+    """
+
+    backend = "ipex"
+
+    def backend_of(self, call: Call) -> str:
+        return "sdpa" if lacks_alibi(call) else self.backend
+
+
+class IpexAttnBackend(AttentionBackend):
+    """The kernels of Intel's extension for PyTorch, on Intel CPUs and XPUs."""
+
+    name = "IPEX"
+    impl_cls = IpexAttnBackendImpl
+    metadata_cls = IpexAttnMetadata
+
+    @staticmethod
+    def get_kv_cache_stride_order(device_type: str = "cpu") -> tuple[int, ...]:
+        """On a CPU heads before slots: decode reads that twice as fast as the logical order."""
+        return (0, 1, 3, 2, 4) if device_type == "cpu" else (0, 1, 2, 3, 4)

@@ -1,0 +1,206 @@
+"""The layers' implementation of attention: written once, for every backend's kernels."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from pagedattn import AttentionSpec, InvalidInputError, KVCache, UnsupportedError
+from pagedattn.call import Call, call_of
+from pagedattn.checks import is_count, require
+
+from ..attention import Step, prepare
+from ..layout import is_empty, split_kv_cache
+from .attention_type import AttentionType
+from .inputs import (
+    check_output,
+    fresh_keys,
+    heads,
+    require_one_device,
+    require_unit_scales,
+    takes_layer,
+)
+from .metadata import AttentionMetadata, batches
+from .plans import Part, plan
+
+
+class AttentionImpl:
+    """One attention layer; a subclass names the backend whose kernels it runs, and no others.
+
+    Args:
+      num_heads, head_size: of the queries.
+      scale: factor on the dot product; None is `head_size ** -0.5`.
+      num_kv_heads: None is `num_heads`.
+      alibi_slopes, sliding_window, logits_soft_cap: as in `pagedattn.AttentionSpec`; None is off.
+        Without causality windows and ALiBi are symmetric; in cross-attention the last query
+        stands at the last key.
+      kv_cache_dtype: "auto", the dtype of the keys.
+      blocksparse_params: None.
+      attn_type: what `forward` computes unless it is told.
+
+    Raises:
+      InvalidInputError: values out of range.
+      UnsupportedError: another kv_cache_dtype, or blocksparse_params.
+    """
+
+    backend: ClassVar[str]
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float | None = None,
+        num_kv_heads: int | None = None,
+        alibi_slopes: Sequence[float] | Tensor | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        blocksparse_params: dict[str, Any] | None = None,
+        logits_soft_cap: float | None = None,
+        attn_type: AttentionType | str = AttentionType.DECODER,
+    ):
+        self.num_heads, self.head_size = num_heads, head_size
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.attn_type = AttentionType(str(attn_type))
+        slopes: Any = alibi_slopes.tolist() if isinstance(alibi_slopes, Tensor) else alibi_slopes
+        self.specs = {
+            kind: AttentionSpec(
+                scale=scale,
+                causal=kind.causal,
+                sliding_window=sliding_window,
+                logits_soft_cap=logits_soft_cap,
+                alibi_slopes=slopes,
+            )
+            for kind in AttentionType
+        }
+        self._check_heads()
+        _require_plain_cache(kv_cache_dtype, blocksparse_params)
+
+    @takes_layer
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor | KVCache | None,
+        attn_metadata: AttentionMetadata,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+        attn_type: AttentionType | str | None = None,
+        output: Tensor | None = None,
+    ) -> Tensor:
+        """Writes the new keys and values to the cache, then attends, in one call for any mix.
+
+        A sequence with a context finds it, and its new keys, in the cache. Prompts without one
+        attend to the keys given, as do encoders, profiling runs, and whoever has no block tables.
+
+        A module in front of the query, as later engines pass their layer, is taken and not used:
+        what it has besides are scales of quantised caches.
+
+        Args:
+          query: `[num_tokens, num_heads * head_size]` or `[num_tokens, num_heads, head_size]`, of
+            any strides; further axes in front are taken as one.
+          key, value: likewise with num_kv_heads; for cross-attention the encoder's. Both None where
+            the cache holds them already.
+          kv_cache: see `layout`; None or empty in a profiling run. A token of slot -1 is not
+            written; if its sequence has a context, what stands at its position is what is read.
+          attn_metadata: the step.
+          k_scale, v_scale: 1.0, as numbers or tensors on the CPU.
+          attn_type: None is the layer's.
+          output: where the result goes, if not to a tensor of its own.
+
+        Returns:
+          Shape and dtype of query; `output`, if there is one.
+
+        Raises:
+          InvalidInputError, UnsupportedError: the cache is as it was. query, key and value that
+            require gradients are unsupported.
+
+        >>> import torch
+        >>> from pagedattn_torch import TorchSDPABackendImpl, TorchSDPAMetadata
+        >>> meta = TorchSDPAMetadata.from_lists([3], [0], [[1]], block_size=4)
+        >>> layer = TorchSDPABackendImpl(num_heads=2, head_size=8)
+        >>> query = key = value = torch.ones(3, 16)
+        >>> layer.forward(query, key, value, torch.zeros(2, 2, 4, 2, 8), meta).shape
+        torch.Size([3, 16])
+        """
+        kind = self.attn_type if attn_type is None else AttentionType(str(attn_type))
+        require_unit_scales(k_scale=k_scale, v_scale=v_scale)
+        rows = heads("query", query, self.num_heads, self.head_size)
+        fresh = fresh_keys(key, value, (self.num_kv_heads, self.head_size))
+        check_output(output, rows)
+        _check_counts(rows, fresh, attn_metadata, kind)
+        cache = self._cache(kv_cache, kind)
+        require_one_device(query=query, key=key, value=value, kv_cache=cache and cache.key)
+        parts, write = plan(fresh, cache, attn_metadata, kind)
+        steps = [self._step(rows, part, self.specs[kind]) for part in parts]
+        write()
+        result = _sum(step.attend(*arrays) for step, arrays in steps).reshape(query.shape)
+        return result if output is None else output.copy_(result.reshape(output.shape))
+
+    def _cache(self, kv_cache, kind) -> KVCache | None:
+        """The cache that a call of this kind reads and writes."""
+        if not kind.cached or is_empty(kv_cache):
+            return None
+        return split_kv_cache(kv_cache, self.num_kv_heads, self.head_size)
+
+    def _step(self, rows, part: Part, spec) -> tuple[Step, tuple[Tensor, KVCache]]:
+        """A part of the call, checked, and its arrays: to be run after the write."""
+        arrays = rows[: part.batch.num_tokens], part.keys
+        backend = self.backend_of(call_of(*arrays, part.batch, spec))
+        return prepare(*arrays, part.batch, spec, backend=backend), arrays
+
+    def backend_of(self, call: Call) -> str:
+        """The backend that runs a part of a call: the class's, unless a subclass knows better."""
+        return self.backend
+
+    def _check_heads(self):
+        sizes = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
+        sizes["head_size"] = self.head_size
+        for name, size in sizes.items():
+            require(is_count(size), f"{name} must be above 0, got {size!r}")
+        require(
+            self.num_heads % self.num_kv_heads == 0,
+            f"num_heads must be a multiple of num_kv_heads = {self.num_kv_heads}, got "
+            f"{self.num_heads}",
+        )
+        slopes = self.specs[AttentionType.DECODER].alibi_slopes
+        require(
+            slopes is None or len(slopes) == self.num_heads,
+            f"alibi_slopes must have one slope for each of the {self.num_heads} query heads, got "
+            f"{len(slopes or ())}",
+        )
+
+
+def _sum(results) -> Tensor:
+    """The rows of all tokens; the results after the first are of the first tokens."""
+    (out, _), *others = results
+    for part, _ in others:
+        out[: len(part)] += part
+    return out
+
+
+def _check_counts(query, fresh, meta, kind):
+    if not isinstance(meta, AttentionMetadata):
+        raise InvalidInputError(
+            f"attn_metadata must be an AttentionMetadata, got {type(meta).__name__}"
+        )
+    encoder = kind in (AttentionType.ENCODER, AttentionType.ENCODER_DECODER)
+    batches.require_fields(meta, kind, paged=fresh is None)
+    num_keys = meta.num_encoder_tokens if encoder else meta.num_query_tokens(kind)
+    expected = meta.num_query_tokens(kind), num_keys
+    got = len(query), num_keys if fresh is None else len(fresh.key)
+    require(
+        got == expected,
+        f"attn_metadata expects {expected[0]} query and {expected[1]} key tokens for {kind} "
+        f"attention, got {got[0]} and {got[1]}",
+    )
+
+
+def _require_plain_cache(kv_cache_dtype, blocksparse_params):
+    if kv_cache_dtype != "auto":
+        raise UnsupportedError(
+            f"kv_cache_dtype must be 'auto', the dtype of the keys, got {kv_cache_dtype!r}: "
+            "quantised caches are not supported"
+        )
+    if blocksparse_params is not None:
+        raise UnsupportedError("blocksparse_params must be None: every visible key is attended to")

@@ -1,0 +1,104 @@
+"""The tensors of a layer's call, in whichever form an engine has them, as the kernels take them."""
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pagedattn import InvalidInputError, UnsupportedError
+from pagedattn.checks import require
+
+from ..arrays import require_no_grad, require_tensors
+
+
+def takes_layer(forward):
+    """A forward that may be called as later engines do: with the layer, of which it uses nothing.
+
+    Their order is layer, query, key, value, kv_cache, attn_metadata, output.
+    """
+
+    @functools.wraps(forward)
+    def method(self, *args, layer=None, **options):
+        if args and _is_layer(args[0]):
+            args, output = args[1:6], args[6:]
+            options |= dict(zip(("output",), output, strict=False))
+        return forward(self, *args, **options)
+
+    return method
+
+
+def _is_layer(value) -> bool:
+    return isinstance(value, torch.nn.Module) or hasattr(value, "_k_scale")
+
+
+class Fresh(NamedTuple):
+    """The keys and values that a call brings: `[num_keys, num_kv_heads, head_size]`."""
+
+    key: Tensor
+    value: Tensor
+
+    def first(self, count: int) -> "Fresh":
+        return Fresh(self.key[:count], self.value[:count])
+
+
+def heads(name: str, packed: Tensor, num_heads: int, head_size: int) -> Tensor:
+    """`[num_tokens, num_heads, head_size]`, of heads apart or side by side, of any leading axes."""
+    require_tensors(**{name: packed})
+    require_no_grad(packed)
+    shape = tuple(packed.shape)
+    apart = len(shape) > 2 and shape[-2:] == (num_heads, head_size)
+    require(
+        apart or (len(shape) > 1 and shape[-1] == num_heads * head_size),
+        f"{name} must be [num_tokens, {num_heads}, {head_size}] or [num_tokens, "
+        f"{num_heads * head_size}], got {list(shape)}",
+    )
+    return packed.reshape(-1, num_heads, head_size)
+
+
+def fresh_keys(key: Tensor | None, value: Tensor | None, sizes: tuple[int, int]) -> Fresh | None:
+    """Both, as heads of those sizes; None where the cache holds them already."""
+    if (key is None) != (value is None):
+        raise InvalidInputError(
+            "key and value must both be given or both be None, got "
+            + ("value alone" if key is None else "key alone")
+        )
+    if key is None or value is None:
+        return None
+    fresh = Fresh(heads("key", key, *sizes), heads("value", value, *sizes))
+    require(
+        len(fresh.key) == len(fresh.value),
+        f"got {len(fresh.key)} keys and {len(fresh.value)} values",
+    )
+    return fresh
+
+
+def check_output(output: Tensor | None, rows: Tensor) -> None:
+    """A tensor for the result must be like the query, as `heads` gives it, in either form."""
+    if output is None:
+        return
+    shape = heads("output", output, *rows.shape[1:]).shape
+    require(
+        shape == rows.shape and output.dtype == rows.dtype and output.device == rows.device,
+        f"output must be {rows.dtype} for {len(rows)} tokens on {rows.device}, as query is, got "
+        f"{output.dtype} for {shape[0]} on {output.device}",
+    )
+
+
+def require_one_device(**tensors: Tensor | None) -> None:
+    places = {name: str(x.device) for name, x in tensors.items() if x is not None}
+    require(len(set(places.values())) <= 1, f"tensors must lie on one device, got {places}")
+
+
+def require_unit_scales(**scales) -> None:
+    for name, scale in scales.items():
+        if isinstance(scale, Tensor) and scale.device.type != "cpu":
+            raise UnsupportedError(
+                f"{name} is a tensor on {scale.device}, and reading it would wait for the device; "
+                "give the number 1.0"
+            )
+        ones = scale == 1.0
+        if not (ones.all() if hasattr(ones, "all") else ones):
+            raise UnsupportedError(
+                f"{name} must be 1.0, since the cache is not quantised, got {scale}"
+            )

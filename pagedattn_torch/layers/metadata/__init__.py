@@ -1,0 +1,379 @@
+"""What one step attends to, as the layers' implementations take it."""
+
+from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from pagedattn import (
+    AttentionSpec,
+    BatchMetadata,
+    attention_bias,
+    make_batch,
+    validate_batch,
+)
+from pagedattn.checks import int_array, is_count, require
+
+from ...arrays import signed, tensor
+from ..attention_type import AttentionType
+from . import batches
+from .derivation import check_counts, decoder_side, encoder_side
+from .derived import all_of, derived
+from .lengths import on_host, span_lengths
+
+
+@derived
+@dataclass(kw_only=True, eq=False)
+class AttentionMetadata:
+    """A packed step of prefills, then decodes; with encoder fields also of encoders and cross.
+
+    Sequence s has `seq_lens[s]` tokens, of which the last `query_len` are new; tokens are packed in
+    the order of the sequences. What is left out is derived from what is given, and what is given
+    twice must agree. A field that is assigned later is given from then on: what follows from it is
+    derived anew at the next look at any field, and only then may contradictions raise.
+
+    Tensors may be of any framework and are taken by DLPack. Lengths on a GPU are not read: lists
+    that only they hold stay None, so give both where both are at hand.
+
+    Args:
+      num_prefills: sequences of the first kind, whose new tokens are `seq_len - context_len`.
+      num_prefill_tokens: their new tokens.
+      num_decode_tokens: new tokens of the others; one each, unless query_start_loc says otherwise.
+      slot_mapping: the slot each token is written to, -1 for none; tokens past the last sequence
+        are padding. None if there is no cache.
+      seq_lens, seq_lens_tensor: tokens of each sequence, the new ones included. A padding
+        sequence has length 0.
+      block_tables: int `[num_seqs, max_blocks]`; empty or None if there is no cache, or for
+        prompts without a context. Those may have any row; a prefill's may lack the blocks that
+        hold new tokens alone.
+      context_lens_tensor: tokens of each sequence that are cached already, 0 by default.
+      query_start_loc: where each sequence's tokens start, and where the last one's end.
+      max_query_len, max_decode_query_len, max_prefill_seq_len, max_decode_seq_len: upper bounds.
+      is_prompt: whether all sequences are prefills.
+      use_cuda_graph: whether the decodes are padded to the size of a captured graph. Then
+        query_start_loc and context_lens_tensor may end before the sequences that only pad; those
+        bring no tokens, and num_decode_tokens counts padding.
+      encoder_seq_lens, encoder_seq_lens_tensor: encoder tokens of each sequence.
+      encoder_query_start_loc: where each sequence's encoder tokens of this step start in their own
+        packed axis. By default the first sequences bring theirs, `num_encoder_tokens` in all.
+      max_encoder_seq_len, encoder_seq_start_loc, num_encoder_tokens: as their names say.
+      cross_slot_mapping: the slot of each encoder token of this step.
+      cross_block_tables: the blocks of each sequence's encoder keys; empty where all of them come
+        in this step.
+      multi_modal_placeholder_index_maps, enable_kv_scales_calculation: kept for whoever asks.
+
+    Raises:
+      InvalidInputError: the fields contradict each other, or are no integers of their shape.
+
+    >>> meta = AttentionMetadata(num_prefills=1, num_prefill_tokens=3, num_decode_tokens=1,
+    ...                          slot_mapping=torch.tensor([0, 1, 2, 8]), seq_lens=[3, 5],
+    ...                          block_tables=torch.tensor([[0, 0], [1, 2]]))
+    >>> meta.query_start_loc.tolist(), meta.decode_metadata.seq_lens
+    ([0, 3, 4], [5])
+    """
+
+    num_prefills: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    slot_mapping: Any = None
+    seq_lens: list[int] | None = None
+    seq_lens_tensor: Any = None
+    block_tables: Any = None
+    context_lens_tensor: Any = None
+    query_start_loc: Any = None
+    seq_start_loc: Any = None
+    max_query_len: int | None = None
+    max_decode_query_len: int | None = None
+    max_prefill_seq_len: int | None = None
+    max_decode_seq_len: int | None = None
+    is_prompt: bool | None = None
+    use_cuda_graph: bool = False
+    encoder_seq_lens: list[int] | None = None
+    encoder_seq_lens_tensor: Any = None
+    encoder_query_start_loc: Any = None
+    encoder_seq_start_loc: Any = None
+    max_encoder_seq_len: int | None = None
+    num_encoder_tokens: int | None = None
+    cross_slot_mapping: Any = None
+    cross_block_tables: Any = None
+    multi_modal_placeholder_index_maps: dict | None = None
+    enable_kv_scales_calculation: bool = False
+
+    def __post_init__(self):
+        all_of(self)
+
+    @staticmethod
+    def _derive(given: dict[str, Any]) -> dict[str, Any]:
+        """All fields of those given."""
+        arrays = {name: _field(name, given[name]) for name in _TENSORS}
+        whole = SimpleNamespace(**given | arrays)
+        for side in (check_counts, decoder_side, encoder_side):
+            vars(whole).update(side(whole))
+        return vars(whole)
+
+    @classmethod
+    def from_batch(
+        cls,
+        batch: BatchMetadata,
+        *,
+        encoder: BatchMetadata | None = None,
+        num_prefills: int | None = None,
+        num_prefill_tokens: int | None = None,
+    ) -> Self:
+        """A batch of JAX or torch arrays, without copying them.
+
+        Args:
+          batch: the decoder's tokens.
+          encoder: the encoders' tokens of this step, of the same sequences: those not encoded now
+            have no new tokens in it, but their lengths and tables.
+          num_prefills, num_prefill_tokens: how many sequences count as prefills, and their tokens.
+            By default those up to the last one with several tokens; that reads the lengths, which
+            waits for a GPU.
+
+        >>> batch = make_batch([3, 1], [0, 4], [[0], [1, 2]], block_size=4)
+        >>> AttentionMetadata.from_batch(batch).num_prefill_tokens
+        3
+        """
+        fields = batches.decoder_fields(batch, num_prefills, num_prefill_tokens)
+        return cls(**fields, **({} if encoder is None else batches.encoder_fields(encoder)))
+
+    @classmethod
+    def from_lists(
+        cls,
+        query_lens,
+        context_lens,
+        block_tables,
+        *,
+        block_size: int,
+        encoder_lens=None,
+        cross_block_tables=None,
+    ) -> Self:
+        """From lists of one entry a sequence, prefills first; `make_batch` says what they hold.
+
+        With `encoder_lens` and `cross_block_tables`, sequences without a context bring their
+        encoder tokens in this step; those of the others are cached.
+
+        >>> meta = AttentionMetadata.from_lists([3, 1], [0, 4], [[0], [1, 2]], block_size=4)
+        >>> meta.slot_mapping.tolist(), meta.seq_lens
+        ([0, 1, 2, 8], [3, 5])
+        """
+        require(
+            (encoder_lens is None) == (cross_block_tables is None),
+            "encoder_lens and cross_block_tables must both be given or both be None, got "
+            + ("cross_block_tables" if encoder_lens is None else "encoder_lens")
+            + " alone",
+        )
+        batch = make_batch(query_lens, context_lens, block_tables, block_size=block_size)
+        contexts = validate_batch.lengths("context_lens", context_lens)
+        seq_lens = validate_batch.lengths("query_lens", query_lens) + contexts
+        # The lists stay: the arrays may lie on a GPU, where lengths are never read.
+        fields = batches.decoder_fields(batch, None, None) | {"seq_lens": seq_lens.tolist()}
+        if encoder_lens is None:
+            return cls(**fields)
+        lens = validate_batch.lengths("encoder_lens", encoder_lens, like=query_lens)
+        cached = lens * (contexts > 0)
+        encoder = make_batch(lens - cached, cached, cross_block_tables, block_size=block_size)
+        fields |= batches.encoder_fields(encoder) | {"encoder_seq_lens": lens.tolist()}
+        return cls(**fields)
+
+    def to_batch(
+        self, block_size: int, attn_type: AttentionType | str = AttentionType.DECODER
+    ) -> BatchMetadata:
+        """The batch that `paged_attention` takes: int32 tensors, over the same memory if they were.
+
+        Encoders have no paged keys: their batch is over packed tokens, blocks of one.
+
+        Raises:
+          InvalidInputError: fields that this type needs are missing or do not fit together.
+        """
+        require(is_count(block_size), f"block_size must be an integer above 0, got {block_size!r}")
+        attn_type = AttentionType(str(attn_type))
+        if attn_type.cached:
+            return batches.paged(self, block_size, attn_type)
+        return batches.packed(self, attn_type)
+
+    @property
+    def prefill_metadata(self) -> Self | None:
+        """The prefills alone; None if there are none."""
+        if not self.num_prefills:
+            return None
+        return self._part(
+            slice(0, self.num_prefills),
+            slice(0, self.num_prefill_tokens),
+            num_prefills=self.num_prefills,
+            num_prefill_tokens=self.num_prefill_tokens,
+            num_decode_tokens=0,
+            max_query_len=self.max_query_len,
+            max_prefill_seq_len=self.max_prefill_seq_len,
+        )
+
+    @property
+    def decode_metadata(self) -> Self | None:
+        """The decodes alone, with the padding; None if there are none."""
+        if not self.num_decode_tokens:
+            return None
+        return self._part(
+            slice(self.num_prefills, None),
+            slice(self.num_prefill_tokens, None),
+            num_prefills=0,
+            num_prefill_tokens=0,
+            num_decode_tokens=self.num_decode_tokens,
+            max_query_len=self.max_decode_query_len,
+            max_decode_seq_len=self.max_decode_seq_len,
+            use_cuda_graph=self.use_cuda_graph,
+        )
+
+    def _part(self, seqs: slice, tokens: slice, **fields) -> Self:
+        """Some of the sequences, with their tokens; bounds are kept, the rest is derived anew."""
+        rows = {name: _cut(getattr(self, name), seqs) for name in _OF_SEQUENCES}
+        encoder_tokens = self._encoder_tokens(seqs)
+        count = self.num_encoder_tokens
+        return type(self)(
+            **rows,
+            **fields,
+            slot_mapping=_cut(self.slot_mapping, tokens),
+            query_start_loc=_cut_starts(self.query_start_loc, seqs, tokens.start),
+            encoder_query_start_loc=_cut_starts(
+                self.encoder_query_start_loc, seqs, encoder_tokens.start
+            ),
+            cross_slot_mapping=_cut(self.cross_slot_mapping, encoder_tokens),
+            num_encoder_tokens=None if count is None else len(range(count)[encoder_tokens]),
+            max_encoder_seq_len=self.max_encoder_seq_len,
+        )
+
+    def _encoder_tokens(self, seqs: slice) -> slice:
+        """Which encoder tokens of this step belong to the prefills, or to the decodes."""
+        mixed = self.num_prefills and self.num_decode_tokens
+        if self.encoder_query_start_loc is None or not mixed:
+            return slice(0, None)
+        new = on_host("encoder_seq_lens", span_lengths(self.encoder_query_start_loc))
+        middle = sum(new[: self.num_prefills])
+        return slice(0, middle) if seqs.start == 0 else slice(middle, None)
+
+    @property
+    def is_all_encoder_attn_metadata_set(self) -> bool:
+        """Whether the fields are there that attention of type ENCODER needs."""
+        return not batches.missing(self, AttentionType.ENCODER, paged=False)
+
+    @property
+    def is_all_cross_attn_metadata_set(self) -> bool:
+        """Whether the fields are there that ENCODER_DECODER needs to write keys and to attend."""
+        cross = (self.cross_slot_mapping, self.cross_block_tables)
+        return self.is_all_encoder_attn_metadata_set and all(field is not None for field in cross)
+
+    def num_query_tokens(self, attn_type: AttentionType | str) -> int:
+        """Rows of the query that a forward of this type expects, padding included."""
+        if AttentionType(str(attn_type)) is AttentionType.ENCODER:
+            return self.num_encoder_tokens or 0
+        if self.slot_mapping is not None:
+            return len(self.slot_mapping)
+        return self.num_prefill_tokens + self.num_decode_tokens
+
+    def get_seq_lens(self, attn_type: AttentionType | str) -> tuple[list[int], list[int]]:
+        """The number of queries and of keys of each sequence.
+
+        Raises:
+          InvalidInputError: fields that this type needs are missing, or lie on a GPU alone.
+
+        >>> meta = AttentionMetadata.from_lists([3, 1], [2, 4], [[0, 3], [1, 2]], block_size=4)
+        >>> meta.get_seq_lens("decoder")
+        ([3, 1], [5, 5])
+        """
+        attn_type = AttentionType(str(attn_type))
+        batches.require_fields(self, attn_type, paged=False)
+        own = span_lengths(self.query_start_loc), self.seq_lens
+        encoder = span_lengths(self.encoder_query_start_loc), self.encoder_seq_lens
+        queries, keys = {
+            AttentionType.DECODER: own,
+            AttentionType.ENCODER_ONLY: own,
+            AttentionType.ENCODER: (encoder[0], encoder[0]),
+            AttentionType.ENCODER_DECODER: (own[0], encoder[1]),
+        }[attn_type]
+        encoded = attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_DECODER)
+        keys_name = "encoder_seq_lens" if encoded else "seq_lens"
+        return on_host("query_start_loc", queries), on_host(keys_name, keys)
+
+    def get_attn_bias(
+        self, attn_type: AttentionType | str, spec: AttentionSpec = AttentionSpec()
+    ) -> list[Tensor]:
+        """What is added to the logits of each sequence; computed anew at every call.
+
+        Returns:
+          float32 `[query_len, key_len]` for each sequence, `[num_heads, query_len, key_len]` with
+          ALiBi: the spec's, with the causality of the type.
+
+        >>> meta = AttentionMetadata.from_lists([2], [1], [[0]], block_size=4)
+        >>> meta.get_attn_bias("decoder")
+        [tensor([[0., 0., -inf],
+                [0., 0., 0.]])]
+        """
+        spec = replace(spec, causal=AttentionType(str(attn_type)).causal)
+        keys = [torch.arange(n) for n in self.get_seq_lens(attn_type)[1]]
+        queries = [
+            torch.arange(len(key) - n, len(key))
+            for n, key in zip(self.get_seq_lens(attn_type)[0], keys, strict=True)
+        ]
+        return [attention_bias(*pair, spec) for pair in zip(queries, keys, strict=True)]
+
+    def get_seq_len_block_table_args(self, attn_type: AttentionType | str, *, is_prompt: bool):
+        """The keys' lengths, the bound on them and their block tables, of prompts or of decodes.
+
+        Encoders have no block tables: None.
+        """
+        attn_type = AttentionType(str(attn_type))
+        if attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_DECODER):
+            cross = attn_type is AttentionType.ENCODER_DECODER
+            tables = self.cross_block_tables if cross else None
+            return self.encoder_seq_lens_tensor, self.max_encoder_seq_len, tables
+        longest = self.max_prefill_seq_len if is_prompt else self.max_decode_seq_len
+        return self.seq_lens_tensor, longest, self.block_tables
+
+    def get_num_prefill_decode_query_kv_tokens(
+        self, attn_type: AttentionType | str
+    ) -> tuple[int, int, int]:
+        """New prefill queries, new keys of theirs, new decode queries."""
+        attn_type = AttentionType(str(attn_type))
+        encoder = self.num_encoder_tokens or 0
+        if attn_type is AttentionType.ENCODER:
+            return encoder, encoder, 0
+        keys = encoder if attn_type is AttentionType.ENCODER_DECODER else self.num_prefill_tokens
+        return self.num_prefill_tokens, keys, self.num_decode_tokens
+
+    def asdict_zerocopy(self, skip_fields=frozenset()) -> dict[str, Any]:
+        """The fields by name, tensors shared."""
+        names = (field.name for field in fields(self) if field.name not in skip_fields)
+        return {name: getattr(self, name) for name in names}
+
+
+_OF_SEQUENCES = (
+    "seq_lens",
+    "seq_lens_tensor",
+    "block_tables",
+    "context_lens_tensor",
+    "encoder_seq_lens",
+    "encoder_seq_lens_tensor",
+    "cross_block_tables",
+)
+_TENSORS = tuple(field.name for field in fields(AttentionMetadata) if field.type is Any)
+
+
+def _field(name, array) -> Tensor | None:
+    if array is None:
+        return None
+    field = signed(tensor(name, array))
+    if field.numel():
+        int_array(name, field, 2 if name.endswith("block_tables") else 1)
+    return field
+
+
+def _cut(rows, part: slice):
+    return None if rows is None else rows[part]
+
+
+def _cut_starts(starts, seqs: slice, first_token: int):
+    if starts is None:
+        return None
+    stop = None if seqs.stop is None else seqs.stop + 1
+    return starts[seqs.start : stop] - first_token

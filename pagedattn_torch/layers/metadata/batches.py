@@ -1,0 +1,145 @@
+"""Metadata as batches of the core, and back, over the same memory."""
+
+import torch
+
+from pagedattn import BatchMetadata, InvalidInputError
+from pagedattn.checks import known, require
+from pagedattn.packed import packed_batch
+from pagedattn.ragged import token_positions
+
+from ...arrays import int32, tensor
+from ..attention_type import AttentionType
+
+
+def paged(meta, block_size: int, attn_type: AttentionType) -> BatchMetadata:
+    """The batch whose keys are in the cache, for DECODER and ENCODER_DECODER."""
+    require_fields(meta, attn_type, paged=True)
+    decoder = attn_type is AttentionType.DECODER
+    starts, num_tokens = int32(meta.query_start_loc), meta.num_query_tokens(attn_type)
+    seq_lens = int32(meta.seq_lens_tensor if decoder else meta.encoder_seq_lens_tensor)
+    tables = meta.block_tables if decoder else meta.cross_block_tables
+    lens = meta.seq_lens if decoder else meta.encoder_seq_lens
+    _require_rows("block_tables" if decoder else "cross_block_tables", tables, len(seq_lens), lens)
+    # Cross-attention writes nothing by this batch: the slots are those of other tokens.
+    slots = meta.slot_mapping if decoder else None
+    nowhere = torch.full((num_tokens,), -1, dtype=torch.int32, device=starts.device)
+    return BatchMetadata(
+        block_tables=int32(tables),
+        seq_lens=seq_lens,
+        query_start_loc=starts,
+        slot_mapping=nowhere if slots is None else int32(slots),
+        positions=token_positions(starts, seq_lens, num_tokens),
+        block_size=block_size,
+        max_query_len=meta.max_query_len,
+    )
+
+
+def _require_rows(name, tables, num_seqs, lens):
+    got = None if tables is None else list(tables.shape)
+    require(
+        got is not None and len(got) == 2 and got[0] == num_seqs,
+        f"{name} must be [{num_seqs}, max_blocks], a row for each sequence, got {got}",
+    )
+    require(
+        bool(got and got[1]) or not any(lens or ()),
+        f"{name} must hold the blocks of keys that are not given, got none for lengths {lens}",
+    )
+
+
+def packed(meta, attn_type: AttentionType) -> BatchMetadata:
+    """The batch whose keys are packed tokens of this step: blocks of one token.
+
+    Raises:
+      InvalidInputError: queries should see keys that are not among the tokens of this step.
+    """
+    require_fields(meta, attn_type, paged=False)
+    queries, keys, longest_query, longest_key = _packed_sides(meta, attn_type)
+    _require_keys(meta, attn_type)
+    num_tokens = meta.num_query_tokens(attn_type)
+    return packed_batch(num_tokens, int32(queries), int32(keys), longest_query, longest_key)
+
+
+def prefills(meta) -> BatchMetadata:
+    """The prefills over the keys that they bring, packed, and none of those before."""
+    starts, longest = int32(meta.query_start_loc[: meta.num_prefills + 1]), meta.max_query_len
+    return packed_batch(meta.num_prefill_tokens, starts, starts, longest, longest)
+
+
+def cached_tokens(meta, attn_type: AttentionType) -> int | None:
+    """Keys of the call that are not new, as far as the host knows."""
+    own = attn_type in (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
+    lens = meta.seq_lens if own else meta.encoder_seq_lens
+    new = meta.num_prefill_tokens + meta.num_decode_tokens if own else meta.num_encoder_tokens
+    return None if lens is None or new is None else sum(lens) - new
+
+
+def _require_keys(meta, attn_type):
+    if attn_type is AttentionType.ENCODER:
+        return
+    cached = cached_tokens(meta, attn_type)
+    require(
+        not cached,
+        f"{attn_type} attention without a cache and block_tables sees only the new tokens, but "
+        f"{cached} tokens of its sequences are not among them, by their context_lens",
+    )
+
+
+def _packed_sides(meta, attn_type):
+    own = meta.query_start_loc, meta.max_query_len
+    encoder = meta.encoder_query_start_loc, meta.max_encoder_seq_len
+    queries = encoder if attn_type is AttentionType.ENCODER else own
+    keys = own if attn_type in (AttentionType.DECODER, AttentionType.ENCODER_ONLY) else encoder
+    return queries[0], keys[0], queries[1], keys[1]
+
+
+def decoder_fields(batch: BatchMetadata, num_prefills, num_prefill_tokens) -> dict:
+    """The fields that a batch gives."""
+    starts = int32(tensor("query_start_loc", batch.query_start_loc))
+    if num_prefills is None:
+        several = (starts.diff() > 1).nonzero()
+        num_prefills = int(several[-1]) + 1 if len(several) else 0
+    if num_prefill_tokens is None:
+        num_prefill_tokens = int(starts[num_prefills])
+    num_tokens = batch.num_tokens if known(starts) is None else int(starts[-1])
+    return {
+        "num_prefills": num_prefills,
+        "num_prefill_tokens": num_prefill_tokens,
+        "num_decode_tokens": num_tokens - num_prefill_tokens,
+        "slot_mapping": batch.slot_mapping,
+        "seq_lens_tensor": batch.seq_lens,
+        "block_tables": batch.block_tables,
+        "query_start_loc": starts,
+        "max_query_len": batch.max_query_len,
+    }
+
+
+def encoder_fields(batch: BatchMetadata) -> dict:
+    """The fields that the encoders' batch gives."""
+    return {
+        "encoder_seq_lens_tensor": batch.seq_lens,
+        "encoder_query_start_loc": batch.query_start_loc,
+        "num_encoder_tokens": batch.num_tokens,
+        "cross_slot_mapping": batch.slot_mapping,
+        "cross_block_tables": batch.block_tables,
+    }
+
+
+def missing(meta, attn_type: AttentionType, *, paged: bool) -> list[str]:
+    """The fields that a type of attention needs and that are None; keys may be paged or packed."""
+    own = () if attn_type is AttentionType.ENCODER else ("seq_lens_tensor",)
+    encoder = ("encoder_seq_lens_tensor", "max_encoder_seq_len", "num_encoder_tokens")
+    cross = ("encoder_seq_lens_tensor", "cross_block_tables")
+    needed = {
+        AttentionType.DECODER: own,
+        AttentionType.ENCODER_ONLY: own,
+        AttentionType.ENCODER: encoder,
+        AttentionType.ENCODER_DECODER: own + (cross if paged else encoder),
+    }[attn_type]
+    return [name for name in needed if getattr(meta, name) is None]
+
+
+def require_fields(meta, attn_type: AttentionType, *, paged: bool) -> None:
+    if names := missing(meta, attn_type, paged=paged):
+        raise InvalidInputError(
+            f"{attn_type} attention needs {', '.join(names)} in its attn_metadata, got None"
+        )

@@ -1,0 +1,104 @@
+"""The lengths of a batch in their several forms, derived from those that are given.
+
+Values on a GPU are never read, since that would wait for it: what can only be known from them stays
+None, and bounds that need not be tight take the place of maxima.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pagedattn import InvalidInputError, validate_batch
+from pagedattn.checks import int_array, known, require
+
+
+def start_locs(lengths: Tensor) -> Tensor:
+    """Where each span starts and the last one ends: int32 `[n + 1]`.
+
+    >>> start_locs(torch.tensor([3, 1]))
+    tensor([0, 3, 4], dtype=torch.int32)
+    """
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def both_forms(name: str, listed: Sequence[int] | None, tensor: Tensor | None, device):
+    """Lengths as a list and as an int32 tensor, from either; the list is None while unknown.
+
+    Raises:
+      InvalidInputError: both are given and differ, or they are no integers of at least 0.
+    """
+    listed = None if listed is None else validate_batch.lengths(name, listed).tolist()
+    values = _checked(f"{name}_tensor", tensor)
+    if listed is None:
+        return None if values is None else values.tolist(), tensor
+    if tensor is None:
+        return listed, torch.tensor(listed, dtype=torch.int32, device=device)
+    require(
+        values is None or values.tolist() == listed,
+        f"{name} and {name}_tensor must hold the same lengths, got {listed} and {values}",
+    )
+    return listed, tensor
+
+
+def _checked(name, tensor):
+    """The lengths in a tensor; None while unknown."""
+    if tensor is None:
+        return None
+    int_array(name, tensor, 1)
+    values = known(tensor)
+    require(
+        values is None or not (values < 0).any(),
+        f"{name} must not be negative, got {None if values is None else values.tolist()}",
+    )
+    return values
+
+
+def agreed(name: str, given: Tensor | None, derived: Tensor) -> Tensor:
+    """What is given, or else what is derived.
+
+    Raises:
+      InvalidInputError: they differ, as far as is known.
+    """
+    if given is None:
+        return derived
+    values, expected = known(given), known(derived)
+    require(
+        tuple(given.shape) == tuple(derived.shape)
+        and (values is None or expected is None or (values == expected).all()),
+        f"{name} must be {derived.tolist() if expected is not None else derived.shape}, as the "
+        f"other lengths say, got {given.tolist() if values is not None else given.shape}",
+    )
+    return given
+
+
+def bound(name: str, given: int | None, lengths, fallback: int | None = None) -> int | None:
+    """An upper bound on some lengths: given, or else the longest, or else the fallback.
+
+    Raises:
+      InvalidInputError: the bound given is none.
+    """
+    if lengths is None:
+        return fallback if given is None else given
+    longest = max(lengths, default=0)
+    require(
+        given is None or given >= longest,
+        f"{name} must be at least {longest}, the longest of {list(lengths)}, got {given}",
+    )
+    return longest if given is None else given
+
+
+def span_lengths(starts: Tensor | None) -> list[int] | None:
+    """The lengths of the spans between starts; None while unknown."""
+    values = None if starts is None else known(starts)
+    return None if values is None else (values[1:] - values[:-1]).tolist()
+
+
+def on_host(name: str, values):
+    """Lengths that must be known by now."""
+    if values is None:
+        raise InvalidInputError(
+            f"this needs {name} on the host, but it lies on a GPU, and reading it would wait for "
+            "that; give the metadata its lists of lengths, and starts on the CPU"
+        )
+    return values

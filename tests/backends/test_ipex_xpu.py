@@ -1,0 +1,281 @@
+"""The ipex backend's side of an XPU: operators that keep to its rules stand in for the device."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from cases import SIGNED  # noqa: E402
+from hypothesis import given  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from pagedattn_interop import to_torch  # noqa: E402
+from torch_layers import assert_close, dense, normal, spec_of  # noqa: E402
+from xpu_rules import NeverWaits, stand_in_for_xpu  # noqa: E402
+
+from pagedattn import AttentionSpec, KVCache, UnsupportedError, registry  # noqa: E402
+from pagedattn.call import call_of  # noqa: E402
+from pagedattn.packed import packed_batch, packed_cache  # noqa: E402
+from pagedattn.testing import (  # noqa: E402
+    assert_attention_close,
+    batch_of,
+    cache_of,
+    random_problem,
+)
+from pagedattn.testing.strategies import seeds  # noqa: E402
+from pagedattn_torch import (  # noqa: E402
+    IpexAttnBackend,
+    IpexAttnBackendImpl,
+    IpexAttnMetadata,
+    empty_kv_cache,
+    paged_attention,
+)
+from pagedattn_torch.arrays import batch_on  # noqa: E402
+from pagedattn_torch.backends import ipex  # noqa: E402
+
+F16, BF16 = np.float16, ml_dtypes.bfloat16
+LOGICAL, SLOTS_LAST = (0, 1, 2, 3, 4), (0, 1, 3, 4, 2)
+ORDERS = {16: SLOTS_LAST, 32: SLOTS_LAST, 64: LOGICAL, 128: LOGICAL}
+SPECS = {
+    "plain": AttentionSpec(),
+    "scale": AttentionSpec(scale=0.3),
+    "soft cap": AttentionSpec(logits_soft_cap=1.5),
+    "alibi": AttentionSpec(alibi_slopes=SIGNED),
+    "cap, alibi": AttentionSpec(logits_soft_cap=1.5, alibi_slopes=SIGNED),
+    "not causal": AttentionSpec(causal=False),
+    "window": AttentionSpec(sliding_window=20),
+    "window 1": AttentionSpec(sliding_window=1),
+    "window, cap": AttentionSpec(sliding_window=70, logits_soft_cap=1.5),
+    "two-sided window": AttentionSpec(causal=False, sliding_window=20),
+    "all": AttentionSpec(scale=0.4, sliding_window=9, logits_soft_cap=2.0, alibi_slopes=SIGNED),
+}
+ONE_QUERY = {name: spec for name, spec in SPECS.items() if spec.sliding_window is None}
+DECODE = ([1, 1, 0, 1, 1, 0], [300, 7, 9, 129, 1, 0])
+PREFILL = ([40, 7, 129], [40, 7, 129])
+MIXED = ([3, 1, 0, 80, 1, 0], [300, 7, 9, 200, 129, 0])
+
+
+def run(query, cache, batch, spec):
+    """The backend, without the checks that come before it."""
+    return ipex.run(call_of(query, cache, batch, spec), query, cache, batch)
+
+
+@pytest.fixture
+def xpu(monkeypatch, on_cpu):
+    yield stand_in_for_xpu(monkeypatch)
+    registry.load.cache_clear()
+
+
+def problem_of(lens, spec, block_size, dtype=F16, **sizes):
+    """What no query sees is 0, not NaN, in blocks that a sequence owns: see the shortcomings."""
+    sizes = {"pad_tokens": sum(lens[0]) + 2} | sizes
+    problem = random_problem(*lens, spec, block_size=block_size, dtype=dtype, **sizes)
+    planes = {name: getattr(problem, name).copy() for name in ("key_cache", "value_cache")}
+    for row, length in zip(problem.block_tables, problem.seq_lens, strict=True):
+        owned = np.asarray(row[: -(-length // block_size)], int)
+        for plane in planes.values():
+            plane[owned] = np.where(np.isnan(plane[owned]), 0, plane[owned])
+    return problem.replace(**planes)
+
+
+def inputs(problem, order):
+    """query, cache and batch as tensors, the cache in some order of memory."""
+    query, cache = to_torch((jnp.asarray(problem.query), cache_of(problem)), copy=True)
+    held = empty_kv_cache((2, *cache.key.shape), order, dtype=cache.key.dtype)
+    held[0], held[1] = cache.key, cache.value
+    return query, KVCache(held[0], held[1]), batch_on(batch_of(problem), None)
+
+
+def check(xpu, problem, order, kernel):
+    """Right, by that operator, on the cache's own memory, and without waiting."""
+    query, cache, batch = inputs(problem, order)
+    paged_attention(query, cache, batch, problem.spec, backend="ipex")  # slopes are copied once
+    xpu.calls.clear()
+    with NeverWaits():
+        out, lse = run(query, cache, batch, problem.spec)
+    assert lse is None
+    assert_attention_close(out, None, problem, name=f"ipex, {kernel}")
+    assert xpu.calls == [(kernel, cache.key.data_ptr(), cache.value.data_ptr())]
+
+
+@pytest.mark.parametrize("name", ONE_QUERY)
+@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("lens", [DECODE, ([1], [1]), ([1, 1], [0, 5]), ([1], [600])])
+def test_decode_with_slots_last(xpu, name, block_size, dtype, lens):
+    problem = problem_of(lens, ONE_QUERY[name], block_size, dtype, max_query_len=1)
+    check(xpu, problem, SLOTS_LAST, "decode")
+
+
+@pytest.mark.parametrize("name", [n for n in SPECS if SPECS[n].causal or "alibi" not in n])
+@pytest.mark.parametrize("block_size", [64, 128])
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("lens", [DECODE, PREFILL, MIXED])
+def test_any_queries_in_the_logical_order(xpu, name, block_size, dtype, lens):
+    problem = problem_of(lens, SPECS[name], block_size, dtype)
+    check(xpu, problem, LOGICAL, "packed")
+
+
+@pytest.mark.parametrize("window", [None, 2, 5, 9, 130])
+@pytest.mark.parametrize("lens", [([10], [3]), ([10, 1, 7], [3, 0, 40]), ([300], [130])])
+@pytest.mark.parametrize("causal", [True, False])
+def test_more_queries_than_keys(xpu, window, lens, causal):
+    if causal and window in (None, 130):
+        pytest.skip("a shortcoming without a window: see below")
+    spec = AttentionSpec(causal=causal, sliding_window=window)
+    check(xpu, problem_of(lens, spec, 64), LOGICAL, "packed")
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 256])
+def test_head_dims(xpu, head_dim):
+    sizes = {"head_dim": head_dim, "max_query_len": 1}
+    check(xpu, problem_of(DECODE, SPECS["plain"], 16, **sizes), SLOTS_LAST, "decode")
+    check(xpu, problem_of(MIXED, SPECS["plain"], 64, head_dim=head_dim), LOGICAL, "packed")
+
+
+@pytest.mark.parametrize(
+    ("block_size", "lens", "kernel"), [(16, DECODE, "decode"), (64, MIXED, "packed")]
+)
+@given(seed=seeds(), heads=st.sampled_from([(1, 1), (4, 1), (4, 4), (6, 3)]))
+def test_any_heads(xpu, block_size, lens, kernel, seed, heads):
+    sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "seed": seed}
+    problem = problem_of(lens, AttentionSpec(), block_size, **sizes)
+    check(xpu, problem, ORDERS[block_size], kernel)
+
+
+def rows_of(tokens):
+    return [normal(i, tokens, n, 16, dtype=torch.float16) for i, n in enumerate((4, 2, 2))]
+
+
+PACKED_LENS = [[5], [40, 7, 1], [0, 64, 65, 200]]
+
+
+@pytest.mark.parametrize("name", [n for n in SPECS if SPECS[n].causal or "alibi" not in n])
+@pytest.mark.parametrize("lens", PACKED_LENS)
+def test_packed_keys_are_put_in_pages(xpu, name, lens):
+    """Encoders, profiling runs and prompts without tables: by that operator too."""
+    rows = rows_of(sum(lens))
+    starts = torch.tensor([0, *np.cumsum(lens)], dtype=torch.int32)
+    batch = packed_batch(sum(lens), starts, starts, max(lens), max(lens))
+    call = rows[0], packed_cache(*rows[1:]), batch, SPECS[name]
+    paged_attention(*call, backend="ipex")  # slopes are copied once
+    xpu.calls.clear()
+    with NeverWaits():
+        out, _ = run(*call)
+    assert_close(out, dense(*rows, lens, lens, SPECS[name]), atol=4e-3, rtol=4e-3)
+    assert [operator for operator, *_ in xpu.calls] == ["packed"]
+
+
+@pytest.mark.parametrize("kind", ["decoder", "encoder", "encoder_only"])
+@pytest.mark.parametrize("window", [None, 5])
+def test_layers_of_alibi_models_run(xpu, kind, window):
+    """Causal prompts by the extension, what looks both ways by SDPA."""
+    lens = [40, 7, 65]
+    rows = rows_of(112)
+    layer = IpexAttnBackendImpl(4, 16, num_kv_heads=2, alibi_slopes=SIGNED, sliding_window=window)
+    own = {"encoder_seq_lens": lens} if kind == "encoder" else {"seq_lens": lens}
+    tokens = 0 if kind == "encoder" else 112
+    counts = {"num_prefills": 3, "num_prefill_tokens": tokens, "num_decode_tokens": 0}
+    meta = IpexAttnMetadata(**counts, **own)
+    out = layer.forward(*rows, None, meta, attn_type=kind)
+    want = dense(*rows, lens, lens, spec_of(layer, kind))
+    assert_close(out, want, atol=4e-3, rtol=4e-3)
+    assert len(xpu.calls) == (kind == "decoder")
+
+
+REFUSED = {
+    "float32": (DECODE, 16, SLOTS_LAST, {"dtype": np.float32}, {}),
+    "block_size": (DECODE, 24, SLOTS_LAST, {}, {}),
+    "head_dim": (DECODE, 16, SLOTS_LAST, {"head_dim": 264}, {}),
+    "max_query_len": (MIXED, 16, SLOTS_LAST, {}, {}),
+    "sliding_window": (DECODE, 16, SLOTS_LAST, {}, {"sliding_window": 5}),
+    "logical layout": (MIXED, 64, SLOTS_LAST, {}, {}),
+    "slots last": (DECODE, 16, LOGICAL, {}, {}),
+    "strides": (MIXED, 64, (0, 1, 3, 2, 4), {}, {}),
+    "alibi_slopes": (MIXED, 64, LOGICAL, {}, {"alibi_slopes": SIGNED, "causal": False}),
+}
+
+
+@pytest.mark.parametrize("word", REFUSED)
+def test_refused_by_name(xpu, word):
+    lens, block_size, order, sizes, fields = REFUSED[word]
+    problem = problem_of(lens, AttentionSpec(**fields), block_size, **sizes)
+    with pytest.raises(UnsupportedError, match=word):
+        paged_attention(*inputs(problem, order), problem.spec, backend="ipex")
+    assert xpu.calls == []
+
+
+def test_lse_is_refused(xpu):
+    problem = problem_of(MIXED, AttentionSpec(), 64)
+    with pytest.raises(UnsupportedError, match="return_lse"):
+        paged_attention(*inputs(problem, LOGICAL), backend="ipex", return_lse=True)
+
+
+def test_an_engine_s_default_order_is_the_logical_one():
+    assert IpexAttnBackend.get_kv_cache_stride_order("xpu") == LOGICAL
+
+
+@pytest.mark.parametrize(("block_size", "lens"), [(16, DECODE), (64, MIXED)])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seq_lens": [2**31 - 1] * 6},
+        {"seq_lens": [-5, 2**30, -1, 7, 400, -(2**31)]},
+        {"block_tables": [[2**31 - 1] * 99] * 6},
+        {"block_tables": [[-1] * 99] * 6},
+        {"query_start_loc": [0, 2**31 - 1, 3, -1, 5, 2**30, 6]},
+        {"query_start_loc": [-9, -3, 4, 4, 1000, 1000, 1000]},
+    ],
+)
+def test_garbage_leads_nowhere(xpu, block_size, lens, changes):
+    """Values on a device are not checked: the operators must be given none that lead outside."""
+    problem = problem_of(lens, AttentionSpec(), block_size)
+    query, cache, batch = inputs(problem, ORDERS[block_size])
+    arrays = {name: torch.tensor(values, dtype=torch.int32) for name, values in changes.items()}
+    if "block_tables" in arrays:
+        arrays["block_tables"] = arrays["block_tables"][:, : batch.max_blocks].contiguous()
+    batch = dataclasses.replace(batch, **arrays)
+    with NeverWaits():
+        out, _ = run(query, cache, batch, problem.spec)
+    assert out.shape == query.shape
+
+
+def shortcoming(reason):
+    return pytest.mark.xfail(strict=True, raises=AssertionError, reason=f"the operator: {reason}")
+
+
+@shortcoming("a weight of 0 times a value of NaN, in the last block")
+def test_nan_after_a_sequence_in_decode(xpu):
+    problem = random_problem([1], [9], AttentionSpec(), block_size=16, dtype=F16)
+    check(xpu, problem, SLOTS_LAST, "decode")
+
+
+@shortcoming("a weight of 0 times a value of NaN, in a page partly behind the window")
+def test_nan_behind_a_window(xpu):
+    spec = AttentionSpec(sliding_window=9)
+    problem = random_problem([1], [60], spec, block_size=64, dtype=F16)
+    check(xpu, problem, LOGICAL, "packed")
+
+
+@shortcoming("positions before key 0 are compared without a sign")
+def test_causal_with_more_queries_than_keys(xpu):
+    check(xpu, problem_of(([10], [3]), AttentionSpec(), 64), LOGICAL, "packed")
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("lens", [DECODE, MIXED])
+def test_sdpa_reads_nothing_on_another_device(name, lens, return_lse):
+    """Tensors without values: whatever looked at one would raise."""
+    problem = random_problem(*lens, SPECS[name], pad_tokens=sum(lens[0]) + 2, dtype=BF16)
+    query, cache, batch = inputs(problem, LOGICAL)
+    cache = KVCache(cache.key.to("meta"), cache.value.to("meta"))
+    result = paged_attention(
+        query.to("meta"), cache, batch_on(batch, "meta"), problem.spec, return_lse=return_lse
+    )
+    out, lse = result if return_lse else (result, None)
+    assert (out.shape, out.dtype, out.device.type) == (query.shape, query.dtype, "meta")
+    assert lse is None or (lse.shape, lse.dtype) == (query.shape[:2], torch.float32)

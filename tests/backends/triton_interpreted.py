@@ -1,0 +1,275 @@
+"""The Triton kernels on CPU tensors, by Triton's interpreter, held to the oracle.
+
+Triton decides at its import whether it interprets, so `test_triton` runs this file in a process of
+its own: `TRITON_INTERPRET=1 python -m pytest tests/triton_interpreted.py`.
+"""
+
+import dataclasses
+
+import hypothesis
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from cases import SIGNED, SPECS, mixed
+from hypothesis import given
+from triton import knobs
+from triton.runtime import interpreter
+
+from pagedattn import AttentionSpec, KVCache
+from pagedattn.call import call_of
+from pagedattn.kernels.launch import tiling
+from pagedattn.packed import packed_batch
+from pagedattn.testing import (
+    Problem,
+    assert_attention_close,
+    batch_of,
+    random_problem,
+    reference_attention,
+)
+from pagedattn.testing.strategies import any_phase
+from pagedattn_torch import paged_attention
+from pagedattn_torch.arrays import batch_on
+from pagedattn_torch.backends import triton as backend
+
+assert knobs.runtime.interpret, "set TRITON_INTERPRET=1"
+
+DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
+PLAIN = AttentionSpec()
+BY_TRITON = {"backend": backend.BACKEND, "return_lse": True}
+
+
+# Two shortcomings of Triton 3.6's interpreter: it asks arrays of one element for an int, which
+# NumPy 2.4 refuses, and multiplies bfloat16 by its bits.
+
+
+def patch_lang_tensor(tensor, scope, original=interpreter._patch_lang_tensor):
+    original(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+def create_dot(self, a, b, d, *precision):
+    return interpreter.TensorHandle(float32(a) @ float32(b) + d.data, d.dtype.scalar)
+
+
+def float32(handle):
+    if handle.dtype.scalar == tl.bfloat16:
+        return (handle.data.astype(np.uint32) << 16).view(np.float32)
+    return handle.data.astype(np.float32)
+
+
+interpreter._patch_lang_tensor = patch_lang_tensor
+interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+def tensor(array: np.ndarray) -> torch.Tensor:
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def arrays_of(problem: Problem, **changes):
+    """A problem as tensors; `changes` replace fields of the batch."""
+    cache = KVCache(tensor(problem.key_cache), tensor(problem.value_cache))
+    batch = dataclasses.replace(batch_on(batch_of(problem), "cpu"), **changes)
+    return tensor(problem.query), cache, batch
+
+
+def run(query, cache, batch, spec):
+    """The backend, without the checks that come before it."""
+    call = call_of(query, cache, batch, spec, return_lse=True)
+    return backend.run(call, query, cache, backend.plan(call, batch))
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch):
+    """New memory holds NaN: what the kernels leave out shows."""
+
+    def poisoned(allocate):
+        def allocate_nan(*args, **options):
+            memory = allocate(*args, **options)
+            return memory.fill_(torch.nan) if memory.is_floating_point() else memory
+
+        return allocate_nan
+
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+
+
+def check(problem: Problem, **changes):
+    out, lse = run(*arrays_of(problem, **changes), problem.spec)
+    assert_attention_close(out, lse, problem, name="triton")
+
+
+def splits(problem: Problem) -> int:
+    arrays = arrays_of(problem)
+    return tiling(call_of(*arrays, problem.spec), backend._device(arrays[0].device)).splits
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("max_query_len", [8, 32])
+@pytest.mark.parametrize("name", SPECS)
+def test_every_feature(name, max_query_len, dtype):
+    """Prefill, chunk, decode, empty and padding, by given tiles and by searched ones."""
+    check(mixed(SPECS[name], dtype=dtype, max_query_len=max_query_len))
+
+
+@hypothesis.settings(max_examples=25)
+@given(problem=any_phase())
+def test_any_problem(problem):
+    check(problem)
+
+
+WINDOWED = AttentionSpec(causal=False, sliding_window=6, logits_soft_cap=3.0)
+
+
+@pytest.mark.parametrize("head_dim", [16, 24, 80, 256])
+@pytest.mark.parametrize("max_query_len", [4, 32])
+def test_head_dims(head_dim, max_query_len):
+    sizes = {"head_dim": head_dim, "dtype": np.float16, "max_query_len": max_query_len}
+    check(random_problem([3, 1], [9, 21], WINDOWED, **sizes))
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(3, 3), (6, 2), (5, 1), (71, 1), (130, 1)])
+@pytest.mark.parametrize("query_lens", [[2, 1], [17, 1]])
+def test_groups(num_heads, num_kv_heads, query_lens):
+    spec = AttentionSpec(alibi_slopes=tuple(np.linspace(-0.5, 0.5, num_heads)))
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    check(random_problem(query_lens, [19, 23], spec, **heads))
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 48, 64, 128])
+@pytest.mark.parametrize("query_lens", [[1, 2, 1], [20, 2, 1]])
+def test_block_sizes(block_size, query_lens):
+    spec = AttentionSpec(sliding_window=70)
+    check(random_problem(query_lens, [150, 33, 1], spec, block_size=block_size))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_split_decode(name):
+    """Sequences of every length between no key and many splits' worth."""
+    lens = [300, 64, 65, 1, 0, 129]
+    problem = random_problem([1, 2, 1, 1, 0, 1], lens, SPECS[name], max_query_len=2)
+    assert name in ("sliding_window", "all") or splits(problem) > 4
+    check(problem)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_split_chunk(causal):
+    spec = AttentionSpec(causal=causal)
+    sizes = {"num_heads": 2, "num_kv_heads": 1, "block_size": 64, "pad_tokens": 25}
+    problem = random_problem([20, 1], [1100, 3], spec, **sizes)
+    assert splits(problem) > 1
+    check(problem)
+
+
+def test_far_splits_merge_exactly():
+    """Keys of zero under ALiBi: splits whose log-sum-exps lie 300 apart."""
+    spec = AttentionSpec(alibi_slopes=(1.0, -1.0, 1e-3, 0.0))
+    problem = random_problem([1], [300], spec, num_kv_heads=1)
+    check(problem.replace(key_cache=np.zeros_like(problem.key_cache)))
+
+
+@pytest.mark.parametrize("max_query_len", [1, 32])
+def test_padding_of_every_kind(max_query_len):
+    rows = [[3, 1, 10**9], [2, -7, -7], [-1, 2**31 - 1, 0]]
+    sizes = {"block_tables": rows, "num_blocks": 5, "pad_tokens": 77}
+    check(random_problem([1, 1, 0], [8, 3, 0], PLAIN, max_query_len=max_query_len, **sizes))
+
+
+@pytest.mark.parametrize("query_lens", [[6, 1], [20, 1]])
+@pytest.mark.parametrize("spec", [PLAIN, AttentionSpec(sliding_window=3), WINDOWED])
+def test_more_queries_than_keys(spec, query_lens):
+    check(random_problem(query_lens, [3, 0], spec))
+
+
+@pytest.mark.parametrize("window", [1, 22, 10**9])
+def test_windows(window):
+    for causal in (True, False):
+        check(mixed(AttentionSpec(sliding_window=window, causal=causal)))
+
+
+@pytest.mark.parametrize("scale", [-0.7, 0.0, 1.0, 300.0])
+@pytest.mark.parametrize("fields", [{}, {"logits_soft_cap": 1.0}, {"alibi_slopes": SIGNED}])
+def test_scales(scale, fields):
+    check(mixed(AttentionSpec(scale=scale, **fields), max_query_len=32))
+
+
+@pytest.mark.parametrize("cap", [1e-3, 1.0, 1e6])
+def test_soft_caps(cap):
+    check(mixed(AttentionSpec(logits_soft_cap=cap)))
+
+
+@pytest.mark.parametrize("max_query_len", [8, 32])
+def test_bad_values_stay_inside_the_arrays(max_query_len):
+    """Ids, lengths and starts out of their range give some result, from the arrays' own memory."""
+    problem = mixed(max_query_len=max_query_len, poison=None)
+    tables = torch.tensor(batch_of(problem).block_tables.tolist(), dtype=torch.int32)
+    wild = torch.where(torch.arange(tables.shape[1]) % 2 == 0, tables, 2**31 - 1)
+    wild[1] = -(2**31)
+    out, _ = run(*arrays_of(problem, block_tables=wild), PLAIN)
+    assert out.isfinite().all()
+    clamped = wild.clamp(0, len(problem.key_cache) - 1)
+    want, _ = run(*arrays_of(problem, block_tables=clamped), PLAIN)
+    torch.testing.assert_close(out, want, rtol=0, atol=0)
+    long = torch.full_like(torch.tensor(problem.seq_lens, dtype=torch.int32), 10**6)
+    run(*arrays_of(problem, seq_lens=long, block_tables=clamped), PLAIN)
+    starts = torch.tensor([-5, 3, 100, 2, 10**6, 7, 8], dtype=torch.int32)
+    run(*arrays_of(problem, query_start_loc=starts), PLAIN)
+
+
+def test_strides_and_index_types():
+    """Planes that are slices of one tensor, a transposed query, int64 metadata."""
+    problem = mixed(SPECS["all"], dtype=np.float16)
+    query, cache, batch = arrays_of(problem)
+    both = torch.full((*cache.key.shape[:3], 2, 24), torch.nan, dtype=torch.float16)
+    both[..., 0, :16], both[..., 1, :16] = cache.key, cache.value
+    sliced = KVCache(both[..., 0, :16], both[..., 1, :16])
+    turned = query.transpose(0, 1).contiguous().transpose(0, 1)
+    wide = {name: getattr(batch, name).long() for name in ("block_tables", "seq_lens")}
+    wide["block_tables"] = wide["block_tables"].T.contiguous().T
+    batch = dataclasses.replace(batch, query_start_loc=batch.query_start_loc.long(), **wide)
+    got = paged_attention(turned, sliced, batch, spec=problem.spec, **BY_TRITON)
+    assert_attention_close(*got, problem)
+
+
+def test_packed_keys():
+    rng = np.random.default_rng(0)
+    query = rng.standard_normal((15, 4, 16)).astype(np.float32)
+    key, value = rng.standard_normal((2, 20, 2, 16)).astype(np.float32)
+    key[17:] = value[17:] = query[13:] = np.nan
+    starts = np.cumsum([[0, 5, 1, 0, 4, 3], [0, 5, 9, 2, 0, 1]], axis=1).astype(np.int32)
+    cache = KVCache(tensor(key)[:, None], tensor(value)[:, None])
+    batch = packed_batch(15, *map(tensor, starts), 8, 16)
+    got = run(tensor(query), cache, batch, SPECS["all"])
+    tables = [range(start, stop) for start, stop in zip(starts[1], starts[1][1:], strict=False)]
+    pools = key[:, None], value[:, None]
+    lens = np.diff(starts[1])
+    want = reference_attention(query, *pools, tables, lens, starts[0], SPECS["all"])
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [(0, 1), (3, 0)])
+def test_nothing_to_compute(sizes):
+    """No tokens, and tokens that belong to no sequence."""
+    num_tokens, num_seqs = sizes
+    problem = random_problem([0] * num_seqs, [0] * num_seqs, PLAIN, pad_tokens=num_tokens)
+    got = paged_attention(*arrays_of(problem), PLAIN, **BY_TRITON)
+    assert_attention_close(*got, problem)
+
+
+def test_refusals_name_the_reason():
+    query, cache, batch = arrays_of(mixed())
+
+    def reasons(query, cache):
+        return " ".join(backend.refusals(call_of(query, cache, batch, PLAIN)))
+
+    assert not reasons(query, cache)
+    assert "float64" in reasons(query.double(), KVCache(cache.key.double(), cache.value.double()))
+    wide = torch.zeros(2, 4, 2, 257)
+    assert "head_dim" in reasons(query, KVCache(wide, wide))
+    assert "strides" in reasons(
+        query, KVCache(cache.key, torch.stack([cache.value] * 2, 4)[..., 0])
+    )

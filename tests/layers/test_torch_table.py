@@ -1,0 +1,190 @@
+"""The table of features: every yes matches the oracle, every no is refused by its name."""
+
+import functools
+import importlib.util
+import runpy
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from pagedattn_interop import to_torch
+
+import pagedattn_torch
+from pagedattn import BackendUnavailableError, UnsupportedError, paged_attention
+from pagedattn.features import ATTENTION_TYPES
+from pagedattn.table import FEATURES, Cell, call, cells, render, request, requests
+from pagedattn.testing import Problem, assert_attention_close
+
+LAYERS = {
+    "sdpa": pagedattn_torch.TorchSDPABackendImpl,
+    "xformers": pagedattn_torch.XFormersImpl,
+    "ipex": pagedattn_torch.IpexAttnBackendImpl,
+}
+ENCODERS = ("encoder", "encoder_only")
+
+
+def random_call(asked):
+    rng = np.random.default_rng(0)
+    return call(asked, lambda shape, dtype: jnp.asarray(rng.standard_normal(shape), dtype))
+
+
+def problem_of(asked, query, cache, batch, spec):
+    arrays = (np.asarray(x) for x in (query, cache.key, cache.value, batch.block_tables))
+    query_lens, key_lens = zip(*asked.lengths, strict=True)
+    return Problem(*arrays, query_lens, key_lens, spec)
+
+
+def torch_explain(query, cache, batch, spec, *, return_lse):
+    return pagedattn_torch.explain(*to_torch((query, cache)), batch, spec, return_lse=return_lse)
+
+
+@functools.cache
+def core_cells():
+    return cells()
+
+
+@functools.cache
+def torch_cells():
+    return cells(torch_explain)
+
+
+def forward(layer, asked, query, cache, batch):
+    """The request as a forward: keys out of the cache, which is empty before."""
+    query, cache = to_torch((query, cache))
+    query_lens, key_lens = zip(*asked.lengths, strict=True)
+    if asked.attn_type in ENCODERS:
+        lens = {"encoder": "encoder_seq_lens", "encoder_only": "seq_lens"}[asked.attn_type]
+        tokens = {"encoder": 0, "encoder_only": len(query)}[asked.attn_type]
+        meta = layer_meta(len(query_lens), tokens, **{lens: list(key_lens)})
+        return layer.forward(query, cache.key[:, 0], cache.value[:, 0], None, meta)
+    if asked.attn_type == "decoder":
+        meta = pagedattn_torch.AttentionMetadata.from_batch(batch)
+        return layer.forward(query, None, None, cache, meta)
+    meta = layer_meta(
+        len(query_lens),
+        len(query),
+        seq_lens=list(query_lens),
+        encoder_seq_lens=list(key_lens),
+        cross_block_tables=batch.block_tables,
+    )
+    return layer.forward(query, None, None, cache, meta)
+
+
+def layer_meta(count, tokens, **fields):
+    return pagedattn_torch.AttentionMetadata(
+        num_prefills=count, num_prefill_tokens=tokens, num_decode_tokens=0, **fields
+    )
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_the_table_of_the_core_is_true(feature):
+    for cell in core_cells():
+        if cell.request.feature == feature:
+            # Many cells ask for one and the same call.
+            hold(cell.request._replace(feature="", attn_type=""), cell.backend, *cell.reasons)
+
+
+@functools.cache
+def hold(asked, backend, *reasons):
+    arguments = random_call(asked)
+    options = {"backend": backend, "return_lse": asked.return_lse}
+    attend = jax.jit(paged_attention, static_argnames=("spec", *options))
+    if reasons:
+        with pytest.raises((UnsupportedError, BackendUnavailableError)) as error:
+            attend(*arguments, **options)
+        assert all(reason in str(error.value) for reason in reasons)
+        return
+    result = attend(*arguments, **options)
+    out, lse = result if asked.return_lse else (result, None)
+    assert_attention_close(out, lse, problem_of(asked, *arguments), name=backend)
+
+
+@pytest.mark.parametrize("backend", LAYERS)
+@pytest.mark.parametrize("feature", [name for name in FEATURES if name != "lse"])
+def test_the_layers_keep_to_the_table(backend, feature):
+    """Through forward, which gives no lse; a refusal carries every reason of the table."""
+    for cell in torch_cells():
+        asked = cell.request
+        if (cell.backend, asked.feature) != (backend, feature):
+            continue
+        query, cache, batch, spec = random_call(asked)
+        layer = LAYERS[backend](
+            query.shape[1],
+            query.shape[2],
+            num_kv_heads=asked.num_kv_heads,
+            scale=spec.scale,
+            sliding_window=spec.sliding_window,
+            logits_soft_cap=spec.logits_soft_cap,
+            alibi_slopes=spec.alibi_slopes,
+            attn_type=asked.attn_type,
+        )
+        if cell.reasons:
+            with pytest.raises((UnsupportedError, BackendUnavailableError)) as error:
+                forward(layer, asked, query, cache, batch)
+            assert all(reason in str(error.value) for reason in cell.reasons)
+        else:
+            out = forward(layer, asked, query, cache, batch)
+            assert_attention_close(out, None, problem_of(asked, query, cache, batch, spec))
+
+
+def test_it_covers_every_feature_and_type():
+    asked = requests()
+    assert {r.feature for r in asked} == set(FEATURES)
+    assert {r.attn_type for r in asked} == set(ATTENTION_TYPES) == {*pagedattn_torch.AttentionType}
+    assert {cell.backend for cell in core_cells()} >= {"xla", "sdpa"}
+    assert {cell.backend for cell in torch_cells()} >= set(LAYERS)
+
+
+MISSING = {
+    "xformers": "xFormers' attention is not installed: pip install",
+    "intel_extension_for_pytorch": "intel_extension_for_pytorch is not installed: pip install",
+}
+
+
+@pytest.mark.parametrize("package", MISSING)
+def test_a_backend_that_is_missing_says_so(package):
+    if importlib.util.find_spec(package) is not None:
+        pytest.skip(f"{package} is installed")
+    assert MISSING[package] in render(core_cells())
+
+
+def test_notes_are_shared_and_numbered():
+    asked = request("lse", "decoder")
+    text = render([Cell(asked, "a", ["x", "y"]), Cell(asked, "b", ["y"]), Cell(asked, "c", [])])
+    assert text.splitlines()[1].split() == ["lse", "decoder", "no", "1,2", "no", "2", "yes"]
+    assert text.splitlines()[-2:] == ["1  x", "2  y"]
+
+
+def test_the_command_prints_it():
+    command = [sys.executable, "-m", "pagedattn"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"pagedattn {version('pagedattn')}")
+    for word in ("encoder_decoder", "logits_soft_cap", "xla", "sdpa", "yes"):
+        assert word in done.stdout
+
+
+def test_the_command_needs_no_torch():
+    code = (
+        "import runpy, sys; sys.modules.update(torch=None); "
+        "runpy.run_module('pagedattn', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "pip install 'pagedattn[torch]'" in done.stdout
+
+
+def test_dtypes_are_asked_for():
+    assert call(request("float16", "encoder"))[0].dtype == jnp.float16
+
+
+def test_the_encoder_decoder_example_agrees(capsys):
+    path = Path(__file__).parents[2] / "examples" / "encoder_decoder.py"
+    assert runpy.run_path(str(path))["main"]() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 10
+    assert all(line.split()[-1] == "ok" for line in lines[1:])

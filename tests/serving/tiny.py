@@ -1,0 +1,58 @@
+"""A tiny random Llama, and requests that are too many for its pool at once."""
+
+import functools
+
+import jax
+import numpy as np
+from serving.engine import Engine, Step
+from serving.families.llama import Llama
+from serving.initial import init_params
+from serving.limits import Limits
+from serving.request import Request
+from serving.sampling import GREEDY
+
+TINY = Llama(
+    vocab_size=31,
+    hidden_size=24,
+    intermediate_size=40,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+)
+LIMITS = Limits(
+    num_blocks=14, block_size=4, max_seq_len=40, max_seqs=4, token_budget=12, max_query_len=8
+)
+ROOMY = Limits(
+    num_blocks=60, block_size=4, max_seq_len=40, max_seqs=6, token_budget=12, max_query_len=8
+)
+
+
+@functools.cache
+def tiny_params() -> dict:
+    """Large weights, so that a random model's choices are far from ties."""
+    with jax.ensure_compile_time_eval():  # for the first call may be made while something traces
+        return jax.tree.map(lambda leaf: 8 * leaf, init_params(TINY, jax.random.key(0)))
+
+
+def tiny_requests(lengths=(1, 25, 3, 9, 8, 2, 17, 30, 5), decoding=GREEDY) -> list[Request]:
+    """Random prompts of these lengths, some shorter and some longer than a chunk."""
+    rng = np.random.default_rng(0)
+    prompts = [tuple(rng.integers(TINY.vocab_size, size=length).tolist()) for length in lengths]
+    return [Request(i, prompt, 4 + i % 7, decoding) for i, prompt in enumerate(prompts)]
+
+
+def serve(engine: Engine, requests: list[Request]) -> list[Step]:
+    """The steps of serving them all."""
+    for request in requests:
+        engine.submit(request)
+    steps = []
+    while not engine.idle:
+        steps.append(engine.step())
+    return steps
+
+
+def greedy_completions(engine: Engine) -> dict[int, list[int]]:
+    """The one completion of each request."""
+    return {request: completion for request, (completion,) in engine.completions.items()}
