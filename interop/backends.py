@@ -1,6 +1,7 @@
 """The torch backends as backends for JAX arrays."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +54,7 @@ class _Attend:
     """The torch function of one static setting; equal ones are one to XLA, too."""
 
     backend: Backend
-    treedef: jax.tree_util.PyTreeDef
+    treedef: Any
     spec: AttentionSpec
     return_lse: bool
 

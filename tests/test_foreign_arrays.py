@@ -21,7 +21,8 @@ class Foreign:
         self.shape, self.ndim = tuple(tensor.shape), tensor.ndim
 
     def __dlpack__(self, **kwargs):
-        return self.tensor.__dlpack__(**kwargs)
+        with torch.cuda.device_of(self.tensor):
+            return self.tensor.__dlpack__(**kwargs)
 
     def __dlpack_device__(self):
         return self.tensor.__dlpack_device__()
@@ -189,6 +190,12 @@ def test_unaligned_memory_is_refused_not_copied():
     cache, key, value, slots = CALLS["write_kv"][0](jnp.float32)
     with pytest.raises(InvalidInputError, match=r"key.*aligned"):
         pagedattn.write_kv(cache, unaligned(tensors_of(key)), value, slots)
+
+
+def test_integers_that_are_no_plain_memory_are_refused_by_name():
+    cache, key, value, slots = CALLS["write_kv"][0](jnp.float32)
+    with pytest.raises(InvalidInputError, match="slot_mapping"):
+        pagedattn.write_kv(cache, key, value, tensors_of(slots).to_sparse())
 
 
 def test_strided_and_unaligned_integers_are_taken():
