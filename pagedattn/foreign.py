@@ -11,6 +11,7 @@ import numpy as np
 
 from .checks import is_traced
 from .dlpack import shared
+from .errors import InvalidInputError
 
 HOST = 1  # DLPack's number of the CPU
 
@@ -45,9 +46,8 @@ def as_jax(name: str, value):
         return _of_numpy(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _record(name, value)
-    if isinstance(value, jax.Array) or not hasattr(value, "__dlpack_device__"):
-        return value
-    return np.from_dlpack(value) if _host_integers(value) else shared(name, value)
+    foreign = hasattr(value, "__dlpack_device__") and hasattr(value, "dtype")
+    return _of_others(name, value) if foreign and not isinstance(value, jax.Array) else value
 
 
 def _of_numpy(array):
@@ -63,9 +63,14 @@ def _record(name, record):
     return record if same else dataclasses.replace(record, **taken)
 
 
-def _host_integers(array):
+def _of_others(name, array):
     integers = str(array.dtype).removeprefix("torch.").startswith(("int", "uint"))
-    return integers and array.__dlpack_device__()[0] == HOST
+    if not integers or array.__dlpack_device__()[0] != HOST:
+        return shared(name, array)
+    try:
+        return np.from_dlpack(array)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise InvalidInputError(f"NumPy cannot share the memory of {name}: {error}") from error
 
 
 def _same(new, old):

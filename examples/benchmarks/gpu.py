@@ -1,7 +1,8 @@
 """Times paged attention on a CUDA GPU, side by side with its peers.
 
-    XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH=examples python -m benchmarks.gpu [-o docs/results] [-k decode]
-    PYTHONPATH=examples python -m benchmarks.gpu --draw docs/results/h200.json
+    export PYTHONPATH=examples XLA_PYTHON_CLIENT_PREALLOCATE=false
+    python -m benchmarks.gpu [-o docs/results] [-k decode]
+    python -m benchmarks.gpu --draw docs/results/h200.json
 
 A contender takes a `Case` and returns its microseconds a call; a refusal (any exception) leaves its
 cell empty and is printed. The report is written after every case. To add one, see peers.py.

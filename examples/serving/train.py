@@ -100,7 +100,8 @@ else: it is here to give the demo something readable to serve. Byte {end} ends a
 
 Made by
 
-    PYTHONPATH=examples python -m serving.train --steps {steps} --batch {batch} --learning-rate {learning_rate} \\
+    PYTHONPATH=examples python -m serving.train --steps {steps} --batch {batch} \\
+        --learning-rate {learning_rate} \\
         --weight-decay {weight_decay} --noise {noise} --seed {seed} --out DIR
 
 in {seconds:.0f} s on {device} with JAX {jax}. Loss after rounding to bfloat16, in nats a byte:

@@ -1,6 +1,7 @@
 """The torch backends as backends for JAX arrays."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +74,7 @@ class _Attend:
     """The torch function of one static setting; equal ones are one to XLA, too."""
 
     backend: Backend
-    treedef: jax.tree_util.PyTreeDef
+    treedef: Any
     call: Call
 
     def __call__(self, *leaves):

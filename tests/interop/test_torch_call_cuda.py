@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from pagedattn_interop import stream, torch_call  # noqa: E402
+from pagedattn_interop import stream, to_torch, torch_call  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     jax.default_backend() != "gpu" or not torch.cuda.is_available(), reason="needs an NVIDIA GPU"
@@ -72,9 +72,14 @@ def test_a_captured_call_is_replayed_without_python():
 
 def victims():
     """Memory that torch had free and hands out again, full of a value that nobody should touch."""
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(device())
     torch.cuda.empty_cache()
-    return [torch.full((SIDE, SIDE), 7.0, device="cuda") for _ in range(200)]
+    return [torch.full((SIDE, SIDE), 7.0, device=device()) for _ in range(200)]
+
+
+def device():
+    """Where JAX works by default, which need not be torch's current device."""
+    return to_torch(jnp.zeros(1)).device
 
 
 def replay_among_victims(fn):
@@ -85,7 +90,7 @@ def replay_among_victims(fn):
         run(x, y).block_until_ready()
     others = victims()
     right = all(np.array_equal(run(x, y), expected(x)) for _ in range(3))
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(device())
     return right, all(bool((other == 7).all()) for other in others)
 
 
