@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .checks import is_traced
+from .checks import is_floating, is_traced
 from .dlpack import shared
+from .errors import InvalidInputError
 
 HOST = 1  # DLPack's number of the CPU
 
@@ -47,13 +48,15 @@ def as_jax(name: str, value):
         return _record(name, value)
     if isinstance(value, jax.Array) or not hasattr(value, "__dlpack_device__"):
         return value
-    return np.from_dlpack(value) if _host_integers(value) else shared(name, value)
+    return np.from_dlpack(value) if _host_integers(name, value) else shared(name, value)
 
 
 def _of_numpy(array):
+    if isinstance(array, np.ma.MaskedArray):
+        return array  # to be refused by whoever knows its name
     if not array.dtype.isnative:  # JAX knows the machine's byte order alone
         array = array.astype(array.dtype.newbyteorder("="))
-    return jnp.asarray(array) if jnp.issubdtype(array.dtype, jnp.floating) else array
+    return jnp.asarray(array) if is_floating(array.dtype) else array
 
 
 def _record(name, record):
@@ -63,9 +66,12 @@ def _record(name, record):
     return record if same else dataclasses.replace(record, **taken)
 
 
-def _host_integers(array):
+def _host_integers(name, array):
     integers = str(array.dtype).removeprefix("torch.").startswith(("int", "uint"))
-    return integers and array.__dlpack_device__()[0] == HOST
+    try:
+        return integers and array.__dlpack_device__()[0] == HOST
+    except Exception as error:  # a framework's own, of a tensor without memory
+        raise InvalidInputError(f"{name} cannot be shared by DLPack: {error}") from error
 
 
 def _same(new, old):

@@ -17,8 +17,18 @@ from pagedattn import (
     validate,
 )
 from pagedattn import backend as backends
+from pagedattn.checks import require
 
-from .arrays import batch_on, device_of, int32, require_no_grad, require_tensors, rising, tensor
+from .arrays import (
+    batch_on,
+    device_of,
+    int32,
+    require_cache,
+    require_no_grad,
+    require_tensors,
+    rising,
+    tensor,
+)
 from .lengths import token_positions
 
 # Every torch backend, and those of which `backend=None` takes the first usable one by device.
@@ -166,6 +176,9 @@ def load(name: str) -> backends.Backend:
 
 def _call(query, cache, batch, spec, return_lse):
     """The arguments of a backend, validated."""
+    require_cache(cache)
+    batch_type = type(batch).__name__
+    require(isinstance(batch, BatchMetadata), f"batch is no BatchMetadata: {batch_type}")
     tensors = {"query": query, "key": cache.key, "value": cache.value}
     require_tensors(**tensors)
     require_no_grad(*tensors.values())
