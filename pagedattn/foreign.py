@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .checks import is_traced
+from .checks import is_floating, is_traced
 from .dlpack import shared
 from .errors import InvalidInputError
 
@@ -51,9 +51,11 @@ def as_jax(name: str, value):
 
 
 def _of_numpy(array):
+    if isinstance(array, np.ma.MaskedArray):
+        return array  # to be refused by whoever knows its name
     if not array.dtype.isnative:  # JAX knows the machine's byte order alone
         array = array.astype(array.dtype.newbyteorder("="))
-    return jnp.asarray(array) if jnp.issubdtype(array.dtype, jnp.floating) else array
+    return jnp.asarray(array) if is_floating(array.dtype) else array
 
 
 def _record(name, record):
@@ -64,13 +66,20 @@ def _record(name, record):
 
 
 def _of_others(name, array):
-    integers = str(array.dtype).removeprefix("torch.").startswith(("int", "uint"))
-    if not integers or array.__dlpack_device__()[0] != HOST:
+    if not _host_integers(name, array):
         return shared(name, array)
     try:
         return np.from_dlpack(array)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise InvalidInputError(f"NumPy cannot share the memory of {name}: {error}") from error
+
+
+def _host_integers(name, array):
+    integers = str(array.dtype).removeprefix("torch.").startswith(("int", "uint"))
+    try:
+        return integers and array.__dlpack_device__()[0] == HOST
+    except Exception as error:  # a framework's own, of a tensor without memory
+        raise InvalidInputError(f"{name} cannot be shared by DLPack: {error}") from error
 
 
 def _same(new, old):

@@ -14,7 +14,9 @@ from .spec import AttentionSpec, slopes_of
 
 def distance(query_positions, key_positions):
     """Query position minus key position: int `[..., q, k]`."""
-    _check_positions(query_positions=query_positions, key_positions=key_positions)
+    query_positions, key_positions = _positions(
+        query_positions=query_positions, key_positions=key_positions
+    )
     return query_positions[..., :, None] - key_positions[..., None, :]
 
 
@@ -121,7 +123,8 @@ def sees_a_key(positions, num_keys, causal: bool, window: int | None):
     return seen & (positions + window > 0) & (positions - window < num_keys - 1)
 
 
-def _check_positions(**arrays):
+def _positions(**arrays):
+    """Arrays that can be subtracted: of one framework, in the machine's byte order."""
     for name, array in arrays.items():
         an_array(name, array)
         require(
@@ -139,6 +142,12 @@ def _check_positions(**arrays):
         "query_positions and key_positions must agree in all dimensions but the last, got "
         f"{tuple(query.shape)} and {tuple(key.shape)}",
     )
+    return _native(query), _native(key)
+
+
+def _native(array):
+    swapped = isinstance(array, np.ndarray) and not array.dtype.isnative
+    return array.astype(array.dtype.newbyteorder("=")) if swapped else array
 
 
 def _float32(array):

@@ -21,6 +21,9 @@ def tensor(name: str, array, device=None) -> Tensor:
       InvalidInputError: a list, an array of objects, or whatever else torch cannot hold.
     """
     converted = array if isinstance(array, Tensor) else _exchanged(name, array)
+    require_strided(name, converted)
+    if converted.is_meta and device is not None and torch.device(device).type != "meta":
+        raise InvalidInputError(f"{name} is a meta tensor, which has no values")
     return converted.to(device) if device is not None else converted
 
 
@@ -62,6 +65,14 @@ def require_tensors(**arrays) -> None:
                 "pagedattn_interop.to_torch converts JAX arrays without a copy, torch.as_tensor "
                 "what NumPy holds"
             )
+        require_strided(name, array)
+
+
+def require_strided(name: str, tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise InvalidInputError(
+            f"{name} must be a dense tensor, got {tensor.dtype} {tensor.layout}"
+        )
 
 
 def require_cache(cache: KVCache) -> None:

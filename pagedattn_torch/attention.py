@@ -14,7 +14,16 @@ from pagedattn.checks import require
 from pagedattn.packed import packed_batch, packed_cache
 from pagedattn.registry import Framework
 
-from .arrays import batch_on, int32, on_device_of, require_no_grad, require_tensors, rising, tensor
+from .arrays import (
+    batch_on,
+    int32,
+    on_device_of,
+    require_cache,
+    require_no_grad,
+    require_tensors,
+    rising,
+    tensor,
+)
 
 
 def paged_attention(
@@ -171,6 +180,9 @@ def ragged_attention(
 
 def _described(query, cache, batch, spec, return_lse) -> tuple[Call, Sequences]:
     """The call, validated, and its batch where the query is."""
+    require_cache(cache)
+    batch_type = type(batch).__name__
+    require(isinstance(batch, BatchMetadata), f"batch is no BatchMetadata: {batch_type}")
     tensors = {"query": query, "key": cache.key, "value": cache.value}
     require_tensors(**tensors)
     require_no_grad(*tensors.values())

@@ -15,7 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from pagedattn import InvalidInputError, KVCache, validate
+from pagedattn import InvalidInputError, KVCache, validate, validate_batch
+from pagedattn.checks import count, require, shown
 
 from .arrays import require_cache, require_tensors
 
@@ -60,11 +61,17 @@ def empty_kv_cache(
     >>> cache.shape, cache[0].transpose(1, 2).is_contiguous()
     (torch.Size([2, 8, 16, 2, 64]), True)
     """
-    if sorted(stride_order) != list(range(len(shape))):
+    shape, stride_order = _counts("shape", shape), _counts("stride_order", stride_order)
+    require(
+        sorted(stride_order) == list(range(len(shape))),
+        f"stride_order must hold each of the {len(shape)} axes once, got {tuple(stride_order)}",
+    )
+    try:
+        held = torch.empty([shape[axis] for axis in stride_order], dtype=dtype, device=device)
+    except Exception as error:  # whatever torch raises: they are its dtypes and devices
         raise InvalidInputError(
-            f"stride_order must hold each of the {len(shape)} axes once, got {tuple(stride_order)}"
-        )
-    held = torch.empty([shape[axis] for axis in stride_order], dtype=dtype, device=device)
+            f"torch cannot allocate {shape} of dtype {shown(dtype)} on {shown(device)}: {error}"
+        ) from error
     return held.permute([stride_order.index(axis) for axis in range(len(shape))])
 
 
@@ -81,6 +88,8 @@ def split_kv_cache(kv_cache: Tensor | KVCache, num_kv_heads: int, head_size: int
     >>> split_kv_cache(torch.zeros(2, 8, 16 * 2 * 64), num_kv_heads=2, head_size=64).block_size
     16
     """
+    num_kv_heads = count("num_kv_heads", num_kv_heads)
+    head_size = count("head_size", head_size)
     _require_kv_cache(kv_cache)
     cache = kv_cache if isinstance(kv_cache, KVCache) else _split(kv_cache, num_kv_heads, head_size)
     if tuple(cache.key.shape[2:]) != (num_kv_heads, head_size):
@@ -115,6 +124,7 @@ def pack_keys(
     >>> pack_keys(torch.zeros(4, 16, 2, 64, dtype=torch.bfloat16)).shape
     torch.Size([4, 2, 8, 16, 8])
     """
+    _require_rank(4, keys=keys)
     x = PACK_BYTES // keys.element_size()
     if keys.shape[-1] % x:
         raise InvalidInputError(
@@ -127,6 +137,7 @@ def unpack_keys(
     packed: Float[Tensor, "num_blocks num_kv_heads groups block_size x"],
 ) -> Float[Tensor, "num_blocks block_size num_kv_heads head_size"]:
     """The inverse of `pack_keys`."""
+    _require_rank(5, packed=packed)
     return packed.permute(0, 3, 1, 2, 4).flatten(3).clone(memory_format=DENSE)
 
 
@@ -134,6 +145,7 @@ def pack_values(
     values: Float[Tensor, "num_blocks block_size num_kv_heads head_size"],
 ) -> Float[Tensor, "num_blocks num_kv_heads head_size block_size"]:
     """Values in the packed layout, the tokens of a block innermost; a new tensor."""
+    _require_rank(4, values=values)
     return values.permute(0, 2, 3, 1).clone(memory_format=DENSE)
 
 
@@ -141,7 +153,20 @@ def unpack_values(
     packed: Float[Tensor, "num_blocks num_kv_heads head_size block_size"],
 ) -> Float[Tensor, "num_blocks block_size num_kv_heads head_size"]:
     """The inverse of `pack_values`."""
+    _require_rank(4, packed=packed)
     return packed.permute(0, 3, 1, 2).clone(memory_format=DENSE)
+
+
+def _counts(name, values) -> list[int]:
+    """Integers of at least 0."""
+    return validate_batch.lengths(name, values).tolist()
+
+
+def _require_rank(ndim, **tensors) -> None:
+    require_tensors(**tensors)
+    for name, tensor in tensors.items():
+        got = list(tensor.shape)
+        require(tensor.ndim == ndim, f"{name} must be of {ndim} dimensions, got {got}")
 
 
 def _require_kv_cache(kv_cache):

@@ -1,8 +1,9 @@
 """Which tokens attend to which: the four kinds of attention that a layer may ask for."""
 
-from enum import StrEnum
+from enum import Enum, StrEnum
 
 from pagedattn import InvalidInputError
+from pagedattn.checks import shown
 
 
 class AttentionType(StrEnum):
@@ -23,8 +24,13 @@ class AttentionType(StrEnum):
     ENCODER_DECODER = "encoder_decoder"
 
     @classmethod
+    def of(cls, value: "AttentionType | str") -> "AttentionType":
+        """One of these, its string, or another library's word for it that prints as that."""
+        return cls(str(value)) if isinstance(value, str | Enum) else cls._missing_(value)
+
+    @classmethod
     def _missing_(cls, value):
-        raise InvalidInputError(f"attn_type must be one of {[*map(str, cls)]}, got {value!r}")
+        raise InvalidInputError(f"attn_type must be one of {[*map(str, cls)]}, got {shown(value)}")
 
     @property
     def causal(self) -> bool:

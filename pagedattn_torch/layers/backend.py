@@ -8,7 +8,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from pagedattn import InvalidInputError, KVCache, validate
-from pagedattn.checks import int_array, require
+from pagedattn.checks import int_array, is_traced, require, shown
 
 from ..arrays import tensor
 from ..cache import copy_blocks_, swap_blocks_
@@ -95,11 +95,19 @@ class AttentionBackend:
         >>> cache[0].flatten()
         tensor([0., 0., 1.])
         """
-        caches, (src, dst) = [planes(cache) for cache in kv_caches], _columns(src_to_dists)
+        caches, (src, dst) = _planes(kv_caches), _columns(src_to_dists)
         for cache in caches:  # all before the first is written
             validate.block_copies(cache, cache, src, dst)
         for cache in caches:
             copy_blocks_(cache, src, dst)
+
+
+def _planes(kv_caches) -> list[KVCache]:
+    require(
+        isinstance(kv_caches, Sequence | Tensor) and getattr(kv_caches, "ndim", 1) > 0,
+        f"kv_caches must be a list of a cache for each layer, got {type(kv_caches).__name__}",
+    )
+    return [planes(cache) for cache in kv_caches]
 
 
 def _columns(pairs: Pairs) -> tuple[Tensor, Tensor]:
@@ -124,11 +132,12 @@ def _table(pairs) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidInputError(
             "block pairs must be [n, 2] integers, a source and a destination each, or a dict from "
-            f"a source to its destinations, got {pairs!r}"
+            f"a source to its destinations, got {shown(pairs)}"
         ) from error
 
 
 def _several(ids):
     """One id or many, as they are."""
+    require(not is_traced(ids), "block pairs must be known here, but are traced by JAX")
     ids = ids.tolist() if hasattr(ids, "tolist") else ids
     return ids if isinstance(ids, Iterable) else (ids,)

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from pagedattn import AttentionSpec, InvalidInputError, KVCache, UnsupportedError
 from pagedattn.call import Call, call_of
-from pagedattn.checks import is_count, require
+from pagedattn.checks import is_count, require, shown
 
+from ..arrays import tensor
 from ..attention import Step, prepare
 from ..layout import is_empty, split_kv_cache
 from .attention_type import AttentionType
@@ -60,8 +61,10 @@ class AttentionImpl:
     ):
         self.num_heads, self.head_size = num_heads, head_size
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.attn_type = AttentionType(str(attn_type))
-        slopes: Any = alibi_slopes.tolist() if isinstance(alibi_slopes, Tensor) else alibi_slopes
+        self.attn_type = AttentionType.of(attn_type)
+        slopes: Any = alibi_slopes
+        if isinstance(alibi_slopes, Tensor):
+            slopes = tensor("alibi_slopes", alibi_slopes, "cpu").tolist()
         self.specs = {
             kind: AttentionSpec(
                 scale=scale,
@@ -123,7 +126,7 @@ class AttentionImpl:
         >>> layer.forward(query, key, value, torch.zeros(2, 2, 4, 2, 8), meta).shape
         torch.Size([3, 16])
         """
-        kind = self.attn_type if attn_type is None else AttentionType(str(attn_type))
+        kind = self.attn_type if attn_type is None else AttentionType.of(attn_type)
         require_unit_scales(k_scale=k_scale, v_scale=v_scale)
         rows = heads("query", query, self.num_heads, self.head_size)
         fresh = fresh_keys(key, value, (self.num_kv_heads, self.head_size))
@@ -157,7 +160,7 @@ class AttentionImpl:
         sizes = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
         sizes["head_size"] = self.head_size
         for name, size in sizes.items():
-            require(is_count(size), f"{name} must be above 0, got {size!r}")
+            require(is_count(size), f"{name} must be above 0, got {shown(size)}")
         require(
             self.num_heads % self.num_kv_heads == 0,
             f"num_heads must be a multiple of num_kv_heads = {self.num_kv_heads}, got "
@@ -197,9 +200,9 @@ def _check_counts(query, fresh, meta, kind):
 
 
 def _require_plain_cache(kv_cache_dtype, blocksparse_params):
-    if kv_cache_dtype != "auto":
+    if not (isinstance(kv_cache_dtype, str) and kv_cache_dtype == "auto"):
         raise UnsupportedError(
-            f"kv_cache_dtype must be 'auto', the dtype of the keys, got {kv_cache_dtype!r}: "
+            f"kv_cache_dtype must be 'auto', the dtype of the keys, got {shown(kv_cache_dtype)}: "
             "quantised caches are not supported"
         )
     if blocksparse_params is not None:

@@ -3,13 +3,14 @@
 import functools
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pagedattn import InvalidInputError, UnsupportedError
-from pagedattn.checks import require
+from pagedattn.checks import require, shown
 
-from ..arrays import require_no_grad, require_tensors
+from ..arrays import require_no_grad, require_strided, require_tensors
 
 
 def takes_layer(forward):
@@ -97,8 +98,12 @@ def require_unit_scales(**scales) -> None:
                 f"{name} is a tensor on {scale.device}, and reading it would wait for the device; "
                 "give the number 1.0"
             )
-        ones = scale == 1.0
-        if not (ones.all() if hasattr(ones, "all") else ones):
+        if isinstance(scale, Tensor):
+            require_strided(name, scale)
+            one = bool((scale == 1.0).all())
+        else:
+            one = isinstance(scale, float | int | np.number) and scale == 1.0
+        if not one:
             raise UnsupportedError(
-                f"{name} must be 1.0, since the cache is not quantised, got {scale}"
+                f"{name} must be 1.0, since the cache is not quantised, got {shown(scale)}"
             )

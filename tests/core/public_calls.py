@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from cases import good_call, random_cache, rows
+from pagedattn_interop import to_torch
 
 import pagedattn as pa
 import pagedattn_torch as pt
-from interop import to_torch
 
 
 def fixed(function, **arguments):

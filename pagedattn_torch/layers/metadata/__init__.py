@@ -14,7 +14,7 @@ from pagedattn import (
     make_batch,
     validate_batch,
 )
-from pagedattn.checks import int_array, is_count, require
+from pagedattn.checks import count, int_array, require
 
 from ...arrays import signed, tensor
 from ..attention_type import AttentionType
@@ -188,8 +188,8 @@ class AttentionMetadata:
         Raises:
           InvalidInputError: fields that this type needs are missing or do not fit together.
         """
-        require(is_count(block_size), f"block_size must be an integer above 0, got {block_size!r}")
-        attn_type = AttentionType(str(attn_type))
+        block_size = count("block_size", block_size)
+        attn_type = AttentionType.of(attn_type)
         if attn_type.cached:
             return batches.paged(self, block_size, attn_type)
         return batches.packed(self, attn_type)
@@ -265,7 +265,7 @@ class AttentionMetadata:
 
     def num_query_tokens(self, attn_type: AttentionType | str) -> int:
         """Rows of the query that a forward of this type expects, padding included."""
-        if AttentionType(str(attn_type)) is AttentionType.ENCODER:
+        if AttentionType.of(attn_type) is AttentionType.ENCODER:
             return self.num_encoder_tokens or 0
         if self.slot_mapping is not None:
             return len(self.slot_mapping)
@@ -281,7 +281,7 @@ class AttentionMetadata:
         >>> meta.get_seq_lens("decoder")
         ([3, 1], [5, 5])
         """
-        attn_type = AttentionType(str(attn_type))
+        attn_type = AttentionType.of(attn_type)
         batches.require_fields(self, attn_type, paged=False)
         own = span_lengths(self.query_start_loc), self.seq_lens
         encoder = span_lengths(self.encoder_query_start_loc), self.encoder_seq_lens
@@ -309,7 +309,7 @@ class AttentionMetadata:
         [tensor([[0., 0., -inf],
                 [0., 0., 0.]])]
         """
-        spec = replace(spec, causal=AttentionType(str(attn_type)).causal)
+        spec = replace(spec, causal=AttentionType.of(attn_type).causal)
         keys = [torch.arange(n) for n in self.get_seq_lens(attn_type)[1]]
         queries = [
             torch.arange(len(key) - n, len(key))
@@ -322,7 +322,7 @@ class AttentionMetadata:
 
         Encoders have no block tables: None.
         """
-        attn_type = AttentionType(str(attn_type))
+        attn_type = AttentionType.of(attn_type)
         if attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_DECODER):
             cross = attn_type is AttentionType.ENCODER_DECODER
             tables = self.cross_block_tables if cross else None
@@ -334,7 +334,7 @@ class AttentionMetadata:
         self, attn_type: AttentionType | str
     ) -> tuple[int, int, int]:
         """New prefill queries, new keys of theirs, new decode queries."""
-        attn_type = AttentionType(str(attn_type))
+        attn_type = AttentionType.of(attn_type)
         encoder = self.num_encoder_tokens or 0
         if attn_type is AttentionType.ENCODER:
             return encoder, encoder, 0

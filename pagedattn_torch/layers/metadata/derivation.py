@@ -2,7 +2,7 @@
 
 import torch
 
-from pagedattn.checks import is_count, known, require
+from pagedattn.checks import is_count, known, require, shown
 
 from .lengths import agreed, both_forms, bound, span_lengths, start_locs
 
@@ -23,7 +23,7 @@ def check_counts(meta) -> dict:
     for name, count in given.items():
         require(
             is_count(count, 0) or (count is None and name in BOUNDS),
-            f"{name} must be an integer of at least 0, got {count!r}",
+            f"{name} must be an integer of at least 0, got {shown(count)}",
         )
     return {name: count if count is None else int(count) for name, count in given.items()}
 
@@ -188,6 +188,10 @@ def _bounds(meta, seq_lens, query_lens):
 
 
 def _is_prompt(meta):
+    require(
+        meta.is_prompt is None or isinstance(meta.is_prompt, bool),
+        f"is_prompt must be True, False or None, got {shown(meta.is_prompt)}",
+    )
     prompt = meta.num_prefills > 0 and meta.num_decode_tokens == 0
     tokens = meta.num_prefill_tokens + meta.num_decode_tokens
     require(
