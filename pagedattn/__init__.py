@@ -6,18 +6,14 @@ from .attention import ragged_attention as ragged_attention
 from .attention import select_backend as select_backend
 from .backend import Backend as Backend
 from .batch import BatchMetadata as BatchMetadata
-from .batch import make_batch as make_batch
 from .cache import KVCache as KVCache
-from .cache import copy_blocks as copy_blocks
-from .cache import fill_blocks as fill_blocks
 from .cache import init_kv_cache as init_kv_cache
-from .cache import swap_blocks as swap_blocks
-from .cache import write_kv as write_kv
 from .errors import BackendUnavailableError as BackendUnavailableError
 from .errors import InvalidInputError as InvalidInputError
 from .errors import OutOfBlocksError as OutOfBlocksError
 from .errors import PagedAttentionError as PagedAttentionError
 from .errors import UnsupportedError as UnsupportedError
+from .make_batch import make_batch as make_batch
 from .pool.block_pool import BlockPool as BlockPool
 from .pool.block_pool import batch_from_pool as batch_from_pool
 from .pool.block_pool import init_block_pool as init_block_pool
@@ -41,3 +37,7 @@ from .visibility import alibi_bias as alibi_bias
 from .visibility import attention_bias as attention_bias
 from .visibility import causal_mask as causal_mask
 from .visibility import sliding_window_mask as sliding_window_mask
+from .writes import copy_blocks as copy_blocks
+from .writes import fill_blocks as fill_blocks
+from .writes import swap_blocks as swap_blocks
+from .writes import write_kv as write_kv

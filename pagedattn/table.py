@@ -6,9 +6,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from .attention import explain
-from .batch import make_batch
 from .cache import KVCache
 from .features import ATTENTION_TYPES, DTYPES, OPTIONS, PHASES, spec_of
+from .make_batch import make_batch
 from .packed import packed_batch
 from .ragged import cdiv
 from .spec import AttentionSpec

@@ -1,0 +1,108 @@
+"""Writing to a paged cache: tokens to their slots, blocks copied, swapped and filled."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from . import validate
+from .cache import KVCache
+from .checks import is_traced
+from .foreign import takes_any_array
+from .ragged import PAD_SLOT, in_range, int32
+from .rows import set_rows
+
+
+@takes_any_array
+def write_kv(
+    cache: KVCache,
+    key: Float[Array, "num_tokens num_kv_heads head_dim"],
+    value: Float[Array, "num_tokens num_kv_heads head_dim"],
+    slot_mapping: Int[Array, "num_tokens"],
+) -> KVCache:
+    """Writes the keys and values of new tokens to their slots; slot -1 writes nothing.
+
+    In place when an enclosing `jax.jit` donates the cache; otherwise the cache given stays as it
+    was. Inside jit a slot outside the cache is dropped, and which of two tokens with one slot
+    wins is not defined; outside jit both are errors.
+
+    Raises:
+      InvalidInputError: wrong shapes or dtypes; outside jit also slots out of range or doubled.
+
+    >>> from pagedattn import init_kv_cache
+    >>> cache = write_kv(init_kv_cache(2, 2, 1, 1), *jnp.ones((2, 1, 1, 1), jnp.bfloat16),
+    ...                  jnp.array([3]))
+    >>> cache.key.ravel().tolist()
+    [0.0, 0.0, 0.0, 1.0]
+    """
+    validate.write(cache, key, value, slot_mapping)
+    return KVCache(
+        set_rows(cache.key, slot_mapping, key), set_rows(cache.value, slot_mapping, value)
+    )
+
+
+@takes_any_array
+def copy_blocks(
+    cache: KVCache, src: Int[Array, "num_copies"], dst: Int[Array, "num_copies"]
+) -> KVCache:
+    """Copies block `src[i]` to block `dst[i]`, all at once: every source is read as it was before.
+
+    -1 copies nothing. Inside jit so does any other block outside the cache; outside jit it is an
+    error, as is writing one block twice.
+
+    >>> cache = KVCache(*jnp.arange(6.0).reshape(2, 3, 1, 1, 1))
+    >>> copy_blocks(cache, jnp.array([0, 1]), jnp.array([1, 2])).key.ravel().tolist()
+    [0.0, 0.0, 1.0]
+    """
+    return swap_blocks(cache, cache, src, dst)
+
+
+@takes_any_array
+def swap_blocks(
+    src_cache: KVCache,
+    dst_cache: KVCache,
+    src: Int[Array, "num_copies"],
+    dst: Int[Array, "num_copies"],
+) -> KVCache:
+    """Copies block `src[i]` of one cache to block `dst[i]` of another, and returns the latter.
+
+    The name is the field's; it is a copy, not an exchange. The caches may lie on different
+    devices, the host's included; they agree in all but `num_blocks`.
+
+    >>> from pagedattn import init_kv_cache
+    >>> host, device = init_kv_cache(8, 2, 1, 4), init_kv_cache(4, 2, 1, 4)
+    >>> host = swap_blocks(device, host, jnp.array([0, 3]), jnp.array([6, 7]))
+    """
+    validate.block_copies(src_cache, dst_cache, src, dst)
+    return KVCache(
+        _copy(src_cache.key, dst_cache.key, src, dst),
+        _copy(src_cache.value, dst_cache.value, src, dst),
+    )
+
+
+@takes_any_array
+def fill_blocks(cache: KVCache, blocks: Int[Array, "*n"], value: float = 0.0) -> KVCache:
+    """Overwrites blocks with one value: zeros, or NaN to find who still reads them; -1 is skipped.
+
+    >>> cache = KVCache(*jnp.ones((2, 3, 1, 1, 1)))
+    >>> fill_blocks(cache, jnp.array([1, -1])).key.ravel().tolist()
+    [1.0, 0.0, 1.0]
+    """
+    validate.fill(cache, blocks, value)
+    blocks = int32(blocks).ravel()
+    rows = jnp.full((len(blocks), *cache.key.shape[1:]), value, cache.dtype)
+    return KVCache(set_rows(cache.key, blocks, rows), set_rows(cache.value, blocks, rows))
+
+
+def _copy(src_plane, dst_plane, src, dst):
+    src, dst = int32(src), int32(dst)
+    src_plane, dst_plane = jnp.asarray(src_plane), jnp.asarray(dst_plane)
+    blocks = src_plane.at[src].get(mode="clip")
+    dst = jnp.where(in_range(src, len(src_plane)), dst, PAD_SLOT)
+    return set_rows(dst_plane, *(_beside(array, dst_plane) for array in (dst, blocks)))
+
+
+def _beside(array, other):
+    """The array on the device of the other, when both are concrete and their devices differ."""
+    if is_traced(array) or is_traced(other):
+        return array
+    return array if array.devices() == other.devices() else jax.device_put(array, other.sharding)
