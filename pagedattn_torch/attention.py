@@ -76,7 +76,6 @@ class Step:
     backend: Backend
     plan: Any
 
-    @torch.no_grad()
     def attend(self, query: Tensor, cache: KVCache) -> tuple[Tensor, Tensor | None]:
         """Attention of one layer: out, and lse if the step was prepared with `return_lse`.
 
@@ -84,9 +83,15 @@ class Step:
           InvalidInputError: query or cache have other sizes, dtypes or strides than those that the
             step was prepared with.
         """
+        require_no_grad(query, cache.key, cache.value)
         query = _with_dense_rows(query)
         expected, got = self.call.layer, layer_of(query, cache)
         require(got == expected, f"the step was prepared for {expected}, got {got}")
+        return self.run(query, cache)
+
+    @torch.no_grad()
+    def run(self, query: Tensor, cache: KVCache) -> tuple[Tensor, Tensor | None]:
+        """`attend` on arrays that are known to be like those that the step was prepared with."""
         if self.call.is_empty:
             return _empty_results(self.call, query)
         with on_device_of(query):  # Triton's and xFormers' kernels start on the current device

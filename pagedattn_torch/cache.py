@@ -7,6 +7,7 @@ from torch import Tensor
 from pagedattn import KVCache, validate
 
 from .arrays import on_device_of, require_cache, require_tensors, tensor
+from .rows import DeviceRows, HostRows, row_index, slot_index
 
 
 def write_kv_(
@@ -34,19 +35,17 @@ def write_kv_(
     require_tensors(key=key, value=value)
     slots = tensor("slot_mapping", slot_mapping)
     validate.write(cache, key, value, slots)
-    write_rows_(cache, key, value, slots.to(cache.key.device))
+    slots = slots.to(cache.key.device)
+    write_rows_(cache, key, value, slot_index(slots, cache.num_slots, cache.block_size))
     return cache
 
 
 @torch.no_grad()
-def write_rows_(cache: KVCache, key: Tensor, value: Tensor, slots: Tensor) -> None:
+def write_rows_(cache: KVCache, key: Tensor, value: Tensor, rows: HostRows | DeviceRows) -> None:
     """The write itself, of arguments that are known to fit together; never waits for the device."""
-    slots = slots.to(torch.int64)
-    live = (slots >= 0) & (slots < cache.num_slots)
-    at = (slots // cache.block_size, slots % cache.block_size)
     with on_device_of(cache.key):
-        for plane, rows in ((cache.key, key), (cache.value, value)):
-            _put_live_(plane, at, rows, live)
+        rows.put_(cache.key, key)
+        rows.put_(cache.value, value)
 
 
 @torch.no_grad()
@@ -58,26 +57,8 @@ def set_rows_(array: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
     """
     indices = indices.to(torch.int64)
     flat = array.view(-1, *rows.shape[1:])
-    live = (indices >= 0) & (indices < len(flat))
-    _put_live_(flat, (indices,), rows, live)
+    row_index((indices,), (indices >= 0) & (indices < len(flat))).put_(flat, rows)
     return array
-
-
-def _put_live_(array, index, rows, live):
-    if not len(live):
-        return
-    if live.device.type == "cpu":
-        kept = live.nonzero().flatten()
-        array.index_put_(tuple(axis[kept] for axis in index), rows[kept])
-        return
-    # Selecting the live rows would wait for a GPU. So dropped ones repeat the write of a live
-    # one, or, if there is none, write back what stands in the array's first row.
-    first, some = live.int().argmax(), live.any()
-    spare_index = tuple(torch.where(some, axis[first], 0) for axis in index)
-    spare_row = torch.where(some, rows[first], array[spare_index])
-    index = tuple(torch.where(live, axis, s) for axis, s in zip(index, spare_index, strict=True))
-    live = live.view(-1, *[1] * (rows.ndim - 1))
-    array.index_put_(index, torch.where(live, rows, spare_row))
 
 
 def copy_blocks_(cache: KVCache, src: Int[Tensor, "n"], dst: Int[Tensor, "n"]) -> KVCache:

@@ -1,7 +1,7 @@
 """The layers' implementation of attention: written once, for every backend's kernels."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from ..attention import Step, prepare
 from ..layout import is_empty, split_kv_cache
 from .attention_type import AttentionType
 from .inputs import (
+    Fresh,
     check_output,
     fresh_keys,
     heads,
@@ -22,7 +23,9 @@ from .inputs import (
     takes_layer,
 )
 from .metadata import AttentionMetadata, batches
+from .metadata.derived import held
 from .plans import Part, plan
+from .step import LayerStep, likeness
 
 
 class AttentionImpl:
@@ -126,19 +129,53 @@ class AttentionImpl:
         >>> layer.forward(query, key, value, torch.zeros(2, 2, 4, 2, 8), meta).shape
         torch.Size([3, 16])
         """
-        kind = self.attn_type if attn_type is None else AttentionType.of(attn_type)
         require_unit_scales(k_scale=k_scale, v_scale=v_scale)
+        call = self._call(query, key, value, kv_cache, attn_metadata, attn_type)
+        check_output(output, call.query)
+        step = held(attn_metadata).get(call.likeness(self)) or self._step(call, attn_metadata)
+        result = step.run(call.query, call.fresh, call.cache).reshape(query.shape)
+        return result if output is None else output.copy_(result.reshape(output.shape))
+
+    def prepare(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor | KVCache | None,
+        attn_metadata: AttentionMetadata,
+        attn_type: AttentionType | str | None = None,
+    ) -> None:
+        """Prepares a step for all layers like this one, and leaves that with its metadata.
+
+        A forward whose layer has the same class, formula and sizes, and whose arrays have the same
+        sizes and strides, then only writes and attends. Any other does all of it itself. Nothing
+        of the arrays' values is used. What was prepared goes when a field of the metadata is
+        assigned; a change inside its tensors is not seen.
+
+        Args, Raises: as `forward`.
+
+        >>> import torch
+        >>> from pagedattn_torch import TorchSDPABackendImpl, TorchSDPAMetadata
+        >>> meta = TorchSDPAMetadata.from_lists([3], [0], [[1]], block_size=4)
+        >>> layers = [TorchSDPABackendImpl(num_heads=2, head_size=8) for _ in range(4)]
+        >>> caches = [torch.zeros(2, 2, 4, 2, 8) for _ in layers]
+        >>> x = torch.ones(3, 16)
+        >>> layers[0].prepare(x, x, x, caches[0], meta)
+        >>> for layer, cache in zip(layers, caches):
+        ...     x = layer.forward(x, x, x, cache, meta)
+        """
+        call = self._call(query, key, value, kv_cache, attn_metadata, attn_type)
+        held(attn_metadata)[call.likeness(self)] = self._step(call, attn_metadata)
+
+    def _call(self, query, key, value, kv_cache, attn_metadata, attn_type) -> "_Call":
+        """The arrays of a call in the forms that kernels take, checked."""
+        kind = self.attn_type if attn_type is None else AttentionType.of(attn_type)
         rows = heads("query", query, self.num_heads, self.head_size)
         fresh = fresh_keys(key, value, (self.num_kv_heads, self.head_size))
-        check_output(output, rows)
         _check_counts(rows, fresh, attn_metadata, kind)
         cache = self._cache(kv_cache, kind)
         require_one_device(query=query, key=key, value=value, kv_cache=cache and cache.key)
-        parts, write = plan(fresh, cache, attn_metadata, kind)
-        steps = [self._step(rows, part, self.specs[kind]) for part in parts]
-        write()
-        result = _sum(step.attend(*arrays) for step, arrays in steps).reshape(query.shape)
-        return result if output is None else output.copy_(result.reshape(output.shape))
+        return _Call(kind, rows, fresh, cache)
 
     def _cache(self, kv_cache, kind) -> KVCache | None:
         """The cache that a call of this kind reads and writes."""
@@ -146,11 +183,16 @@ class AttentionImpl:
             return None
         return split_kv_cache(kv_cache, self.num_kv_heads, self.head_size)
 
-    def _step(self, rows, part: Part, spec) -> tuple[Step, tuple[Tensor, KVCache]]:
-        """A part of the call, checked, and its arrays: to be run after the write."""
-        arrays = rows[: part.batch.num_tokens], part.keys
+    def _step(self, call: "_Call", attn_metadata) -> LayerStep:
+        """Everything before the write: what can fail has failed here."""
+        parts, rows = plan(call.fresh, call.cache, attn_metadata, call.kind)
+        return LayerStep([(part, self._part(call, part)) for part in parts], rows)
+
+    def _part(self, call: "_Call", part: Part) -> Step:
+        arrays = part.arrays(call.query, call.fresh, call.cache)
+        spec = self.specs[call.kind]
         backend = self.backend_of(call_of(*arrays, part.batch, spec))
-        return prepare(*arrays, part.batch, spec, backend=backend), arrays
+        return prepare(*arrays, part.batch, spec, backend=backend)
 
     def backend_of(self, call: Call) -> str:
         """The backend that runs a part of a call: the class's, unless a subclass knows better."""
@@ -174,12 +216,16 @@ class AttentionImpl:
         )
 
 
-def _sum(results) -> Tensor:
-    """The rows of all tokens; the results after the first are of the first tokens."""
-    (out, _), *others = results
-    for part, _ in others:
-        out[: len(part)] += part
-    return out
+class _Call(NamedTuple):
+    """The arrays of a forward."""
+
+    kind: AttentionType
+    query: Tensor
+    fresh: Fresh | None
+    cache: KVCache | None
+
+    def likeness(self, layer: AttentionImpl):
+        return likeness(layer, *self)
 
 
 def _check_counts(query, fresh, meta, kind):

@@ -9,19 +9,17 @@ are 0, and the sum of the parts is the result.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pagedattn import BatchMetadata, InvalidInputError, KVCache
+from pagedattn import BatchMetadata, InvalidInputError, KVCache, validate
 from pagedattn.checks import known, require
 from pagedattn.packed import packed_cache
 
 from ..arrays import tensor
-from ..cache import write_kv_
+from ..rows import DeviceRows, HostRows, slot_index
 from .attention_type import AttentionType
 from .inputs import Fresh
 from .metadata import batches
@@ -29,17 +27,26 @@ from .slots import check_contexts, check_slots, completed
 
 
 class Part(NamedTuple):
-    """Keys, and the first tokens of the call as a batch over them."""
+    """The first tokens of the call as a batch over keys: so many of those given, or the cache's."""
 
-    keys: KVCache
     batch: BatchMetadata
+    num_fresh: int | None = None
+
+    def arrays(self, query: Tensor, fresh: Fresh | None, cache: KVCache | None):
+        """The queries and keys of this part."""
+        whole = self.num_fresh is None or fresh is None
+        keys = cache if whole else packed_cache(*fresh.first(self.num_fresh))
+        return query[: self.batch.num_tokens], keys
 
 
 class Plan(NamedTuple):
-    """The parts whose results, added, are the call's; and the write that comes before."""
+    """The parts whose results, added, are the call's; and where the keys given are written before.
+
+    `rows` is None where nothing is written.
+    """
 
     parts: list[Part]
-    write: Callable[[], Any]
+    rows: HostRows | DeviceRows | None
 
 
 def plan(fresh: Fresh | None, cache: KVCache | None, meta, kind: AttentionType) -> Plan:
@@ -50,28 +57,27 @@ def plan(fresh: Fresh | None, cache: KVCache | None, meta, kind: AttentionType) 
       cache: None if the call is to read and write none.
     """
     if cache is None:
-        return Plan([_packed(fresh, meta, kind)], lambda: None)
-    write = _write(cache, fresh, meta, kind)
+        return Plan([_packed(fresh, meta, kind)], None)
+    rows = None if fresh is None else _rows(cache, fresh, meta, kind)
     tables = meta.block_tables if kind is AttentionType.DECODER else meta.cross_block_tables
     if fresh is None:
-        parts = [Part(cache, meta.to_batch(cache.block_size, kind))]
+        parts = [Part(meta.to_batch(cache.block_size, kind))]
     elif tables is None or tables.numel() == 0:
         parts = [_packed(fresh, meta, kind)]
     elif kind is AttentionType.DECODER:
         parts = _decoder(fresh, cache, meta)
     else:
-        parts = [Part(cache, meta.to_batch(cache.block_size, kind))]
-    return Plan(parts, write)
+        parts = [Part(meta.to_batch(cache.block_size, kind))]
+    return Plan(parts, rows)
 
 
-def _write(cache, fresh, meta, kind) -> Callable[[], Any]:
-    if fresh is None:
-        return lambda: None
+def _rows(cache, fresh, meta, kind) -> HostRows | DeviceRows:
     name = "slot_mapping" if kind is AttentionType.DECODER else "cross_slot_mapping"
     slots = getattr(meta, name)
     require(slots is not None, f"{kind} attention needs {name} to write keys to the cache")
     slots = tensor(name, slots, cache.key.device)
-    return functools.partial(write_kv_, cache, *fresh, slots)
+    validate.write(cache, *fresh, slots)
+    return slot_index(slots, cache.num_slots, cache.block_size)
 
 
 def _packed(fresh, meta, kind) -> Part:
@@ -79,7 +85,7 @@ def _packed(fresh, meta, kind) -> Part:
         raise InvalidInputError(
             f"{kind} attention needs key and value where it has no cache with block tables"
         )
-    return Part(packed_cache(*fresh), batches.packed(meta, kind))
+    return Part(batches.packed(meta, kind), len(fresh.key))
 
 
 def _decoder(fresh, cache, meta) -> list[Part]:
@@ -91,11 +97,11 @@ def _decoder(fresh, cache, meta) -> list[Part]:
     batch = completed(batch, meta.max_prefill_seq_len) if meta.num_prefills else batch
     check_slots(batch)
     if not some_fresh:
-        return [Part(cache, batch)]
-    prompts, keys = batches.prefills(meta), packed_cache(*fresh.first(meta.num_prefill_tokens))
-    alone = prompts.seq_lens == meta.seq_lens_tensor[: meta.num_prefills]
-    others = ~torch.nn.functional.pad(alone, (0, batch.num_seqs - meta.num_prefills))
-    return [Part(cache, _where(others, batch)), Part(keys, _where(alone, prompts))]
+        return [Part(batch)]
+    prompts, count = batches.prefills(meta), meta.num_prefills
+    alone = prompts.seq_lens == meta.seq_lens_tensor[:count]
+    others = ~torch.nn.functional.pad(alone, (0, batch.num_seqs - count))
+    return [Part(_where(others, batch)), Part(_where(alone, prompts), meta.num_prefill_tokens)]
 
 
 def _where(chosen: Tensor, batch: BatchMetadata) -> BatchMetadata:

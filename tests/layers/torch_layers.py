@@ -17,12 +17,9 @@ from pagedattn_torch import (
     AttentionType,
     IpexAttnBackendImpl,
     TorchSDPABackendImpl,
-    batches,
-    derivation,
-    lengths,
-    plans,
-    slots,
 )
+from pagedattn_torch.layers import plans, slots
+from pagedattn_torch.layers.metadata import batches, derivation, lengths
 
 
 class RefusingLayer(IpexAttnBackendImpl):

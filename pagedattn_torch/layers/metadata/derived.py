@@ -24,6 +24,11 @@ def all_of(owner) -> dict[str, Any]:
     return state["_fields"]
 
 
+def held(owner) -> dict[Any, Any]:
+    """What was prepared from the fields, for whoever prepared it; gone when a field is assigned."""
+    return vars(owner).setdefault("_held", {})
+
+
 class _Derived:
     """One such field."""
 
@@ -37,3 +42,4 @@ class _Derived:
         state = vars(owner)
         state["_given"] = {**state.get("_given", {}), self.name: value}
         state["_fields"] = None
+        state["_held"] = {}
