@@ -5,13 +5,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 IPEX_VENV := .venv-ipex
 
-.PHONY: demo test lint test-ipex test-gpu bench-cpu bench-gpu clean
+.PHONY: demo test test-deep lint test-ipex test-gpu bench-cpu bench-gpu clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+# Hours: 20 000 examples a backend, 50 000 hostile calls, mutants, ten minutes of threads.
+test-deep: $(VENV)/ready
+	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=deep \
+		$(BIN)/python -m pytest -q -rP -n 2 --dist worksteal -m deep tests
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

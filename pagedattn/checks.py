@@ -111,6 +111,8 @@ def is_integer(dtype) -> bool:
 
 def _numpy_dtype(dtype) -> np.dtype | None:
     """The dtype of a NumPy, JAX or torch array; torch's has no NumPy form but its name."""
+    if isinstance(dtype, jax.Array | np.ndarray | np.generic):
+        return None  # NumPy would take an array's own
     try:
         return jnp.dtype(str(dtype).removeprefix("torch.") if "torch" in str(dtype) else dtype)
     except (TypeError, ValueError):

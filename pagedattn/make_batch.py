@@ -53,6 +53,7 @@ def make_batch(
     """
     query_lens = validate.lengths("query_lens", query_lens)
     seq_lens = _seq_lens(query_lens, context_lens, key_lens)
+    block_size = validate.block_size(block_size)
     tables = validate.tables(block_tables, seq_lens, block_size)
     starts = np.append(0, np.cumsum(query_lens))
     seq_ids = sequence_ids(starts, int(starts[-1]))
@@ -67,7 +68,7 @@ def make_batch(
         query_start_loc=_padded(starts, (num_seqs + 1,), len(seq_ids)),
         slot_mapping=_padded(slots, (num_tokens,), PAD_SLOT),
         positions=_padded(positions, (num_tokens,), 0),
-        block_size=int(block_size),
+        block_size=block_size,
         max_query_len=_bound(query_lens.max(initial=1), max_query_len),
     )
 

@@ -86,7 +86,9 @@ def positions(
     >>> positions(jnp.array([0, 2, 3]), jnp.array([2, 8]), 4).tolist()
     [0, 1, 7, 0]
     """
-    query_start_loc, seq_lens = validate.positions(query_start_loc, seq_lens, num_tokens)
+    query_start_loc, seq_lens, num_tokens = validate.positions(
+        query_start_loc, seq_lens, num_tokens
+    )
     return token_positions(query_start_loc, seq_lens, num_tokens)
 
 
@@ -110,7 +112,9 @@ def slot_mapping(
     >>> slot_mapping(jnp.array([[5, 3]]), jnp.array([0, 0, -1]), jnp.array([1, 4, 0]), block_size=4)
     Array([21, 12, -1], dtype=int32)
     """
-    block_tables, seq_ids, positions = validate.slots(block_tables, seq_ids, positions, block_size)
+    block_tables, seq_ids, positions, block_size = validate.slots(
+        block_tables, seq_ids, positions, block_size
+    )
     num_seqs, max_blocks = block_tables.shape
     columns = positions // block_size
     known = in_range(seq_ids, num_seqs) & in_range(columns, max_blocks)

@@ -30,7 +30,7 @@ def merge_states(
     [[0.5, 0.5]]
     """
     _check(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
-    lse_a, lse_b = (jnp.where(jnp.isposinf(lse), -jnp.inf, lse) for lse in (lse_a, lse_b))
+    lse_a, lse_b = _marked(lse_a), _marked(lse_b)
     highest = jnp.maximum(lse_a, lse_b)
     highest = jnp.where(jnp.isneginf(highest), 0, highest)
     weight_a, weight_b = jnp.exp(lse_a - highest), jnp.exp(lse_b - highest)
@@ -40,6 +40,12 @@ def merge_states(
     out = summed / jnp.where(empty, 1, total)[..., None]
     lse = jnp.where(empty, -jnp.inf, highest + jnp.log(jnp.where(empty, 1, total)))
     return out.astype(out_a.dtype), lse
+
+
+def _marked(lse):
+    """At least float32, and -inf wherever no key was seen."""
+    lse = lse if lse.dtype == jnp.float64 else lse.astype(jnp.float32)
+    return jnp.where(jnp.isposinf(lse), -jnp.inf, lse)
 
 
 def _weighted(out, weight):

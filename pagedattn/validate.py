@@ -29,7 +29,7 @@ from .spec import AttentionSpec
 
 def cache_shape(shape, dtype) -> None:
     require(
-        all(is_count(size) for size in shape) and shape[0] * shape[1] <= MAX_SLOTS,
+        all(map(is_count, shape)) and int(shape[0]) * int(shape[1]) <= MAX_SLOTS,
         "num_blocks, block_size, num_kv_heads and head_dim must be integers above 0, and "
         f"num_blocks * block_size must fit int32, got {[*map(shown, shape)]}",
     )

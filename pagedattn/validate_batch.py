@@ -23,9 +23,12 @@ def lengths(name: str, values, like=None) -> np.ndarray:
     return array
 
 
+def block_size(size) -> int:
+    return count("block_size", size)
+
+
 def tables(block_tables, seq_lens, block_size) -> np.ndarray:
     """Block tables as a rectangle of int64, each row long enough for its sequence."""
-    count("block_size", block_size)
     rows = [integers("block_tables", row, ndim=1) for row in _rows(block_tables)]
     require(
         len(rows) == len(seq_lens),

@@ -15,7 +15,7 @@ def starts(name, array):
 
 
 def positions(query_start_loc, seq_lens, num_tokens):
-    count("num_tokens", num_tokens, 0)
+    num_tokens = count("num_tokens", num_tokens, 0)
     query_start_loc = starts("query_start_loc", query_start_loc)
     seq_lens = int32_array("seq_lens", seq_lens, 1)
     require(
@@ -23,11 +23,11 @@ def positions(query_start_loc, seq_lens, num_tokens):
         f"query_start_loc must have one entry more than the {len(seq_lens)} of seq_lens, got "
         f"{len(query_start_loc)}",
     )
-    return query_start_loc, seq_lens
+    return query_start_loc, seq_lens, num_tokens
 
 
 def slots(block_tables, seq_ids, positions, block_size):
-    count("block_size", block_size)
+    block_size = count("block_size", block_size)
     int_array("block_tables", block_tables, 2)
     block_tables = int32(block_tables)  # entries that are not used may hold anything
     an_array("seq_ids", seq_ids)
@@ -38,7 +38,8 @@ def slots(block_tables, seq_ids, positions, block_size):
         f"{tuple(positions.shape)}",
     )
     seq_ids = int32_array("seq_ids", seq_ids, seq_ids.ndim)
-    return block_tables, seq_ids, int32_array("positions", positions, positions.ndim)
+    positions = int32_array("positions", positions, positions.ndim)
+    return block_tables, seq_ids, positions, block_size
 
 
 def fit_int32(blocks, fits, block_size):

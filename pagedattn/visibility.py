@@ -14,9 +14,6 @@ from .spec import AttentionSpec, slopes_of
 
 def distance(query_positions, key_positions):
     """Query position minus key position: int `[..., q, k]`."""
-    query_positions, key_positions = _positions(
-        query_positions=query_positions, key_positions=key_positions
-    )
     return query_positions[..., :, None] - key_positions[..., None, :]
 
 
@@ -27,7 +24,7 @@ def causal_mask(query_positions, key_positions):
     array([[ True, False, False],
            [ True,  True, False]])
     """
-    return distance(query_positions, key_positions) >= 0
+    return distance(*_checked(query_positions, key_positions)) >= 0
 
 
 def sliding_window_mask(query_positions, key_positions, sliding_window: int):
@@ -37,7 +34,7 @@ def sliding_window_mask(query_positions, key_positions, sliding_window: int):
     array([[False,  True,  True,  True, False]])
     """
     count("sliding_window", sliding_window)
-    return abs(distance(query_positions, key_positions)) < sliding_window
+    return abs(distance(*_checked(query_positions, key_positions))) < sliding_window
 
 
 def alibi_bias(query_positions, key_positions, slopes):
@@ -50,7 +47,7 @@ def alibi_bias(query_positions, key_positions, slopes):
     array([[[-1. , -0.5, -0. ]]], dtype=float32)
     """
     slopes = slopes_of("slopes", slopes)
-    apart = -_float32(abs(distance(query_positions, key_positions)))
+    apart = -_float32(abs(distance(*_checked(query_positions, key_positions))))
     slopes = _float32_like(apart, slopes).reshape(*[1] * (apart.ndim - 2), -1, 1, 1)
     return apart[..., None, :, :] * slopes
 
@@ -74,6 +71,7 @@ def attention_bias(query_positions, key_positions, spec: AttentionSpec):
            [  0.,   0.]], dtype=float32)
     """
     require(isinstance(spec, AttentionSpec), f"spec is no AttentionSpec: {type(spec).__name__}")
+    query_positions, key_positions = _checked(query_positions, key_positions)
     bias = additive(visible_mask(query_positions, key_positions, spec))
     if spec.alibi_slopes is None:
         return bias
@@ -123,15 +121,14 @@ def sees_a_key(positions, num_keys, causal: bool, window: int | None):
     return seen & (positions + window > 0) & (positions - window < num_keys - 1)
 
 
-def _positions(**arrays):
+def _checked(query, key):
     """Arrays that can be subtracted: of one framework, in the machine's byte order."""
-    for name, array in arrays.items():
+    for name, array in (("query_positions", query), ("key_positions", key)):
         an_array(name, array)
         require(
             array.ndim > 0 and is_integer(array.dtype),
             f"{name} must be integers of at least one dimension, got {describe(array)}",
         )
-    query, key = arrays.values()
     require(
         hasattr(query, "new_tensor") == hasattr(key, "new_tensor"),
         "query_positions and key_positions must both be torch tensors, or neither",

@@ -72,7 +72,7 @@ def init_block_pool(
     >>> int(init_block_pool(4, 16, max_seqs=2, max_blocks=3).num_free)
     4
     """
-    validate.counts(
+    num_blocks, block_size, max_seqs, max_blocks = validate.counts(
         num_blocks=num_blocks, block_size=block_size, max_seqs=max_seqs, max_blocks=max_blocks
     )
     return BlockPool(
@@ -103,7 +103,9 @@ def batch_from_pool(
     [3, 4, 0]
     """
     pool = validate.pool(pool)
-    query_lens = validate.batch(query_lens, pool.seq_lens, num_tokens, max_query_len)
+    query_lens, num_tokens, max_query_len = validate.batch(
+        query_lens, pool.seq_lens, num_tokens, max_query_len
+    )
     ends = jnp.cumsum(query_lens, dtype=jnp.int32)
     query_start_loc = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
     seq_ids = sequence_ids(query_start_loc, num_tokens)

@@ -16,11 +16,12 @@ FIELDS = {
 }
 
 
-def counts(**sizes) -> None:
+def counts(**sizes) -> list[int]:
     sizes = {name: count(name, size) for name, size in sizes.items()}
     for name in ("num_blocks", "max_blocks"):
         slots = sizes[name] * sizes["block_size"]
         require(slots <= MAX_SLOTS, f"{name} * block_size must fit int32, got {slots}")
+    return list(sizes.values())
     return sizes
 
 
@@ -30,7 +31,7 @@ def pool(pool, name="pool"):
     for field, ndim in FIELDS.items():
         require(hasattr(pool, field), f"{name} must be a BlockPool, got {type(pool).__name__}")
         arrays[field] = int32_array(f"{name}.{field}", getattr(pool, field), ndim)
-    count(f"{name}.block_size", pool.block_size)
+    block_size = count(f"{name}.block_size", pool.block_size)
     for left, right in (
         ("free_blocks", "ref_counts"),
         ("hold_counts", "ref_counts"),
@@ -38,22 +39,22 @@ def pool(pool, name="pool"):
     ):
         sizes = len(arrays[left]), len(arrays[right])
         require(sizes[0] == sizes[1], f"{name}.{left} and .{right} must be equally long: {sizes}")
-    return replace(pool, **arrays)
+    return replace(pool, **arrays, block_size=block_size)
 
 
 def growth(num_tokens, max_seqs, max_new_tokens):
     if max_new_tokens is not None:
-        count("max_new_tokens", max_new_tokens, 0)
-    return per_sequence("num_tokens", num_tokens, max_seqs)
+        max_new_tokens = count("max_new_tokens", max_new_tokens, 0)
+    return per_sequence("num_tokens", num_tokens, max_seqs), max_new_tokens
 
 
 def batch(query_lens, seq_lens, num_tokens, max_query_len):
-    count("num_tokens", num_tokens, 0)
-    count("max_query_len", max_query_len, 0)
+    num_tokens = count("num_tokens", num_tokens, 0)
+    max_query_len = count("max_query_len", max_query_len, 0)
     query_lens = per_sequence("query_lens", query_lens, len(seq_lens))
     queries, lens = known(query_lens), known(seq_lens)
     if queries is None or lens is None:
-        return query_lens
+        return query_lens, num_tokens, max_query_len
     require(
         (queries <= lens).all(),
         f"query_lens must not exceed the sequences' lengths {lens.tolist()}, got "
@@ -64,7 +65,7 @@ def batch(query_lens, seq_lens, num_tokens, max_query_len):
         f"query_lens {queries.tolist()} need num_tokens of {queries.sum()} and max_query_len of "
         f"{queries.max(initial=0)} at least, got {num_tokens} and {max_query_len}",
     )
-    return query_lens
+    return query_lens, num_tokens, max_query_len
 
 
 def ids_or_none(name, array, bound, what="blocks", ndim=1):

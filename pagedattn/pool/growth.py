@@ -66,7 +66,7 @@ def append_tokens(
     ([True, False], [5, 0], 1)
     """
     pool = validate.pool(pool)
-    new = validate.growth(num_tokens, pool.max_seqs, max_new_tokens)
+    new, max_new_tokens = validate.growth(num_tokens, pool.max_seqs, max_new_tokens)
     capacity = pool.max_blocks * pool.block_size
     bound = capacity if max_new_tokens is None else min(max_new_tokens, capacity)
     fits = (new >= 0) & (new <= bound) & (new <= capacity - pool.seq_lens)

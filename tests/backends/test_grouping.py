@@ -3,9 +3,11 @@
 import hypothesis.strategies as st
 import torch
 from hypothesis import given
-from pagedattn_torch.grouping import make_buckets
 
-from pagedattn import AttentionSpec, BatchMetadata
+from pagedattn import AttentionSpec, BatchMetadata, KVCache
+from pagedattn.call import call_of
+from pagedattn.ragged import cdiv
+from pagedattn_torch.backends.sdpa.grouping import make_buckets
 
 NUM_SEQS, MAX_BLOCKS, BLOCK_SIZE, MAX_QUERY_LEN = 3, 4, 4, 8
 WILD = (-(2**31), -(2**30), -17, -1, MAX_BLOCKS * BLOCK_SIZE + 1, 97, 10**6, 2**31 - 1)
@@ -36,9 +38,11 @@ def test_lengths_of_any_value_stay_inside_the_table_and_the_tokens(
         max_query_len=MAX_QUERY_LEN,
     )
     spec = AttentionSpec(sliding_window=window, causal=causal)
-    for bucket in make_buckets(batch, spec, 64):
+    plane = torch.zeros(9, BLOCK_SIZE, 1, 8)
+    call = call_of(torch.zeros(num_tokens, 2, 8), KVCache(plane, plane), batch, spec)
+    for bucket in make_buckets(call, batch, 64):
         rows = bucket.rows
-        columns = rows.first_blocks + -(-rows.num_keys // BLOCK_SIZE)
+        columns = rows.first_blocks + cdiv(rows.num_keys, BLOCK_SIZE)
         assert ((rows.first_blocks >= 0) & (columns <= MAX_BLOCKS)).all(), rows
         most = min(MAX_QUERY_LEN, num_tokens)
         assert ((rows.query_lens >= 0) & (rows.query_lens <= most)).all(), rows

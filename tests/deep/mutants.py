@@ -1,0 +1,117 @@
+"""Small mistakes in the library, and the tests that have to notice each."""
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """A piece of text that stands once in the library, what replaces it, and who notices."""
+
+    text: str
+    mistake: str
+    tests: str  # arguments of pytest
+
+
+FEATURES = (
+    "tests/backends/test_properties.py -k test_every_feature_matches_or_is_refused and xla and jit"
+)
+POISON = "tests/backends/test_properties.py -k test_poison_behind_every_window and {} and eager"
+
+MUTANTS = {
+    "window one too wide": Mutant(
+        "(abs(apart) < spec.sliding_window)", "(abs(apart) <= spec.sliding_window)", FEATURES
+    ),
+    "a token does not see itself": Mutant(
+        "apart >= 0 if spec.causal", "apart > 0 if spec.causal", FEATURES
+    ),
+    "ALiBi of the other sign": Mutant("apart = -_float32(", "apart = _float32(", FEATURES),
+    "soft cap not scaled back": Mutant(
+        "spec.logits_soft_cap * jnp.tanh(", "jnp.tanh(", FEATURES
+    ),
+    "dropped scale": Mutant(
+        "_tile_queries(call, query, tiles) * call.scale",
+        "_tile_queries(call, query, tiles)",
+        FEATURES,
+    ),
+    "query heads of the wrong group": Mutant(
+        "rows.reshape(step, tile, call.num_kv_heads, call.group, call.head_dim)\n"
+        "    return rows.transpose(0, 2, 3, 1, 4)",
+        "rows.reshape(step, tile, call.group, call.num_kv_heads, call.head_dim)\n"
+        "    return rows.transpose(0, 3, 2, 1, 4)",
+        FEATURES,
+    ),
+    "hidden values not zeroed": Mutant(
+        "rows = jnp.where(inside[:, None, :, None], rows, 0)\n", "", POISON.format("xla")
+    ),
+    "sums not rescaled to the new highest": Mutant(
+        "state.total * kept +", "state.total +", "tests/backends/test_grad.py -k as_exact_as"
+    ),
+    "a gradient through the highest logit": Mutant(
+        "jax.lax.stop_gradient(jnp.maximum(state.highest, logits.max(axis=3)))",
+        "jnp.maximum(state.highest, logits.max(axis=3))",
+        "tests/backends/test_grad.py -k as_exact_as",
+    ),
+    "missing weight in a merge": Mutant(
+        "_weighted(out_b, weight_b)", "out_b", "tests/core/test_state.py"
+    ),
+    "lost copy-on-write": Mutant(
+        "return (owners > 1) & (", "return (owners > 2) & (", "tests/pool/test_pool.py -k TestPool"
+    ),
+    "shared blocks freed with their first owner": Mutant(
+        '(ref_counts.at[blocks].get(mode="clip") == 0)',
+        '(ref_counts.at[blocks].get(mode="clip") >= 0)',
+        "tests/pool/test_pool_hostile.py",
+    ),
+    "a block shared twice with one sequence": Mutant(
+        " & ~_named_before(blocks, used).any()", "", "tests/pool/test_pool_hostile.py"
+    ),
+    "a sequence of less than no tokens": Mutant(
+        "made &= (num_tokens >= 0) & (num_tokens <=", "made &= (num_tokens <=",
+        "tests/pool/test_pool_hostile.py",
+    ),
+    "a block allocated twice": Mutant(
+        "num_free=pool.num_free - need.sum(dtype=jnp.int32)",
+        "num_free=pool.num_free - need.max()",
+        "tests/pool/test_pool_hostile.py",
+    ),
+    "wrong slot in a block": Mutant(
+        "blocks * block_size + positions % block_size, PAD_SLOT",
+        "blocks * block_size + positions // block_size, PAD_SLOT",
+        "tests/core/test_batch.py -k agree",
+    ),
+    "wrong slot in make_batch": Mutant(
+        "block_size + positions % block_size\n    distinct", "block_size\n    distinct",
+        "tests/core/test_batch.py -k by_hand",
+    ),
+    "a negative slot is the last one": Mutant(
+        "wrap_negative_indices=False, unique_indices",
+        "wrap_negative_indices=True, unique_indices",
+        "tests/backends/test_bad_values.py -k not_written",
+    ),
+    "64 bits cut to 32": Mutant(
+        "jnp.where(fits, jnp.asarray(narrow), -1)", "jnp.asarray(narrow)",
+        "tests/pool/test_pool.py -k beyond_int32",
+    ),
+    "starts padded with zeros fall": Mutant(
+        "jax.lax.cummax(int32(starts))",
+        "int32(starts)",
+        "tests/core/test_batch.py -k padded_with_zeros",
+    ),
+    "dropped clamp of the keys": Mutant(
+        "batch.seq_lens.clamp(0, call.capacity) - first_keys", "batch.seq_lens - first_keys",
+        "tests/backends/test_grouping.py",
+    ),
+    "dropped clamp of the queries": Mutant(
+        "batch.query_lens.clamp(0, call.longest_query)",
+        "batch.query_lens",
+        "tests/backends/test_grouping.py",
+    ),
+    "turns of sdpa not weighed": Mutant(
+        "(torch.stack(outs) * weights[..., None]).sum(0)", "torch.stack(outs).mean(0)",
+        "tests/backends/test_sdpa_turns.py",
+    ),
+    "torch: one key behind the window left in": Mutant(
+        "keys > self.rows.contexts[:, None] - self.call.window",
+        "keys >= self.rows.contexts[:, None] - self.call.window",
+        POISON.format("sdpa"),
+    ),
+}  # fmt: skip

@@ -1,0 +1,52 @@
+"""Every mutant of the library is noticed by the tests that are named for it."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mutants import MUTANTS
+
+ROOT = Path(__file__).parents[2]
+LIBRARY = ("pagedattn", "pagedattn_torch", "interop")
+FAILED = 1  # pytest's exit code; others mean that the tests could not run
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """The library and its tests, to be changed."""
+    target = tmp_path_factory.mktemp("mutants")
+    for name in (*LIBRARY, "tests", "examples"):
+        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", target)
+    return target
+
+
+def exit_code(root, tests):
+    files, *selection = tests.split(" -k ")
+    command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", files]
+    command += ["-k", selection[0]] if selection else []
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=900)
+    print(done.stdout[-3000:])
+    return done.returncode
+
+
+@pytest.mark.parametrize("tests", sorted({mutant.tests for mutant in MUTANTS.values()}))
+def test_the_tests_pass_without_a_mutant(copy, tests):
+    assert exit_code(copy, tests) == 0
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_noticed(copy, name):
+    mutant = MUTANTS[name]
+    files = [path for part in LIBRARY for path in (copy / part).rglob("*.py")]
+    places = [path for path in files if mutant.text in path.read_text()]
+    assert len(places) == 1, f"{mutant.text!r} stands in {places}"
+    whole = places[0].read_text()
+    assert whole.count(mutant.text) == 1
+    places[0].write_text(whole.replace(mutant.text, mutant.mistake))
+    try:
+        assert exit_code(copy, mutant.tests) == FAILED
+    finally:
+        places[0].write_text(whole)
