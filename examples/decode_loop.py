@@ -28,6 +28,7 @@ from serving.generation import Generation, decode_loop, decode_step, prefill, st
 from serving.prompts import PROMPTS
 from serving.tokenizer import load_tokenizer
 
+import pagedattn
 from pagedattn import available_backends
 
 MODEL = Path(__file__).parent / "models" / "pydoc-llama"
@@ -150,7 +151,7 @@ def versions() -> dict[str, str]:
         "device": jax.devices()[0].device_kind,
         "machine": platform.processor() or platform.machine(),
         "jax": jax.__version__,
-        "pagedattn": version("pagedattn"),
+        "pagedattn": pagedattn.__version__,
         "python": platform.python_version(),
     } | ({"torch": version("torch")} if "sdpa" in available_backends() else {})
 

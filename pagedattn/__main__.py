@@ -1,11 +1,10 @@
 """`python -m pagedattn`: what each backend can do on this machine, and why not."""
 
-from importlib.metadata import version
-
 import jax
 
+from . import __version__
 from .table import cells, render
 
 if __name__ == "__main__":
-    print(f"pagedattn {version('pagedattn')}, jax {jax.__version__} on {jax.devices()[0]}\n")
+    print(f"pagedattn {__version__}, jax {jax.__version__} on {jax.devices()[0]}\n")
     print(render(cells()))

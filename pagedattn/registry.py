@@ -93,13 +93,13 @@ def load(name: str, framework: Framework = Framework.JAX) -> Backend:
     return backend
 
 
-def available_backends(framework: Framework = Framework.JAX) -> tuple[str, ...]:
-    """The names of the backends whose packages are installed.
+def available_backends() -> tuple[str, ...]:
+    """The names of the backends for JAX arrays whose packages are installed.
 
     >>> "xla" in available_backends()
     True
     """
-    return tuple(name for name in names(framework) if can_load(name, framework))
+    return tuple(name for name in names(Framework.JAX) if can_load(name))
 
 
 def can_load(name: str, framework: Framework = Framework.JAX) -> bool:

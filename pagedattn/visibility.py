@@ -46,7 +46,7 @@ def alibi_bias(query_positions, key_positions, slopes):
     >>> alibi_bias(np.array([2]), np.arange(3), (0.5,))
     array([[[-1. , -0.5, -0. ]]], dtype=float32)
     """
-    slopes = slopes_of("slopes", slopes)
+    slopes = slopes if hasattr(slopes, "ndim") else slopes_of("slopes", slopes)
     apart = -_float32(abs(distance(*_checked(query_positions, key_positions))))
     slopes = _float32_like(apart, slopes).reshape(*[1] * (apart.ndim - 2), -1, 1, 1)
     return apart[..., None, :, :] * slopes
@@ -155,4 +155,4 @@ def _float32_like(array, values):
     # torch's operators take no NumPy array; NumPy's and JAX's do.
     if hasattr(array, "new_tensor"):
         return values if hasattr(values, "new_tensor") else array.new_tensor(values)
-    return np.asarray(values, np.float32)
+    return _float32(values) if hasattr(values, "ndim") else np.asarray(values, np.float32)

@@ -188,12 +188,12 @@ def _described(query, cache, batch, spec, return_lse) -> tuple[Call, Sequences]:
     require_cache(cache)
     batch_type = type(batch).__name__
     require(isinstance(batch, BatchMetadata), f"batch is no BatchMetadata: {batch_type}")
-    tensors = {"query": query, "key": cache.key, "value": cache.value}
-    require_tensors(**tensors)
-    require_no_grad(*tensors.values())
-    # Before it moves: values on the CPU are known.
-    validate.attention(query, cache, batch_on(batch, None), spec, return_lse)
-    call = call_of(_with_dense_rows(query), cache, batch, spec, return_lse)
+    arrays = {"query": query, "key": cache.key, "value": cache.value}
+    require_tensors(**arrays)
+    require_no_grad(*arrays.values())
+    tensors = batch_on(batch, None)
+    validate.attention(query, cache, tensors, spec, return_lse)  # where values on the CPU are known
+    call = call_of(_with_dense_rows(query), cache, tensors, spec, return_lse)
     return call, _owned(batch, query.device)
 
 

@@ -5,12 +5,12 @@ Sizes are static: nothing here reads a length, which would wait for a GPU.
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from pagedattn import KVCache
 from pagedattn.batch import Sequences
 from pagedattn.call import Call
+from pagedattn.ragged import arange
 from pagedattn.visibility import key_range
 
 
@@ -41,11 +41,10 @@ def first_blocks(call: Call, batch: Sequences) -> Tensor:
 
 def gather_pages(call: Call, cache: KVCache, batch: Sequences) -> Pages:
     """The visible blocks of each sequence, from the first that its window shows."""
-    columns = torch.arange(call.visible_blocks, device=batch.seq_lens.device)
-    columns = first_blocks(call, batch)[:, None] + columns
+    columns = first_blocks(call, batch)[:, None] + arange(call.visible_blocks, batch.seq_lens)
     blocks = batch.block_tables.gather(1, columns.clamp(0, call.max_blocks - 1).long())
     blocks = blocks.clamp(0, call.num_blocks - 1).flatten()
-    offsets = torch.arange(call.block_size, device=columns.device)
+    offsets = arange(call.block_size, columns)
     positions = (columns[..., None] * call.block_size + offsets).flatten(1)
     outside = (positions < first_keys(call, batch)[:, None]) | (
         positions >= batch.seq_lens[:, None]

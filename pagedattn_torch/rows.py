@@ -25,7 +25,7 @@ class DeviceRows(NamedTuple):
 
     index: tuple[Tensor, ...]
     live: Tensor
-    first: Tensor  # the first live row
+    first: Tensor  # the first live row, [1]: an index without dimensions would be read by the host
     some: Tensor  # whether there is one
 
     def put_(self, array: Tensor, rows: Tensor) -> None:
@@ -44,7 +44,7 @@ def row_index(axes: tuple[Tensor, ...], live: Tensor) -> HostRows | DeviceRows:
         return HostRows(tuple(axis[kept] for axis in axes), kept)
     if not len(live):
         return DeviceRows(axes, live, live, live)
-    first, some = live.int().argmax(), live.any()
+    first, some = live.int().argmax(0, keepdim=True), live.any()
     spare = tuple(torch.where(some, axis[first], 0) for axis in axes)
     index = tuple(torch.where(live, axis, s) for axis, s in zip(axes, spare, strict=True))
     return DeviceRows(index, live, first, some)

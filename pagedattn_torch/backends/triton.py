@@ -36,8 +36,6 @@ def refusals(call: Call) -> list[str]:
             "key and value of the cache must have the same strides, that of head_dim 1, got "
             f"{call.strides.key} and {call.strides.value}"
         )
-    if call.strides.query[2] != 1:
-        reasons.append(f"head_dim of the query must have stride 1, got {call.strides.query}")
     return reasons
 
 
@@ -69,17 +67,15 @@ def run(call: Call, query: Tensor, cache, plan: Plan):
 BACKEND = Backend("triton", launch.HONOURS, run, refusals, plan=plan)
 
 
-def _start(kernel, arrays, launch, outs):
-    # Triton launches on the current device, which need not be the tensors'.
-    with torch.cuda.device_of(outs[0]):
-        kernel[launch.grid](
-            *arrays,
-            *launch.scalars,
-            *outs,
-            **launch.constants,
-            num_warps=launch.num_warps,
-            num_stages=launch.num_stages,
-        )
+def _start(kernel, arrays, plan: Launch, outs):
+    kernel[plan.grid](
+        *arrays,
+        *plan.scalars,
+        *outs,
+        **plan.constants,
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+    )
 
 
 @functools.cache
@@ -87,4 +83,4 @@ def _device(device) -> Device:
     if device.type != "cuda":
         return Device(num_sms=64, shared_bytes=1 << 20)  # for the interpreter
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return device_of(num_sms, torch.cuda.get_device_capability(device))
+    return launch.device_of(num_sms, torch.cuda.get_device_capability(device))

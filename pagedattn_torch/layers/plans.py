@@ -58,7 +58,6 @@ def plan(fresh: Fresh | None, cache: KVCache | None, meta, kind: AttentionType) 
     """
     if cache is None:
         return Plan([_packed(fresh, meta, kind)], None)
-    rows = None if fresh is None else _rows(cache, fresh, meta, kind)
     tables = meta.block_tables if kind is AttentionType.DECODER else meta.cross_block_tables
     if fresh is None:
         parts = [Part(meta.to_batch(cache.block_size, kind))]
@@ -68,7 +67,7 @@ def plan(fresh: Fresh | None, cache: KVCache | None, meta, kind: AttentionType) 
         parts = _decoder(fresh, cache, meta)
     else:
         parts = [Part(meta.to_batch(cache.block_size, kind))]
-    return Plan(parts, rows)
+    return Plan(parts, None if fresh is None else _rows(cache, fresh, meta, kind))
 
 
 def _rows(cache, fresh, meta, kind) -> HostRows | DeviceRows:

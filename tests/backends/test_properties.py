@@ -338,7 +338,7 @@ def dense_reference(query, key, value, blocks, totals, spec):
     return reference_attention(np.concatenate(query), *pools, tables, totals, starts, spec)
 
 
-MERGEABLE = {name: SPECS[name] for name in ("plain", "soft cap", "not causal")}
+MERGEABLE = {name: SPECS[name] for name in ("plain", "logits_soft_cap", "causal=False")}
 
 
 @pytest.mark.parametrize("name", MERGEABLE)

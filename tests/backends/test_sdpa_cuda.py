@@ -8,8 +8,10 @@ from cases import SPECS, mixed, run  # noqa: E402
 from pagedattn_interop import to_torch  # noqa: E402
 
 from pagedattn import AttentionSpec  # noqa: E402
+from pagedattn.call import call_of  # noqa: E402
 from pagedattn.testing import assert_attention_close, batch_of, cache_of  # noqa: E402
-from pagedattn_torch import arrays, sdpa  # noqa: E402
+from pagedattn_torch import arrays  # noqa: E402
+from pagedattn_torch.backends import sdpa  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 ALL = SPECS | {"two-sided window": AttentionSpec(causal=False, sliding_window=4)}
@@ -35,9 +37,10 @@ def test_never_waits_for_the_device(name, return_lse):
     query, cache, batch = to_torch(call)
     batch = arrays.batch_on(batch, "cuda")
     args = query.cuda(), type(cache)(cache.key.cuda(), cache.value.cuda()), batch
-    sdpa.run(*args, problem.spec, return_lse)
+    call = call_of(*args, problem.spec, return_lse)
+    sdpa.run(call, *args[:2], sdpa.plan(call, batch))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        sdpa.run(*args, problem.spec, return_lse)
+        sdpa.run(call, *args[:2], sdpa.plan(call, batch))
     finally:
         torch.cuda.set_sync_debug_mode("default")

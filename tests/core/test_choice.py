@@ -1,6 +1,7 @@
 """How a backend is chosen, refused or missed, and what check_backend holds it to."""
 
 import dataclasses
+import os
 import subprocess
 import sys
 
@@ -107,7 +108,10 @@ def test_a_refusal_names_the_feature_and_does_not_fall_back(tmp_path, before):
     (tmp_path / "picky.py").write_text(PICKY.replace("BEFORE", repr(before)))
     taken = "picky" if before == "xla" else "xla"
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\ntaken = {taken!r}\n{USE_PICKY}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}  # where xla is what is taken
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["refused", "7.0", "checked"]
 

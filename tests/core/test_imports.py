@@ -1,4 +1,4 @@
-"""What an import loads, and that imports go one way: pagedattn <- pagedattn_torch <- interop."""
+"""What an import loads, and that imports go one way: core <- torch side <- interop."""
 
 import ast
 import importlib.util
@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
-LAYERS = ("pagedattn", "pagedattn_torch", "interop")
+from pagedattn import registry
+
+LAYERS = ("pagedattn", "pagedattn_torch", "pagedattn_interop")
 HEAVY = {"torch", "triton", "hypothesis", "tvm_ffi", "jax_tvm_ffi", "xformers", "pytest"}
 MAY_IMPORT = {
     "pagedattn": {"pagedattn"},
     "pagedattn_torch": {"pagedattn", "pagedattn_torch"},
-    "interop": set(LAYERS),
+    "pagedattn_interop": set(LAYERS),
 }
 
 
@@ -28,12 +30,12 @@ def loaded_by(statement: str) -> set[str]:
 def test_the_core_loads_nothing_heavy():
     loaded = loaded_by("import pagedattn")
     assert "jax" in loaded
-    assert not loaded & (HEAVY | {"pagedattn_torch", "interop"})
+    assert not loaded & (HEAVY | {"pagedattn_torch", "pagedattn_interop"})
 
 
 def test_listing_errors_and_specs_loads_nothing_heavy():
     loaded = loaded_by("import pagedattn; pagedattn.AttentionSpec(); pagedattn.alibi_slopes(4)")
-    assert not loaded & (HEAVY | {"pagedattn_torch", "interop"})
+    assert not loaded & (HEAVY | {"pagedattn_torch", "pagedattn_interop"})
 
 
 def test_the_xla_backend_needs_no_torch():
@@ -44,17 +46,17 @@ def test_the_xla_backend_needs_no_torch():
         "query = jnp.ones((1, 1, 8), jnp.bfloat16)\n"
         "pagedattn.paged_attention(query, cache, batch, backend='xla')\n"
     )
-    assert not loaded & (HEAVY | {"pagedattn_torch", "interop"})
+    assert not loaded & (HEAVY | {"pagedattn_torch", "pagedattn_interop"})
 
 
 def test_the_oracle_needs_no_torch():
     assert "torch" not in loaded_by("import pagedattn.testing")
 
 
-def test_the_torch_layer_does_not_load_interop():
+def test_the_torch_layer_does_not_load_the_interop():
     loaded = loaded_by("import pagedattn_torch")
     assert "torch" in loaded
-    assert "interop" not in loaded
+    assert "pagedattn_interop" not in loaded
 
 
 def sources(package: str) -> list[Path]:
@@ -95,3 +97,79 @@ def test_the_oracle_shares_no_code_with_the_library():
     assert imported(oracle) == {"collections", "typing", "numpy"}
     tree = ast.parse(oracle.read_text())
     assert not [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level]
+
+
+def core_imports(path: Path) -> set[str]:
+    """Modules of the core that one of its files imports when it is loaded, by dotted names."""
+    package = ("pagedattn", *path.parent.relative_to(ROOT).parts)
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.level:
+            above = package[: len(package) - node.level + 1]
+            base = ".".join((*above, node.module) if node.module else above)
+            found |= {f"{base}.{alias.name}" for alias in node.names}
+            found |= {base} if node.module else set()
+    return found
+
+
+ROOT = sources("pagedattn")[0].parent  # __init__.py comes first
+
+
+def reached_from(names: set[str]) -> set[str]:
+    """What is imported by modules, directly or not."""
+    files = {module_name(path): path for path in sources("pagedattn")}
+    reached, new = set(), names & set(files)
+    while new:
+        reached |= new
+        new = set().union(*(core_imports(files[name]) for name in new)) & set(files) - reached
+    return reached
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("pagedattn", *(part for part in parts if part != "__init__")))
+
+
+CHOICE = {"pagedattn.backend", "pagedattn.registry", "pagedattn.choice", "pagedattn.attention"}
+
+
+def test_values_do_not_reach_the_choice_of_a_backend():
+    values = {"pagedattn.spec", "pagedattn.batch", "pagedattn.cache", "pagedattn.make_batch"}
+    assert values <= reached_from(values)
+    assert not reached_from(values) & CHOICE
+    assert reached_from({"pagedattn.attention"}) >= CHOICE
+
+
+def test_arithmetic_does_not_reach_it_either():
+    arithmetic = {"pagedattn.ragged", "pagedattn.visibility", "pagedattn.state", "pagedattn.call"}
+    assert arithmetic <= reached_from(arithmetic)
+    assert not reached_from(arithmetic) & CHOICE
+
+
+def test_the_choice_loads_no_backend():
+    reached = reached_from({"pagedattn.choice"})
+    assert not [name for name in reached if name.startswith("pagedattn.backends")]
+
+
+def backend_files(package: str) -> dict[str, Path]:
+    """The file of each backend below a package's backends, or the first one of its folder."""
+    folder = sources(package)[0].parent / "backends"
+    files = {path.stem: path for path in folder.glob("*.py") if path.name != "__init__.py"}
+    return files | {path.parent.name: path for path in folder.glob("*/__init__.py")}
+
+
+def in_the_table(package: str) -> set[str]:
+    """The backends that the registry expects there."""
+    places = registry.BUILT_IN.items()
+    return {name for name, where in places if f"{package}.backends" in f"{where.jax} {where.torch}"}
+
+
+@pytest.mark.parametrize("package", ["pagedattn", "pagedattn_torch"])
+def test_a_backend_is_a_file_or_a_folder_with_one_record(package):
+    files = backend_files(package)
+    assert set(files) == in_the_table(package)
+    for path in files.values():
+        statements = ast.parse(path.read_text()).body
+        assigned = [n.targets[0] for n in statements if isinstance(n, ast.Assign)]
+        names = [target.id for target in assigned if isinstance(target, ast.Name)]
+        assert names.count("BACKEND") == 1, path

@@ -68,7 +68,7 @@ FUNCTIONS = {
         "copy_blocks_": ("cache src dst", ""),
         "swap_blocks_": ("src_cache dst_cache src dst", ""),
     },
-    "interop": {
+    "pagedattn_interop": {
         "to_torch": None,
         "to_jax": None,
         "torch_call": ("fn out", "aliases capturable"),

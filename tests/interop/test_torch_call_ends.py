@@ -1,6 +1,7 @@
 """What becomes of the functions that XLA calls: how many, how long, how they fail, and the end."""
 
 import gc
+import os
 import subprocess
 import sys
 import textwrap
@@ -29,8 +30,9 @@ def alone(code: str, before: str = "") -> subprocess.CompletedProcess:
         x = jnp.zeros(3)
         """
     code = "\n".join([before, textwrap.dedent(start), textwrap.dedent(code)])
+    command, environment = [sys.executable, "-c", code], os.environ | {"JAX_PLATFORMS": "cpu"}
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
 
 

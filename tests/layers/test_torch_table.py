@@ -5,7 +5,6 @@ import importlib.util
 import runpy
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import jax
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from pagedattn_interop import to_torch
 
+import pagedattn
 import pagedattn_torch
 from pagedattn import BackendUnavailableError, UnsupportedError, paged_attention
 from pagedattn.features import ATTENTION_TYPES
@@ -163,7 +163,7 @@ def test_notes_are_shared_and_numbered():
 def test_the_command_prints_it():
     command = [sys.executable, "-m", "pagedattn"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith(f"pagedattn {version('pagedattn')}")
+    assert done.stdout.startswith(f"pagedattn {pagedattn.__version__}")
     for word in ("encoder_decoder", "logits_soft_cap", "xla", "sdpa", "yes"):
         assert word in done.stdout
 

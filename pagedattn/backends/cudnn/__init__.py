@@ -81,7 +81,8 @@ def unfit(call: Call) -> list[str]:
 def run(call: Call, query, cache, batch):
     if not call.spec.causal:
         return _bidirectional(call, query, cache, batch)
-    alone, joined = (_packed_alone, _packed_joined) if _packs(call) else (_alone, _joined)
+    packs = call.window is None and _packs(call)
+    alone, joined = (_packed_alone, _packed_joined) if packs else (_alone, _joined)
     # One switch: a branch that only handed its arguments on would copy them.
     ways, way = [alone], jnp.int32(0)
     if call.window is None:
@@ -133,7 +134,7 @@ def _full(call, query, cache, batch):
 
 
 def _packs(call) -> bool:
-    return call.window is None and packed.packs(call) and _capability() >= (9, 0)
+    return packed.packs(call) and _capability() >= (9, 0)
 
 
 def _context_lens(batch):
