@@ -98,7 +98,7 @@ def ragged_attention(
     (3, 1, 8)
     """
     max_lens = (max_query_len, max_key_len)
-    validate.ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens)
+    max_lens = validate.ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens)
     batch = packed_batch(query.shape[0], query_start_loc, key_start_loc, *max_lens)
     cache = packed_cache(key, value)
     return paged_attention(query, cache, batch, spec, backend=backend, return_lse=return_lse)
