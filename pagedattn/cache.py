@@ -61,5 +61,5 @@ def init_kv_cache(
     (4, 16, 2, 64)
     """
     shape = (num_blocks, block_size, num_kv_heads, head_dim)
-    validate.cache_shape(shape, dtype)
+    shape = validate.cache_shape(shape, dtype)
     return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))

@@ -1,5 +1,7 @@
 """The pieces that input checks are made of. Values are looked at only where they are known."""
 
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,20 +18,25 @@ def require(condition, text: str) -> None:
 
 
 def is_count(value, least=1) -> bool:
-    """Whether it is a number, of Python or NumPy, that int32 holds and that is at least `least`."""
-    return is_whole(value) and least <= int(value) <= MAX_SLOTS
+    """Whether it is an integer that int32 holds and that is at least `least`."""
+    number = whole(value)
+    return number is not None and least <= number <= MAX_SLOTS
 
 
-def is_whole(value) -> bool:
-    """Truth values and NumPy's time spans are integers to Python and NumPy, but not to us."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool | np.timedelta64)
+def whole(value) -> int | None:
+    """An integer, an array's too; truth values and NumPy's time spans are none to us."""
+    unlike = isinstance(value, bool | np.timedelta64) or "bool" in str(getattr(value, "dtype", ""))
+    try:
+        return None if unlike else operator.index(value)
+    except Exception:  # whatever a foreign object raises
+        return None
 
 
 def count(name, value, least=1) -> int:
     """A static size."""
     least_text = f"above {least - 1}" if least else "of at least 0"
     require(is_count(value, least), f"{name} must be an integer {least_text}, got {shown(value)}")
-    return int(value)
+    return operator.index(value)
 
 
 def integers(name, values, ndim) -> np.ndarray:

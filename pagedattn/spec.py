@@ -1,11 +1,12 @@
 """What one attention layer computes, apart from its arrays."""
 
 import math
+import operator
 from dataclasses import dataclass
 
 import numpy as np
 
-from .checks import count, is_whole, require, shown
+from .checks import count, require, shown, whole
 from .errors import InvalidInputError
 
 
@@ -99,12 +100,13 @@ def _positive(name, value) -> float:
 
 
 def _window(name, value) -> int:
+    window = whole(value)
     require(
-        is_whole(value) and value >= 1,
+        window is not None and window >= 1,
         f"{name} must be an integer of at least 1 (the token itself is one of the visible keys), "
         f"got {shown(value)}; None turns it off",
     )
-    return min(int(value), _LONGEST)
+    return min(operator.index(value), _LONGEST)
 
 
 def slopes_of(name, value) -> tuple[float, ...]:

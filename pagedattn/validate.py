@@ -22,18 +22,22 @@ from .checks import (
     require,
     shown,
     start_locs,
+    whole,
 )
 from .ragged import cdiv
 from .spec import AttentionSpec
 
 
-def cache_shape(shape, dtype) -> None:
+def cache_shape(shape, dtype) -> tuple[int, ...]:
+    """The sizes as Python's integers."""
+    sizes = tuple(whole(size) if is_count(size) else 0 for size in shape)
     require(
-        all(map(is_count, shape)) and int(shape[0]) * int(shape[1]) <= MAX_SLOTS,
+        all(sizes) and sizes[0] * sizes[1] <= MAX_SLOTS,
         "num_blocks, block_size, num_kv_heads and head_dim must be integers above 0, and "
         f"num_blocks * block_size must fit int32, got {[*map(shown, shape)]}",
     )
-    require(is_floating(dtype), f"a cache's dtype must be floating, got {dtype}")
+    require(is_floating(dtype), f"a cache's dtype must be floating, got {shown(dtype)}")
+    return sizes
 
 
 def cache(cache) -> None:
@@ -117,8 +121,10 @@ def attention(query, cache_, batch, spec, return_lse) -> None:
     for name, value, kind in (("batch", batch, BatchMetadata), ("spec", spec, AttentionSpec)):
         require(isinstance(value, kind), f"{name} is no {kind.__name__}: {type(value).__name__}")
     _query(query, cache_.dtype, cache_.num_kv_heads, cache_.head_dim, spec)
-    count("the batch's block_size", batch.block_size)
-    count("the batch's max_query_len", batch.max_query_len, 0)
+    for name in ("block_size", "max_query_len"):
+        size = getattr(batch, name)
+        static = isinstance(size, int | np.integer) and is_count(size, int(name == "block_size"))
+        require(static, f"batch.{name} must be a Python integer, got {shown(size)}")
     for name in ("block_tables", "seq_lens", "query_start_loc", "slot_mapping", "positions"):
         int_array(name, getattr(batch, name), 2 if name == "block_tables" else 1)
     num_seqs = batch.num_seqs
@@ -183,7 +189,10 @@ def _batch_values(batch, num_blocks):
     ids("block_tables", used, num_blocks, "blocks")
 
 
-def ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens) -> None:
+def ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens) -> tuple[int, int]:
+    """The bounds as Python's integers."""
+    longest_query = count("max_query_len", max_lens[0], 0)
+    longest_key = count("max_key_len", max_lens[1], 0)
     an_array("key", key)
     an_array("value", value)
     require(
@@ -195,11 +204,10 @@ def ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens) ->
     require(isinstance(spec, AttentionSpec), f"spec is no AttentionSpec: {type(spec).__name__}")
     _query(query, key.dtype, key.shape[1], key.shape[2], spec)
     arrays = {"query_start_loc": query_start_loc, "key_start_loc": key_start_loc}
-    counts = (query.shape[0], key.shape[0])
-    for (name, starts), tokens, longest in zip(arrays.items(), counts, max_lens, strict=True):
+    bounds = ((query.shape[0], longest_query), (key.shape[0], longest_key))
+    for (name, starts), (tokens, longest) in zip(arrays.items(), bounds, strict=True):
         int_array(name, starts, 1)
         require(len(starts) > 0, f"{name} must be [num_seqs + 1], got no entry")
-        count(f"max_{name[:-10]}_len", longest, 0)
         if known(starts) is not None:
             start_locs(name, known(starts), tokens, longest)
     require(
@@ -207,3 +215,4 @@ def ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens) ->
         "query_start_loc and key_start_loc must be [num_seqs + 1] both, got "
         f"{tuple(query_start_loc.shape)} and {tuple(key_start_loc.shape)}",
     )
+    return longest_query, longest_key

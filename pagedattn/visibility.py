@@ -33,7 +33,7 @@ def sliding_window_mask(query_positions, key_positions, sliding_window: int):
     >>> sliding_window_mask(np.array([2]), np.arange(5), 2)
     array([[False,  True,  True,  True, False]])
     """
-    count("sliding_window", sliding_window)
+    sliding_window = count("sliding_window", sliding_window)
     return abs(distance(*_checked(query_positions, key_positions))) < sliding_window
 
 

@@ -176,7 +176,7 @@ def ragged_attention(
     query_start_loc = int32(tensor("query_start_loc", query_start_loc, query.device))
     key_start_loc = int32(tensor("key_start_loc", key_start_loc, query.device))
     max_lens = (max_query_len, max_key_len)
-    validate.ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens)
+    max_lens = validate.ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens)
     starts = rising(query_start_loc), rising(key_start_loc)
     batch = packed_batch(query.shape[0], *starts, *max_lens)
     cache = packed_cache(key, value)

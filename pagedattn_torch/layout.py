@@ -36,8 +36,7 @@ def kv_cache_shape(
     (2, 8, 16, 2, 64)
     """
     shape = (num_blocks, block_size, num_kv_heads, head_size)
-    validate.cache_shape(shape, torch.float32)  # of any dtype
-    return (2, *shape)
+    return (2, *validate.cache_shape(shape, torch.float32))  # of any dtype
 
 
 def empty_kv_cache(
