@@ -31,10 +31,21 @@ def compute(shape: Shape, arrays, memory, barriers, work, warpgroup):
         plgpu.barrier_wait(barriers.query_full.at[slot])
         query = memory.query.at[slot, warpgroup]
         walk = Walk(shape, memory, barriers, warpgroup, query, rows, blocks, done)
-        out, state = walk.all()
-        store(shape, arrays, memory, barriers, tile, head, slot, warpgroup, out, state)
+        started = walk.first()
+        if shape.query_slots > 1:
+            pl.when(index > 0)(lambda: release(lax.rem(index - 1, jnp.int32(shape.query_slots))))
+        out, state = walk.others(*started)
+        store(shape, arrays, memory, tile, head, slot, warpgroup, out, state)
+        if shape.query_slots == 1:
+            release(slot)
+
+    def release(slot):
+        """The next queries may be loaded to where results were, once those are on their way."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(barriers.query_free.at[slot])
 
     work(tile_of_work)
+    plgpu.wait_smem_to_gmem(0)
 
 
 class Walk:
@@ -45,14 +56,16 @@ class Walk:
         self.warpgroup, self.query, self.rows = warpgroup, query, rows
         self.blocks, self.done = blocks, done
 
-    def slot(self, step):
-        return lax.rem(self.done + step, jnp.int32(self.shape.stages))
+    def key_slot(self, step):
+        return lax.rem(self.done + step, jnp.int32(self.shape.key_stages))
 
-    def all(self):
+    def value_slot(self, step):
+        return lax.rem(self.done + step, jnp.int32(self.shape.value_stages))
+
+    def others(self, weights, state):
+        """The results of all steps, after the first."""
         size = (WARPGROUP, self.shape.head_dim)
         out = plgpu.layout_cast(jnp.zeros(size, jnp.float32), LAYOUT)
-        state = Softmax(scores.row_vector(-jnp.inf), scores.row_vector(0.0))
-        weights, state = self.first(state)
         carry = out, state, weights
         begin = jnp.int32(1)
         for end, masked in self.stretches():
@@ -71,8 +84,10 @@ class Walk:
         hidden = jnp.clip(last - full_begin + 1, seen, count)
         return (seen, True), (hidden, False), (count, True)
 
-    def first(self, state):
+    def first(self):
+        """The weights of the first step."""
         step = jnp.int32(0)
+        state = Softmax(scores.row_vector(-jnp.inf), scores.row_vector(0.0))
         self.await_keys_and_turn(step)
 
         def products(x_ref):
@@ -81,7 +96,7 @@ class Walk:
             return x_ref[...]
 
         x = pl.run_scoped(products, plgpu.ACC((WARPGROUP, self.shape.keys)))
-        plgpu.barrier_arrive(self.barriers.key_free.at[self.slot(step)])
+        plgpu.barrier_arrive(self.barriers.key_free.at[self.key_slot(step)])
         weights, state, _ = scores.weigh(self.shape, self.logits(step, x, True), state)
         return weights.astype(self.memory.query.dtype), state
 
@@ -95,16 +110,16 @@ class Walk:
             self.multiply_values(out_ref, weights, step - 1)
             self.pass_turn()
             x = plgpu.wgmma_accumulator_load(x_ref, wait_n=1)
-            plgpu.barrier_arrive(self.barriers.key_free.at[self.slot(step)])
+            plgpu.barrier_arrive(self.barriers.key_free.at[self.key_slot(step)])
             new = scores.weigh(self.shape, self.logits(step, x, masked), state)
             new = lax.optimization_barrier(new)
-            self.memory.lse.at[self.warpgroup][...] = new[1].total
+            self.memory.order.at[self.warpgroup][...] = new[1].total
             return new, out_ref[...]
 
         size = (WARPGROUP, self.shape.head_dim)
         accumulators = plgpu.ACC((WARPGROUP, self.shape.keys)), plgpu.ACC(size)
         (weights, state, kept), out = pl.run_scoped(products, *accumulators)
-        plgpu.barrier_arrive(self.barriers.value_free.at[self.slot(step - 1)])
+        plgpu.barrier_arrive(self.barriers.value_free.at[self.value_slot(step - 1)])
         return out * scores.wide(kept, out), state, weights.astype(self.memory.query.dtype)
 
     def last(self, out, weights):
@@ -114,7 +129,7 @@ class Walk:
             self.multiply_values(out_ref, weights, step)
 
         out = pl.run_state(products)(plgpu.ACC.init(out))
-        plgpu.barrier_arrive(self.barriers.value_free.at[self.slot(step)])
+        plgpu.barrier_arrive(self.barriers.value_free.at[self.value_slot(step)])
         return out
 
     def logits(self, step, x, masked):
@@ -123,15 +138,15 @@ class Walk:
         return scores.only_visible(self.shape, self.rows, block, x) if masked else x
 
     def await_keys_and_turn(self, step):
-        plgpu.barrier_wait(self.barriers.key_full.at[self.slot(step)])
+        plgpu.barrier_wait(self.barriers.key_full.at[self.key_slot(step)])
         plgpu.barrier_wait(self.barriers.turn.at[self.warpgroup])
 
     def multiply_keys(self, x_ref, step):
-        keys = self.memory.key.at[self.slot(step)]
+        keys = self.memory.key.at[self.key_slot(step)]
         plgpu.wgmma(x_ref, self.query, keys.transpose((1, 0)))
 
     def multiply_values(self, out_ref, weights, step):
-        slot = self.slot(step)
+        slot = self.value_slot(step)
         plgpu.barrier_wait(self.barriers.value_full.at[slot])
         plgpu.wgmma(out_ref, weights, self.memory.value.at[slot])
 

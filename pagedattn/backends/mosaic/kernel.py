@@ -36,14 +36,17 @@ class Memory(NamedTuple):
     units: Any
     key: Any
     value: Any
+    value_rows: Any
     lse: Any
+    order: Any  # written so that what is computed before is computed before
 
 
 class Scratch(NamedTuple):
     queries: Any
     key: Any
-    value: Any
+    values: Any
     lse: Any
+    order: Any
 
 
 class Barriers(NamedTuple):
@@ -53,7 +56,7 @@ class Barriers(NamedTuple):
     key_free: Any
     value_full: Any
     value_free: Any
-    tail: Any
+    edge: Any
     turn: Any
 
 
@@ -87,14 +90,16 @@ def memory_of(shape: Shape, dtype) -> Scratch:
     def tiled(*sizes):
         return plgpu.SMEM((*sizes, shape.head_dim), dtype, transforms=transforms)
 
-    ring = shape.stages, shape.keys
-    matrix = tiled(shape.query_slots, 2, WARPGROUP)
-    pieces = shape.query_slots, 2, WARPGROUP // UNIT, shape.head_dim // columns, UNIT, columns
-    units = plgpu.SMEM(pieces, dtype, transforms=transforms[1:])
+    def by_rows(*sizes):
+        pieces = *sizes[:-1], sizes[-1] // UNIT, shape.head_dim // columns, UNIT, columns
+        return plgpu.SMEM(pieces, dtype, transforms=transforms[1:])
+
+    queries = shape.query_slots, 2, WARPGROUP
     return Scratch(
-        plgpu.RefUnion(matrix, units),
-        tiled(*ring),
-        tiled(*ring),
+        plgpu.RefUnion(tiled(*queries), by_rows(*queries)),
+        tiled(shape.key_stages, shape.keys),
+        plgpu.RefUnion(tiled(shape.value_stages, shape.keys), by_rows(shape.value_stages, shape.keys)),
+        plgpu.SMEM((2, WARPGROUP), jnp.float32),
         plgpu.SMEM((2, WARPGROUP), jnp.float32),
     )
 
@@ -103,15 +108,17 @@ def barriers_of(shape: Shape) -> Barriers:
     def barrier(arrivals, slots):
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots)
 
-    keys = barrier(shape.pages, shape.stages), barrier(2, shape.stages)
+    keys = barrier(shape.pages, shape.key_stages), barrier(2, shape.key_stages)
+    values = barrier(shape.pages, shape.value_stages), barrier(2, shape.value_stages)
+    edge = min(shape.block_size, shape.keys) * shape.head_dim * 2 // shape.swizzle
     loads = UNITS * shape.head_dim * 2 // shape.swizzle
     queries = barrier(loads, shape.query_slots), barrier(2, shape.query_slots)
-    return Barriers(*queries, *keys, *keys, barrier(shape.pages, 1), barrier(1, 2))
+    return Barriers(*queries, *keys, *values, barrier(edge, 1), barrier(1, 2))
 
 
 def program(shape: Shape, programs: int, arrays: Arrays, memory, barriers):
     warpgroup = lax.axis_index("wg")
-    memory = Memory(*memory.queries, *memory[1:])
+    memory = Memory(*memory.queries, memory.key, *memory.values, *memory[3:])
     work = functools.partial(tiles_of_program, shape, programs, arrays)
 
     @pl.when(warpgroup < 2)
@@ -128,21 +135,29 @@ def tiles_of_program(shape: Shape, programs: int, arrays: Arrays, visit):
     me, total = lax.axis_index("program"), arrays.count[0] * shape.num_kv_heads
 
     def nth(index):
-        place = jnp.where(lax.rem(index, 2) == 0, me, programs - 1 - me)
-        return index * programs + place
+        column = jnp.where(lax.rem(index, 2) == 0, me, programs - 1 - me)
+        return index * programs + column
 
     rounds = cdiv(total, programs)
     rounds = jnp.where(nth(rounds - 1) < total, rounds, rounds - 1)
 
+    def place(index):
+        """The row of `tiles` and the head: some heads at a time, so that their keys stay in L2."""
+        heads = shape.heads_at_once
+        part = jnp.maximum(arrays.count[0] * heads, 1)
+        rest = lax.rem(nth(index), part)
+        head = lax.div(nth(index), part) * heads + lax.rem(rest, heads)
+        return jnp.minimum(lax.div(rest, jnp.int32(heads)), shape.max_tiles - 1), head
+
     def look_up(index):
-        row = jnp.minimum(lax.div(nth(index), jnp.int32(shape.num_kv_heads)), shape.max_tiles - 1)
+        row, _ = place(index)
         return Tile(*(arrays.tiles[row, i] for i in range(len(Tile._fields))))
 
     def visit_one(index, carry):
         done, tile = carry
         ahead = look_up(index + 1)
         blocks = key_blocks(shape, tile)
-        head = lax.rem(nth(index), jnp.int32(shape.num_kv_heads))
+        _, head = place(index)
         visit(index, tile, blocks, head, done)
         return done + blocks.count, ahead
 

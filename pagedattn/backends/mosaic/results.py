@@ -12,11 +12,12 @@ from .shape import UNIT, WARPGROUP, Shape, piece
 from .tiles import Tile, num_units, token_of
 
 
-def store(shape: Shape, arrays, memory, barriers, tile: Tile, head, slot, warpgroup, out, state):
+def store(shape: Shape, arrays, memory, tile: Tile, head, slot, warpgroup, out, state):
     """Results pass through the memory of the tile's queries, which is free by then."""
     some = state.total > 0
     share = jnp.where(some, 1 / jnp.where(some, state.total, 1.0), 0.0)
     out = (out * scores.wide(share, out)).astype(memory.query.dtype)
+    plgpu.commit_smem()  # all warps have read their queries
     memory.query.at[slot, warpgroup][...] = out
     plgpu.commit_smem()
     staged = memory.units.at[slot, warpgroup]
@@ -32,8 +33,6 @@ def store(shape: Shape, arrays, memory, barriers, tile: Tile, head, slot, warpgr
 
     if shape.with_lse:
         _store_lse(shape, arrays, memory, tile, head, warpgroup, state)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.barrier_arrive(barriers.query_free.at[slot])
 
 
 def _place(shape, tile, head, unit):

@@ -46,7 +46,7 @@ def rows_of(shape: Shape, tile: Tile, slopes, head, warpgroup) -> Rows:
 
 def visible_keys(shape: Shape, position, key_len):
     """The first and the last key that a position sees; the first is None without a window."""
-    window, last = shape.spec.sliding_window, 0 * position + (key_len - 1)
+    window, last = shape.spec.sliding_window, key_len - 1
     if shape.spec.causal:
         last = jnp.minimum(last, position)
     elif window is not None:
@@ -60,6 +60,9 @@ def columns(shape: Shape):
 
 
 def wide(rows, like):
+    """One value for each row, or for all, as a matrix."""
+    if not rows.ndim:
+        return rows
     return lax.broadcast_in_dim(rows, like.shape, [0])
 
 

@@ -42,14 +42,23 @@ class Shape:
         return max(1, self.keys // self.block_size)
 
     @property
-    def stages(self) -> int:
-        """Steps whose keys and values are in shared memory at once."""
+    def key_stages(self) -> int:
+        """Steps whose keys are in shared memory at once."""
+        return 2
+
+    @property
+    def value_stages(self) -> int:
         return 2
 
     @property
     def query_slots(self) -> int:
         """Tiles of queries in shared memory at once."""
         return 2 if self.head_dim <= 128 else 1
+
+    @property
+    def heads_at_once(self) -> int:
+        """Heads of keys whose tiles are next to each other in time."""
+        return self.num_kv_heads
 
     @property
     def swizzle(self) -> int:
