@@ -12,7 +12,7 @@ from jax import lax
 from .compute import compute
 from .loads import load
 from .shape import ROWS, UNIT, UNITS, WARPGROUP, Shape
-from .tiles import Tile, cdiv, key_blocks
+from .tiles import KeyBlocks, Tile, cdiv, key_blocks
 
 
 class Arrays(NamedTuple):
@@ -130,8 +130,22 @@ def program(shape: Shape, programs: int, arrays: Arrays, memory, barriers):
         load(shape, arrays, memory, barriers, work)
 
 
-def tiles_of_program(shape: Shape, programs: int, arrays: Arrays, visit):
-    """Visits the tiles of this program: back and forth over all, so that long ones are shared."""
+class Job(NamedTuple):
+    """A tile of this program: which one it is, and how many steps were before it."""
+
+    index: Any
+    tile: Tile
+    blocks: KeyBlocks
+    head: Any
+    done: Any
+
+
+def tiles_of_program(shape: Shape, programs: int, arrays: Arrays, begin, visit):
+    """Visits the tiles of this program: back and forth over all, so that long ones are shared.
+
+    `begin(job)` gives what the first visit starts with, and `visit(job, following, has_next, started)`
+    what the next one does.
+    """
     me, total = lax.axis_index("program"), arrays.count[0] * shape.num_kv_heads
 
     def nth(index):
@@ -141,24 +155,26 @@ def tiles_of_program(shape: Shape, programs: int, arrays: Arrays, visit):
     rounds = cdiv(total, programs)
     rounds = jnp.where(nth(rounds - 1) < total, rounds, rounds - 1)
 
-    def place(index):
-        """The row of `tiles` and the head: some heads at a time, so that their keys stay in L2."""
-        heads = shape.heads_at_once
-        part = jnp.maximum(arrays.count[0] * heads, 1)
-        rest = lax.rem(nth(index), part)
-        head = lax.div(nth(index), part) * heads + lax.rem(rest, heads)
-        return jnp.minimum(lax.div(rest, jnp.int32(heads)), shape.max_tiles - 1), head
-
     def look_up(index):
-        row, _ = place(index)
+        row = lax.div(nth(index), jnp.int32(shape.num_kv_heads))
+        row = jnp.minimum(row, shape.max_tiles - 1)
         return Tile(*(arrays.tiles[row, i] for i in range(len(Tile._fields))))
 
-    def visit_one(index, carry):
-        done, tile = carry
-        ahead = look_up(index + 1)
-        blocks = key_blocks(shape, tile)
-        _, head = place(index)
-        visit(index, tile, blocks, head, done)
-        return done + blocks.count, ahead
+    def job_of(index, tile, done):
+        head = lax.rem(nth(index), jnp.int32(shape.num_kv_heads))
+        return Job(index, tile, key_blocks(shape, tile), head, done)
 
-    lax.fori_loop(0, rounds, visit_one, (jnp.int32(0), look_up(jnp.int32(0))))
+    def visit_one(index, carry):
+        done, tile, next_tile, started = carry
+        ahead = look_up(index + 2)
+        job = job_of(index, tile, done)
+        following = job_of(index + 1, next_tile, done + job.blocks.count)
+        started = visit(job, following, index + 1 < rounds, started)
+        return following.done, next_tile, ahead, started
+
+    @pl.when(rounds > 0)
+    def there_is_work():
+        first, done = jnp.int32(0), jnp.int32(0)
+        tiles = look_up(first), look_up(first + 1)
+        started = begin(job_of(first, tiles[0], done))
+        lax.fori_loop(0, rounds, visit_one, (done, *tiles, started))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .shape import UNIT, UNITS, WARPGROUP, Shape, piece
-from .tiles import KeyBlocks, Tile, first_key, num_units, token_of
+from .tiles import first_key, num_units, token_of
 
 WARPS = 4
 
@@ -23,15 +23,16 @@ def load(shape: Shape, arrays, memory, barriers, work):
 
     @plgpu.warp_map
     def one_of_four(warp):
-        def tile_of_work(index, tile: Tile, blocks: KeyBlocks, head, done):
-            _load_queries(shape, arrays, memory, barriers, tile, head, index, warp)
-            walk = Loads(shape, arrays, memory, barriers, warp, tile, blocks, head, done)
-            walk.all()
+        def load_tile(job, following, has_next, started):
+            _load_queries(shape, arrays, memory, barriers, job, warp)
+            Loads(shape, arrays, memory, barriers, warp, job).all()
+            return started
 
-        work(tile_of_work)
+        work(lambda job: (), load_tile)
 
 
-def _load_queries(shape, arrays, memory, barriers, tile, head, index, warp):
+def _load_queries(shape, arrays, memory, barriers, job, warp):
+    index, tile, head = job.index, job.tile, job.head
     slot = lax.rem(index, jnp.int32(shape.query_slots))
 
     @pl.when(index >= shape.query_slots)
@@ -54,9 +55,10 @@ def _load_queries(shape, arrays, memory, barriers, tile, head, index, warp):
 class Loads:
     """The keys and values of one tile, by one warp."""
 
-    def __init__(self, shape, arrays, memory, barriers, warp, tile, blocks, head, done):
+    def __init__(self, shape, arrays, memory, barriers, warp, job):
         self.shape, self.arrays, self.memory, self.barriers = shape, arrays, memory, barriers
-        self.warp, self.tile, self.blocks, self.head, self.done = warp, tile, blocks, head, done
+        self.warp, self.tile, self.blocks = warp, job.tile, job.blocks
+        self.head, self.done = job.head, job.done
         self.rows = min(shape.block_size, shape.keys)
         self.mine = -(-shape.pages // WARPS)
 

@@ -53,12 +53,7 @@ class Shape:
     @property
     def query_slots(self) -> int:
         """Tiles of queries in shared memory at once."""
-        return 2 if self.head_dim <= 128 else 1
-
-    @property
-    def heads_at_once(self) -> int:
-        """Heads of keys whose tiles are next to each other in time."""
-        return self.num_kv_heads
+        return 3 if self.head_dim <= 128 else 1
 
     @property
     def swizzle(self) -> int:
