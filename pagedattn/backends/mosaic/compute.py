@@ -142,9 +142,7 @@ class Walk:
             x = plgpu.wgmma_accumulator_load(x_ref, wait_n=1)
             plgpu.barrier_arrive(self.barriers.key_free.at[walk.key_slot(step)])
             new = scores.weigh(self.shape, walk.logits(step, x, masked), state)
-            new = lax.optimization_barrier(new)
-            self.memory.order.at[self.warpgroup][...] = new[1].total
-            return out_ref[...], new
+            return out_ref[...], lax.optimization_barrier(new)
 
         size = (WARPGROUP, self.shape.head_dim)
         accumulators = plgpu.ACC((WARPGROUP, self.shape.keys)), plgpu.ACC(size)

@@ -38,7 +38,6 @@ class Memory(NamedTuple):
     value: Any
     value_rows: Any
     lse: Any
-    order: Any  # written so that what is computed before is computed before
 
 
 class Scratch(NamedTuple):
@@ -46,7 +45,6 @@ class Scratch(NamedTuple):
     key: Any
     values: Any
     lse: Any
-    order: Any
 
 
 class Barriers(NamedTuple):
@@ -100,7 +98,6 @@ def memory_of(shape: Shape, dtype) -> Scratch:
         tiled(shape.key_stages, shape.keys),
         plgpu.RefUnion(tiled(shape.value_stages, shape.keys), by_rows(shape.value_stages, shape.keys)),
         plgpu.SMEM((2, WARPGROUP), jnp.float32),
-        plgpu.SMEM((2, WARPGROUP), jnp.float32),
     )
 
 
@@ -118,7 +115,7 @@ def barriers_of(shape: Shape) -> Barriers:
 
 def program(shape: Shape, programs: int, arrays: Arrays, memory, barriers):
     warpgroup = lax.axis_index("wg")
-    memory = Memory(*memory.queries, memory.key, *memory.values, *memory[3:])
+    memory = Memory(*memory.queries, memory.key, *memory.values, memory.lse)
     work = functools.partial(tiles_of_program, shape, programs, arrays)
 
     @pl.when(warpgroup < 2)

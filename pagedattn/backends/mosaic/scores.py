@@ -29,19 +29,27 @@ def row_vector(value, dtype=jnp.float32):
 
 
 def rows_of(shape: Shape, tile: Tile, slopes, head, warpgroup) -> Rows:
+    spec = shape.spec
+    if not spec.causal and spec.sliding_window is None and spec.alibi_slopes is None:
+        return Rows(None, None, None, tile.key_len - 1)
     row = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP,), 0, layout=LAYOUT.reduce(1))
     unit = tile.first_unit + lax.div(row + warpgroup * WARPGROUP, jnp.int32(UNIT))
     unit = jnp.minimum(unit, num_units(shape, tile.query_len) - 1)
     token = token_of(tile.query_len, lax.div(unit, jnp.int32(shape.group)))
     token += lax.rem(row, jnp.int32(UNIT))
     position = tile.key_len - tile.query_len + token
-    first, last = visible_keys(shape, position, tile.key_len)
-    slope = row_vector(0.0)
-    if shape.spec.alibi_slopes is not None:
-        member = lax.rem(unit, jnp.int32(shape.group))
-        for i in range(shape.group):
-            slope = jnp.where(member == i, slopes[head * shape.group + i], slope)
-    return Rows(position, slope, first, last)
+    slope = slope_of(shape, slopes, head, unit)
+    return Rows(position, slope, *visible_keys(shape, position, tile.key_len))
+
+
+def slope_of(shape: Shape, slopes, head, unit):
+    """The ALiBi slope of the query head of each unit; None without ALiBi."""
+    if shape.spec.alibi_slopes is None:
+        return None
+    member, slope = lax.rem(unit, jnp.int32(shape.group)), row_vector(0.0)
+    for i in range(shape.group):
+        slope = jnp.where(member == i, slopes[head * shape.group + i], slope)
+    return slope
 
 
 def visible_keys(shape: Shape, position, key_len):
