@@ -49,7 +49,9 @@ def compute(shape: Shape, arrays, memory, barriers, work, warpgroup):
         def with_next():
             return walk.last_beside(walk_of(following), out, weights)
 
-        out, started = lax.cond(has_next, with_next, lambda: (walk.last(out, weights), (weights, state)))
+        out, started = lax.cond(
+            has_next, with_next, lambda: (walk.last(out, weights), (weights, state))
+        )
         results(walk, out, state)
         return started
 

@@ -77,7 +77,9 @@ def attention(shape: Shape, programs: int, query, key, value, tables, tiles, cou
         grid_names=("program",),
         num_threads=3,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
+        ),
     )(query, key, value, tables, tiles, count, slopes)
 
 
@@ -96,7 +98,9 @@ def memory_of(shape: Shape, dtype) -> Scratch:
     return Scratch(
         plgpu.RefUnion(tiled(*queries), by_rows(*queries)),
         tiled(shape.key_stages, shape.keys),
-        plgpu.RefUnion(tiled(shape.value_stages, shape.keys), by_rows(shape.value_stages, shape.keys)),
+        plgpu.RefUnion(
+            tiled(shape.value_stages, shape.keys), by_rows(shape.value_stages, shape.keys)
+        ),
         plgpu.SMEM((2, WARPGROUP), jnp.float32),
     )
 
@@ -116,7 +120,8 @@ def barriers_of(shape: Shape) -> Barriers:
 def program(shape: Shape, programs: int, arrays: Arrays, memory, barriers):
     warpgroup = lax.axis_index("wg")
     memory = Memory(*memory.queries, memory.key, *memory.values, memory.lse)
-    work = functools.partial(tiles_of_program, shape, programs, arrays)
+    me = lax.axis_index("program")
+    work = functools.partial(tiles_of_program, shape, programs, me, arrays)
 
     @pl.when(warpgroup < 2)
     def computing():
@@ -137,13 +142,13 @@ class Job(NamedTuple):
     done: Any
 
 
-def tiles_of_program(shape: Shape, programs: int, arrays: Arrays, begin, visit):
+def tiles_of_program(shape: Shape, programs: int, me, arrays: Arrays, begin, visit):
     """Visits the tiles of this program: back and forth over all, so that long ones are shared.
 
     `begin(job)` gives what the first visit starts with, and `visit(job, following, has_next, started)`
     what the next one does.
     """
-    me, total = lax.axis_index("program"), arrays.count[0] * shape.num_kv_heads
+    total = arrays.count[0] * shape.num_kv_heads
 
     def nth(index):
         column = jnp.where(lax.rem(index, 2) == 0, me, programs - 1 - me)

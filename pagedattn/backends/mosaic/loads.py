@@ -109,8 +109,16 @@ class Loads:
     def keys(self, step, ids):
         slot = self.slot(self.barriers.key_free, step, self.shape.key_stages)
         for i, block in enumerate(ids):
-            self.when_mine(i, self.whole_page, self.arrays.key, self.memory.key.at[slot],
-                           self.barriers.key_full.at[slot], step, i, block)
+            self.when_mine(
+                i,
+                self.whole_page,
+                self.arrays.key,
+                self.memory.key.at[slot],
+                self.barriers.key_full.at[slot],
+                step,
+                i,
+                block,
+            )
 
     def when_mine(self, i, load, *arguments):
         if self.shape.pages % WARPS == 0:
@@ -134,9 +142,7 @@ class Loads:
         room, full = self.memory.value.at[slot], self.barriers.value_full.at[slot]
         edges = self.edges(step)
         for i, block in enumerate(ids):
-            load = functools.partial(
-                self.whole_page, self.arrays.value, room, full, step, i, block
-            )
+            load = functools.partial(self.whole_page, self.arrays.value, room, full, step, i, block)
             pl.when((self.page(i) < self.shape.pages) & is_whole(edges, self.page(i)))(load)
         for page, inside in edges:
             rows = functools.partial(self.page_by_rows, slot, full, step, page)

@@ -5,7 +5,9 @@ import math
 
 from ...spec import AttentionSpec
 
-UNIT = 8  # query tokens of one head that are loaded and stored at once: rows of a shared-memory tile
+UNIT = (
+    8  # query tokens of one head that are loaded and stored at once: rows of a shared-memory tile
+)
 WARPGROUP = 64  # rows that one warpgroup multiplies
 ROWS = 2 * WARPGROUP
 UNITS = ROWS // UNIT  # units in a tile of queries
