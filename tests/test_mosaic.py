@@ -72,8 +72,8 @@ def blocks_of(shape, tile):
     return tiles.KeyBlocks(*map(int, tiles.key_blocks(shape, scalars)))
 
 
-@pytest.mark.parametrize("group, pad", [(1, 40), (3, 5), (4, 0), (20, 5)])
-@pytest.mark.parametrize("query_lens, seq_lens", BATCHES)
+@pytest.mark.parametrize(("group", "pad"), [(1, 40), (3, 5), (4, 0), (20, 5)])
+@pytest.mark.parametrize(("query_lens", "seq_lens"), BATCHES)
 def test_tiles_hold_every_token(query_lens, seq_lens, group, pad):
     """Padding too, which has no keys; the longest come first; lse finds its way back."""
     shape = shape_of(query_lens, AttentionSpec(), group=group, pad=pad)
@@ -95,7 +95,7 @@ def test_tiles_hold_every_token(query_lens, seq_lens, group, pad):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 60])
-@pytest.mark.parametrize("query_lens, seq_lens", BATCHES)
+@pytest.mark.parametrize(("query_lens", "seq_lens"), BATCHES)
 def test_key_blocks(query_lens, seq_lens, window, causal):
     """Those visited hold all visible keys, and no whole block in front or behind is wasted."""
     shape = shape_of(query_lens, AttentionSpec(causal=causal, sliding_window=window), pad=9)
@@ -135,7 +135,7 @@ def refusals(head_dim=128, block_size=16, dtype=jnp.bfloat16):
 
 
 @pytest.mark.parametrize(
-    "bad, named",
+    ("bad", "named"),
     [
         ({"head_dim": 80}, "head_dim"),
         ({"head_dim": 320}, "head_dim"),
@@ -195,7 +195,7 @@ def check(query_lens, seq_lens, spec, **sizes):
 
 
 @hopper
-@pytest.mark.parametrize("query_lens, seq_lens", BATCHES)
+@pytest.mark.parametrize(("query_lens", "seq_lens"), BATCHES)
 @pytest.mark.parametrize("name", SPECS)
 def test_every_feature(name, query_lens, seq_lens):
     check(query_lens, seq_lens, SPECS[name], pad_tokens=sum(query_lens) + 20)
@@ -218,9 +218,14 @@ def test_groups(heads):
 
 
 @hopper
-def test_more_tiles_than_programs():
-    """Every program has several tiles, of several lengths."""
-    check([500, 40, 1, 700], [600, 40, 900, 700], WINDOW, num_heads=32, num_kv_heads=16)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("programs", [1, 2, 3])
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_several_tiles_a_program(name, programs, head_dim):
+    sizes = {"head_dim": head_dim, "block_size": 16, "dtype": BF16}
+    problem = random_problem([200, 1, 30, 9], [290, 1, 333, 9], SPECS[name], **sizes)
+    arrays = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
+    assert_attention_close(*attend(*arrays, problem.spec, True, programs), problem)
 
 
 @hopper

@@ -1,7 +1,7 @@
 """The warpgroups that multiply, in turn: one's softmax runs while the other's products do.
 
-Within a warpgroup the products of the next keys are issued before those of the last values, so that
-the softmax in between runs while the latter are computed.
+Within a warpgroup the products of the next keys are issued before those of the last values: the
+matrix unit always has work.
 """
 
 import functools
@@ -132,7 +132,7 @@ class Walk:
         return out, (weights.astype(self.memory.query.dtype), state)
 
     def beside(self, walk, step, state, masked, out, weights, position=None):
-        """The products of weights and the values before a position, beside the weights of a step."""
+        """Weights times the values before a position, beside the weights of a step of a walk."""
         before = (step if position is None else position) - 1
         walk.await_keys_and_turn(step)
 

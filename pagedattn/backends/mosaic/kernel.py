@@ -11,7 +11,7 @@ from jax import lax
 
 from .compute import compute
 from .loads import load
-from .shape import ROWS, UNIT, UNITS, WARPGROUP, Shape
+from .shape import UNIT, UNITS, WARPGROUP, Shape
 from .tiles import KeyBlocks, Tile, cdiv, key_blocks
 
 
@@ -145,7 +145,7 @@ class Job(NamedTuple):
 def tiles_of_program(shape: Shape, programs: int, me, arrays: Arrays, begin, visit):
     """Visits the tiles of this program: back and forth over all, so that long ones are shared.
 
-    `begin(job)` gives what the first visit starts with, and `visit(job, following, has_next, started)`
+    `begin(job)` gives what the first visit starts with, `visit(job, following, has_next, started)`
     what the next one does.
     """
     total = arrays.count[0] * shape.num_kv_heads

@@ -1,7 +1,7 @@
 """The warpgroup that loads: queries by units, keys and values by pages, one TMA each.
 
-Its four warps share the pages of a step: a warp that loaded them all would issue too slowly for pages
-of 16. Table entries are looked up a step ahead: a load from the table takes longer than a TMA's issue.
+Its four warps share the pages of a step: one that loaded them all would issue too slowly for pages
+of 16. Table entries are looked up a step ahead: a load from the table takes longer than a TMA.
 """
 
 import functools
@@ -108,22 +108,10 @@ class Loads:
 
     def keys(self, step, ids):
         slot = self.slot(self.barriers.key_free, step, self.shape.key_stages)
+        room, full = self.memory.key.at[slot], self.barriers.key_full.at[slot]
         for i, block in enumerate(ids):
-            self.when_mine(
-                i,
-                self.whole_page,
-                self.arrays.key,
-                self.memory.key.at[slot],
-                self.barriers.key_full.at[slot],
-                step,
-                i,
-                block,
-            )
-
-    def when_mine(self, i, load, *arguments):
-        if self.shape.pages % WARPS == 0:
-            return load(*arguments)
-        pl.when(self.page(i) < self.shape.pages)(lambda: load(*arguments))
+            load = functools.partial(self.whole_page, self.arrays.key, room, full, step, i, block)
+            pl.when(self.page(i) < self.shape.pages)(load)
 
     def source(self, array, step, block):
         """The part of a block that one load brings: all of it, or the keys of a step."""

@@ -1,6 +1,5 @@
 """From dot products to weights: what every row may see, and the running softmax."""
 
-import functools
 import math
 from typing import Any, NamedTuple
 

@@ -2,9 +2,9 @@
 
 A tile is 16 units of one sequence and one head of keys; a unit is 8 query tokens of one query head.
 Unit u of a sequence is head `u % group` of token block `u // group`, so heads that share keys share
-tiles. The last token block ends where the sequence ends: it overlaps the one before it, and what both
-compute is the same, so that whole units are loaded and stored; only sequences of fewer than 8 tokens
-have units with rows to spare.
+tiles. The last token block ends where the sequence ends: it overlaps the one before it, and what
+both compute is the same, so that whole units are loaded and stored; only sequences of fewer than 8
+tokens have units with rows to spare.
 
 Padding tokens are one more sequence, without keys.
 """
