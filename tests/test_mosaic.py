@@ -1,0 +1,250 @@
+"""The backend in Pallas Mosaic GPU: its tiles on the CPU, its programs up to the GPU's assembler.
+
+On a Hopper GPU its results too, by the oracle.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from cases import SIGNED, SPECS
+
+from pagedattn import AttentionSpec, KVCache, init_kv_cache, make_batch
+from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
+
+plgpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
+if not hasattr(plgpu, "warp_map"):
+    pytest.skip("this JAX has no warps in Pallas Mosaic GPU", allow_module_level=True)
+
+from pagedattn.backends import mosaic  # noqa: E402
+from pagedattn.backends.mosaic import lse, tiles  # noqa: E402
+from pagedattn.backends.mosaic.launch import attend  # noqa: E402
+from pagedattn.backends.mosaic.shape import ROWS, UNIT, Shape  # noqa: E402
+
+BF16 = ml_dtypes.bfloat16
+WINDOW = AttentionSpec(sliding_window=100)
+HOPPER = jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == "9.0"
+hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+
+# query_lens, seq_lens: long, short, none, cross; with and without room for padding
+BATCHES = (
+    ([300], [300]),
+    ([200, 1, 30], [900, 1, 333]),
+    ([8, 3, 0, 129], [8, 400, 12, 129]),
+    ([9, 16, 7], [20, 0, 7]),
+    ([1] * 5, [1, 16, 17, 129, 128]),
+)
+
+
+def shape_of(query_lens, spec, *, group=4, head_dim=128, pad=0, block_size=16):
+    num_tokens = max(UNIT, sum(query_lens) + pad)
+    sizes = num_tokens, 2 * group, 2, head_dim, 999, block_size, len(query_lens), 64
+    return Shape(*sizes, spec, with_lse=True)
+
+
+def tiles_of(shape, query_lens, seq_lens):
+    """The tiles as rows of integers."""
+    table, count = tiles.tiles_of(shape, *lengths(query_lens, seq_lens))
+    return [tiles.Tile(*map(int, row)) for row in np.asarray(table)[: int(count[0])]]
+
+
+def lengths(query_lens, seq_lens):
+    starts = np.append(0, np.cumsum(query_lens))
+    return jnp.asarray(starts, jnp.int32), jnp.asarray(seq_lens, jnp.int32)
+
+
+def rows_of(shape, tile):
+    """Row, token in its sequence and query head in its group, of the rows that hold a token."""
+    units = -(-tile.query_len // UNIT) * shape.group
+    for row in range(ROWS):
+        unit = min(tile.first_unit + row // UNIT, units - 1)
+        start = min(unit // shape.group * UNIT, max(tile.query_len - UNIT, 0))
+        token = start + row % UNIT
+        if token < tile.query_len:
+            yield row, token, unit % shape.group
+
+
+def blocks_of(shape, tile):
+    scalars = tiles.Tile(*map(jnp.int32, tile))
+    return tiles.KeyBlocks(*map(int, tiles.key_blocks(shape, scalars)))
+
+
+@pytest.mark.parametrize(("group", "pad"), [(1, 40), (3, 5), (4, 0), (20, 5)])
+@pytest.mark.parametrize(("query_lens", "seq_lens"), BATCHES)
+def test_tiles_hold_every_token(query_lens, seq_lens, group, pad):
+    """Padding too, which has no keys; the longest come first; lse finds its way back."""
+    shape = shape_of(query_lens, AttentionSpec(), group=group, pad=pad)
+    written = np.full((shape.max_tiles, 2, ROWS), np.nan, np.float32)
+    seen = np.zeros((shape.num_tokens, group), bool)
+    found = tiles_of(shape, query_lens, seq_lens)
+    for tile in found:
+        for row, token, member in rows_of(shape, tile):
+            seen[tile.begin + token, member] = True
+            written[tile.slot, :, row] = tile.begin + token + member / 32 + np.array([0, 0.5])
+    steps = [blocks_of(shape, tile).count for tile in found]
+    assert seen.all()
+    assert steps == sorted(steps, reverse=True)
+    head = np.arange(2 * group)
+    want = np.arange(shape.num_tokens)[:, None] + head % group / 32 + head // group / 2
+    got = lse.by_token(shape, *lengths(query_lens, seq_lens), jnp.asarray(written))
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 60])
+@pytest.mark.parametrize(("query_lens", "seq_lens"), BATCHES)
+def test_key_blocks(query_lens, seq_lens, window, causal):
+    """Those visited hold all visible keys, and no whole block in front or behind is wasted."""
+    shape = shape_of(query_lens, AttentionSpec(causal=causal, sliding_window=window), pad=9)
+    for tile in tiles_of(shape, query_lens, seq_lens):
+        last, count, full_begin, full_end = blocks_of(shape, tile)
+        position = tile.key_len - tile.query_len
+        position = position + np.array([token for _, token, _ in rows_of(shape, tile)])
+        key = np.arange(tile.key_len + 2 * shape.keys)
+        apart = position[:, None] - key
+        visible = (key < tile.key_len) & ((apart >= 0) | (not causal))
+        visible &= abs(apart) < (window or 1 << 20)
+        visited = (key // shape.keys > last - count) & (key // shape.keys <= last)
+        common = (key // shape.keys >= full_begin) & (key // shape.keys < full_end)
+        assert not visible[:, ~visited].any()
+        assert visible[:, common].all()
+        ends = {block for block in (last, last - count + 1) if visible.any()}
+        assert all(visible[:, key // shape.keys == block].any() for block in ends)
+        assert visible.any() or count == 1
+
+
+@pytest.mark.parametrize("starts", [[-5, 30, 10**6, 7], [0, 0, 0, 0], [9, 3, 2, 1]])
+def test_bad_lengths_stay_inside_the_arrays(starts):
+    shape = shape_of([20, 10, 3], WINDOW)
+    seq_lens = jnp.array([10**6, -3, 2**31 - 1], jnp.int32)
+    table, count = tiles.tiles_of(shape, jnp.array(starts, jnp.int32), seq_lens)
+    rows = np.asarray(table)[: int(count[0])]
+    assert 0 <= int(count[0]) <= shape.max_tiles
+    assert (rows[:, 1] >= 0).all()
+    assert (rows[:, 1] + rows[:, 2] <= shape.num_tokens).all()
+    assert (rows[:, 3] <= shape.max_blocks * shape.block_size).all()
+
+
+def refusals(head_dim=128, block_size=16, dtype=jnp.bfloat16):
+    cache = init_kv_cache(4, block_size, 2, head_dim, dtype)
+    batch = make_batch([3], [0], [[1]], block_size=block_size)
+    return mosaic.refusals(jnp.zeros((3, 4, head_dim), dtype), cache, batch, AttentionSpec())
+
+
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [
+        ({"head_dim": 80}, "head_dim"),
+        ({"head_dim": 320}, "head_dim"),
+        ({"block_size": 12}, "block_size"),
+        ({"block_size": 24}, "block_size"),
+        ({"block_size": 192}, "block_size"),
+        ({"dtype": jnp.float32}, "float32"),
+    ],
+)
+def test_refusals(bad, named):
+    assert named in refusals(**bad)[0]
+
+
+@pytest.mark.skipif(HOPPER, reason="the reason is the missing GPU")
+def test_refuses_other_devices():
+    (reason,) = refusals()
+    assert "CUDA" in reason or "capability" in reason
+
+
+def lower(spec=SPECS["plain"], *, head_dim=128, block_size=16, dtype=jnp.bfloat16, heads=(4, 2)):
+    """The call as XLA would hand it to the GPU's assembler."""
+    num_heads, num_kv_heads = heads
+    planes = [jax.ShapeDtypeStruct((9, block_size, num_kv_heads, head_dim), dtype)] * 2
+    query = jax.ShapeDtypeStruct((300, num_heads, head_dim), dtype)
+    batch = make_batch([290, 10], [0, 0], [range(2, 41), [0, 1]], block_size=block_size)
+    arguments = {"spec": spec, "return_lse": True, "programs": 132}
+    traced = attend.trace(query, KVCache(*planes), batch, **arguments)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_every_feature_lowers(name):
+    assert "mosaic_gpu" in lower(SPECS[name])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_every_head_dim_lowers(head_dim, dtype):
+    assert "mosaic_gpu" in lower(head_dim=head_dim, dtype=dtype)
+
+
+@pytest.mark.parametrize("block_size", [8, 32, 64, 128, 256])
+def test_every_block_size_lowers(block_size):
+    assert "mosaic_gpu" in lower(WINDOW, block_size=block_size)
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (7, 1), (40, 2)])
+def test_every_group_lowers(heads):
+    assert "mosaic_gpu" in lower(heads=heads)
+
+
+def check(query_lens, seq_lens, spec, **sizes):
+    sizes = {"head_dim": 128, "block_size": 16, "dtype": BF16} | sizes
+    problem = random_problem(query_lens, seq_lens, spec, **sizes)
+    arrays = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
+    assert_attention_close(*mosaic.run(*arrays, spec, True), problem, name="mosaic")
+
+
+@hopper
+@pytest.mark.parametrize(("query_lens", "seq_lens"), BATCHES)
+@pytest.mark.parametrize("name", SPECS)
+def test_every_feature(name, query_lens, seq_lens):
+    check(query_lens, seq_lens, SPECS[name], pad_tokens=sum(query_lens) + 20)
+
+
+@hopper
+@pytest.mark.parametrize("dtype", [BF16, np.float16])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("block_size", [8, 64, 256])
+def test_sizes(block_size, head_dim, dtype):
+    spec = AttentionSpec(sliding_window=100, alibi_slopes=SIGNED)
+    check(*BATCHES[1], spec, block_size=block_size, head_dim=head_dim, dtype=dtype)
+
+
+@hopper
+@pytest.mark.parametrize("heads", [(2, 2), (7, 1), (40, 2)])
+def test_groups(heads):
+    num_heads, num_kv_heads = heads
+    check(*BATCHES[2], SPECS["plain"], num_heads=num_heads, num_kv_heads=num_kv_heads)
+
+
+@hopper
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("programs", [1, 2, 3])
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_several_tiles_a_program(name, programs, head_dim):
+    sizes = {"head_dim": head_dim, "block_size": 16, "dtype": BF16}
+    problem = random_problem([200, 1, 30, 9], [290, 1, 333, 9], SPECS[name], **sizes)
+    arrays = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
+    assert_attention_close(*attend(*arrays, problem.spec, True, programs), problem)
+
+
+@hopper
+def test_bad_values_stay_inside_the_arrays():
+    problem = random_problem(
+        [200, 1, 30],
+        [900, 1, 333],
+        SPECS["plain"],
+        head_dim=128,
+        dtype=BF16,
+        block_size=16,
+        poison=None,
+    )
+    batch = batch_of(problem)
+    wild = jnp.full_like(batch.block_tables, 2**31 - 1).at[1].set(-3)
+    bad = dataclasses.replace(batch, block_tables=wild, seq_lens=jnp.full(3, 10**6, jnp.int32))
+    arrays = jnp.asarray(problem.query), cache_of(problem)
+    out, _ = mosaic.run(*arrays, bad, problem.spec, True)
+    assert jnp.isfinite(out).all()
+    starts = jnp.array([-5, 30, 10**6, 7], jnp.int32)
+    bad = dataclasses.replace(bad, query_start_loc=starts)
+    jax.block_until_ready(mosaic.run(*arrays, bad, problem.spec, True))
