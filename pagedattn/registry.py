@@ -39,6 +39,7 @@ class BuiltIn(NamedTuple):
 ACROSS = "pagedattn_interop.backends"  # the backends for torch tensors, for JAX arrays
 ON_CUDA = ("cuda",)
 BUILT_IN = {
+    "mosaic": BuiltIn("pagedattn.backends.mosaic", None, ON_CUDA),
     "cudnn": BuiltIn("pagedattn.backends.cudnn", None, ON_CUDA),
     "triton": BuiltIn(
         "pagedattn.backends.triton", "pagedattn_torch.backends.triton", ON_CUDA, "triton"

@@ -4,5 +4,8 @@ Pages are loaded by TMA, one load a page, so that a cache in blocks of 16 costs 
 does.
 """
 
-from .launch import refusals as refusals
-from .launch import run as run
+from ...backend import Backend
+from ...gradient import with_xla_gradient
+from .launch import HONOURS, refusals, run, unfit
+
+BACKEND = Backend("mosaic", HONOURS, with_xla_gradient(run), refusals, unfit)

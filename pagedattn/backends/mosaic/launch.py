@@ -1,42 +1,49 @@
 """From a call to the kernel: what it takes, and its launch."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 
-from ...registry import platform_of
+from ...call import Call
 from .kernel import attention
 from .lse import by_token
 from .shape import UNIT, Shape
 from .tiles import tiles_of
 
+HONOURS = frozenset(
+    {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes", "return_lse"}
+)
 DTYPES = ("bfloat16", "float16")
 
 
-def refusals(query, cache, batch, spec) -> list[str]:
+def refusals(call: Call) -> list[str]:
     """Why the kernel cannot run a call; empty when it can."""
-    return _unsupported_arrays(query, cache) + _unsupported_device(query)
+    return _unsupported_sizes(call) + _unsupported_device()
 
 
-def _unsupported_arrays(query, cache) -> list[str]:
+def unfit(call: Call) -> list[str]:
+    """Why another backend is likely faster: the rule of `backend=None`."""
+    return ["it is not yet measured to be ahead of the others: name it to use it"]
+
+
+def _unsupported_sizes(call) -> list[str]:
     reasons = []
-    if str(query.dtype) not in DTYPES:
-        reasons.append(f"it takes {' and '.join(DTYPES)}, got {query.dtype}")
-    if cache.head_dim % 64 or not 64 <= cache.head_dim <= 256:
-        reasons.append(f"head_dim must be 64, 128, 192 or 256, got {cache.head_dim}")
+    if call.dtype not in DTYPES:
+        reasons.append(f"it takes {' and '.join(DTYPES)}, got {call.dtype}")
+    if call.head_dim % 64 or not 64 <= call.head_dim <= 256:
+        reasons.append(f"head_dim must be 64, 128, 192 or 256, got {call.head_dim}")
         return reasons
-    keys = 128 if cache.head_dim <= 128 else 64
-    if cache.block_size % 8 or (keys % cache.block_size and cache.block_size % keys):
+    keys = 128 if call.head_dim <= 128 else 64
+    if call.block_size % 8 or (keys % call.block_size and call.block_size % keys):
         reasons.append(
-            f"block_size must be 8, 16, 32 or a multiple of {keys}, got {cache.block_size}"
+            f"block_size must be 8, 16, 32 or a multiple of {keys}, got {call.block_size}"
         )
     return reasons
 
 
-def _unsupported_device(query) -> list[str]:
-    if (platform := platform_of(query)) != "gpu":
-        return [f"it needs arrays on a CUDA device, got them on {platform}"]
+def _unsupported_device() -> list[str]:
     if (capability := _capability()) != "9.0":
         return [f"it needs compute capability 9.0 (Hopper), got {capability}"]
     return []
@@ -47,30 +54,28 @@ def _capability() -> str:
     return str(jax.devices("gpu")[0].compute_capability)
 
 
-def run(query, cache, batch, spec, return_lse):
+def run(call: Call, query, cache, batch):
     """out and lse of a call; every element of both is written by the kernel."""
-    if not query.size:
-        return query, jnp.full(query.shape[:2], -jnp.inf, jnp.float32)
-    programs = jax.devices("gpu")[0].core_count
-    return attend(query, cache, batch, spec, return_lse, programs)
+    return attend(call, query, cache, batch, jax.devices("gpu")[0].core_count)
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "return_lse", "programs"))
-def attend(query, cache, batch, spec, return_lse, programs):
+@functools.partial(jax.jit, static_argnames=("call", "programs"))
+def attend(call: Call, query, cache, batch, programs):
     """`run` for a GPU of so many multiprocessors, wherever this is traced."""
-    if short := max(0, UNIT - len(query)):
-        query = jnp.pad(query, ((0, short), (0, 0), (0, 0)))
-    shape = shape_of(query, cache, batch, spec, return_lse)
+    shape = shape_of(call)
+    query = jnp.pad(query, ((0, shape.num_tokens - call.num_tokens), (0, 0), (0, 0)))
     lengths = batch.query_start_loc, batch.seq_lens
     tiles, count = tiles_of(shape, *lengths)
-    slopes = jnp.asarray(spec.alibi_slopes or (0.0,), jnp.float32)
-    arrays = query, cache.key, cache.value, batch.block_tables.astype(jnp.int32)
+    slopes = jnp.asarray(call.spec.alibi_slopes or (0.0,), jnp.float32)
+    arrays = query, cache.key, cache.value, batch.block_tables
     out, lse = attention(shape, programs, *arrays, tiles, count, slopes)
-    tokens = slice(len(query) - short)
-    return out[tokens], by_token(shape, *lengths, lse)[tokens] if return_lse else None
+    tokens = slice(call.num_tokens)
+    return out[tokens], by_token(shape, *lengths, lse)[tokens] if call.return_lse else None
 
 
-def shape_of(query, cache, batch, spec, return_lse) -> Shape:
-    num_tokens, num_heads, head_dim = query.shape
-    sizes = num_tokens, num_heads, cache.num_kv_heads, head_dim, cache.num_blocks, cache.block_size
-    return Shape(*sizes, batch.num_seqs, batch.max_blocks, spec, return_lse)
+def shape_of(call: Call) -> Shape:
+    """The call's sizes; its queries are padded to one unit at least, and its window may be off."""
+    sizes = call.num_heads, call.num_kv_heads, call.head_dim, call.num_blocks, call.block_size
+    spec = dataclasses.replace(call.spec, sliding_window=call.window)
+    num_tokens = max(UNIT, call.num_tokens)
+    return Shape(num_tokens, *sizes, call.num_seqs, call.max_blocks, spec, call.return_lse)

@@ -12,15 +12,22 @@ import numpy as np
 import pytest
 from cases import SIGNED, SPECS
 
-from pagedattn import AttentionSpec, KVCache, init_kv_cache, make_batch
+from pagedattn import (
+    AttentionSpec,
+    KVCache,
+    explain,
+    init_kv_cache,
+    make_batch,
+    paged_attention,
+)
+from pagedattn.call import call_of
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
 
 plgpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
 if not hasattr(plgpu, "warp_map"):
     pytest.skip("this JAX has no warps in Pallas Mosaic GPU", allow_module_level=True)
 
-from pagedattn.backends import mosaic  # noqa: E402
-from pagedattn.backends.mosaic import lse, tiles  # noqa: E402
+from pagedattn.backends.mosaic import launch, lse, tiles  # noqa: E402
 from pagedattn.backends.mosaic.launch import attend  # noqa: E402
 from pagedattn.backends.mosaic.shape import ROWS, UNIT, Shape  # noqa: E402
 
@@ -131,7 +138,9 @@ def test_bad_lengths_stay_inside_the_arrays(starts):
 def refusals(head_dim=128, block_size=16, dtype=jnp.bfloat16):
     cache = init_kv_cache(4, block_size, 2, head_dim, dtype)
     batch = make_batch([3], [0], [[1]], block_size=block_size)
-    return mosaic.refusals(jnp.zeros((3, 4, head_dim), dtype), cache, batch, AttentionSpec())
+    return launch._unsupported_sizes(
+        call_of(jnp.zeros((3, 4, head_dim), dtype), cache, batch, WINDOW)
+    )
 
 
 @pytest.mark.parametrize(
@@ -151,8 +160,14 @@ def test_refusals(bad, named):
 
 @pytest.mark.skipif(HOPPER, reason="the reason is the missing GPU")
 def test_refuses_other_devices():
-    (reason,) = refusals()
-    assert "CUDA" in reason or "capability" in reason
+    cache, batch = init_kv_cache(4, 16, 2, 128), make_batch([3], [0], [[1]], block_size=16)
+    (reason,) = explain(jnp.zeros((3, 4, 128), jnp.bfloat16), cache, batch)["mosaic"]
+    assert "cuda" in reason or "capability" in reason
+
+
+def placed(query, cache):
+    """Arrays of those shapes, which lie somewhere."""
+    return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), (query, cache))
 
 
 def lower(spec=SPECS["plain"], *, head_dim=128, block_size=16, dtype=jnp.bfloat16, heads=(4, 2)):
@@ -161,8 +176,8 @@ def lower(spec=SPECS["plain"], *, head_dim=128, block_size=16, dtype=jnp.bfloat1
     planes = [jax.ShapeDtypeStruct((9, block_size, num_kv_heads, head_dim), dtype)] * 2
     query = jax.ShapeDtypeStruct((300, num_heads, head_dim), dtype)
     batch = make_batch([290, 10], [0, 0], [range(2, 41), [0, 1]], block_size=block_size)
-    arguments = {"spec": spec, "return_lse": True, "programs": 132}
-    traced = attend.trace(query, KVCache(*planes), batch, **arguments)
+    call = call_of(*placed(query, KVCache(*planes)), batch, spec, return_lse=True)
+    traced = attend.trace(call, query, KVCache(*planes), batch, 132)
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -191,7 +206,8 @@ def check(query_lens, seq_lens, spec, **sizes):
     sizes = {"head_dim": 128, "block_size": 16, "dtype": BF16} | sizes
     problem = random_problem(query_lens, seq_lens, spec, **sizes)
     arrays = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
-    assert_attention_close(*mosaic.run(*arrays, spec, True), problem, name="mosaic")
+    got = paged_attention(*arrays, spec, backend="mosaic", return_lse=True)
+    assert_attention_close(*got, problem, name="mosaic")
 
 
 @hopper
@@ -225,7 +241,8 @@ def test_several_tiles_a_program(name, programs, head_dim):
     sizes = {"head_dim": head_dim, "block_size": 16, "dtype": BF16}
     problem = random_problem([200, 1, 30, 9], [290, 1, 333, 9], SPECS[name], **sizes)
     arrays = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
-    assert_attention_close(*attend(*arrays, problem.spec, True, programs), problem)
+    call = call_of(*arrays, problem.spec, return_lse=True)
+    assert_attention_close(*attend(call, *arrays, programs), problem)
 
 
 @hopper
@@ -243,8 +260,9 @@ def test_bad_values_stay_inside_the_arrays():
     wild = jnp.full_like(batch.block_tables, 2**31 - 1).at[1].set(-3)
     bad = dataclasses.replace(batch, block_tables=wild, seq_lens=jnp.full(3, 10**6, jnp.int32))
     arrays = jnp.asarray(problem.query), cache_of(problem)
-    out, _ = mosaic.run(*arrays, bad, problem.spec, True)
+    call = call_of(*arrays, bad, problem.spec, return_lse=True)
+    out, _ = launch.run(call, *arrays, bad)
     assert jnp.isfinite(out).all()
     starts = jnp.array([-5, 30, 10**6, 7], jnp.int32)
     bad = dataclasses.replace(bad, query_start_loc=starts)
-    jax.block_until_ready(mosaic.run(*arrays, bad, problem.spec, True))
+    jax.block_until_ready(launch.run(call, *arrays, bad))
