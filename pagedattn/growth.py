@@ -9,8 +9,8 @@ from jaxtyping import Array, Bool, Int
 
 from . import validate_pool as validate
 from .blocks import add_at
-from .checks import an_array, known, require
-from .errors import OutOfBlocksError
+from .checks import an_array, known
+from .errors import InvalidInputError, OutOfBlocksError
 from .pool import BlockPool
 
 
@@ -33,10 +33,10 @@ class Growth:
         """Outside jit: raises OutOfBlocksError if a sequence has not grown."""
         an_array("Growth.ok", self.ok)
         ok = known(self.ok)
-        require(
-            ok is not None and ok.dtype == bool,
-            "Growth.require reads ok, truth values that are known outside jit alone: return them",
-        )
+        if ok is None or ok.dtype != bool:
+            raise InvalidInputError(
+                "Growth.require reads ok, truth values that are known outside jit alone"
+            )
         failed = np.flatnonzero(~ok).tolist()
         if failed:
             raise OutOfBlocksError(

@@ -36,10 +36,10 @@ MUTANTS = {
         FEATURES,
     ),
     "hidden values not zeroed": Mutant(
-        "rows = jnp.where(inside[:, None, :, None], rows, 0)\n", "", POISON.format("xla")
+        "    rows = jnp.where(inside[:, None, :, None], rows, 0)\n", "", POISON.format("xla")
     ),
     "sums not rescaled to the new highest": Mutant(
-        "state.total * kept +", "state.total +", "tests/test_grad.py -k as_exact_as"
+        "state.total * kept +", "state.total +", "tests/test_properties.py -k exact_at_100k and xla"
     ),
     "a gradient through the highest logit": Mutant(
         "jax.lax.stop_gradient(jnp.maximum(state.highest, logits.max(axis=3)))",
@@ -50,7 +50,7 @@ MUTANTS = {
         "_weighted(out_b, weight_b)", "out_b", "tests/test_state.py"
     ),
     "lost copy-on-write": Mutant(
-        "return (owners > 1) & (", "return (owners > 2) & (", "tests/test_pool.py -k TestPool"
+        "return (owners > 1) & (", "return (owners > 2) & (", "tests/test_pool.py -k stays_shared"
     ),
     "shared blocks freed with their first owner": Mutant(
         '(ref_counts.at[blocks].get(mode="clip") == 0)',
@@ -91,7 +91,8 @@ MUTANTS = {
         "jax.lax.cummax(int32(starts))", "int32(starts)", "tests/test_batch.py -k padded_with_zeros"
     ),
     "dropped clamp of the keys": Mutant(
-        "batch.seq_lens.clamp(0, batch.max_blocks * batch.block_size)", "batch.seq_lens",
+        "batch.seq_lens.clamp(0, batch.max_blocks * batch.block_size) - first_keys",
+        "batch.seq_lens - first_keys",
         "tests/test_grouping.py",
     ),
     "dropped clamp of the queries": Mutant(
