@@ -1,6 +1,7 @@
 """The pieces that input checks are made of. Values are looked at only where they are known."""
 
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +24,11 @@ def is_count(value, least=1) -> bool:
     return number is not None and least <= number <= MAX_SLOTS
 
 
-def whole(value) -> int | None:
+def whole(value: Any) -> int | None:
     """An integer, an array's too; truth values and NumPy's time spans are none to us."""
-    unlike = isinstance(value, bool | np.timedelta64) or "bool" in str(getattr(value, "dtype", ""))
+    kind = str(getattr(value, "dtype", type(value).__name__))
     try:
-        return None if unlike else operator.index(value)
+        return None if "bool" in kind or "timedelta" in kind else operator.index(value)
     except Exception:  # whatever a foreign object raises
         return None
 

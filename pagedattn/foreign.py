@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ def takes_any_array(fn):
     return call
 
 
-def as_jax(name: str, value):
+def as_jax(name: str, value: Any):
     """A foreign array over the same memory, or a record of arrays with them; the rest as it is.
 
     Integers on the host (tables, lengths, slots) become NumPy's, which are of any strides and

@@ -1,5 +1,7 @@
 """Integers of any dtype as int32, the one that block tables, slots and lengths have."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,7 +35,7 @@ def int32_array(name: str, array, ndim: int) -> Int[Array, "..."]:
     return int32(values)
 
 
-def int32(values: Int[Array, "..."]) -> Int[Array, "..."]:
+def int32(values: Any) -> Int[Array, "..."]:
     """Integers of any dtype as int32; what does not fit becomes -1, which is out of every range."""
     # jnp.asarray would cut NumPy's 64 bits down to 32 before anybody could look.
     values = values if isinstance(values, jax.Array) else np.asarray(values)

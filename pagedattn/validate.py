@@ -4,6 +4,8 @@ Shapes and dtypes are checked always, at trace time under jit. Values are checke
 only when they are known: the arrays of a traced call have none yet.
 """
 
+import operator
+
 import numpy as np
 
 from .batch import BatchMetadata
@@ -22,7 +24,6 @@ from .checks import (
     require,
     shown,
     start_locs,
-    whole,
 )
 from .ragged import cdiv
 from .spec import AttentionSpec
@@ -30,7 +31,7 @@ from .spec import AttentionSpec
 
 def cache_shape(shape, dtype) -> tuple[int, ...]:
     """The sizes as Python's integers."""
-    sizes = tuple(whole(size) if is_count(size) else 0 for size in shape)
+    sizes = tuple(operator.index(size) if is_count(size) else 0 for size in shape)
     require(
         all(sizes) and sizes[0] * sizes[1] <= MAX_SLOTS,
         "num_blocks, block_size, num_kv_heads and head_dim must be integers above 0, and "
@@ -94,9 +95,9 @@ def block_copies(src_cache, dst_cache, src, dst) -> None:
 def fill(cache_, blocks, value) -> None:
     cache(cache_)
     int_array("blocks", blocks, getattr(blocks, "ndim", 1))
+    dtype = getattr(value, "dtype", None)
     number = isinstance(value, float | int) or getattr(value, "ndim", 1) == 0
-    if hasattr(value, "dtype"):
-        number = number and (is_floating(value.dtype) or is_integer(value.dtype))
+    number = number and (dtype is None or is_floating(dtype) or is_integer(dtype))
     require(number, f"value must be one number, got {shown(value)}")
     values = known(blocks)
     if values is not None:

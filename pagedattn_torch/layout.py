@@ -26,7 +26,7 @@ DENSE = torch.contiguous_format
 
 def kv_cache_shape(
     num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
-) -> tuple[int, int, int, int, int]:
+) -> tuple[int, ...]:
     """The shape of one layer's cache.
 
     Raises:

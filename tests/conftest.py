@@ -39,6 +39,10 @@ for name, examples in PROFILES.items():
             hypothesis.HealthCheck.function_scoped_fixture,  # backend and mode are plain strings
         ],
     )
+# A mutant has to be noticed, not to be shrunk to its least example.
+hypothesis.settings.register_profile(
+    "mutants", hypothesis.settings.get_profile("ci"), phases=[hypothesis.Phase.generate]
+)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 # Those that honour everything, and those that refuse some calls, as `cases.run` allows. Others have

@@ -22,7 +22,6 @@ def counts(**sizes) -> list[int]:
         slots = sizes[name] * sizes["block_size"]
         require(slots <= MAX_SLOTS, f"{name} * block_size must fit int32, got {slots}")
     return list(sizes.values())
-    return sizes
 
 
 def pool(pool, name="pool"):

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from ..checks import an_array, known, require
-from ..errors import OutOfBlocksError
+from ..checks import an_array, known
+from ..errors import InvalidInputError, OutOfBlocksError
 from ..ragged import add_at, cdiv
 from . import checks as validate
 from .block_pool import BlockPool
@@ -33,10 +33,10 @@ class Growth:
         """Outside jit: raises OutOfBlocksError if a sequence has not grown."""
         an_array("Growth.ok", self.ok)
         ok = known(self.ok)
-        require(
-            ok is not None and ok.dtype == bool,
-            "Growth.require reads ok, truth values that are known outside jit alone: return them",
-        )
+        if ok is None or ok.dtype != bool:
+            raise InvalidInputError(
+                "Growth.require reads ok, truth values that are known outside jit alone"
+            )
         failed = np.flatnonzero(~ok).tolist()
         if failed:
             raise OutOfBlocksError(

@@ -40,10 +40,12 @@ MUTANTS = {
         FEATURES,
     ),
     "hidden values not zeroed": Mutant(
-        "rows = jnp.where(inside[:, None, :, None], rows, 0)\n", "", POISON.format("xla")
+        "    rows = jnp.where(inside[:, None, :, None], rows, 0)\n", "", POISON.format("xla")
     ),
     "sums not rescaled to the new highest": Mutant(
-        "state.total * kept +", "state.total +", "tests/backends/test_grad.py -k as_exact_as"
+        "state.total * kept +",
+        "state.total +",
+        "tests/backends/test_properties.py -k exact_at_100k and xla",
     ),
     "a gradient through the highest logit": Mutant(
         "jax.lax.stop_gradient(jnp.maximum(state.highest, logits.max(axis=3)))",
@@ -54,7 +56,9 @@ MUTANTS = {
         "_weighted(out_b, weight_b)", "out_b", "tests/core/test_state.py"
     ),
     "lost copy-on-write": Mutant(
-        "return (owners > 1) & (", "return (owners > 2) & (", "tests/pool/test_pool.py -k TestPool"
+        "return (owners > 1) & (",
+        "return (owners > 2) & (",
+        "tests/pool/test_pool.py -k stays_shared",
     ),
     "shared blocks freed with their first owner": Mutant(
         '(ref_counts.at[blocks].get(mode="clip") == 0)',

@@ -1,5 +1,6 @@
 """Every mutant of the library is noticed by the tests that are named for it."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -27,7 +28,10 @@ def exit_code(root, tests):
     files, *selection = tests.split(" -k ")
     command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", files]
     command += ["-k", selection[0]] if selection else []
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=900)
+    environment = {**os.environ, "HYPOTHESIS_PROFILE": "mutants"}
+    done = subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, timeout=900
+    )
     print(done.stdout[-3000:])
     return done.returncode
 
