@@ -3,10 +3,11 @@
     python examples/decode_loop.py
     python examples/decode_loop.py --backend sdpa --new-tokens 256 --json decode_loop.json
 
-Both run the same step (generation.py) on the shipped model. Stepped, Python asks after each token
-whether anyone goes on: a round trip to the host. Each is run on a cache and on one many times as
-large: the time must not follow the cache's size, and the caches must stay where they are, for
-else a step copies them. The exit status is 1 when one moved, or when the texts differ.
+Both run the same step (serving/generation.py) on the shipped model. In the stepped loop Python asks
+after each token whether any sequence goes on: a round trip to the host. Each loop runs on a small
+cache and on one many times as large. The time must not grow with the cache, and the caches must
+stay where they are in memory: if they move, a step copies them. The exit status is 1 when a cache
+moved, or when the texts differ.
 """
 
 import argparse
@@ -37,12 +38,12 @@ HEADINGS = ("backend", "loop", "cache", "ms/token", "round trips", "torch calls"
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run of a loop, the fastest of some.
+    """The fastest run of a loop.
 
     Fields:
       host_round_trips: how often Python waited for the device.
       torch_calls: how often the compiled programs called torch.
-      in_place: whether every cache is at the end in the buffer in which it was at the start.
+      in_place: whether every cache ended in the buffer in which it started.
     """
 
     backend: str
@@ -67,7 +68,7 @@ def compiled_loop(params: dict, model: Decoder, backend: str, temperature: float
 
 
 def stepped_loop(params: dict, model: Decoder, backend: str, temperature: float):
-    """The same, asking after each step whether to go on."""
+    """Like `compiled_loop`, but Python asks after each step whether to go on."""
 
     def run(state: Generation) -> tuple[Generation, int]:
         steps = 0
@@ -133,7 +134,7 @@ def outcomes_of(args: argparse.Namespace, backend: str) -> list[Outcome]:
 def outcome_of(backend, loop, prompts, calls, seconds, state, trips, in_place) -> Outcome:
     lengths = state.lengths.tolist()
     new = max(length - len(prompt) for length, prompt in zip(lengths, prompts, strict=True))
-    steps = new - 1  # the prefill gave the first
+    steps = new - 1  # the prefill gave the first token
     return Outcome(
         backend=backend,
         loop=loop,

@@ -3,8 +3,8 @@
     python examples/demo.py
     python examples/demo.py --backend xla --model DIR --picture pool.png
 
-Every usable backend serves the same requests. All have to give the same text, which has to be the
-one that the model gives without any cache; otherwise the exit status is 1.
+Every usable backend serves the same requests. All must give the text that the model gives without
+any cache; otherwise the exit status is 1.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def serve(engine: Engine, requests: list[Request]) -> Served:
 
 
 def serve_live(engine: Engine, requests: list[Request], tokenizer: Tokenizer) -> Served:
-    """`serve` on a warm engine, with a display while it lasts and a line of what it came to."""
+    """`serve`, after a warm-up, with a live display; prints a line about the speed at the end."""
     compile_seconds = warm_up(engine)
     view = partial(render, engine, requests, tokenizer)
     with Live(get_renderable=view, console=console, refresh_per_second=8, transient=True):
@@ -66,7 +66,7 @@ def serve_live(engine: Engine, requests: list[Request], tokenizer: Tokenizer) ->
 
 
 def warm_up(engine: Engine) -> float:
-    """Compiles both programs, by a decode step and a mixed one; the seconds it took."""
+    """Compiles both programs, by serving a decode and a prompt; returns the seconds it took."""
     tiny = (Request(0, prompt, 1, GREEDY) for prompt in ((0,), (0, 0)))
     return sum(serve(engine, [request]).seconds for request in tiny)
 
@@ -85,7 +85,7 @@ def usable_backends(model: Decoder, limits: Limits) -> list[str]:
 
 
 def make_requests(tokenizer: Tokenizer, longest: int) -> list[Request]:
-    """A request for each prompt, of its own length, as real ones end when they like."""
+    """A request for each prompt; their lengths differ, as those of real requests do."""
     lengths = np.random.default_rng(0).integers(longest // 3, longest, len(PROMPTS), endpoint=True)
     return [
         Request(index, tuple(tokenizer.encode(prompt)), int(length), GREEDY)

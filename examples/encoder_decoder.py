@@ -1,11 +1,11 @@
-"""An encoder-decoder layer stack's attention, step by step, on torch tensors made from JAX arrays.
+"""Attention of an encoder-decoder model, step by step, on torch tensors made from JAX arrays.
 
     python examples/encoder_decoder.py
 
 The encoder, the decoder's prefill, its cross-attention, then three decode steps run through
 `TorchSDPABackendImpl` on caches that JAX allocated. Every result is compared with
 `pagedattn.paged_attention` on the same values, and with the float64 oracle; the exit status is 1
-if one is off.
+if one differs by more than rounding.
 """
 
 import itertools
@@ -30,7 +30,7 @@ TOLERANCE = 1e-5
 
 
 class Row(NamedTuple):
-    """One attention call, and how far it is from the others."""
+    """One attention call by torch: whether memory was shared, and its distance from the judges."""
 
     step: str
     attention: str
@@ -52,7 +52,7 @@ class Decoder(NamedTuple):
 def main() -> int:
     layer = TorchSDPABackendImpl(NUM_HEADS, HEAD_DIM, num_kv_heads=NUM_KV_HEADS)
     sizes = (16, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, jnp.float32)
-    # The layer writes into these arrays, so nobody but it may hold them.
+    # The layer writes to the memory of these JAX arrays, so nothing else may use them.
     decoder = Decoder(layer, init_kv_cache(*sizes), init_kv_cache(*sizes), itertools.count())
     rows = [*prefill(decoder)]
     for step in range(NUM_DECODES):
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def prefill(decoder: Decoder):
-    """The encoder, the prompts and their first look at the encoder's keys."""
+    """The encoder, the prompts, and their cross-attention, which caches the encoder's keys."""
     meta = metadata(PROMPT_LENS, [0] * len(PROMPT_LENS))
     encoder = normal(decoder, sum(ENCODER_LENS))
     yield run(decoder, "prefill", "encoder", encoder, meta)
@@ -102,7 +102,7 @@ def normal(decoder: Decoder, num_tokens: int):
 
 
 def run(decoder: Decoder, step: str, attention: str, arrays, meta) -> Row:
-    """One call through the layer, and its judges."""
+    """One call through the layer, compared with JAX and with the oracle."""
     cache = decoder.cross if attention == "encoder_decoder" else decoder.own
     query = to_torch(arrays[0])
     key, value = (None if array is None else to_torch(array) for array in arrays[1:])
@@ -140,7 +140,7 @@ def judged(decoder: Decoder, attention: str, arrays, cache: KVCache, meta):
     """The same call for JAX: its own arrays, and the cache that the layer has just written."""
     spec = AttentionSpec(causal=attention == "decoder")
     if attention != "encoder":
-        # A copy: XLA may run the judge after the layer's next write.
+        # A copy, since XLA may compute the comparison only after the layer's next write.
         written = to_jax(to_torch(cache), copy=True)
         return arrays[0], written, to_jax(meta.to_batch(BLOCK_SIZE, attention)), spec
     query, key, value = arrays

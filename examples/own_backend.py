@@ -1,4 +1,4 @@
-"""A backend of your own: every token gathers the keys of its sequence. Held to the oracle.
+"""A backend of your own, held to the oracle. In it every token gathers the keys of its sequence.
 
     python examples/own_backend.py
 
@@ -15,7 +15,7 @@ from pagedattn import Backend, attention_bias
 from pagedattn.ragged import positions, sequence_ids
 from pagedattn.testing import check_backend
 
-# A call that asks for anything else is refused before `run` is asked.
+# A call that asks for any other option is refused before any function here is called.
 HONOURS = frozenset({"scale", "causal", "sliding_window", "alibi_slopes", "return_lse"})
 MOST_KEYS = 1 << 14
 
@@ -32,13 +32,13 @@ def run(call, query, cache, batch):
     queries = positions(batch.query_start_loc, batch.seq_lens, call.num_tokens)
     keys = jnp.arange(call.capacity)
     bias = attention_bias(queries[:, None], keys[None], call.spec)
-    bias = bias.reshape(call.num_tokens, -1, call.capacity)  # of one head, or with ALiBi of all
+    bias = bias.reshape(call.num_tokens, -1, call.capacity)  # one for all heads; ALiBi: one each
     present = (seqs >= 0)[:, None] & (keys < batch.seq_lens[seqs][:, None])
     seen = present[:, None] & (bias > -jnp.inf)
 
     planes, tables = (cache.key, cache.value), batch.block_tables[seqs]
     key, value = (gathered(call, plane, tables) for plane in planes)
-    # What nobody may see can be NaN: 0 * NaN would be NaN.
+    # Values that no query may see can be NaN, and 0 * NaN is NaN: they become 0.
     value = jnp.where(seen.any(axis=1)[..., None, None], value, 0)
     logits = call.scale * jnp.einsum("thd,tshd->ths", query.astype(float), key, precision="highest")
     logits = jnp.where(seen, logits + bias, -jnp.inf)
@@ -49,7 +49,7 @@ def run(call, query, cache, batch):
 
 
 def gathered(call, plane, tables):
-    """`[num_tokens, capacity, num_heads, head_dim]`; ids past the end may be anything."""
+    """Keys or values `[num_tokens, capacity, num_heads, head_dim]`; unused ids may be anything."""
     pages = plane.at[tables].get(mode="clip", wrap_negative_indices=False)
     pages = pages.reshape(call.num_tokens, call.capacity, call.num_kv_heads, call.head_dim)
     return jnp.repeat(pages.astype(float), call.group, axis=2)

@@ -33,7 +33,8 @@ def paged_attention(
     with `write_kv` first, then attend. Encoders and cross attention are this call with
     `causal=False` and the key side's own tables and lengths.
 
-    Outside jit the arrays may be torch's, or any with DLPack: they are shared, or refused.
+    Outside jit the arrays may also be torch's, or any other framework's with DLPack: their memory
+    is read without a copy, or an InvalidInputError says why it cannot be.
 
     Several devices: call it inside `jax.shard_map`, with the heads of query and cache spread over
     them, or with a cache and a batch for each. ALiBi slopes are then those of a device's own heads.
@@ -43,8 +44,8 @@ def paged_attention(
       cache: holds the keys and values, the new ones included.
       batch: which tokens and blocks belong to which sequence (`make_batch`).
       spec: the formula; static.
-      backend: a name, or a `Backend`, never falls back; None takes the first one that can run the
-        call and is fit for it (`explain` says why).
+      backend: a name or a `Backend`: this one runs, or says why not. None takes the first one that
+        can run the call and is fit for it (`explain` says why).
       return_lse: also return the natural log of the sum of exponentials, for `merge_states`.
 
     Returns:
@@ -82,7 +83,7 @@ def explain(
       the one taken, `.passed_over` says why those before it are not.
 
     Raises:
-      InvalidInputError: no backend could, since the arguments do not fit together.
+      InvalidInputError: the arguments do not fit together, whatever the backend.
 
     >>> from pagedattn import init_kv_cache, make_batch
     >>> cache, batch = init_kv_cache(1, 4, 1, 8), make_batch([1], [0], [[0]], block_size=4)
@@ -139,12 +140,16 @@ def ragged_attention(
 ):
     """Attention of packed queries over packed keys, without a cache (encoders, profiling runs).
 
-    Sequence s owns the queries and the keys between its start and the next one's. Queries are
-    aligned to the end of the keys, as a chunk is to its context. The rest is `paged_attention`:
-    packed keys are a cache of blocks of one token.
+    Queries are aligned to the end of the keys: the last query of a sequence stands at its last
+    key. All else is as in `paged_attention`, which runs over the keys as blocks of one token.
 
     Args:
-      max_query_len, max_key_len: static upper bounds on the lengths.
+      query_start_loc, key_start_loc: sequence s owns the queries, and the keys, from entry s up to
+        entry s + 1; those after the last entry are padding.
+      max_query_len, max_key_len: static upper bounds on the lengths of the sequences.
+      spec, backend, return_lse: as in `paged_attention`.
+
+    Returns, Raises: as `paged_attention`.
 
     >>> x = jnp.ones((3, 1, 8))
     >>> starts = jnp.array([0, 1, 3])

@@ -27,16 +27,18 @@ class Backend:
       run: `run(call, query, cache, plan)` gives `(out, lse)`, of `call.out_shape` and
         `call.lse_shape`; lse may be None unless `call.return_lse`. Arguments are validated, and the
         call is not empty.
-      refusals: `refusals(call)` lists the reasons why it cannot run a call; none, and it can.
+      refusals: `refusals(call)` lists the reasons why it cannot run a call; none means it can.
       unfit: `unfit(call)` lists the reasons why another backend is likely faster: `backend=None`
         then passes this one over.
-      plan: `plan(call, batch)` gives what follows from the batch alone, for `run`: a step prepares
-        it once for all layers. By default it is the batch.
-      missing: `missing()` lists what is not installed that it needs, with the command that does.
+      plan: `plan(call, batch)` computes what depends on the batch but not on a layer's values;
+        `run` gets it in place of the batch, and all layers of a step share it. By default it is
+        the batch itself.
+      missing: `missing()` lists the packages that it needs and that are not installed, each with
+        the command that installs it.
       before: the built-in backend that this one precedes when `backend=None` chooses. A backend
         of a third party that names none runs only when it is named.
-      set_rows: `set_rows(array, indices, rows)` returns the array with rows set in place, without
-        those whose index is out of range, for where XLA itself cannot; None if it has no such way.
+      set_rows: `set_rows(array, indices, rows)` sets rows in place where XLA itself cannot, and
+        returns the array; rows whose index is out of range are dropped. None if it has no such way.
     """
 
     name: str

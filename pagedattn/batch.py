@@ -12,15 +12,15 @@ from .integers import int32, rising
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sequences:
-    """What a backend reads of a batch: where each sequence's keys are, and which tokens are its.
+    """What a backend reads of a batch: the keys of each sequence, and the tokens it brings.
 
     Fields:
       block_tables: the blocks of each sequence in logical order; entries past
         `ceil(seq_len / block_size)` may hold anything and are never followed.
       seq_lens: tokens of each sequence after this step (cross attention: its number of keys).
-      query_start_loc: where each sequence's tokens start in the packed axis, and where the last
-        one's end; tokens from there on are padding. Behind the last sequence the starts may stay
-        at that end, or be 0.
+      query_start_loc: sequence s brings the packed tokens from entry s up to entry s + 1. Tokens
+        after those of the last sequence are padding. Entries of padding sequences repeat the end
+        of the last sequence, or are 0.
     """
 
     block_tables: Int[Any, "num_seqs max_blocks"]
@@ -50,8 +50,8 @@ class BatchMetadata(Sequences):
     """A packed, padded batch of sequences: int32 arrays, and two static integers.
 
     Sequence s brings `query_lens[s]` new tokens, packed one sequence after the other, on top of
-    `context_lens[s]` cached ones; `seq_lens` counts both. Lengths are arrays, so a decode step
-    does not retrace; only shapes and the static fields do.
+    `context_lens[s]` cached ones; `seq_lens` counts both. Lengths are arrays, so a jitted step is
+    traced anew only for other shapes or other static fields, not for other lengths.
 
     Fields, besides those of `Sequences`:
       slot_mapping: the slot each token is written to, -1 for none.
@@ -71,6 +71,6 @@ class BatchMetadata(Sequences):
 
 
 def sequences_of(batch: BatchMetadata) -> Sequences:
-    """What backends read of a batch: int32 arrays, and starts that do not fall into padding."""
+    """The part of a batch that backends read, as int32; `rising` mends starts padded with 0."""
     tables, lens = int32(batch.block_tables), int32(batch.seq_lens)
     return Sequences(tables, lens, rising(batch.query_start_loc))

@@ -17,7 +17,8 @@ class KVCache:
 
     A pytree of two arrays of one floating dtype. Token t of a sequence whose block table row is
     `row` stands at `key[row[t // block_size], t % block_size]`. The arrays may be JAX's or
-    torch's; functions of `pagedattn` share torch's memory, read it alone, and return JAX's.
+    torch's. Functions of `pagedattn` read torch's memory without a copy, never write to it, and
+    return JAX's arrays.
     """
 
     key: Float[Any, "num_blocks block_size num_kv_heads head_dim"]
@@ -51,7 +52,7 @@ class KVCache:
 def init_kv_cache(
     num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype=jnp.bfloat16
 ) -> KVCache:
-    """A cache of zeros.
+    """A cache of zeros: key and value `[num_blocks, block_size, num_kv_heads, head_dim]`.
 
     Raises:
       InvalidInputError: a size is below 1, the dtype is not floating, or there would be more

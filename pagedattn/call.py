@@ -1,4 +1,7 @@
-"""One attention call without its values: what backends are chosen and launched by."""
+"""What is known of an attention call before its values: sizes, dtype, device, options.
+
+Backends are chosen by these facts, and launched with them.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -24,7 +27,7 @@ class Strides(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What a call depends on of the layer's own arrays, the query and the cache."""
+    """The facts of a layer's own arrays, the query and the cache, that a call depends on."""
 
     query_shape: tuple[int, ...]
     cache_shape: tuple[int, ...]
@@ -88,7 +91,7 @@ class Call:
 
     @property
     def cache_shape(self) -> tuple[int, int, int, int]:
-        """Of each plane of the cache."""
+        """The shape of the cache's key, and of its value."""
         return self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim
 
     @property
@@ -119,8 +122,8 @@ class Call:
     def window(self) -> int | None:
         """The sliding window; None also where it is too wide to hide anything.
 
-        Causal queries stand at most `capacity - 1` behind the keys they see. Others may stand
-        before the first key, by the length of a query.
+        A causal query stands at most `capacity - 1` positions after a key that it sees. A query
+        of cross attention may also stand before the first key, by up to the length of a query.
         """
         before = 0 if self.spec.causal else self.longest_query
         window = self.spec.sliding_window
@@ -136,12 +139,12 @@ class Call:
 
     @property
     def visible_blocks(self) -> int:
-        """The most blocks of one sequence that hold those keys, wherever in a block they begin."""
+        """The most blocks that `max_keys` adjacent keys lie in, wherever in a block they begin."""
         return min(self.max_blocks, cdiv(self.max_keys - 1, self.block_size) + 1)
 
 
 def call_of(query, cache, batch, spec: AttentionSpec, return_lse: bool = False) -> Call:
-    """The call of some arrays, which belong together (`validate.attention`) and may be traced."""
+    """The call of arrays that `validate.attention` has accepted; they may be traced."""
     layer = layer_of(query, cache)
     num_tokens, num_heads, head_dim = layer.query_shape
     num_blocks, block_size, num_kv_heads, _ = layer.cache_shape
@@ -175,7 +178,7 @@ def layer_of(query, cache) -> Layer:
 
 
 def device_of(array) -> str:
-    """The kind of device an array lies on, or where a traced one will by default."""
+    """The kind of device an array lies on; of a traced array, the kind of the default device."""
     if hasattr(array, "new_tensor"):
         return array.device.type
     if is_traced(array):
@@ -199,7 +202,7 @@ def strides_of(array) -> tuple[int, ...]:
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether memory of such strides has no gaps and its last axis innermost.
+    """Whether an array lies in memory in row-major order, without gaps.
 
     >>> is_dense((2, 1, 3), (3, 99, 1)), is_dense((2, 3), (1, 2))
     (True, False)

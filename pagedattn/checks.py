@@ -1,4 +1,4 @@
-"""The pieces that input checks are made of. Values are looked at only where they are known."""
+"""The pieces of all input checks. They raise InvalidInputError, and read only known values."""
 
 import operator
 from typing import Any
@@ -19,13 +19,13 @@ def require(condition, text: str) -> None:
 
 
 def is_count(value, least=1) -> bool:
-    """Whether it is an integer that int32 holds and that is at least `least`."""
+    """Whether the value is an integer from `least` to the last of int32."""
     number = whole(value)
     return number is not None and least <= number <= MAX_SLOTS
 
 
 def whole(value: Any) -> int | None:
-    """An integer, an array's too; truth values and NumPy's time spans are none to us."""
+    """The value as an int, an array's too; None of others. Truth values and time spans are none."""
     kind = str(getattr(value, "dtype", type(value).__name__))
     try:
         return None if "bool" in kind or "timedelta" in kind else operator.index(value)
@@ -34,14 +34,14 @@ def whole(value: Any) -> int | None:
 
 
 def count(name, value, least=1) -> int:
-    """A static size."""
+    """The value as an int, which must be an integer of at least `least`."""
     least_text = f"above {least - 1}" if least else "of at least 0"
     require(is_count(value, least), f"{name} must be an integer {least_text}, got {shown(value)}")
     return operator.index(value)
 
 
 def integers(name, values, ndim) -> np.ndarray:
-    """A list or an array with known values as int64."""
+    """A list, or an array whose values are known, as int64 of `ndim` dimensions."""
     require(not isinstance(values, Tracer), f"{name} must be known here, but is traced by JAX")
     _not_masked(name, values)
     array = _read(name, values)
@@ -55,7 +55,10 @@ def integers(name, values, ndim) -> np.ndarray:
 
 
 def start_locs(name, starts, count, longest):
-    """They rise; entries of 0 behind the last sequence are padding."""
+    """Requires starts that rise from 0 to at most `count`, by steps of at most `longest`.
+
+    Zeros at the end are padding, and not looked at.
+    """
     starts = np.append(starts[:1], np.trim_zeros(starts[1:], "b"))
     spans = np.diff(starts)
     require(
@@ -69,7 +72,7 @@ def start_locs(name, starts, count, longest):
 
 
 def an_array(name, array) -> None:
-    """Of JAX, traced or not, of NumPy, or of whoever else speaks DLPack."""
+    """Requires an array: JAX's, traced or not, NumPy's, or any other with DLPack."""
     known_kinds = isinstance(array, jax.Array | np.ndarray | np.generic)
     foreign = hasattr(array, "__dlpack__") and not isinstance(array, type)
     shaped = hasattr(array, "dtype") and hasattr(array, "shape") and hasattr(array, "ndim")
@@ -112,13 +115,13 @@ def is_floating(dtype) -> bool:
 
 
 def is_integer(dtype) -> bool:
-    """Of at least eight bits: JAX promotes no smaller ones."""
+    """Whether it is an integer dtype of eight bits or more: JAX promotes no smaller ones."""
     dtype = _numpy_dtype(dtype)
     return dtype is not None and dtype.kind in "iu"
 
 
 def _numpy_dtype(dtype) -> np.dtype | None:
-    """The dtype of a NumPy, JAX or torch array; torch's has no NumPy form but its name."""
+    """A NumPy, JAX or torch dtype as NumPy's, torch's by its name; None if NumPy has none."""
     if isinstance(dtype, jax.Array | np.ndarray | np.generic):
         return None  # NumPy would take an array's own
     try:
@@ -132,7 +135,7 @@ def describe(array) -> str:
 
 
 def shown(value) -> str:
-    """A value in an error's text: an array's may be many, unknown or deleted."""
+    """A value for an error's text; of an array only dtype and shape: its values may be unknown."""
     return describe(value) if isinstance(value, jax.Array | np.ndarray) else repr(value)
 
 
@@ -154,7 +157,7 @@ def is_traced(array) -> bool:
 
 
 def _read(name, values) -> np.ndarray:
-    """The one place where values become NumPy's: whatever it raises, the caller gave them."""
+    """Values as a NumPy array. Whatever reading a foreign object raises is the caller's error."""
     try:
         return np.asarray(values)
     except Exception as error:

@@ -12,7 +12,7 @@ def select(name: str | Backend | None, call: Call, framework: Framework) -> Back
     """The backend that runs a call: the named one and no other, or the first that is fit.
 
     Raises:
-      InvalidInputError: it is no name.
+      InvalidInputError: it is neither a name nor a Backend nor None.
       BackendUnavailableError: it is unknown, or a package is missing.
       UnsupportedError: it cannot honour the call, or none can; the text has the reasons.
     """
@@ -60,11 +60,12 @@ def why_not(backend: str | Backend, call: Call, framework: Framework) -> list[st
 
 
 class Explanation(dict[str, list[str]]):
-    """Why each backend can or cannot run a call, as a mapping: no reasons, and it can.
+    """Why each backend cannot run a call; an empty list of reasons means that it can.
 
     Fields:
       choice: the name that `backend=None` takes; None if no backend can run the call.
-      passed_over: why `backend=None` does not take those before it that could run the call.
+      passed_over: for each backend that could run the call and comes before `choice`, why
+        `backend=None` does not take it.
     """
 
     def __init__(self, reasons, choice: str | None, passed_over: dict[str, list[str]]):

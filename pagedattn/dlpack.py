@@ -17,7 +17,7 @@ def shared(name: str, array) -> jax.Array:
     """A DLPack array as a jax.Array over the same memory: never a copy.
 
     Raises:
-      InvalidInputError: JAX cannot hold the dtype or read the memory as it lies; with the cure.
+      InvalidInputError: JAX cannot hold the dtype, or not read the memory as it lies.
     """
     _require_as_it_lies(name, array)
     try:
@@ -31,7 +31,7 @@ def shared(name: str, array) -> jax.Array:
 
 
 def held_dtype(name: str, array):
-    """The array's dtype as JAX holds it: shorter where 64-bit mode is off."""
+    """The dtype that JAX gives such an array: 64 bits become 32 unless jax_enable_x64 is set."""
     try:
         return jax.dtypes.canonicalize_dtype(str(array.dtype).removeprefix("torch."))
     except TypeError as error:
@@ -39,14 +39,14 @@ def held_dtype(name: str, array):
 
 
 def _device_of(array):
-    """A context in which a GPU's tensor can be exported: torch does so from the current device."""
+    """A context that makes a CUDA tensor's device current: torch exports from no other."""
     if not getattr(array, "is_cuda", False):
         return contextlib.nullcontext()
     return sys.modules["torch"].cuda.device(array.device)  # loaded, since there is a tensor
 
 
 def _require_as_it_lies(name, array):
-    """JAX shortens numbers of 64 bits without a word, and does not see a lazy negation."""
+    """Refuses what JAX would read wrongly without a word: 64-bit numbers, and lazy negations."""
     held = held_dtype(name, array)
     if held.name != str(array.dtype).removeprefix("torch."):
         raise InvalidInputError(

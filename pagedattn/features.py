@@ -1,6 +1,6 @@
 """What attention calls differ in: options, phases, types of attention, dtypes.
 
-The one list of them: the printed table, `check_backend`, the strategies and the tests draw from it.
+The only list of them: the printed table, `check_backend`, the strategies and the tests use it.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def signed_slopes(num_heads: int) -> tuple[float, ...]:
     return tuple((-1.0) ** head * 0.25 * (head + 1) for head in range(num_heads))
 
 
-# Fields of a spec, alone and together; a function stands for its value for a number of heads.
+# Fields of a spec, alone and together. A function is called with the number of query heads.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "scale": {"scale": 0.6},
@@ -61,7 +61,7 @@ class AttentionKind(NamedTuple):
     phases: tuple[str, ...]
 
 
-# The last phase is the one that stands for the type.
+# A feature that is no phase itself is tried in the last phase of the type.
 ATTENTION_TYPES = {
     "decoder": AttentionKind(True, ("prefill", "chunked prefill", "decode", "mixed")),
     "encoder": AttentionKind(False, ("prefill",)),

@@ -14,14 +14,14 @@ from .checks import is_floating, is_traced
 from .dlpack import shared
 from .errors import InvalidInputError
 
-HOST = 1  # DLPack's number of the CPU
+HOST = 1  # DLPack's device type of the CPU
 
 
 def takes_any_array(fn):
     """Lets a function on JAX arrays take torch tensors and other DLPack arrays, without a copy.
 
-    A call that shares memory ends when its results are ready: whoever owns the memory may write
-    to it then, and does not know that JAX reads it.
+    A call that shares memory returns only when its results are ready. JAX computes in the
+    background, and the owner of the memory, who may write to it next, cannot know of that.
     """
     names = tuple(inspect.signature(fn).parameters)
 
@@ -38,10 +38,10 @@ def takes_any_array(fn):
 
 
 def as_jax(name: str, value: Any):
-    """A foreign array over the same memory, or a record of arrays with them; the rest as it is.
+    """A foreign array, or a dataclass of arrays, over the same memory; other values unchanged.
 
-    Integers on the host (tables, lengths, slots) become NumPy's, which are of any strides and
-    width. What NumPy holds JAX takes by its own rules, which may copy.
+    Integers on the host (tables, lengths, slots) become NumPy arrays, which may have any strides
+    and 64 bits. Floating NumPy arrays become JAX's by JAX's own rules, which may copy.
     """
     if isinstance(value, np.ndarray):
         return _of_numpy(value)
@@ -53,8 +53,8 @@ def as_jax(name: str, value: Any):
 
 def _of_numpy(array):
     if isinstance(array, np.ma.MaskedArray):
-        return array  # to be refused by whoever knows its name
-    if not array.dtype.isnative:  # JAX knows the machine's byte order alone
+        return array  # refused later, by the check that knows the argument
+    if not array.dtype.isnative:  # JAX takes no other byte order than the machine's
         array = array.astype(array.dtype.newbyteorder("="))
     return jnp.asarray(array) if is_floating(array.dtype) else array
 
@@ -79,7 +79,7 @@ def _host_integers(name, array):
     integers = str(array.dtype).removeprefix("torch.").startswith(("int", "uint"))
     try:
         return integers and array.__dlpack_device__()[0] == HOST
-    except Exception as error:  # a framework's own, of a tensor without memory
+    except Exception as error:  # frameworks have errors of their own for tensors without memory
         raise InvalidInputError(f"{name} cannot be shared by DLPack: {error}") from error
 
 

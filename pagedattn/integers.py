@@ -13,10 +13,10 @@ INT32 = np.iinfo(np.int32)
 
 
 def int32_array(name: str, array, ndim: int) -> Int[Array, "..."]:
-    """An argument as int32. Outside jit what does not fit is an error, inside it becomes -1.
+    """An argument as int32. A value beyond int32 is an error outside jit, and becomes -1 inside.
 
     Raises:
-      InvalidInputError: no array, or one of another rank, of no integers, or of too large ones.
+      InvalidInputError: not an array of integers, another rank than `ndim`, or too large values.
     """
     if isinstance(array, int):
         array = np.asarray(array)  # a number stands for an array without dimensions
@@ -37,7 +37,7 @@ def int32_array(name: str, array, ndim: int) -> Int[Array, "..."]:
 
 def int32(values: Any) -> Int[Array, "..."]:
     """Integers of any dtype as int32; what does not fit becomes -1, which is out of every range."""
-    # jnp.asarray would cut NumPy's 64 bits down to 32 before anybody could look.
+    # jnp.asarray would cut 64 bits of NumPy's to 32, and the check below would see no difference.
     values = values if isinstance(values, jax.Array) else np.asarray(values)
     if values.dtype == np.int32:
         return jnp.asarray(values)
@@ -47,9 +47,9 @@ def int32(values: Any) -> Int[Array, "..."]:
 
 
 def rising(starts: Int[Array, "n"]) -> Int[Array, "n"]:
-    """Starts of sequences as int32, none before the one that precedes it.
+    """Starts of sequences as int32 that never fall.
 
-    Batches are also padded with zeros behind their last sequence: those become its end.
+    Zeros that pad the starts behind the last sequence become the end of that sequence.
 
     >>> rising(jnp.array([0, 3, 4, 0, 0])).tolist()
     [0, 3, 4, 4, 4]

@@ -29,15 +29,19 @@ def make_batch(
       context_lens: tokens of each sequence that the cache holds already.
       block_tables: a row of block ids for each sequence (rows may differ in length), or an array.
       block_size: tokens a block.
-      key_lens: the number of keys of each sequence, all of them written already, in place of
-        `context_lens` (which may then be None): context is `key_len - query_len`, nothing is to be
-        written, and all slots are -1. For cross attention, whose keys have tables of their own and
-        are written by the batch that brings them, independent of the queries; and to attend
-        again to tokens that are written, where sequences may share their last blocks too.
+      key_lens: the number of keys of each sequence, given instead of `context_lens` (then None)
+        when all keys are in the cache already. The context is `key_len - query_len`, and all slots
+        are -1: this batch writes nothing. It serves cross attention, whose keys another batch has
+        written, in tables of their own; and attending again to written tokens, for which
+        sequences may share even their last blocks.
       pad_tokens, pad_seqs, pad_blocks: lengths of the token axis, of the sequence axis and of a
         table row after padding; None pads nothing. Few distinct values mean few compilations.
       max_query_len: the static bound on query lengths; None takes the longest, rounded up to a
         power of two, so that close lengths share a program.
+
+    Returns:
+      a `BatchMetadata` of int32 JAX arrays; padding tokens have slot -1 and position 0, padding
+      sequences have no queries and no keys, padding entries of tables are -1.
 
     Raises:
       InvalidInputError: lengths that are not non-negative integers, lists of different lengths,

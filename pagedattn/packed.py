@@ -6,14 +6,17 @@ from .ragged import PAD_SLOT, arange, namespace, token_positions
 
 
 def packed_cache(key, value) -> KVCache:
-    """Keys and values `[num_keys, num_kv_heads, head_dim]`; none as a block that nobody owns."""
+    """A cache over keys and values `[num_keys, num_kv_heads, head_dim]`; one of zeros if empty."""
     if not len(key):
-        key = value = key.sum(0)[None]  # the sum of nothing: zeros
+        key = value = key.sum(0)[None]  # one block of zeros, which no sequence owns
     return KVCache(key[:, None], value[:, None])
 
 
 def packed_batch(num_tokens: int, query_start_loc, key_start_loc, max_query_len, max_key_len):
-    """Sequences of packed queries over packed keys, from int32 starts of both."""
+    """The batch of packed queries over a `packed_cache`.
+
+    Both starts are int32 `[num_seqs + 1]`: sequence s has the rows from entry s up to entry s + 1.
+    """
     xp = namespace(key_start_loc)
     key_lens = key_start_loc[1:] - key_start_loc[:-1]
     return BatchMetadata(

@@ -15,7 +15,7 @@ PAD_SLOT = -1
 
 
 def cdiv(count, size):
-    """How many parts of a size hold a count: rounded up; integers or arrays of any framework.
+    """`count / size`, rounded up; for integers and for arrays of any framework.
 
     >>> cdiv(17, 16)
     2
@@ -24,18 +24,18 @@ def cdiv(count, size):
 
 
 def namespace(array) -> ModuleType:
-    """The module with the functions of an array: `torch`, `numpy` (also of plain numbers) or JAX's.
+    """The module whose functions take an array: torch, numpy (for plain numbers too) or jax.numpy.
 
     >>> namespace(np.arange(3)) is np
     True
     """
     if hasattr(array, "new_tensor"):
-        return sys.modules["torch"]  # where there is a tensor, it is loaded
+        return sys.modules["torch"]  # loaded already, since a tensor exists
     return np if isinstance(array, np.ndarray | np.generic | int | float) else jnp
 
 
 def arange(count: int, like):
-    """0, 1, ... as int32, of the framework and on the device of an array.
+    """0, 1, ..., count - 1 as int32, in the framework and on the device of the array `like`.
 
     >>> arange(3, np.zeros(1))
     array([0, 1, 2], dtype=int32)
@@ -49,7 +49,7 @@ def sequence_ids(
 ) -> Int[Array, "num_tokens"]:
     """The sequence that brought each token of the packed batch, -1 for padding tokens.
 
-    Of int32 arrays of any framework.
+    Takes int32 arrays of any framework.
 
     >>> sequence_ids(jnp.array([0, 2, 2, 3]), 4).tolist()
     [0, 0, 2, -1]
@@ -64,7 +64,7 @@ def token_positions(
     seq_lens: Int[Array, "num_seqs"],
     num_tokens: int,
 ) -> Int[Array, "num_tokens"]:
-    """`positions` of int32 arrays of any framework that belong together."""
+    """`positions` without its checks, for int32 arrays of any framework that fit together."""
     ids, tokens = sequence_ids(query_start_loc, num_tokens), arange(num_tokens, seq_lens)
     context_ends = (seq_lens - query_start_loc[1:])[ids] if len(seq_lens) else 0
     return namespace(seq_lens).where(ids >= 0, tokens + context_ends, 0)
@@ -80,8 +80,8 @@ def positions(
     A sequence's new tokens are its last ones: they end at position `seq_len - 1`.
 
     Raises:
-      InvalidInputError: no integers, lengths that do not fit together; outside jit also starts that
-        fall, and what int32 does not hold.
+      InvalidInputError: arrays that are not of integers, or whose lengths do not fit together;
+        outside jit also starts that fall, and values beyond int32.
 
     >>> positions(jnp.array([0, 2, 3]), jnp.array([2, 8]), 4).tolist()
     [0, 1, 7, 0]
@@ -99,15 +99,15 @@ def slot_mapping(
     *,
     block_size: int,
 ) -> Int[Array, "*tokens"]:
-    """The slot `block * block_size + offset` of positions of sequences: int32.
+    """The slot `block * block_size + offset` of each position of a sequence: int32.
 
     -1 where there is none: the sequence id or the position is negative or lies past the table.
-    Table entries themselves are not checked, but their slots must fit int32: others are -1 inside
-    jit.
+    Block ids are not compared with the size of any cache. A slot beyond int32 is an error outside
+    jit, and -1 inside.
 
     Raises:
-      InvalidInputError: no integers, or of shapes that do not fit together; outside jit also what
-        int32 does not hold.
+      InvalidInputError: arrays that are not of integers, or whose shapes do not fit together;
+        outside jit also values and slots beyond int32.
 
     >>> slot_mapping(jnp.array([[5, 3]]), jnp.array([0, 0, -1]), jnp.array([1, 4, 0]), block_size=4)
     Array([21, 12, -1], dtype=int32)
@@ -134,7 +134,7 @@ def in_range(ids: Int[Array, "*n"], bound: int) -> Bool[Array, "*n"]:
 def set_at(array: Array, indices: Int[Array, "*n"], values, *, unique_indices=False) -> Array:
     """Writes rows; a negative index, or one past the end, writes nothing.
 
-    Without wrap_negative_indices=False JAX turns -1 into the last row, in drop mode too.
+    Without wrap_negative_indices=False JAX would write -1 to the last row, even in drop mode.
     """
     return array.at[indices].set(
         values, mode="drop", wrap_negative_indices=False, unique_indices=unique_indices

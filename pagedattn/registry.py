@@ -2,7 +2,7 @@
 
 Built-in ones stand in one table, in the order in which `backend=None` tries them. Others register
 by entry points of the group `pagedattn.backends` (or `pagedattn_torch.backends` for tensors), which
-name a `Backend`, and may say where in that order they stand.
+name a `Backend`; its field `before` may give it a place in that order.
 """
 
 import functools
@@ -26,8 +26,9 @@ class BuiltIn(NamedTuple):
     """Where a backend is for each framework.
 
     Fields:
-      devices: the kinds of device that it runs on; none: all.
-      extra: of this package, what it needs to be installed; none: nothing.
+      jax, torch: the module that has it for this framework's arrays; None: there is none.
+      devices: the kinds of device that it runs on; empty: all.
+      extra: the extra that installs what it needs, as in `pagedattn[extra]`; empty: it needs none.
     """
 
     jax: str | None = None
@@ -36,7 +37,7 @@ class BuiltIn(NamedTuple):
     extra: str = ""
 
 
-ACROSS = "pagedattn_interop.backends"  # the backends for torch tensors, for JAX arrays
+ACROSS = "pagedattn_interop.backends"  # makes a backend for torch tensors one for JAX arrays
 ON_CUDA = ("cuda",)
 BUILT_IN = {
     "mosaic": BuiltIn("pagedattn.backends.mosaic", None, ON_CUDA),
@@ -76,7 +77,7 @@ def wrong_device(name: str, device: str) -> list[str]:
 
 @functools.cache
 def load(name: str, framework: Framework = Framework.JAX) -> Backend:
-    """The backend of a name; BackendUnavailableError if unknown or lacking a package."""
+    """The backend of a name; BackendUnavailableError if it is unknown or lacks a package."""
     if name not in names(framework):
         raise BackendUnavailableError(
             f"backend must be one of {sorted(names(framework))}, got {name!r}; others register "

@@ -1,4 +1,4 @@
-"""Setting rows of an array in place, where XLA can and where it cannot."""
+"""Setting rows of an array in place, also where XLA alone would rewrite the whole array."""
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,13 @@ def set_rows(
 ) -> Shaped[Array, "..."]:
     """Sets rows of an array, leaving out those whose index is out of range.
 
-    An index counts the rows of all leading axes: a slot of a cache, or a block.
+    An index counts rows over all leading axes together: in a plane of the cache it is the number
+    of a slot, or of a block, depending on the shape of a row.
 
-    In place inside a jit that donates the array. XLA:CPU computes bfloat16 in float32, so to set
-    a row it rewrites the whole array (jax-ml/jax#40101 is of that kind): 500 MB for each token. A
-    backend that can do better says so by `Backend.set_rows`.
+    Works in place inside a jit that donates the array, with one exception: XLA:CPU computes
+    bfloat16 in float32, so to set one row it rewrites the whole array (jax-ml/jax#40101 is of that
+    kind), 500 MB for each token. There `Backend.set_rows` of some backend runs instead, if one is
+    installed that has it.
     """
     array, indices, rows = jnp.asarray(array), int32(indices), jnp.asarray(rows)
     if array.dtype == jnp.bfloat16 and is_traced(array) and device_of(array) == "cpu":
@@ -36,7 +38,7 @@ def _setters():
 
 def _scatter(array, indices, rows):
     flat = array.reshape(-1, *rows.shape[1:])
-    # XLA may trust unique_indices, so those to drop are made distinct too.
+    # unique_indices promises distinct indices: each row to drop gets a negative one of its own.
     nowhere = -1 - jnp.arange(len(indices), dtype=jnp.int32)
     indices = jnp.where(in_range(indices, len(flat)), indices, nowhere)
     return set_at(flat, indices, rows, unique_indices=True).reshape(array.shape)

@@ -23,7 +23,7 @@ class AttentionSpec:
 
     Args:
       scale: factor on the dot product; None is `head_dim ** -0.5`.
-      causal: whether a token sees only itself and what came before.
+      causal: whether a token sees only itself and earlier tokens.
       sliding_window: number of visible keys, the token itself included; symmetric when not
         causal; None is no window.
       logits_soft_cap: bound of the scaled logits (Gemma 2); None is no cap.
@@ -60,6 +60,9 @@ def alibi_slopes(num_heads: int) -> tuple[float, ...]:
     For other counts the family of the next smaller power of two is filled up with every second
     slope of the next larger one, as in the paper's reference code (Press et al., 2022).
 
+    Raises:
+      InvalidInputError: `num_heads` is not an integer above 0.
+
     >>> alibi_slopes(4)
     (0.25, 0.0625, 0.015625, 0.00390625)
     """
@@ -79,7 +82,7 @@ def _finite(name, value) -> float:
 
 
 def _number(value) -> float:
-    """NaN for whatever is no single number that is known now, such as a tracer or a string."""
+    """The value as a float; NaN if it is not one known number: a tracer, a string, an array."""
     if not hasattr(type(value), "__float__") or np.ndim(value):
         return math.nan
     try:
@@ -119,7 +122,7 @@ def slopes_of(name, value) -> tuple[float, ...]:
     return tuple(_finite(f"each of {name}", slope) for slope in slopes)
 
 
-# No sequence is longer, and a position plus a window still fits int32.
+# A wider window hides nothing, since no sequence is longer; position + window stays in int32.
 _LONGEST = 1 << 30
 
 

@@ -16,14 +16,18 @@ def merge_states(
 ) -> tuple[Float[Array, "*rows head_dim"], Float[Array, "*rows"]]:
     """Joins attention over two disjoint sets of keys into attention over their union.
 
-    `lse` is the natural log of the sum of exponentials. The merge is associative and
-    commutative to rounding; (anything, -inf) is the identity: a state that saw no key. +inf, which
-    FlashAttention 2 gives such states, means the same.
+    `lse` is the natural log of the sum of exponentials. The merge is associative and commutative
+    to rounding. A state that saw no key has lse -inf (or +inf, as FlashAttention 2 gives it): its
+    out is not read, and merging with it changes nothing. The formula is the online softmax's
+    (Milakov & Gimelshein, 2018):
 
         lse = log(exp(lse_a) + exp(lse_b)),   out = sum of out_i * exp(lse_i - lse)
 
+    Returns:
+      out in the dtype of `out_a`, and lse; where neither state saw a key, 0 and -inf.
+
     Raises:
-      InvalidInputError: the shapes do not belong together; no floating arrays.
+      InvalidInputError: shapes that do not fit together, or arrays that are not floating.
 
     >>> out, lse = merge_states(jnp.ones((1, 2)), jnp.zeros(1), jnp.zeros((1, 2)), jnp.zeros(1))
     >>> out.tolist()

@@ -14,7 +14,7 @@ from .ragged import cdiv
 from .spec import AttentionSpec
 
 NUM_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 64, 16
-# Options alone, but for causality, which is the type's.
+# Options that set one field. Not causality: that follows from the type of attention.
 SPECS = [name for name, fields in OPTIONS.items() if list(fields) == [name]]
 OF_DECODERS = ("prefill", "chunked prefill", "decode")
 KV_HEADS = {"grouped queries": 2, "multi-query": 1}
@@ -22,7 +22,7 @@ FEATURES = ("plain", *OF_DECODERS, *SPECS, *KV_HEADS, "lse", *DTYPES)
 
 
 class Request(NamedTuple):
-    """One attention call in lengths and options; `call` gives it arrays."""
+    """One attention call, described by lengths and options; `call` makes its arrays."""
 
     feature: str
     attn_type: str
@@ -90,7 +90,7 @@ def call(request: Request, normal: Callable = jnp.zeros) -> tuple:
 
 
 def cells(explain: Callable = explain) -> list[Cell]:
-    """The table: what `explain` says to every request."""
+    """All cells of the table: what `explain` answers to each request."""
     return [
         Cell(request, backend, reasons)
         for request in requests()

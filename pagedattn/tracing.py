@@ -1,6 +1,7 @@
-"""Over which axes of a mesh arrays vary inside `jax.shard_map`: JAX checks it unless told not to.
+"""The mesh axes over which an array varies inside `jax.shard_map`, a part of its type in JAX.
 
-Calls of foreign kernels lose it, and branches of a cond and carries of a scan must agree in it.
+Results of foreign kernels lack them, so they are marked anew; and all branches of a cond, like the
+carry of a scan before and after a step, must have the same. With `check_vma=False` there are none.
 """
 
 import jax
@@ -9,7 +10,7 @@ from .checks import is_traced
 
 
 def axes_of(arrays) -> frozenset:
-    """The axes that any array varies over: none outside of shard_map, or with check_vma=False."""
+    """The axes that any of the arrays varies over; empty outside of shard_map."""
     return frozenset().union(*(_axes(leaf) for leaf in jax.tree.leaves(arrays) if is_traced(leaf)))
 
 
@@ -19,7 +20,7 @@ def varying_alike(arrays):
 
 
 def varying(arrays, axes: frozenset):
-    """The same arrays, marked as varying over the axes; a gradient is summed over those added."""
+    """The same arrays, marked as varying over the axes; gradients are summed over those added."""
     if not axes:
         return arrays
 

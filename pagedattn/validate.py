@@ -1,7 +1,7 @@
-"""What functions on a cache require of their arrays, before anything is written.
+"""Checks of the arguments of functions on a cache, made before anything is written.
 
-Shapes and dtypes are checked always, at trace time under jit. Values are checked on the host, and
-only when they are known: the arrays of a traced call have none yet.
+Shapes and dtypes are always checked, under jit while tracing. Values are checked only where they
+are known on the host: traced arrays have none yet, and reading a GPU's would wait for it.
 """
 
 import operator
@@ -41,8 +41,8 @@ def cache_shape(shape, dtype) -> tuple[int, ...]:
     return sizes
 
 
-def cache(cache) -> None:
-    """Two planes of one shape and one floating dtype."""
+def kv_cache(cache) -> None:
+    """Requires a key and a value of one shape and one floating dtype."""
     require(
         hasattr(cache, "key") and hasattr(cache, "value"),
         f"cache must be a KVCache, got {type(cache).__name__}",
@@ -58,26 +58,26 @@ def cache(cache) -> None:
     cache_shape(tuple(key.shape), key.dtype)
 
 
-def write(cache_, key, value, slot_mapping) -> None:
-    cache(cache_)
+def write(cache, key, value, slot_mapping) -> None:
+    kv_cache(cache)
     int_array("slot_mapping", slot_mapping, 1)
-    expected = (*slot_mapping.shape[:1], cache_.num_kv_heads, cache_.head_dim)
+    expected = (*slot_mapping.shape[:1], cache.num_kv_heads, cache.head_dim)
     for name, array in (("key", key), ("value", value)):
         an_array(name, array)
         require(
-            array.shape == expected and array.dtype == cache_.dtype,
+            array.shape == expected and array.dtype == cache.dtype,
             f"{name} must be [num_tokens, num_kv_heads, head_dim] = {expected} of the cache's "
-            f"dtype {cache_.dtype}, got {describe(array)}",
+            f"dtype {cache.dtype}, got {describe(array)}",
         )
     slots = known(slot_mapping)
     if slots is not None:
-        ids("slot_mapping", slots[slots != -1], cache_.num_slots, "slots, or -1 for no write")
+        ids("slot_mapping", slots[slots != -1], cache.num_slots, "slots, or -1 for no write")
         distinct_slots(slots)
 
 
 def block_copies(src_cache, dst_cache, src, dst) -> None:
-    cache(src_cache)
-    cache(dst_cache)
+    kv_cache(src_cache)
+    kv_cache(dst_cache)
     require(
         src_cache.key.shape[1:] == dst_cache.key.shape[1:] and src_cache.dtype == dst_cache.dtype,
         "the caches must agree in block_size, num_kv_heads, head_dim and dtype, got "
@@ -92,8 +92,8 @@ def block_copies(src_cache, dst_cache, src, dst) -> None:
     _known_copies(known(src), known(dst), src_cache.num_blocks, dst_cache.num_blocks)
 
 
-def fill(cache_, blocks, value) -> None:
-    cache(cache_)
+def fill(cache, blocks, value) -> None:
+    kv_cache(cache)
     int_array("blocks", blocks, getattr(blocks, "ndim", 1))
     dtype = getattr(value, "dtype", None)
     number = isinstance(value, float | int) or getattr(value, "ndim", 1) == 0
@@ -101,7 +101,7 @@ def fill(cache_, blocks, value) -> None:
     require(number, f"value must be one number, got {shown(value)}")
     values = known(blocks)
     if values is not None:
-        ids("blocks", values[values != -1], cache_.num_blocks, "blocks (or -1)")
+        ids("blocks", values[values != -1], cache.num_blocks, "blocks (or -1)")
 
 
 def _known_copies(src, dst, num_src, num_dst):
@@ -113,15 +113,15 @@ def _known_copies(src, dst, num_src, num_dst):
         require(len(np.unique(dst)) == len(dst), f"dst names a block twice: {dst.tolist()}")
 
 
-def attention(query, cache_, batch, spec, return_lse) -> None:
-    """Shapes, dtypes and, where known, values of an attention call."""
+def attention(query, cache, batch, spec, return_lse) -> None:
+    """Checks shapes, dtypes and, where they are known, values of an attention call."""
     require(
         isinstance(return_lse, bool), f"return_lse must be True or False, got {shown(return_lse)}"
     )
-    cache(cache_)
+    kv_cache(cache)
     for name, value, kind in (("batch", batch, BatchMetadata), ("spec", spec, AttentionSpec)):
         require(isinstance(value, kind), f"{name} is no {kind.__name__}: {type(value).__name__}")
-    _query(query, cache_.dtype, cache_.num_kv_heads, cache_.head_dim, spec)
+    _query(query, cache.dtype, cache.num_kv_heads, cache.head_dim, spec)
     for name in ("block_size", "max_query_len"):
         size = getattr(batch, name)
         static = isinstance(size, int | np.integer) and is_count(size, int(name == "block_size"))
@@ -145,10 +145,10 @@ def attention(query, cache_, batch, spec, return_lse) -> None:
         f"{len(batch.slot_mapping)}",
     )
     require(
-        batch.block_size == cache_.block_size,
-        f"the batch was made for blocks of {batch.block_size}, the cache has {cache_.block_size}",
+        batch.block_size == cache.block_size,
+        f"the batch was made for blocks of {batch.block_size}, the cache has {cache.block_size}",
     )
-    _batch_values(batch, cache_.num_blocks)
+    _batch_values(batch, cache.num_blocks)
 
 
 def _query(query, dtype, num_kv_heads, head_dim, spec):

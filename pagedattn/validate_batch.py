@@ -1,4 +1,4 @@
-"""What `make_batch` requires of its lists: values on the host."""
+"""Checks of the lists that `make_batch` takes, which are returned as NumPy arrays."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from .ragged import cdiv
 
 
 def lengths(name: str, values, like=None) -> np.ndarray:
-    """A list of non-negative integers as int64, as long as `like`."""
+    """A list of non-negative integers as int64; as long as `like`, if that is given."""
     array = integers(name, values, ndim=1)
     require(not (array < 0).any(), f"{name} must not be negative, got {array.tolist()}")
     require(
@@ -66,7 +66,7 @@ def _check_row(s, row, count, seq_len, block_size):
 
 
 def padding(name: str, needed: int, given) -> int:
-    """A padded length: what is needed, or what is given if that is enough."""
+    """A padded length: `given`, which must be enough, or else `needed`."""
     if given is None:
         return needed
     require(

@@ -1,11 +1,11 @@
-"""What the index arithmetic requires of its arguments, which come back as int32."""
+"""Checks of the arguments of the index arithmetic (`ragged`), which are returned as int32."""
 
 from .checks import MAX_SLOTS, an_array, count, int_array, known, require, start_locs
 from .integers import int32, int32_array, rising
 
 
 def starts(name, array):
-    """Starts of sequences, which rise from 0; at least the one where an empty batch ends."""
+    """Starts `[num_seqs + 1]`, which rise from 0; those of an empty batch are one 0."""
     array = int32_array(name, array, 1)
     require(len(array) > 0, f"{name} must be [num_seqs + 1], got no entry")
     values = known(array)
@@ -29,7 +29,7 @@ def positions(query_start_loc, seq_lens, num_tokens):
 def slots(block_tables, seq_ids, positions, block_size):
     block_size = count("block_size", block_size)
     int_array("block_tables", block_tables, 2)
-    block_tables = int32(block_tables)  # entries that are not used may hold anything
+    block_tables = int32(block_tables)  # no check of values: unused entries may hold anything
     an_array("seq_ids", seq_ids)
     an_array("positions", positions)
     require(
@@ -43,7 +43,7 @@ def slots(block_tables, seq_ids, positions, block_size):
 
 
 def fit_int32(blocks, fits, block_size):
-    """Slots that are in use, where they are known."""
+    """Requires, where values are known, that the slots of all blocks in use fit int32."""
     values, fits = known(blocks), known(fits)
     if values is not None and fits is not None:
         require(

@@ -1,8 +1,8 @@
 """Who sees which key: masks, biases and ranges of keys, as pure arrays.
 
-NumPy, JAX and torch arrays all work. Positions are integers of shape `[..., q]` and `[..., k]`;
-masks have shape `[..., q, k]`, ALiBi's bias `[..., num_heads, q, k]`. Distances are integers: in
-bfloat16 they would be wrong from 257 on.
+NumPy, JAX and torch arrays all work. Positions are integers of shape `[..., q]` and `[..., k]`,
+of one framework; others raise InvalidInputError. Masks have shape `[..., q, k]`, ALiBi's bias
+`[..., num_heads, q, k]`. Distances are integers: in bfloat16 they would be wrong from 257 on.
 """
 
 import numpy as np
@@ -79,15 +79,16 @@ def attention_bias(query_positions, key_positions, spec: AttentionSpec):
 
 
 def additive(visible):
-    """0 where True and -inf where False, float32: 1 - 1/1 and 1 - 1/0."""
+    """float32: 0 where True, -inf where False; as 1 - 1 / x, which needs operators alone."""
     with np.errstate(divide="ignore"):
         return 1 - 1 / _float32(visible)
 
 
 def key_range(lowest, highest, num_keys, causal: bool, window: int | None):
-    """The keys `[first, last)` outside which no query from position lowest to highest sees any.
+    """The keys `[first, last)` that any query from position `lowest` to `highest` sees.
 
-    Arguments are integers or arrays of them.
+    No key outside is seen by any of them; a single query may see only some of those inside. Takes
+    integers, or arrays of them; `window` is the sliding window, None without one.
 
     >>> key_range(np.array([4]), np.array([6]), np.array([9]), causal=True, window=3)
     (array([2]), array([7]))
@@ -99,7 +100,9 @@ def key_range(lowest, highest, num_keys, causal: bool, window: int | None):
 
 
 def common_key_range(lowest, highest, num_keys, causal: bool, window: int | None):
-    """The keys `[first, last)` that every query from position lowest to highest sees.
+    """The keys `[first, last)` that every query from position `lowest` to `highest` sees.
+
+    There are none where `last <= first`. Takes what `key_range` takes.
 
     >>> common_key_range(np.array([4]), np.array([6]), np.array([9]), causal=True, window=4)
     (array([3]), array([5]))
@@ -108,7 +111,7 @@ def common_key_range(lowest, highest, num_keys, causal: bool, window: int | None
 
 
 def sees_a_key(positions, num_keys, causal: bool, window: int | None):
-    """True where a query sees any key; positions of cross attention may be negative.
+    """True where a query sees any of `num_keys` keys; in cross attention positions may be negative.
 
     >>> sees_a_key(np.array([-2, -1, 0]), np.array([4, 4, 0]), causal=False, window=2)
     array([False,  True, False])

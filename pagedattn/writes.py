@@ -46,8 +46,11 @@ def copy_blocks(
 ) -> KVCache:
     """Copies block `src[i]` to block `dst[i]`, all at once: every source is read as it was before.
 
-    -1 copies nothing. Inside jit so does any other block outside the cache; outside jit it is an
-    error, as is writing one block twice.
+    -1 copies nothing. Inside jit so does any other block outside the cache.
+
+    Raises:
+      InvalidInputError: wrong shapes or dtypes; outside jit also blocks outside the cache, or one
+        block written twice.
 
     >>> cache = KVCache(*jnp.arange(6.0).reshape(2, 3, 1, 1, 1))
     >>> copy_blocks(cache, jnp.array([0, 1]), jnp.array([1, 2])).key.ravel().tolist()
@@ -65,8 +68,11 @@ def swap_blocks(
 ) -> KVCache:
     """Copies block `src[i]` of one cache to block `dst[i]` of another, and returns the latter.
 
-    The name is the field's; it is a copy, not an exchange. The caches may lie on different
-    devices, the host's included; they agree in all but `num_blocks`.
+    It is a copy, not an exchange: the name is the usual one for moving blocks to the host and back.
+    The caches may lie on different devices, and must agree in all but `num_blocks`.
+
+    Raises:
+      InvalidInputError: as `copy_blocks`; or caches that do not agree.
 
     >>> from pagedattn import init_kv_cache
     >>> host, device = init_kv_cache(8, 2, 1, 4), init_kv_cache(4, 2, 1, 4)
@@ -82,6 +88,9 @@ def swap_blocks(
 @takes_any_array
 def fill_blocks(cache: KVCache, blocks: Int[Array, "*n"], value: float = 0.0) -> KVCache:
     """Overwrites blocks with one value: zeros, or NaN to find who still reads them; -1 is skipped.
+
+    Raises:
+      InvalidInputError: wrong shapes or dtypes; outside jit also blocks outside the cache.
 
     >>> cache = KVCache(*jnp.ones((2, 3, 1, 1, 1)))
     >>> fill_blocks(cache, jnp.array([1, -1])).key.ravel().tolist()
@@ -102,7 +111,7 @@ def _copy(src_plane, dst_plane, src, dst):
 
 
 def _beside(array, other):
-    """The array on the device of the other, when both are concrete and their devices differ."""
+    """The array, moved to the device of the other; traced arrays stay where they are."""
     if is_traced(array) or is_traced(other):
         return array
     return array if array.devices() == other.devices() else jax.device_put(array, other.sharding)

@@ -1,4 +1,4 @@
-"""Arrays of any framework as the tensors that the kernels take."""
+"""Arrays of any framework as torch tensors that the kernels can take, and checks of tensors."""
 
 import contextlib
 import dataclasses
@@ -13,12 +13,13 @@ from pagedattn.foreign import HOST
 
 
 def tensor(name: str, array, device=None) -> Tensor:
-    """A tensor as it is; any other array by DLPack, on its own device unless one is given.
+    """The array as a tensor: a tensor as it is, any other array by DLPack.
 
-    NumPy's arrays are copied where torch cannot share them: strides, read-only, byte order.
+    It stays on its device unless another one is given. NumPy arrays are copied where torch cannot
+    share them: negative strides, read-only memory, foreign byte order.
 
     Raises:
-      InvalidInputError: a list, an array of objects, or whatever else torch cannot hold.
+      InvalidInputError: a list, an array of objects, or anything else that torch cannot hold.
     """
     converted = array if isinstance(array, Tensor) else _exchanged(name, array)
     require_strided(name, converted)
@@ -28,7 +29,7 @@ def tensor(name: str, array, device=None) -> Tensor:
 
 
 def int32(array: Tensor) -> Tensor:
-    """Integers as int32: what does not fit is -1. No copy if they are; no integers stay as is."""
+    """Integers as int32, -1 in place of what does not fit; int32 and non-integers as they are."""
     if array.dtype is torch.int32 or not _is_integer(array):
         return array
     wide = array.to(torch.int64)  # torch cannot compare all unsigned integers
@@ -38,7 +39,7 @@ def int32(array: Tensor) -> Tensor:
 
 
 def signed(array: Tensor) -> Tensor:
-    """int32 and int64 as they are, other integers as int32: differences of theirs would wrap."""
+    """int32 and int64 as they are; other integers as int32, since their differences could wrap."""
     return array if array.dtype is torch.int64 else int32(array)
 
 
@@ -53,7 +54,7 @@ def batch_on(batch: BatchMetadata, device) -> BatchMetadata:
 
 
 def rising(starts: Tensor) -> Tensor:
-    """Starts of sequences, none before the one that precedes it: zeros may pad the last end."""
+    """Starts that never fall: zeros behind the last sequence become its end. Others as they are."""
     return starts.cummax(0).values if starts.ndim and _is_integer(starts) else starts
 
 
@@ -93,7 +94,7 @@ def require_no_grad(*tensors: Tensor) -> None:
 
 
 def on_device_of(tensor: Tensor):
-    """A context with the tensor's device as the current one, where kernels of others start."""
+    """A context that makes the tensor's device current: Triton and xFormers launch on that one."""
     module = {"cuda": torch.cuda, "xpu": torch.xpu}.get(tensor.device.type)
     return module.device(tensor.device) if module else contextlib.nullcontext()
 
@@ -113,10 +114,10 @@ def _exchanged(name, array) -> Tensor:
 
 
 def _exportable(array):
-    """What lies in host memory as NumPy has it, copied where torch cannot read it as it lies.
+    """The array, or, if it lies in host memory, a NumPy array that torch can share.
 
-    Torch ends the process at negative strides; DLPack exports neither read-only memory nor bytes
-    in the other order. So foreign arrays pass through NumPy, but JAX's: they are always plain.
+    Torch ends the process at negative strides; DLPack exports neither read-only memory nor foreign
+    byte order. So NumPy copies such arrays. JAX's arrays are never like that.
     """
     if isinstance(array, jax.Array) or array.__dlpack_device__()[0] != HOST:
         return array

@@ -37,17 +37,19 @@ def paged_attention(
 ):
     """`pagedattn.paged_attention` on torch tensors; the batch may hold arrays of any framework.
 
-    Values of the batch are checked where they lie on the CPU; elsewhere they are not read, and ids
-    out of range read nothing outside the cache. Not differentiable. Kernels start on the tensors'
-    device, whichever is current. Several layers of one step should share what follows from the
-    batch: see `prepare`.
+    Values of the batch are checked if they lie on the CPU. On a GPU they are not read, since that
+    would wait for it; wrong ids there never lead outside the cache. Not differentiable. Kernels
+    start on the tensors' device, whichever device is current. For several layers of one step, call
+    `prepare` once instead.
+
+    Args: as `pagedattn.paged_attention`; query and cache are tensors on one device.
 
     Returns:
       out like query; with `return_lse` also lse `f32[num_tokens, num_heads]`.
 
     Raises:
-      InvalidInputError, UnsupportedError, BackendUnavailableError: as the JAX function; tensors
-        that require gradients are unsupported too.
+      InvalidInputError, UnsupportedError, BackendUnavailableError: as the JAX function; also
+        UnsupportedError for tensors that require gradients.
 
     >>> from pagedattn import make_batch
     >>> cache = KVCache(torch.ones(2, 4, 1, 8), torch.ones(2, 4, 1, 8))
@@ -64,12 +66,12 @@ def paged_attention(
 class Step:
     """What the layers of one step share, made by `prepare` and held by the caller.
 
-    It holds the batch as it was: the next step, or other lengths, need another one.
+    It is made of the batch's values at that time: prepare another one for the next step.
 
     Fields:
       call: the sizes and options that it was made for.
-      backend: which one runs.
-      plan: what the backend made of the batch: lengths on the host, ids, masks.
+      backend: the backend that runs.
+      plan: what the backend worked out from the batch: lengths on the host, ids, masks.
     """
 
     call: Call
@@ -91,7 +93,7 @@ class Step:
 
     @torch.no_grad()
     def run(self, query: Tensor, cache: KVCache) -> tuple[Tensor, Tensor | None]:
-        """`attend` on arrays that are known to be like those that the step was prepared with."""
+        """`attend` without its checks, for arrays that are known to be like the prepared ones."""
         if self.call.is_empty:
             return _empty_results(self.call, query)
         with on_device_of(query):  # Triton's and xFormers' kernels start on the current device
@@ -107,10 +109,10 @@ def prepare(
     backend: str | Backend | None = None,
     return_lse: bool = False,
 ) -> Step:
-    """Everything about a call but its values: checked, its backend chosen, its batch worked out.
+    """Does once what all layers of a step need: checks, chooses the backend, works out the batch.
 
-    Layers with the same spec and sizes share it: `prepare(...).attend(query, cache)` for each.
-    Only shapes, dtypes, strides and the device of query and cache matter here.
+    Layers with the same spec and sizes share it: call `attend(query, cache)` of the result for
+    each. Of query and cache only shapes, dtypes, strides and the device matter here.
 
     Raises:
       InvalidInputError, UnsupportedError, BackendUnavailableError: as `paged_attention`.
@@ -131,6 +133,9 @@ def prepare(
 def explain(query, cache, batch, spec=AttentionSpec(), *, return_lse=False) -> choice.Explanation:
     """Why each torch backend can or cannot run a call, as `pagedattn.explain`.
 
+    Raises:
+      InvalidInputError, UnsupportedError: no backend could run it, as in `paged_attention`.
+
     >>> from pagedattn import make_batch
     >>> cache = KVCache(torch.ones(2, 4, 1, 8), torch.ones(2, 4, 1, 8))
     >>> batch = make_batch([1], [4], [[1, 0]], block_size=4)
@@ -147,6 +152,12 @@ def select_backend(query, cache, batch, spec=AttentionSpec(), *, return_lse=Fals
 
     Raises:
       InvalidInputError, UnsupportedError: as `pagedattn.select_backend`.
+
+    >>> from pagedattn import make_batch
+    >>> cache = KVCache(torch.ones(2, 4, 1, 8), torch.ones(2, 4, 1, 8))
+    >>> batch = make_batch([1], [4], [[1, 0]], block_size=4)
+    >>> select_backend(torch.ones(1, 2, 8), cache, batch)
+    'sdpa'
     """
     call, _ = _described(query, cache, batch, spec, return_lse)
     with on_device_of(query):
@@ -166,7 +177,7 @@ def ragged_attention(
     backend: str | None = None,
     return_lse: bool = False,
 ):
-    """`pagedattn.ragged_attention` on torch tensors.
+    """`pagedattn.ragged_attention` on torch tensors: the same arguments, results and errors.
 
     >>> x, starts = torch.ones(3, 1, 8), torch.tensor([0, 1, 3])
     >>> ragged_attention(x, x, x, starts, starts, max_query_len=2, max_key_len=2).shape
@@ -184,24 +195,25 @@ def ragged_attention(
 
 
 def _described(query, cache, batch, spec, return_lse) -> tuple[Call, Sequences]:
-    """The call, validated, and its batch where the query is."""
+    """The call, validated, and its batch on the query's device."""
     require_cache(cache)
     batch_type = type(batch).__name__
     require(isinstance(batch, BatchMetadata), f"batch is no BatchMetadata: {batch_type}")
     arrays = {"query": query, "key": cache.key, "value": cache.value}
     require_tensors(**arrays)
     require_no_grad(*arrays.values())
+    # Checked before the batch moves to the query's device, while values on the CPU can be read.
     tensors = batch_on(batch, None)
-    validate.attention(query, cache, tensors, spec, return_lse)  # where values on the CPU are known
+    validate.attention(query, cache, tensors, spec, return_lse)
     call = call_of(_with_dense_rows(query), cache, tensors, spec, return_lse)
     return call, _owned(batch, query.device)
 
 
 def _owned(batch: BatchMetadata, device) -> Sequences:
-    """The batch on a device.
+    """The batch on a device, in memory that torch owns if that is a GPU's.
 
-    A GPU's memory that another framework owns is copied: that may free it as soon as the caller
-    drops the batch, not knowing that torch's kernels still read it.
+    Another framework would free its memory as soon as the caller drops the batch: it does not know
+    that torch's kernels, which run in the background, still read it.
     """
     arrays = batch.block_tables, batch.seq_lens, batch.query_start_loc
     tables, lens, starts = (int32(tensor("batch", array, device)) for array in arrays)
@@ -212,7 +224,7 @@ def _owned(batch: BatchMetadata, device) -> Sequences:
 
 
 def _with_dense_rows(query: Tensor) -> Tensor:
-    """The query with its heads' values next to each other, as kernels load them."""
+    """The query with stride 1 along head_dim, as kernels load it."""
     return query if query.stride(-1) == 1 else query.contiguous()
 
 

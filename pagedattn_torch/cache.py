@@ -16,16 +16,19 @@ def write_kv_(
     value: Float[Tensor, "num_tokens num_kv_heads head_dim"],
     slot_mapping: Int[Tensor, "num_tokens"],
 ) -> KVCache:
-    """Writes the keys and values of new tokens into the cache given; slot -1 writes nothing.
+    """Writes the keys and values of new tokens into the cache, in place; slot -1 writes nothing.
 
-    The cache keeps values alone: no gradient flows into it, whatever key and value require.
+    Gradients are not tracked: the cache gets values only, even of tensors that require gradients.
 
     Args:
-      slot_mapping: of any framework.
+      slot_mapping: an array of any framework.
+
+    Returns:
+      the cache that was given.
 
     Raises:
-      InvalidInputError: no tensors, wrong shapes or dtypes, slots out of range or doubled. Values
-        are checked where they lie on the CPU; elsewhere, slots outside the cache are dropped.
+      InvalidInputError: not tensors, wrong shapes or dtypes, slots out of range or doubled. Slots
+        are checked if they lie on the CPU; on a GPU, those outside the cache write nothing.
 
     >>> cache = KVCache(torch.zeros(1, 2, 1, 1), torch.zeros(1, 2, 1, 1))
     >>> write_kv_(cache, torch.ones(1, 1, 1), torch.ones(1, 1, 1), torch.tensor([1])).key.flatten()
@@ -42,7 +45,7 @@ def write_kv_(
 
 @torch.no_grad()
 def write_rows_(cache: KVCache, key: Tensor, value: Tensor, rows: HostRows | DeviceRows) -> None:
-    """The write itself, of arguments that are known to fit together; never waits for the device."""
+    """`write_kv_` without its checks; never waits for the device."""
     with on_device_of(cache.key):
         rows.put_(cache.key, key)
         rows.put_(cache.value, value)
@@ -50,10 +53,9 @@ def write_rows_(cache: KVCache, key: Tensor, value: Tensor, rows: HostRows | Dev
 
 @torch.no_grad()
 def set_rows_(array: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
-    """Sets rows in place, but those whose index is out of range.
+    """Sets rows of a contiguous array in place; rows whose index is out of range are dropped.
 
-    An index counts the rows of all leading axes of the (contiguous) array. Detached, as
-    every write.
+    An index counts rows over all leading axes together. Gradients are not tracked.
     """
     indices = indices.to(torch.int64)
     flat = array.view(-1, *rows.shape[1:])
@@ -66,6 +68,10 @@ def copy_blocks_(cache: KVCache, src: Int[Tensor, "n"], dst: Int[Tensor, "n"]) -
 
     A block of -1 copies nothing. The ids may be of any framework; gradients are not tracked.
 
+    Raises:
+      InvalidInputError: not tensors, or wrong shapes; ids on the CPU also for blocks outside the
+        cache, or one block written twice.
+
     >>> planes = (torch.arange(3.0).reshape(3, 1, 1, 1) for _ in range(2))
     >>> copy_blocks_(KVCache(*planes), torch.tensor([0, 1]), torch.tensor([1, 2])).key.flatten()
     tensor([0., 0., 1.])
@@ -77,10 +83,15 @@ def copy_blocks_(cache: KVCache, src: Int[Tensor, "n"], dst: Int[Tensor, "n"]) -
 def swap_blocks_(
     src_cache: KVCache, dst_cache: KVCache, src: Int[Tensor, "n"], dst: Int[Tensor, "n"]
 ) -> KVCache:
-    """Copies block `src[i]` of one cache to block `dst[i]` of another in place, and returns that.
+    """Copies block `src[i]` of one cache to block `dst[i]` of another, and returns the latter.
 
-    The caches may lie on different devices. A copy, not an exchange, despite the field's name;
-    detached. The ids may be of any framework.
+    It is a copy, not an exchange: the name is the usual one for moving blocks to the host and back.
+    The caches may lie on different devices. Ids and errors are as in `copy_blocks_`.
+
+    >>> here = KVCache(torch.ones(2, 1, 1, 1), torch.ones(2, 1, 1, 1))
+    >>> there = KVCache(torch.zeros(2, 1, 1, 1), torch.zeros(2, 1, 1, 1))
+    >>> swap_blocks_(here, there, torch.tensor([0]), torch.tensor([1])).key.flatten()
+    tensor([0., 1.])
     """
     require_cache(src_cache)
     require_cache(dst_cache)

@@ -20,7 +20,7 @@ from pagedattn.checks import count, require, shown
 
 from .arrays import require_cache, require_tensors
 
-PACK_BYTES = 16  # what a group of threads reads of one key at once
+PACK_BYTES = 16  # bytes of one key that a group of threads reads at once
 DENSE = torch.contiguous_format
 
 
@@ -46,7 +46,7 @@ def empty_kv_cache(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """A layer's cache, not set, of a shape whose axes lie in memory in another order.
+    """An uninitialised cache of a shape, whose axes lie in memory in a given order.
 
     Args:
       shape: `kv_cache_shape(...)`.
@@ -54,7 +54,7 @@ def empty_kv_cache(
         `get_kv_cache_stride_order()`.
 
     Raises:
-      InvalidInputError: stride_order is no order of the axes.
+      InvalidInputError: stride_order does not hold each axis once, or torch cannot allocate it.
 
     >>> cache = empty_kv_cache(kv_cache_shape(8, 16, 2, 64), (0, 1, 3, 2, 4))
     >>> cache.shape, cache[0].transpose(1, 2).is_contiguous()
@@ -67,7 +67,7 @@ def empty_kv_cache(
     )
     try:
         held = torch.empty([shape[axis] for axis in stride_order], dtype=dtype, device=device)
-    except Exception as error:  # whatever torch raises: they are its dtypes and devices
+    except Exception as error:  # torch raises many kinds for a bad dtype or device
         raise InvalidInputError(
             f"torch cannot allocate {shape} of dtype {shown(dtype)} on {shown(device)}: {error}"
         ) from error
@@ -75,7 +75,7 @@ def empty_kv_cache(
 
 
 def split_kv_cache(kv_cache: Tensor | KVCache, num_kv_heads: int, head_size: int) -> KVCache:
-    """A layer's cache as views of its keys and values: what is written there is written in it.
+    """A layer's cache as views of its keys and of its values; writing to these writes to it.
 
     Args:
       kv_cache: `[2, num_blocks, block_size, num_kv_heads, head_size]`, or flat with the last three
@@ -97,7 +97,10 @@ def split_kv_cache(kv_cache: Tensor | KVCache, num_kv_heads: int, head_size: int
 
 
 def planes(kv_cache: Tensor | KVCache) -> KVCache:
-    """Keys and values of a cache of any head count, block by block: for copying whole blocks."""
+    """Keys and values of a cache whose head count is not known, for copying whole blocks.
+
+    From a flat cache the blocks are `[num_blocks, 1, 1, size]`.
+    """
     _require_kv_cache(kv_cache)
     if isinstance(kv_cache, KVCache):
         return kv_cache
@@ -143,7 +146,13 @@ def unpack_keys(
 def pack_values(
     values: Float[Tensor, "num_blocks block_size num_kv_heads head_size"],
 ) -> Float[Tensor, "num_blocks num_kv_heads head_size block_size"]:
-    """Values in the packed layout, the tokens of a block innermost; a new tensor."""
+    """Values in the packed layout, as a new tensor: the tokens of a block are innermost.
+
+    `unpack_values` is the inverse.
+
+    >>> pack_values(torch.zeros(4, 16, 2, 64)).shape
+    torch.Size([4, 2, 64, 16])
+    """
     _require_rank(4, values=values)
     return values.permute(0, 2, 3, 1).clone(memory_format=DENSE)
 
@@ -197,7 +206,7 @@ def _unlike(kv_cache, num_kv_heads: Any = "num_kv_heads", head_size: Any = "head
 
 
 def is_empty(kv_cache: Tensor | KVCache | None) -> bool:
-    """Whether there is no cache yet, as in a profiling run."""
+    """Whether there is no cache: None, or a tensor without elements, as in a profiling run."""
     if kv_cache is None:
         return True
     _require_kv_cache(kv_cache)

@@ -1,6 +1,6 @@
-"""Paged keys gathered into dense rectangles, and query heads of a group folded into rows.
+"""Paged keys gathered into dense rectangles, and the query heads of a group folded into rows.
 
-Sizes are static: nothing here reads a length, which would wait for a GPU.
+All sizes follow from shapes: nothing here reads a length, which would wait for a GPU.
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,12 @@ from pagedattn.visibility import key_range
 
 @dataclass(frozen=True)
 class Pages:
-    """The keys that a sequence's queries may see, one sequence a row.
+    """The keys that a sequence's queries may see, one row for each sequence.
 
-    key, value: `[num_seqs, num_keys, kv_heads, head_dim]`, 0 where no query may look.
-    positions: absolute, `[num_seqs, num_keys]`; lens: how many of a row are the sequence's.
+    Fields:
+      key, value: `[num_seqs, num_keys, kv_heads, head_dim]`, 0 where no query may look.
+      positions: absolute positions in the sequence, `[num_seqs, num_keys]`.
+      lens: how many keys of a row belong to the sequence, `[num_seqs]`.
     """
 
     key: Tensor
@@ -29,18 +31,18 @@ class Pages:
 
 
 def first_keys(call: Call, batch: Sequences) -> Tensor:
-    """The first key of each sequence that any of its queries sees: `[num_seqs]`."""
+    """The position of the first key of each sequence that any of its queries sees: `[num_seqs]`."""
     context_lens = batch.context_lens
     return key_range(context_lens, context_lens, batch.seq_lens, False, call.window)[0]
 
 
 def first_blocks(call: Call, batch: Sequences) -> Tensor:
-    """The blocks of those keys, as numbers in their sequences: `[num_seqs]`."""
+    """The column in the block tables of the block of each `first_keys`: `[num_seqs]`."""
     return first_keys(call, batch) // call.block_size
 
 
 def gather_pages(call: Call, cache: KVCache, batch: Sequences) -> Pages:
-    """The visible blocks of each sequence, from the first that its window shows."""
+    """The keys of all visible blocks of each sequence, from the first one that its window shows."""
     columns = first_blocks(call, batch)[:, None] + arange(call.visible_blocks, batch.seq_lens)
     blocks = batch.block_tables.gather(1, columns.clamp(0, call.max_blocks - 1).long())
     blocks = blocks.clamp(0, call.num_blocks - 1).flatten()
@@ -59,18 +61,21 @@ def _rows(plane, blocks, outside):
 
 
 def fold(rows: Tensor, num_kv_heads: int) -> Tensor:
-    """`[size, queries, heads, dim]` as `[size, kv_heads, group * queries, dim]`."""
+    """Folds `[size, queries, heads, dim]` to `[size, kv_heads, group * queries, dim]`."""
     grouped = rows.unflatten(2, (num_kv_heads, -1))
     return grouped.permute(0, 2, 3, 1, 4).flatten(2, 3)
 
 
 def unfold(rows: Tensor, num_queries: int) -> Tensor:
-    """`[size, kv_heads, group * queries, ...]` as `[size, queries, heads, ...]`."""
+    """Unfolds `[size, kv_heads, group * queries, ...]` to `[size, queries, heads, ...]`."""
     return rows.unflatten(2, (-1, num_queries)).flatten(1, 2).transpose(1, 2)
 
 
 def fold_bias(added: Tensor, call: Call) -> Tensor:
-    """`[size, 1 or heads, queries, keys]` as `[size, 1 or kv_heads, group * queries, keys]`."""
+    """Folds a bias `[size, 1 or heads, queries, keys]` as `fold` does queries.
+
+    Gives `[size, 1 or kv_heads, group * queries, keys]`.
+    """
     if added.shape[1] > 1:
         return added.unflatten(1, (call.num_kv_heads, call.group)).flatten(2, 3)
     return added.expand(-1, call.group, -1, -1).flatten(1, 2)[:, None]

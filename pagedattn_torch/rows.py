@@ -1,6 +1,6 @@
-"""Rows of a tensor set in place, but those whose index is out of range.
+"""Setting rows of a tensor in place; rows whose index is out of range are dropped.
 
-Where they go is worked out once, for both planes of a cache and for the layers of a step.
+Where rows go is worked out once, for the keys, the values and all layers of a step.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class HostRows(NamedTuple):
-    """On a CPU: the rows that are set, and where."""
+    """Where rows go, on a CPU: `kept` are the rows that are set, `index` is where each goes."""
 
     index: tuple[Tensor, ...]
     kept: Tensor
@@ -20,13 +20,16 @@ class HostRows(NamedTuple):
 
 
 class DeviceRows(NamedTuple):
-    """On a GPU, which selecting rows would wait for: dropped rows repeat the write of a live one,
-    or, if there is none, write back what stands in the array's first row."""
+    """Where rows go, on a GPU. All rows are written, since selecting some would wait for the GPU.
+
+    A row to drop repeats the write of the first live row. If no row is live, it writes the array's
+    first row back to where it is.
+    """
 
     index: tuple[Tensor, ...]
     live: Tensor
-    first: Tensor  # the first live row, [1]: an index without dimensions would be read by the host
-    some: Tensor  # whether there is one
+    first: Tensor  # the number of the first live row, [1]: as a scalar the host would read it
+    some: Tensor  # whether any row is live
 
     def put_(self, array: Tensor, rows: Tensor) -> None:
         if not len(rows):
@@ -38,7 +41,7 @@ class DeviceRows(NamedTuple):
 
 
 def row_index(axes: tuple[Tensor, ...], live: Tensor) -> HostRows | DeviceRows:
-    """Where rows go: an index for each leading axis of the array, of those that are live."""
+    """Where rows go: `axes` index the leading axes of the array; rows not `live` are dropped."""
     if live.device.type == "cpu":
         kept = live.nonzero().flatten()
         return HostRows(tuple(axis[kept] for axis in axes), kept)
@@ -51,7 +54,7 @@ def row_index(axes: tuple[Tensor, ...], live: Tensor) -> HostRows | DeviceRows:
 
 
 def slot_index(slots: Tensor, num_slots: int, block_size: int) -> HostRows | DeviceRows:
-    """Where the rows of new tokens go in a plane `[num_blocks, block_size, ...]`."""
+    """Where the rows of new tokens go in a key or value cache `[num_blocks, block_size, ...]`."""
     slots = slots.to(torch.int64)
     live = (slots >= 0) & (slots < num_slots)
     return row_index((slots // block_size, slots % block_size), live)

@@ -1,1 +1,1 @@
-"""Speed, side by side with peers in one run."""
+"""Benchmarks: the library and its peers, timed side by side in one run."""

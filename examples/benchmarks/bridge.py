@@ -1,5 +1,7 @@
-"""What a torch function costs when XLA calls it: by the size of its argument (it should be flat),
-by the number of calls in a program, and by the number of Python threads that run programs.
+"""Times a torch function that XLA calls.
+
+Against the size of its argument (the time should not depend on it), the number of calls in a
+program, and the number of Python threads that run programs.
 
     PYTHONPATH=examples python -m benchmarks.bridge [-o docs/results]
 """
@@ -51,7 +53,7 @@ WAYS = {"torch_call": by_torch_call, "jax.pure_callback": by_pure_callback}
 
 
 def microseconds(call: Callable, array, calls: int) -> float:
-    """Of one call in a compiled loop of some, each of which needs the last one's result."""
+    """Microseconds a call, in a compiled loop in which each call needs the last one's result."""
     loop = jax.jit(
         lambda x: jax.lax.fori_loop(0, calls, lambda _, counter: call(x, counter), jnp.zeros(1))
     )
@@ -66,7 +68,7 @@ def by_size(way: str, exponent: int) -> float:
 
 
 def by_layers(way: str, layers: int) -> float:
-    """Of one call in a program in which each is written out."""
+    """Microseconds a call, in a program of `layers` calls without a loop."""
 
     def program(counter):
         for _ in range(layers):
@@ -80,7 +82,7 @@ def by_layers(way: str, layers: int) -> float:
 
 
 def by_threads(way: str, threads: int, calls: int = 300) -> float:
-    """Of one call of any thread, each running a program of its own."""
+    """Microseconds between calls, while several threads each run a program of calls."""
     loops = [
         jax.jit(lambda x: jax.lax.fori_loop(0, calls, lambda _, c: WAYS[way](x, c), x))
         for _ in range(threads)
@@ -105,7 +107,7 @@ def by_threads(way: str, threads: int, calls: int = 300) -> float:
 
 
 def _median(call: Callable) -> float:
-    """Microseconds of a call that has been compiled."""
+    """Median microseconds of a call, which is compiled already."""
     times = []
     for _ in range(ROUNDS):
         start = time.perf_counter()

@@ -12,7 +12,8 @@ from benchmarks.work import HEAD_DIM, HEADS, KV_HEADS, causal_flops
 from pagedattn import BatchMetadata, KVCache
 from pagedattn.ragged import cdiv
 
-L2_BYTES = 200 << 20  # what repeated calls must read between two visits of one page, at least
+# Repeated calls must read at least so much before they come back to a page, or the cache has it.
+L2_BYTES = 200 << 20
 
 
 @dataclass
@@ -37,12 +38,12 @@ class Case:
 
     @property
     def decode(self) -> bool:
-        """Whether memory bounds it."""
+        """Whether reading keys and values takes the time, rather than arithmetic."""
         return max(self.query_lens) <= 8
 
     @property
     def prefill(self) -> bool:
-        """Whether it is prompts without a context."""
+        """Whether all sequences are prompts without a context."""
         return self.query_lens == self.seq_lens
 
     @property
@@ -58,13 +59,13 @@ class Case:
 
     @cached_property
     def expected(self) -> torch.Tensor:
-        """What the first set of tables gives."""
+        """The result with the first set of tables, by our Triton kernels."""
         batch = self.batches[0]
         attend: Any = pagedattn_torch.paged_attention
         return attend(self.query, self.cache, batch, backend="triton")
 
     def require(self, out: torch.Tensor) -> None:
-        """ValueError if a contender's answer to the first set of tables is another."""
+        """ValueError if a contender's result with the first set of tables is not `expected`."""
         wrong = (out.view_as(self.expected) - self.expected).float().norm()
         wrong = (wrong / self.expected.float().norm()).item()
         if not wrong < 0.03:

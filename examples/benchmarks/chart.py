@@ -1,4 +1,4 @@
-"""The picture of a gpu.py run: each contender's share of what the machine gives."""
+"""The picture of a gpu.py run: each contender's speed as a share of the machine's."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def draw(report: Path) -> Path:
 
 
 def styles(data) -> dict[str, dict]:
-    """Ours in colour and filled, peers grey and hollow."""
+    """Markers by contender: ours coloured and filled, peers grey and hollow."""
     names = list(dict.fromkeys(name for row in data["cases"].values() for name in row["us"]))
     ours = [name for name in names if name in data["ours"]]
     peers = [name for name in names if name not in data["ours"]]

@@ -3,9 +3,10 @@
     PYTHONPATH=examples python -m benchmarks.cpu [-o docs/results] [-k "decode 8x4096"]
     PYTHONPATH=examples python -m benchmarks.cpu --draw docs/results/cpu.json
 
-A contender takes a `Case` and returns a function that computes it; a refusal (any exception) leaves
-its cell empty and is printed. Contenders take turns, one call each, and a figure is the median of
-its calls. The report is written after every case. To add a contender, see cpu_peers.py.
+A contender is a function that takes a `Case` and returns a function that computes it. If it raises,
+its cell stays empty and the error is printed. Contenders take turns, one call each; a figure is the
+median of a contender's calls. The report is written after every case. To add a contender, see
+cpu_peers.py.
 """
 
 import argparse
@@ -26,9 +27,9 @@ from benchmarks.cpu_peers import PEERS
 from benchmarks.cpu_report import Report
 from pagedattn import KVCache, make_batch, paged_attention
 
-ROUNDS = 3, 25  # at least and at most
-SECONDS = 0.8  # for the calls of one contender, in between
-PAUSE = 0.01  # the last contender's threads stop waiting for more work
+LEAST_ROUNDS, MOST_ROUNDS = 3, 25  # calls of each contender
+SECONDS = 0.8  # between these bounds, a contender is called until its calls took so long
+PAUSE = 0.01  # seconds in which the last contender's threads stop waiting for more work
 
 
 def our_jax(backend: str | None) -> Callable:
@@ -60,7 +61,7 @@ OURS = {
 
 
 def timed(prepare: Callable) -> Callable:
-    """A contender whose calls give their seconds, once its answer is known to be right."""
+    """A contender, checked for a right result, whose calls return the seconds that they took."""
 
     def contender(case: Case) -> Callable:
         call = prepare(case)
@@ -78,7 +79,7 @@ def timed(prepare: Callable) -> Callable:
 
 
 def measure(report: Report, case: Case, contenders: dict[str, Callable]) -> None:
-    """Adds a case to the report."""
+    """Times all contenders on a case, and adds it to the report."""
     calls, refused = {}, {}
     for name, contender in contenders.items():
         try:
@@ -87,9 +88,9 @@ def measure(report: Report, case: Case, contenders: dict[str, Callable]) -> None
             first = (str(error).strip().splitlines() or [""])[0]
             refused[name] = f"{type(error).__name__}: {first[:160]}"
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(ROUNDS[1]):
+    for _ in range(MOST_ROUNDS):
         for name, taken in times.items():
-            if len(taken) < ROUNDS[0] or sum(taken) < SECONDS:
+            if len(taken) < LEAST_ROUNDS or sum(taken) < SECONDS:
                 time.sleep(PAUSE)
                 taken.append(calls[name]())
     report.add(case, {name: median(taken) * 1e6 for name, taken in times.items()}, refused)

@@ -41,12 +41,12 @@ class Case:
 
     @property
     def decode(self) -> bool:
-        """Whether memory bounds it."""
+        """Whether reading keys and values takes the time, rather than arithmetic."""
         return max(self.query_lens) == 1
 
     @property
     def starts(self) -> list[int]:
-        """Where each sequence's tokens start, and the last one's end."""
+        """Where each sequence's tokens start, and where the last one's end."""
         return [0, *itertools.accumulate(self.query_lens)]
 
     @cached_property
@@ -77,14 +77,14 @@ class Case:
         return torch.empty(shape, dtype=self.dtype).copy_(torch.from_numpy(values))  # aligned
 
     def dense(self, seqs: list[int]) -> list[torch.Tensor]:
-        """Keys and values of like sequences as they lie best: `[size, kv_heads, keys, dim]`."""
+        """Keys and values of sequences of one length, unpaged: `[size, kv_heads, keys, dim]`."""
         keys = self.seq_lens[seqs[0]]
         tables = self.tables[seqs, : math.ceil(keys / self.block_size)].long()
         rows = (plane[tables].flatten(1, 2)[:, :keys] for plane in self.planes)
         return [row.transpose(1, 2).contiguous() for row in rows]
 
     def rows(self, seqs: list[int]) -> torch.Tensor:
-        """Queries of like sequences: `[size, queries, heads, dim]`."""
+        """Queries of sequences of one query length: `[size, queries, heads, dim]`."""
         starts = torch.tensor(self.starts)[seqs, None]
         return self.query[starts + torch.arange(self.query_lens[seqs[0]])]
 
@@ -103,14 +103,14 @@ class Case:
         return torch.einsum("hgqk,hkd->qhgd", weights, value).reshape(-1, HEADS, HEAD_DIM)
 
     def require(self, out: torch.Tensor) -> None:
-        """ValueError if a contender's answer is another."""
+        """ValueError if a contender's result is not `expected`."""
         wrong = (out.reshape(self.expected.shape).float() - self.expected).norm()
         wrong = (wrong / self.expected.norm()).item()
         if not wrong < 0.02:
             raise ValueError(f"its answer differs by {wrong:.1%}")
 
     def free(self) -> None:
-        """Forgets the tensors."""
+        """Frees the tensors; they are made anew when they are used again."""
         for name in ("query", "planes", "tables", "expected", "_ids"):
             self.__dict__.pop(name, None)
 

@@ -1,4 +1,4 @@
-"""The picture of a cpu.py run: each contender's share of what the machine gives."""
+"""The picture of a cpu.py run: each contender's speed as a share of the machine's."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,9 @@ def draw(report: Path) -> Path:
     panels[0].set_xlabel(f"K and V read, as a share of a sum's {bandwidth} GB/s")
     dots(panels[1], others, "flops", rate / 1e3, look)
     panels[1].set_xlabel(f"arithmetic, as a share of a float32 matrix product's {rate} GFLOP/s")
-    panels[1].autoscale(axis="x")  # torch's product is not the fastest there is
+    panels[1].autoscale(
+        axis="x"
+    )  # shares may exceed 1: torch's product is not the fastest there is
     panels[1].set_xlim(left=0)
     legend(panels[0], look)
     versions = ", ".join(f"{name} {value}" for name, value in machine["versions"].items())

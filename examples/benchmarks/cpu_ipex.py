@@ -1,6 +1,6 @@
-"""IPEX as a contender of cpu.py: a process in an environment of its own, for its torch 2.8.
+"""IPEX as a contender of cpu.py, in a process of its own: it needs torch 2.8.
 
-Run as a script, this file is that process: it answers a line of JSON on stdin with one on stdout.
+Run as a script, this file is that process: it answers each line of JSON on stdin by one on stdout.
 """
 
 import importlib
@@ -25,7 +25,7 @@ WORKER = ["-m", "benchmarks.cpu_ipex"]
 
 
 class Ipex:
-    """The other process; as a context, it ends with the block."""
+    """The process with IPEX: a context manager that starts it and ends it."""
 
     def __enter__(self) -> "Ipex":
         self._folder = tempfile.TemporaryDirectory()
@@ -50,7 +50,7 @@ class Ipex:
         self._folder.cleanup()
 
     def contender(self, case: Case) -> Callable:
-        """Computes the case over there; each call gives the seconds that it took."""
+        """Prepares the case in that process; each call runs it there, and returns its seconds."""
         if self.versions is None:
             raise ValueError("no .venv-ipex: make test-ipex makes it")
         path = f"{self._folder.name}/out.npy"
@@ -69,10 +69,10 @@ class Ipex:
 
 
 def prepare(case: Case) -> Callable:
-    """The raw operators, on a cache as they want it."""
+    """The raw operators, on a cache in the layout that they want."""
     paged = importlib.import_module("intel_extension_for_pytorch.llm.modules").PagedAttention
     out = torch.empty_like(case.query)
-    # [num_blocks, kv_heads, block_size, head_dim]; the longer queries' operator needs it so.
+    # [num_blocks, kv_heads, block_size, head_dim]: flash_attn_varlen_func reads no other layout.
     key, value = (plane.transpose(1, 2).contiguous() for plane in case.planes)
     lens = torch.tensor(case.seq_lens, dtype=torch.int32)
     if case.decode:
@@ -94,7 +94,7 @@ def prepare(case: Case) -> Callable:
 
 
 def serve(answers) -> None:
-    """Answers questions until there are no more: a case to prepare, or a run of the last one."""
+    """Answers questions until stdin ends: each is a case to prepare, or to run the last one."""
     ipex = importlib.import_module("intel_extension_for_pytorch")
     versions = {"intel_extension_for_pytorch": ipex.__version__, "its torch": torch.__version__}
     call: Any = None
@@ -103,7 +103,7 @@ def serve(answers) -> None:
         answer: dict = {"versions": versions}
         try:
             if "case" in question:
-                call = None  # frees the last one's memory
+                call = None  # frees the last case's memory
                 call = prepare(Case(**question["case"]))
                 np.save(question["out"], call().float().numpy())
             elif "run" in question:
@@ -116,7 +116,7 @@ def serve(answers) -> None:
 
 
 if __name__ == "__main__":
-    # The extension prints to stdout what is no answer.
+    # Answers get stdout to themselves: whatever the extension prints goes to stderr.
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
         serve(answers)

@@ -1,7 +1,7 @@
-"""What cpu.py compares with: the usual ways in torch and JAX.
+"""The peers that cpu.py compares with: the usual ways in torch and JAX.
 
-A contender takes a `Case` and returns a function of no argument that computes it; a refusal is an
-exception.
+A contender takes a `Case` and returns a function without arguments that computes it; it raises for
+a case that it cannot compute.
 """
 
 import time
@@ -21,11 +21,11 @@ GROUP = HEADS // KV_HEADS
 
 
 def dense(case: Case) -> Callable:
-    """One SDPA for each rectangle of like sequences, whose keys lie in order: no paging."""
+    """SDPA without paging: one call for all sequences of the same lengths, keys lying in order."""
     rectangles: dict[tuple, list[int]] = {}
     for seq, size in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
         rectangles.setdefault(size, []).append(seq)
-    # Sequences in the order of their rectangles, so that the answers need only be joined.
+    # Sequences of the same lengths must be neighbours: then the results need only be concatenated.
     order = [seq for seqs in rectangles.values() for seq in seqs]
     if order != sorted(order):
         raise ValueError("like sequences are not neighbours")
@@ -34,7 +34,7 @@ def dense(case: Case) -> Callable:
 
 
 def _rectangle(case, seqs) -> Callable:
-    """The fastest of torch's ways to do one."""
+    """The fastest of torch's ways to compute sequences of the same lengths."""
     query, (key, value) = case.rows(seqs), case.dense(seqs)
     num_queries, num_keys = query.shape[1], key.shape[2]
     if num_queries == 1:
@@ -53,7 +53,7 @@ def _rectangle(case, seqs) -> Callable:
 
 
 def _folded(query, key, value) -> Callable:
-    """The heads of a group as further queries: they read their keys once."""
+    """Query heads of a group folded into the query axis, so that their keys are read once."""
     query = query.view(len(query), KV_HEADS, GROUP, HEAD_DIM)
     return lambda: scaled_dot_product_attention(query, key, value).view(-1, HEADS, HEAD_DIM)
 
@@ -66,7 +66,7 @@ def _seconds(call) -> float:
 
 
 def gather_each(case: Case) -> Callable:
-    """The usual way to do without a paged kernel."""
+    """The usual way without a paged kernel: gather and SDPA, for one sequence after the other."""
     tables = [
         row[: cdiv(n, case.block_size)].long()
         for row, n in zip(case.tables, case.seq_lens, strict=True)
@@ -93,7 +93,7 @@ def gather_each(case: Case) -> Callable:
 
 
 def jax_gather(case: Case) -> Callable:
-    """All pages gathered and two einsums, in jit."""
+    """All pages gathered, and two einsums, in one jit."""
     if len(set(case.query_lens)) > 1:
         raise ValueError("queries of different lengths need padding")
 

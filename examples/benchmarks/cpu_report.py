@@ -16,7 +16,7 @@ from rich.table import Table
 from benchmarks.cpu_case import Case
 from benchmarks.work import HEAD_DIM, HEADS, KV_HEADS
 
-# What the library is to reach: one contender's speed as a multiple of another's.
+# The ratios that the library aims at: speed of the first contender over that of the second.
 AIMS = {
     "sdpa / IPEX": ("sdpa, jax.jit", "IPEX"),
     "sdpa / dense": ("sdpa, jax.jit", "torch SDPA, dense"),
@@ -78,7 +78,7 @@ def _times_as_fast(us, ours, other) -> str:
 
 
 def machine() -> dict:
-    """What the figures hold for, with its ceilings."""
+    """The machine and the versions that were measured, with the machine's ceilings."""
     return {
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
@@ -95,7 +95,7 @@ def machine() -> dict:
 
 
 def _cpu() -> str:
-    """Its name, and what it has of the instructions that decide how fast short floats are."""
+    """The CPU's name, and which of the instructions for short floats it has."""
     about: dict[str, str] = {}
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -115,7 +115,7 @@ def _matmul_rate(dtype: torch.dtype) -> float:
 
 
 def _seconds(call) -> float:
-    """The shortest of some calls: a ceiling is what the machine can do undisturbed."""
+    """The shortest of some calls: what the machine can do undisturbed."""
     times = []
     for _ in range(12):
         start = time.perf_counter()

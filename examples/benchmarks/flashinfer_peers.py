@@ -1,7 +1,7 @@
 """FlashInfer's wrappers as contenders of gpu.py; see peers.py.
 
-Its kernels are compiled on first use, which takes minutes: `Build` does it in a process of its own
-while others are timed. Run as a script, this file is that process.
+FlashInfer compiles its kernels on first use, which takes minutes: `Build` does so in a process of
+its own while other contenders are timed. Run as a script, this file is that process.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ WORKSPACE_BYTES = 512 << 20
 
 
 class Build:
-    """The compilation of FlashInfer's kernels; as a context, it ends with the block."""
+    """The process that compiles FlashInfer's kernels: a context manager, which ends it."""
 
     def __init__(self, seconds: float):
         self._deadline = time.monotonic() + seconds
@@ -50,7 +50,7 @@ class Build:
         return self._process.poll() is not None
 
     def failure(self) -> str | None:
-        """Waits, and says why the kernels cannot be used."""
+        """Waits for the end; says why the kernels cannot be used, None if they can."""
         try:
             code = self._process.wait(max(0.0, self._deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -74,7 +74,7 @@ def prefill(case: Case) -> Callable:
 
 
 def _calls(case, name, queries, options) -> Callable:
-    """Planned for each set of tables; plans are made once a step, for all layers."""
+    """A wrapper planned for each set of tables; not timed: a step plans once for all layers."""
     wrapper = getattr(importlib.import_module("flashinfer"), name)
     room = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
     planned = [wrapper(room, "NHD") for _ in case.batches]
@@ -86,7 +86,7 @@ def _calls(case, name, queries, options) -> Callable:
 
 
 def _pages(case, batch) -> tuple[torch.Tensor, ...]:
-    """Where each sequence's pages start, the pages, and how full the last is."""
+    """(where each sequence's pages start, the pages, how full each sequence's last page is)."""
     counts = [cdiv(n, case.block_size) for n in case.seq_lens]
     starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
     rows = zip(batch.block_tables, counts, strict=True)

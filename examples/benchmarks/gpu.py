@@ -4,8 +4,9 @@
     python -m benchmarks.gpu [-o docs/results] [-k decode]
     python -m benchmarks.gpu --draw docs/results/h200.json
 
-A contender takes a `Case` and returns its microseconds a call; a refusal (any exception) leaves its
-cell empty and is printed. The report is written after every case. To add one, see peers.py.
+A contender is a function that takes a `Case` and returns its microseconds a call. If it raises, its
+cell stays empty and the error is printed. The report is written after every case. To add a
+contender, see peers.py.
 """
 
 import argparse
@@ -60,7 +61,7 @@ def cudnn(case: Case) -> tuple[Callable, list]:
 
 
 def in_graph(prepare: Callable) -> Callable:
-    """A torch function in a CUDA graph of several calls."""
+    """Times a torch function by a CUDA graph of several calls."""
 
     def contender(case: Case) -> float:
         call, times = prepare(case), max(8, len(case.batches))
@@ -71,7 +72,7 @@ def in_graph(prepare: Callable) -> Callable:
 
 
 def in_jit(prepare: Callable, checked: bool = False) -> Callable:
-    """A JAX function, several calls in one jit, enqueued."""
+    """Times a JAX function by several calls in one jit, enqueued."""
 
     def contender(case: Case) -> float:
         call, operands = prepare(case)
@@ -90,8 +91,9 @@ def _layers_in_jit(case, call, operands, layers) -> Callable:
     @jax.jit
     def step(query, operands):
         for layer in range(layers):
-            # Each call waits for what the last one gave, its pages too: none is dropped, and no
-            # gather serves two of them, since every layer of a model has pages of its own.
+            # The barrier makes each call, its gathers included, depend on the last one's result.
+            # Else XLA would drop calls, or gather pages once for two calls, while every layer of
+            # a model has pages of its own.
             query, now = jax.lax.optimization_barrier((query, operands[layer % len(operands)]))
             query = call(query, now)
         return query
@@ -112,7 +114,7 @@ SLOW_STARTERS = {name: in_graph(peer) for name, peer in FLASHINFER.items()}
 
 
 def in_eager(prepare: Callable) -> Callable:
-    """The layers called from Python, enqueued."""
+    """Times a step of layers called from Python, enqueued."""
 
     def contender(case: Case) -> float:
         call = prepare(case)
@@ -128,7 +130,7 @@ def in_eager(prepare: Callable) -> Callable:
 
 
 def in_step_graph(prepare: Callable) -> Callable:
-    """The layers in one CUDA graph, enqueued."""
+    """Times a step of layers in one CUDA graph, enqueued."""
 
     def contender(case: Case) -> float:
         replay = captured(prepare(case), LAYERS).replay
@@ -148,7 +150,7 @@ STEPS = {
 
 
 def run(report: Report, only: str, build_seconds: float) -> None:
-    """Everything, what matters most first; FlashInfer once its kernels are compiled."""
+    """Measures everything, the most important first; FlashInfer once its kernels are compiled."""
     cases = [case for case in CASES if only in case.name]
     done = [case for case in cases if case.block_size == 16]
     rest = [case for case in cases if case.block_size != 16]
@@ -188,6 +190,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Wrappers that compile look for ninja, which lies beside this Python.
+    # FlashInfer compiles with ninja, which is installed beside this Python.
     os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)
     main()

@@ -2,8 +2,8 @@
 
 A torch contender takes a case and returns a function of a table set's number, safe to capture in a
 CUDA graph. A JAX contender returns a function of the query and one table set's operands, and a list
-of those operands. What a library allows to prepare once for all layers is done before. They raise
-what they like, import errors too, for what they cannot do.
+of those operands. All that a library can prepare once for all layers is prepared before, and not
+timed. Contenders raise any exception, import errors too, for cases that they cannot compute.
 """
 
 import math
@@ -67,12 +67,12 @@ def torch_gather(case: Case) -> Callable:
 
 
 def torch_dense(backend: SDPBackend) -> Callable:
-    """torch's attention on keys that lie in order: what paging must not cost."""
+    """torch's attention on keys that lie in order: the speed without paging."""
 
     def prepare(case: Case) -> Callable:
         attend = _torch_attention(case)
         dense = [_gathered(case, batch.block_tables.clamp(min=0)) for batch in case.batches]
-        if case.prefill:  # cuDNN's and FlashAttention's rate does not depend on it
+        if case.prefill:  # heads repeated: the rate of cuDNN and FlashAttention is the same
             dense = [[p.repeat_interleave(GROUP, 1) for p in pair] for pair in dense]
 
         def call(index):
@@ -102,7 +102,7 @@ def _torch_attention(case) -> Callable:
             return out.transpose(1, 2).flatten(0, 1)
 
         return attend
-    # The heads of a group as further queries: they read their keys once.
+    # Query heads of a group are folded into the query axis, so that their keys are read once.
     query = case.query.view(*shape, KV_HEADS, GROUP, HEAD_DIM).permute(0, 2, 3, 1, 4).flatten(2, 3)
     mask = _mask(case)
 
@@ -118,7 +118,7 @@ def _mask(case) -> torch.Tensor | None:
     """Which keys each folded query sees, or None for all."""
     num_queries = case.like_queries
     if num_queries == 1 and case.like_keys:
-        return None  # no case has a last page that is not full
+        return None  # pages have no unused slots: in no case is a last page partly filled
     lens = torch.tensor(case.seq_lens[:1] if case.like_keys else case.seq_lens, device="cuda")
     last = lens[:, None] - num_queries + torch.arange(num_queries, device="cuda")
     keys = torch.arange(case.batches[0].max_blocks * case.block_size, device="cuda")
@@ -178,7 +178,7 @@ def _jax_attention(case) -> Callable:
 
 
 def pallas(case: Case) -> tuple[Callable, list]:
-    """jax.experimental's Triton kernel; it wants the heads before the pages."""
+    """jax.experimental's Pallas kernel; its cache has the heads before the pages."""
     from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
 
     if case.like_queries > 1:

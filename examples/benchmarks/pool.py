@@ -1,4 +1,4 @@
-"""Time of a block pool's decode step against the pool's size: it should be flat.
+"""Times a block pool's decode step for pools of several sizes: it should take the same time.
 
 PYTHONPATH=examples python -m benchmarks.pool
 """
@@ -17,7 +17,7 @@ MAX_SEQS, MAX_BLOCKS, BLOCK_SIZE, STEPS = 64, 256, 16, 500
 
 @functools.partial(jax.jit, donate_argnums=0)
 def decode(pool):
-    """Room for one token more of each sequence, `STEPS` times."""
+    """Makes room for one more token of each sequence, `STEPS` times."""
 
     def step(pool, _):
         pool, growth = append_tokens(pool, jnp.ones(MAX_SEQS, jnp.int32), max_new_tokens=1)
@@ -34,7 +34,7 @@ def microseconds_a_step(num_blocks: int) -> float:
         start = time.perf_counter()
         jax.block_until_ready(decode(pool))
         times.append(time.perf_counter() - start)
-    return float(np.median(times[1:])) / STEPS * 1e6  # the first one compiled
+    return float(np.median(times[1:])) / STEPS * 1e6  # the first run compiles
 
 
 def main():

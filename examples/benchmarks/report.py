@@ -48,7 +48,7 @@ class Report:
         case.free()
 
     def measure_step(self, case: Case, layers: int, steps: dict[str, dict[str, Callable]]) -> None:
-        """Adds what a layer costs in a step of many: each backend called in several ways."""
+        """Adds the time of a layer in a step of many, for each backend and each way to call it."""
         if self.over:
             return
         print(f"{layers} layers of {case.name}, us a layer", flush=True)
@@ -66,7 +66,7 @@ class Report:
         case.free()
 
     def miss(self, name: str, reason: str) -> None:
-        """Records why a contender has no cells at all."""
+        """Records why a contender was not measured at all."""
         print(f"{name}: {reason}", flush=True)
         self.data["missing"] = {name: reason}
         self.write()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 import torch
 
-CALLS = 40  # enqueued at a time: the host takes up to a millisecond to see the last one end
+CALLS = 40  # enqueued at a time: many, since the host may see the end a millisecond late
 
 
 def captured(call: Callable, times: int) -> torch.cuda.CUDAGraph:
@@ -22,7 +22,7 @@ def captured(call: Callable, times: int) -> torch.cuda.CUDAGraph:
 
 
 def time_alone(call: Callable) -> float:
-    """Microseconds of a call on the device, which is idle before."""
+    """Microseconds of a call on a device that is idle before; the median of some."""
     call()
     times = []
     for _ in range(7):
@@ -37,15 +37,15 @@ def time_alone(call: Callable) -> float:
 
 
 def time_enqueued(call: Callable, wait: Callable = jax.block_until_ready) -> float:
-    """Microseconds of a call that is enqueued again before the device has finished."""
+    """Microseconds a call when calls are enqueued faster than the device computes them."""
     wait(call())
     wait(call())
     times = []
     for _ in range(3):
         start = time.perf_counter()
         for _ in range(CALLS):
-            # Results are dropped at once, as in a serving loop: XLA captures a call anew for
-            # buffers elsewhere than in its last 16 captures.
+            # Each result is dropped at once, as in a serving loop, so that buffers are used again:
+            # XLA captures a CUDA graph anew for buffers that its last 16 captures did not use.
             result = call()
         wait(result)
         times.append((time.perf_counter() - start) / CALLS * 1e6)

@@ -1,4 +1,4 @@
-"""What the benchmarks' shapes have in common: the model's heads, and the arithmetic of a batch."""
+"""The heads of the model that all benchmarks use, and the arithmetic of a batch."""
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 

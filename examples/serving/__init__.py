@@ -1,1 +1,1 @@
-"""A served model: engine, scheduler, caches and model families on the library."""
+"""Serving a model with the library: engine, scheduler, caches and model families."""

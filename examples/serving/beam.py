@@ -1,4 +1,4 @@
-"""Beam search on forks: a beam that splits shares its blocks, one that ends frees them."""
+"""Beam search on forks: sequences that split share their blocks, those that end free them."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,8 @@ from serving.request import Choice, Group, Sequence
 class Beam:
     """The `num_beams` likeliest completions that breadth-first search finds.
 
-    A completion that stops leaves the beam; as soon as `num_beams` have, the search is over. They
-    are ranked by log-probability over `length ** length_penalty`.
+    A completion that stops leaves the beam. The search is over when `num_beams` have stopped. These
+    are ranked by log-probability divided by `length ** length_penalty`.
     """
 
     num_beams: int
@@ -46,7 +46,7 @@ class Beam:
         return sorted(group.finished, key=quality, reverse=True)[: self.num_beams]
 
     def _best(self, group: Group) -> list[tuple[int, int, float]]:
-        """Parent, token and score of enough candidates to go on if `num_beams` of them stop."""
+        """(parent, token, score) of the best candidates: `2 * num_beams`, as that many may stop."""
         scores = np.stack([s.score + log_softmax(s.logits) for s in group.sequences])
         order = np.argsort(-scores, axis=None, kind="stable")[: 2 * self.num_beams]
         parents, tokens = np.unravel_index(order, scores.shape)

@@ -12,14 +12,15 @@ from serving.decoder import Decoder
 from serving.families import model_of
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-UNREAD = ("rotary_emb.inv_freq", "lm_head.weight")  # computed anew; left out when it is tied
+# Tensors that may be left unused: the angles are computed anew, a tied head is the embedding.
+UNREAD = ("rotary_emb.inv_freq", "lm_head.weight")
 
 
 def load_checkpoint(directory: Path, dtype=jnp.float32) -> tuple[Decoder, dict]:
     """The model in `directory`, and its parameters, as `dtype` whatever the files store.
 
-    Raises ValueError when the config asks for what no family computes, or when the tensors are
-    not the model's: one is missing, or one would not be used.
+    Raises ValueError when the config asks for something that no family computes, or when a tensor
+    of the model is missing or one of the files would not be used.
     """
     model = read_config(directory / "config.json")
     tensors = {}
@@ -46,7 +47,7 @@ def read_config(path: Path) -> Decoder:
 
 
 def tensor_files(directory: Path) -> Iterable[Path]:
-    """The one file, or the shards that the index names."""
+    """The files with the tensors: a single one, or the shards that the index names."""
     index = directory / INDEX
     if not index.exists():
         return [directory / WHOLE]
@@ -57,7 +58,7 @@ def tensor_files(directory: Path) -> Iterable[Path]:
 
 
 def names_of(model: Decoder) -> tuple[dict[str, str], list[dict[str, str]]]:
-    """Our names to the checkpoint's, outside the layers and in each of them."""
+    """The checkpoint's names of tensors by ours: outside the layers, and for each layer."""
     prefixes = (model.layer_prefix.format(index) for index in range(model.num_hidden_layers))
     layers = [
         {n: prefix + theirs for n, theirs in model.layer_names().items()} for prefix in prefixes
@@ -66,8 +67,8 @@ def names_of(model: Decoder) -> tuple[dict[str, str], list[dict[str, str]]]:
 
 
 def params_of(model: Decoder, tensors: dict) -> dict:
-    """Hugging Face's flat names to the tree that the families read."""
-    prefixes = (model.base_prefix, "lm_head.")  # a checkpoint without a head lacks the prefix
+    """The tree of parameters that the families read, from tensors by Hugging Face's flat names."""
+    prefixes = (model.base_prefix, "lm_head.")  # checkpoints saved without a head lack the prefix
     tensors = {
         name if name.startswith(prefixes) else model.base_prefix + name: tensor
         for name, tensor in tensors.items()
@@ -81,7 +82,7 @@ def params_of(model: Decoder, tensors: dict) -> dict:
 
 
 def tensors_of(model: Decoder, params: dict) -> dict:
-    """The tree to Hugging Face's flat names; the inverse of `params_of`."""
+    """Tensors by Hugging Face's flat names, from the tree; the inverse of `params_of`."""
     outer, layers = names_of(model)
     tensors = {theirs: params[name] for name, theirs in outer.items()}
     for names, layer in zip(layers, params["layers"], strict=True):

@@ -1,4 +1,4 @@
-"""The text that the shipped model has read: `pydoc_data.topics`, as bytes."""
+"""The text that the shipped model was trained on: `pydoc_data.topics`, as bytes."""
 
 from pydoc_data.topics import topics
 
@@ -14,7 +14,7 @@ Bytes = UInt8[Array, "batch length"]
 
 
 def split_topics() -> tuple[Text, Text]:
-    """Training and validation text; topics quote each other, so no paragraph is left in both."""
+    """Training and validation text, without common paragraphs (topics quote each other)."""
     texts = [topics[name].strip() for name in sorted(topics)]
     held_out = texts[::HELD_OUT_EVERY]
     training = [text for text in texts if text not in held_out]
@@ -29,13 +29,13 @@ def as_bytes(texts: list[str]) -> Text:
 
 
 def windows_at(text: Text, starts: Int[Array, " batch"], length: int) -> tuple[Bytes, Bytes]:
-    """Inputs of `length` bytes that start there, and their targets, one byte later."""
+    """Inputs of `length` bytes from each start on, and their targets: the same, one byte later."""
     indices = starts[:, None] + jnp.arange(length)
     return text[indices], text[indices + 1]
 
 
 def add_noise(inputs: Bytes, key: PRNGKeyArray, rate: Float[Array, ""] | float) -> Bytes:
-    """Replaces bytes at random, so that reciting so small a text takes more than a few of them."""
+    """Replaces bytes at random, lest a few bytes suffice the model to recite its small text."""
     where_key, what_key = jax.random.split(key)
     noise = jax.random.randint(what_key, inputs.shape, 0, 256, jnp.uint8)
     return jnp.where(jax.random.bernoulli(where_key, rate, inputs.shape), noise, inputs)

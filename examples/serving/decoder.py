@@ -1,9 +1,10 @@
 """Decoder-only models: what all families share, and the two forward passes.
 
-A family is a subclass of `Decoder`: its fields are its `config.json`, its methods the pieces in
-which it differs. The forwards share everything but attention. `forward_dense` sees one whole
-sequence and keeps nothing: it trains the model and checks the other. `forward_paged` sees the new
-tokens of many sequences at once and leaves everything about the cache to pagedattn.
+A family is a subclass of `Decoder`: its fields are those of its `config.json`, its methods are what
+differs between families. The two passes share everything but attention. `forward_dense` computes
+one whole sequence without a cache: it serves to train the model, and to check `forward_paged`.
+`forward_paged` computes the new tokens of many sequences at once, and leaves everything about the
+cache to pagedattn.
 
 Parameters are a dict of arrays; weights are `[out, in]`, as Hugging Face stores them.
 """
@@ -50,13 +51,13 @@ class Decoder:
 
     model_type: ClassVar[str]
     architecture: ClassVar[str]
-    base_prefix: ClassVar[str] = "model."  # of every tensor but the head's
+    base_prefix: ClassVar[str] = "model."  # of the names of all tensors but the head's
     layer_prefix: ClassVar[str] = "model.layers.{}."
-    required: ClassVar[Mapping[str, tuple]] = {}  # what the code computes of a config's variants
+    required: ClassVar[Mapping[str, tuple]] = {}  # settings of a config with the accepted values
 
     @classmethod
     def from_config(cls, raw: dict) -> Self:
-        """The model of a parsed `config.json`; ValueError for what it would not compute."""
+        """The model of a parsed `config.json`; ValueError if it asks for what is not computed."""
         for name, accepted in cls.required.items():
             if raw.get(name, accepted[0]) not in accepted:
                 raise ValueError(f"{cls.model_type}: {name} must be in {accepted}, got {raw[name]}")
@@ -73,18 +74,18 @@ class Decoder:
         return ids if isinstance(ids, tuple) else () if ids is None else (ids,)
 
     def outer_names(self) -> dict[str, str]:
-        """The tensors outside the layers: our name to the checkpoint's."""
+        """The checkpoint's names of the tensors outside the layers, by ours."""
         raise NotImplementedError
 
     def layer_names(self) -> dict[str, str]:
-        """The tensors of a layer: our name to the checkpoint's, without the layer's prefix."""
+        """The checkpoint's names of a layer's tensors, without the layer's prefix, by ours."""
         raise NotImplementedError
 
     def embed(self, params: dict, tokens: Tokens) -> Hidden:
         return params["embedding"][tokens]
 
     def heads(self, layer: dict, hidden: Hidden, positions: Tokens) -> tuple[Heads, Heads, Heads]:
-        """Query, key and value of each token: a layer up to its attention."""
+        """Query, key and value of each token: the part of a layer before attention."""
         raise NotImplementedError
 
     def attention_spec(self, index: int) -> AttentionSpec:
@@ -93,7 +94,7 @@ class Decoder:
         return AttentionSpec()
 
     def rest(self, layer: dict, hidden: Hidden, attended: Hidden) -> Hidden:
-        """The next layer's input, from this one's input and what its heads gathered."""
+        """The part of a layer after attention: its output, from its input and the attention's."""
         raise NotImplementedError
 
     def logits(self, params: dict, hidden: Hidden) -> Logits:

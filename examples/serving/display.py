@@ -1,4 +1,4 @@
-"""The engine at work, in a terminal: each request's progress and text, and who holds the pool."""
+"""A live display of the engine: each request's progress and text, and the owner of each block."""
 
 from rich.console import Group as Rows
 from rich.progress_bar import ProgressBar
@@ -15,7 +15,7 @@ WIDTHS = {"request": 7, "state": 7, "progress": 12, "blocks": 6, "text": TAIL}
 
 
 def render(engine: Engine, requests: list[Request], tokenizer: Tokenizer) -> Rows:
-    """The engine between two steps."""
+    """The display of the engine as it is now."""
     running = {group.request.id: group for group in engine.scheduler.running}
     table = Table(box=None, header_style="dim", padding=(0, 1))
     for heading, width in WIDTHS.items():
@@ -27,9 +27,9 @@ def render(engine: Engine, requests: list[Request], tokenizer: Tokenizer) -> Row
 
 
 def row_of(engine: Engine, request: Request, group: Group | None, tokenizer: Tokenizer) -> tuple:
-    """A request is running (it has a group), done (it has completions) or waiting."""
+    """A row: the request is running (it has a group), done (it has completions) or waiting."""
     name = Text(f"■ {request.id}", colour_of(request.id))
-    if group and group.sequences:  # the display runs beside the engine
+    if group and group.sequences:  # may be empty: the display runs in a thread beside the engine
         first = group.sequences[0]
         bar = ProgressBar(request.max_cached, first.num_cached)
         blocks = sum(engine.limits.blocks_for(s.num_cached) for s in group.sequences)

@@ -1,4 +1,4 @@
-"""Continuous batching: one forward a step for whatever the scheduler plans.
+"""Continuous batching: each step is one forward pass over all that the scheduler plans.
 
 A step is padded to one of two shapes, all decode or mixed with chunks of prompts, so two compiled
 programs serve every mix of requests.
@@ -31,7 +31,7 @@ class Step:
       owners: the request in each block after the forward, or `FREE` or `CACHED`.
       scores: for each request that got tokens, the logits that they were chosen from, one row a
         sequence.
-      tokens: those that are certain.
+      tokens: the new tokens that no later step takes back.
     """
 
     owners: Owners
@@ -58,10 +58,10 @@ def next_logits(
 
 
 class Engine:
-    """Serves requests: `stream` them; or `submit`, then `step` until `idle`.
+    """Serves requests: call `stream` with them; or `submit` each, then `step` until `idle`.
 
-    `completions` are by request id; a request has one for each sample or beam. Raises ValueError
-    for limits beyond the positions that the model knows.
+    `completions` maps the id of a finished request to its completions, one for each sample or beam.
+    Raises ValueError for limits beyond the positions that the model knows.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class Engine:
         return not (self.scheduler.waiting or self.scheduler.running)
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Streamed]:
-        """Serves the requests, and hands out each token as soon as it is certain."""
+        """Serves the requests; yields each token as soon as no later step can take it back."""
         for request in requests:
             self.submit(request)
         while not self.idle:
             yield from self.step().tokens
 
     def step(self) -> Step:
-        """Runs every planned sequence once; groups that are ready get their next tokens."""
+        """One forward over the planned tokens; groups whose logits are all there get new tokens."""
         plan = self.scheduler.plan()
         self._forward(plan)
         self.prefixes.keep(self.scheduler.running)
@@ -109,7 +109,7 @@ class Engine:
         return owners_of(self.memory, self.scheduler.running)
 
     def _forward(self, plan: Plan) -> None:
-        """Caches the planned tokens; sequences with none pending get their logits."""
+        """Feeds the planned tokens; sequences that have no more to feed get their logits."""
         tokens, query_lens, max_query_len = self._pack(plan)
         logits, self.memory.caches = next_logits(
             self.params,
@@ -128,7 +128,7 @@ class Engine:
                 sequence.logits = rows[sequence.row]
 
     def _pack(self, plan: Plan) -> tuple[np.ndarray, np.ndarray, int]:
-        """The plan in one of the two shapes: new tokens in the order of their rows."""
+        """(tokens, query_lens, max_query_len) of a plan, tokens in row order, padded to a shape."""
         limits, decoding = self.limits, all(length == 1 for _, length in plan)
         query_lens = np.zeros(limits.max_seqs, np.int32)
         tokens = np.zeros(limits.max_seqs if decoding else limits.token_budget, np.int32)
@@ -141,7 +141,7 @@ class Engine:
         return tokens, query_lens, 1 if decoding else limits.max_query_len
 
     def _advance(self, group: Group) -> list[Streamed]:
-        """Appends what the group's decoding chooses; retires the group when all is finished."""
+        """Appends the tokens that the group's decoding chooses; retires a group that is done."""
         request, decoding = group.request, group.request.decoding
         choices = decoding.choose(group, self.model.stop_tokens)
         full = len(group.completion(group.sequences[0])) + 1 == request.max_new_tokens
@@ -155,9 +155,9 @@ class Engine:
 
 
 def succeed(memory: Memory, group: Group, choices: list[Choice]) -> None:
-    """Puts the chosen sequences in the place of their parents.
+    """Replaces a group's sequences by those that the choices make of them.
 
-    A parent's first live choice goes on in its row, further ones in forks of it.
+    A parent's first live choice goes on in the parent's row, its others in forks of that row.
     """
     parents, live = group.sequences, [choice for choice in choices if not choice.final]
     group.finished += [parents[c.parent].followed_by(c, NO_ROW) for c in choices if c.final]

@@ -1,8 +1,9 @@
-"""A whole generation in one compiled program: no token visits the host before all are there.
+"""A whole generation in one compiled program: the host sees no token before all are there.
 
-`lax.while_loop` carries the pool and the caches; both are donated, so every step writes them where
-they lie. A step appends to the pool, copies what copy-on-write asks for, writes, attends, samples
-and decides who goes on. `decode_step` is that step alone, to be called from Python for comparison.
+`lax.while_loop` carries the pool and the caches. Both are donated, so every step writes them in
+place. A step appends tokens to the pool, makes the copies that copy-on-write asks for, runs the
+model, samples, and decides which sequences go on. `decode_step` is one such step by itself, for a
+loop in Python to compare with.
 """
 
 from dataclasses import dataclass, replace
@@ -29,16 +30,16 @@ from serving.sampling import pick
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Generation:
-    """Sequences under way: a pytree that `jax.jit` can donate.
+    """The state of a generation: a pytree that `jax.jit` can donate.
 
     Fields:
-      pool, caches: where their tokens are; row s of the pool is sequence s.
+      pool, caches: the cached tokens; row s of the pool is sequence s.
       tokens: prompts and completions, one row a sequence, 0 past their ends.
-      lengths: how many of the tokens are there; the cache holds all of them but the last.
+      lengths: the number of tokens of each sequence; the cache holds all but the last.
       ends: the length at which each sequence is full.
-      live: which sequences go on; ended ones keep their blocks, to be gone on from.
-      starved: which ones ended because no block was free.
-      seeds: of each sequence's noise.
+      live: which sequences go on; ended ones keep their blocks, so that they could be continued.
+      starved: which sequences ended because no block was free.
+      seeds: the seed of each sequence's noise.
     """
 
     pool: BlockPool
@@ -79,10 +80,7 @@ def start(
     )
 
 
-Settings = ("model", "max_query_len", "backend")
-
-
-@partial(jax.jit, static_argnames=Settings, donate_argnames="state")
+@partial(jax.jit, static_argnames=("model", "max_query_len", "backend"), donate_argnames="state")
 def prefill(
     params: dict,
     model: Decoder,
@@ -130,7 +128,7 @@ def decode_loop(
 
 
 def _advance(params, model, state, temperature, max_query_len, backend) -> Generation:
-    """Feeds what is not cached yet, and appends the token that each sequence goes on with."""
+    """Feeds the tokens that are not cached yet, and appends the next token of each sequence."""
     state, new = _grow(state, max_query_len)
     num_tokens = len(new) * max_query_len
     batch = batch_from_pool(state.pool, new, num_tokens=num_tokens, max_query_len=max_query_len)
@@ -143,7 +141,7 @@ def _advance(params, model, state, temperature, max_query_len, backend) -> Gener
 
 
 def _grow(state, max_query_len):
-    """Blocks for the tokens that are not cached yet; a sequence that gets none ends here."""
+    """Takes blocks for tokens that are not cached yet; a sequence that gets none ends here."""
     new = jnp.where(state.live, state.lengths - state.pool.seq_lens, 0)
     pool, growth = append_tokens(state.pool, new, max_new_tokens=max_query_len)
     caches = [copy_blocks(cache, growth.copy_src, growth.copy_dst) for cache in state.caches]

@@ -8,7 +8,7 @@ from serving.families.llama import Llama
 
 
 def init_params(model: Llama, key: PRNGKeyArray) -> dict:
-    """Random float32 parameters; the layers that end a residual branch start smaller."""
+    """Random float32 parameters; the last weights of each residual branch start smaller."""
     embed_key, head_key, *layer_keys = jax.random.split(key, model.num_hidden_layers + 2)
     params = {
         "embedding": _normal(embed_key, (model.vocab_size, model.hidden_size)),

@@ -7,6 +7,8 @@ from pagedattn.ragged import cdiv
 
 @dataclass(frozen=True)
 class Limits:
+    """The sizes; ValueError if not all sequences could decode in one step."""
+
     num_blocks: int = 64
     block_size: int = 16
     max_seq_len: int = 512  # tokens of one sequence in the cache

@@ -1,7 +1,7 @@
-"""The pool, which decides, and the caches of all layers, which follow: the device's memory.
+"""The device's memory: the block pool, and the caches of all layers, which follow its decisions.
 
-Every function that changes them is compiled once, and the caches are donated to it, so that it
-works in place whatever their size.
+Every function that changes them is compiled once. Caches are donated to it, so that it works in
+place, in a time that does not depend on their size.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def copy_jit(caches: list[KVCache], src: Int[Array, " n"], dst: Int[Array, " n"]
 
 
 def padded(ids: Sequence[int], length: int) -> Int[np.ndarray, " length"]:
-    """-1 behind the ids: the functions of the pool skip it."""
+    """The ids, padded with -1, which the functions of the pool skip."""
     return np.array([*ids, *[-1] * (length - len(ids))], np.int32)
 
 
@@ -58,7 +58,7 @@ class Memory:
         return int(self.pool.num_free)
 
     def grow(self, new_tokens: dict[int, int]) -> list[int]:
-        """Makes room for new tokens of some rows, all or none; the rows that found none."""
+        """Makes room for all new tokens or none; returns the rows that found too few blocks."""
         counts = np.zeros(self.limits.max_seqs, np.int32)
         counts[list(new_tokens)] = list(new_tokens.values())
         pool, growth = append_jit(self.pool, counts, max_new_tokens=self.limits.max_query_len)
@@ -79,7 +79,7 @@ class Memory:
             self.pool, _ = release_jit(self.pool, padded(rows, self.limits.max_seqs))
 
     def share(self, row: int, blocks: list[int], num_tokens: int) -> None:
-        """Starts a row with blocks that hold its first tokens."""
+        """Starts an unused row with blocks that hold its first tokens already."""
         table = padded(blocks, self.limits.max_blocks)
         self.pool, _ = share_jit(self.pool, np.int32(row), table, np.int32(num_tokens))
 
@@ -98,14 +98,14 @@ class Memory:
         return np.asarray(self.pool.ref_counts)
 
     def _chunks(self, blocks: list[int]):
-        """Lists of one length, so that one program serves all."""
+        """The blocks in padded lists of one length, so that one compiled program serves all."""
         length = self.limits.max_blocks
         for start in range(0, len(blocks), length):
             yield padded(blocks[start : start + length], length)
 
 
 def caches_of(model: Decoder | None, num_blocks: int, block_size: int, dtype) -> list[KVCache]:
-    """A cache for each layer; without a model, the scheduler can be tried alone."""
+    """A cache for each layer; none without a model, to test the scheduler alone."""
     if model is None:
         return []
     shape = (num_blocks, block_size, model.num_key_value_heads, model.head_dim)

@@ -13,13 +13,13 @@ from pagedattn.ragged import cdiv
 from serving.memory import Memory
 from serving.request import Group
 
-KEPT = "whitesmoke"  # the colour of what the prefix cache alone holds
+KEPT = "whitesmoke"  # the colour of blocks that only the prefix cache holds
 FREE, CACHED = -1, -2  # owners of a block: nobody, and the prefix cache alone
 Owners = Int[np.ndarray, "*steps num_blocks"]
 
 
 def owners_of(memory: Memory, groups: list[Group]) -> Int[np.ndarray, " num_blocks"]:
-    """The request in each block; of those that share one, the oldest."""
+    """The request that owns each block, the oldest if several share it; or `FREE` or `CACHED`."""
     owners = np.where(memory.ref_counts() > 0, CACHED, FREE)
     tables, block_size = memory.tables(), memory.limits.block_size
     for group in reversed(groups):
@@ -34,12 +34,12 @@ def colour_of(request_id: int) -> str:
 
 
 def blocks_used(owners: Owners) -> Int[np.ndarray, " num_steps"]:
-    """By requests; what the prefix cache keeps is theirs to take."""
+    """Blocks that requests own, without those that only the prefix cache keeps for them."""
     return (owners > FREE).sum(axis=1)
 
 
 def blocks_padded(owners: Owners, longest: int) -> Int[np.ndarray, " num_steps"]:
-    """What the same requests would take if each had `longest` blocks from start to end."""
+    """Blocks that the same requests would own if each had `longest` blocks all the time."""
     return np.array([longest * len(np.unique(step[step > FREE])) for step in owners])
 
 
@@ -66,7 +66,7 @@ def draw_owners(axes: Axes, owners: Owners) -> None:
         interpolation="nearest",
         origin="lower",
     )
-    for request in ids:  # empty lines, for their legend
+    for request in ids:  # empty lines, which only make entries of the legend
         axes.plot([], [], "s", color=colour_of(request), label=str(request))
     axes.plot([], [], "s", color=KEPT, label="kept")
     axes.legend(title="request", loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")

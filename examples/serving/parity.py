@@ -1,4 +1,4 @@
-"""The model without a cache, as judge of what was served."""
+"""Runs the model without a cache, to judge what was served."""
 
 from functools import partial
 
@@ -9,15 +9,19 @@ from jaxtyping import Array, Float, Int
 from serving.decoder import Decoder, forward_dense
 from serving.request import Request
 
-Scores = dict[int, Float[np.ndarray, "num_new vocab_size"]]  # of each request's new tokens
+Scores = dict[
+    int, Float[np.ndarray, "num_new vocab_size"]
+]  # for each request, the logits that its new tokens were chosen from
 
 
 def dense_scores(
     params: dict, model: Decoder, requests: list[Request], completions: dict[int, list[int]]
 ) -> Scores:
-    """What the uncached model scores wherever a token of the completions was chosen."""
+    """The uncached model's logits wherever a token of the completions was chosen."""
     texts = [[*request.prompt, *completions[request.id][:-1]] for request in requests]
-    tokens = np.zeros((len(texts), max(map(len, texts))), np.int32)  # padding cannot be seen
+    tokens = np.zeros(
+        (len(texts), max(map(len, texts))), np.int32
+    )  # padding comes last, and attention is causal
     for row, text in zip(tokens, texts, strict=True):
         row[: len(text)] = text
     logits = np.asarray(dense_logits(params, model, tokens))
@@ -31,17 +35,17 @@ def dense_scores(
 def dense_logits(
     params: dict, model: Decoder, tokens: Int[Array, "num_requests length"]
 ) -> Float[Array, "num_requests length vocab_size"]:
-    """Scores after every token, each request by one plain forward pass of its own."""
+    """Logits after every token; each request by a plain forward pass of its own."""
     return jax.lax.map(lambda row: model.logits(params, forward_dense(params, model, row)), tokens)
 
 
 def greedy(scores: Scores) -> dict[int, list[int]]:
-    """The tokens that the scores choose: the completions themselves, if the two models agree."""
+    """The likeliest tokens: equal to the completions if the two models agree."""
     return {request: rows.argmax(axis=-1).tolist() for request, rows in scores.items()}
 
 
 def largest_difference(ours: Scores, theirs: Scores) -> float:
-    """Over all tokens of all requests; infinite where the texts differ in length."""
+    """The largest difference in any logit; infinite if texts differ in length."""
     if any(ours[request].shape != theirs[request].shape for request in ours):
         return float("inf")
     return max(float(np.abs(ours[request] - theirs[request]).max()) for request in ours)

@@ -1,4 +1,4 @@
-"""Taking a request's blocks away and going on later: by computing again, or from the host."""
+"""Taking a request's blocks away to resume it later, by computing again or from host memory."""
 
 from functools import partial
 from typing import Protocol
@@ -22,17 +22,17 @@ from serving.request import NO_ROW, Group, Sequence
 
 
 class Preemption(Protocol):
-    """A policy: `suspend` leaves the group's sequences without rows, `resume` undoes it."""
+    """How groups are preempted. `suspend` takes the rows of a group's sequences away."""
 
     def suspend(self, group: Group) -> None: ...
 
     def resume(self, sequence: Sequence) -> bool:
-        """Whether the sequence has its cached tokens back, in its row."""
+        """Tries to bring the cached tokens back into the sequence's new row; whether it has."""
         ...
 
 
 class Recompute:
-    """Forgets what was cached; the tokens, the new ones too, come again as a prompt."""
+    """Frees the blocks; later all tokens, the generated ones too, are fed again like a prompt."""
 
     def __init__(self, memory: Memory):
         self.memory = memory
@@ -48,7 +48,7 @@ class Recompute:
 
 
 class Swap:
-    """Moves blocks to a pool and caches in the host's memory; where full, computes again."""
+    """Moves blocks to a pool and caches in host memory; if these are full, recomputes."""
 
     def __init__(self, memory: Memory, num_blocks: int, num_rows: int):
         self.memory, self.recompute = memory, Recompute(memory)
@@ -74,7 +74,7 @@ class Swap:
             return False
         rows = (padded([row], 1) for row in (sequence.host_row, sequence.row))
         self.memory.pool, self.pool, swap = swap_in_jit(self.memory.pool, self.pool, *rows)
-        if not swap.ok[0]:  # cannot be: the scheduler has counted
+        if not swap.ok[0]:  # cannot happen: the scheduler has counted the free blocks
             raise OutOfBlocksError("a request was resumed without room for its blocks")
         self.memory.caches = moved(self.caches, self.memory.caches, swap.src, swap.dst, self.device)
         self.free_rows.append(sequence.host_row)
@@ -99,7 +99,10 @@ def moved(
     dst: Int[Array, " n"],
     device,
 ) -> list[KVCache]:
-    """The targets, on `device`, with blocks of the sources; nothing else crosses."""
+    """The targets, on `device`, with copies of the sources' blocks `src` at `dst`.
+
+    Only these blocks cross between the devices.
+    """
     staged = jax.device_put(gather_jit(sources, src), device)
     return scatter_jit(staged, targets, jax.device_put(dst, device))
 

@@ -1,8 +1,9 @@
-"""Blocks kept beyond their sequence, found again by the tokens that led to them.
+"""Full blocks that outlive their sequences, to be found again by other prompts that begin alike.
 
-A full block is named by a hash of its tokens and of its parent's name, so by all tokens up to its
-end: equal names mean equal keys and values, whoever computed them. The cache holds each named
-block once, and lets the least recently used go when blocks are needed that no sequence owns.
+A block's name is a hash of its tokens and of the name of the block before it, so it stands for all
+tokens up to the block's end: blocks of one name hold equal keys and values. The cache holds one
+block of each name. When blocks run out, it drops those that no sequence owns, the least recently
+used first.
 """
 
 import hashlib
@@ -23,7 +24,10 @@ class PrefixCache:
         self.num_hit_tokens = 0
 
     def start(self, sequence: Sequence) -> None:
-        """Gives an uncached sequence all blocks that are there, but for its last token."""
+        """Gives an uncached sequence all cached blocks of its tokens, without the last token.
+
+        That one has to be fed, to get logits.
+        """
         block_size = self.memory.limits.block_size
         self._name_blocks(sequence, len(sequence.tokens) - 1)
         found = []
@@ -49,7 +53,10 @@ class PrefixCache:
         self.blocks |= added
 
     def touch(self, sequence: Sequence) -> None:
-        """Its blocks were used just now; children first to go, of no use without their parents."""
+        """Marks a sequence's blocks as just used.
+
+        Its last blocks will go first, since they are of no use without those before them.
+        """
         for key in reversed(sequence.keys):
             if key in self.blocks:
                 self.blocks.move_to_end(key)
@@ -58,7 +65,7 @@ class PrefixCache:
         return int((self._owners() == 1).sum())
 
     def evict(self, count: int) -> int:
-        """Frees up to `count` blocks that no sequence owns; how many it were."""
+        """Frees up to `count` blocks that no sequence owns; returns how many it freed."""
         owners = self._owners()
         idle = [key for key, alone in zip(self.blocks, owners == 1, strict=True) if alone]
         self.memory.drop([self.blocks.pop(key) for key in idle[:count]])
@@ -69,7 +76,7 @@ class PrefixCache:
         return self.memory.ref_counts()[list(self.blocks.values())]
 
     def _name_blocks(self, sequence: Sequence, num_tokens: int) -> None:
-        """Brings the keys of a sequence up to its full blocks within `num_tokens`."""
+        """Adds to `sequence.keys` the names of its full blocks within the first `num_tokens`."""
         size = self.memory.limits.block_size
         for start in range(len(sequence.keys) * size, num_tokens - size + 1, size):
             parent = sequence.keys[-1] if sequence.keys else b""

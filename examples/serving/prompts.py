@@ -1,6 +1,6 @@
-"""What the demo asks: beginnings of Python's documentation, from a few bytes to a few hundred.
+"""The demo's prompts: beginnings of topics of Python's documentation, of very different lengths.
 
-Lines break where the documentation breaks them, for that is what the shipped model has read.
+Lines break where the documentation breaks them, since the shipped model was trained on that text.
 """
 
 PROMPTS = (

@@ -1,4 +1,4 @@
-"""What the demo prints when the serving is over: texts, speed, agreement, memory."""
+"""The demo's report at the end: texts, speed, agreement, memory."""
 
 import itertools
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ console = Console()
 
 @dataclass(frozen=True)
 class Served:
-    """What one backend made of the requests."""
+    """The results of serving all requests with one backend."""
 
     completions: dict[int, list[int]]
     scores: Scores
     owners: Owners
     seconds: float
     num_preemptions: int
-    num_hit_tokens: int  # not computed, for the prefix cache had them
+    num_hit_tokens: int  # tokens found in the prefix cache instead of computed
 
 
 def show_texts(requests: list[Request], served: Served, tokenizer: Tokenizer) -> None:
@@ -42,7 +42,7 @@ def show_texts(requests: list[Request], served: Served, tokenizer: Tokenizer) ->
 
 
 def show_backends(outcomes: dict[str, Served], dense: Scores) -> bool:
-    """Speed and agreement; whether every text is the dense model's."""
+    """Prints speed and agreement; returns whether every text is the dense model's."""
     table = Table(title="Backends, beside one dense forward pass over each text")
     for heading in ("backend", "tokens/s", "steps", "text", "largest difference in logits"):
         table.add_column(heading, justify="right")
@@ -60,7 +60,7 @@ def show_backends(outcomes: dict[str, Served], dense: Scores) -> bool:
 
 
 def show_pool(served: Served, requests: list[Request], limits: Limits, picture: Path) -> None:
-    """Peak use of the pool beside what padding would take, and the picture."""
+    """Prints peak use of the pool beside what padding would take, and draws the picture."""
     longest = limits.blocks_for(limits.max_seq_len)
     used, padded = blocks_used(served.owners).max(), blocks_padded(served.owners, longest).max()
     console.print(

@@ -1,4 +1,4 @@
-"""What is asked, and the sequences that answer it."""
+"""Requests, and the sequences that answer them."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -6,18 +6,26 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from jaxtyping import Float
 
-NO_ROW = -1  # of a sequence that is not in the pool
+NO_ROW = -1  # the row of a sequence that is not in the pool
 Logits = Float[np.ndarray, " vocab_size"]
 
 
 class Choice(NamedTuple):
-    """A token to go on with: behind which of a group's sequences, and what becomes of it."""
+    """A token chosen to follow one of a group's sequences.
+
+    Fields:
+      parent: the index of that sequence in the group.
+      token: the token.
+      sample: which of the request's samples the new sequence is.
+      score: the new sequence's log-probability; in beam search only.
+      final: whether the sequence ends with this token.
+    """
 
     parent: int
     token: int
     sample: int = 0
     score: float = 0.0
-    final: bool = False  # whether the sequence ends with it
+    final: bool = False
 
 
 class Decoding(Protocol):
@@ -29,7 +37,7 @@ class Decoding(Protocol):
         ...
 
     def choose(self, group: "Group", stop_tokens: tuple[int, ...]) -> list[Choice]:
-        """The next tokens of the group, whose sequences all have their logits.
+        """The next tokens of a group whose sequences all have their logits.
 
         A sequence that no choice names as its parent ends, unfinished.
         """
@@ -40,12 +48,12 @@ class Decoding(Protocol):
         ...
 
     def ranked(self, group: "Group") -> list["Sequence"]:
-        """The finished sequences that are the answer, in its order."""
+        """The finished sequences that make up the answer, best or first sample first."""
         ...
 
 
 class Streamed(NamedTuple):
-    """A token of an answer, as soon as it is certain."""
+    """A token of an answer, handed out as soon as no later step can take it back."""
 
     request: int
     token: int
@@ -63,16 +71,21 @@ class Request:
 
     @property
     def max_cached(self) -> int:
-        """The worst case of a sequence: all but the last token, which is never fed back."""
+        """The most tokens of a sequence in the cache: all but the last, which is never fed."""
         return len(self.prompt) + self.max_new_tokens - 1
 
 
 @dataclass
 class Sequence:
-    """Tokens, how many of them the cache holds, and in which row of which pool.
+    """One sequence of a request.
 
-    `keys` are the prefix cache's names of its full blocks; `logits` wait for the group's choice;
-    they are empty until they are computed.
+    Fields:
+      tokens: the prompt and what has been generated.
+      sample, score: as in `Choice`.
+      num_cached: how many of the tokens the cache holds.
+      row, host_row: its row in the device's pool and in the host's, or `NO_ROW`.
+      keys: the prefix cache's names of its full blocks.
+      logits: those after its last token; empty until they are computed.
     """
 
     tokens: list[int]
@@ -89,7 +102,7 @@ class Sequence:
         return len(self.tokens) - self.num_cached
 
     def followed_by(self, choice: Choice, row: int) -> "Sequence":
-        """This sequence and one more token, in a row of its own."""
+        """A new sequence: this one and the chosen token, in row `row`."""
         return Sequence(
             [*self.tokens, choice.token],
             choice.sample,
@@ -111,7 +124,7 @@ class Group:
 
     @property
     def ready(self) -> bool:
-        """Whether all sequences have been through the model up to their last token."""
+        """Whether all sequences have the logits after their last token."""
         return all(sequence.logits.size for sequence in self.sequences)
 
     @property
@@ -122,5 +135,5 @@ class Group:
         return sequence.tokens[len(self.request.prompt) :]
 
     def completions(self) -> list[list[int]]:
-        """The answer, as soon as no sequence is live."""
+        """The answer; complete when no sequence is live."""
         return [self.completion(sequence) for sequence in self.request.decoding.ranked(self)]

@@ -1,4 +1,4 @@
-"""Choosing the next token: the best, or one at random that no batch-mate or restart changes."""
+"""Choosing the next token: the likeliest, or one at random, reproducibly."""
 
 from dataclasses import dataclass
 
@@ -19,8 +19,9 @@ def pick(
 ) -> Int[Array, ""]:
     """The token that follows: the likeliest at temperature 0, else drawn from the softmax.
 
-    The noise depends on the request's seed, the number of the sample and the token's position
-    alone; so a text is the same alone, in any batch, and computed again after preemption.
+    The noise depends only on the request's seed, the number of the sample and the token's position.
+    So a text is the same whether it is served alone or in any batch, with preemption or without.
+    Adding Gumbel noise and taking the largest draws from the softmax (the Gumbel-max trick).
     """
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sample), position)
     noise = jax.random.gumbel(key, logits.shape, logits.dtype)

@@ -1,8 +1,9 @@
-"""Who runs in a step: admission first come, first served, and preemption last come, first out.
+"""Decides which sequences run in a step: first come, first served; the last to come is preempted.
 
-A request is admitted when its prompt fits; its blocks are taken as its tokens come. When they run
-out, blocks that only the prefix cache holds are freed first; then the youngest request gives way.
-So the oldest always goes on, and every request that fits the pool alone comes to its end.
+A request is admitted when its prompt fits, and takes further blocks as its tokens come. When blocks
+run out, those that only the prefix cache holds are freed first; then the youngest request is
+preempted. So the oldest request always goes on, and every request that fits into the pool by
+itself is finished some day.
 """
 
 from collections import deque
@@ -23,7 +24,7 @@ class Scheduler:
     def __init__(self, memory: Memory, prefixes: PrefixCache, preemption: Preemption):
         self.memory, self.prefixes, self.preemption = memory, prefixes, preemption
         self.waiting: deque[Group] = deque()
-        self.running: list[Group] = []  # oldest first; all older than those who wait
+        self.running: list[Group] = []  # oldest first; all are older than the waiting ones
         self.num_preemptions = 0
 
     @property
@@ -50,8 +51,8 @@ class Scheduler:
     def plan(self) -> Plan:
         """The sequences of the next step, each with how many of its pending tokens it brings.
 
-        Decoding ones come first, so that no prompt delays them; chunks of prompts get the rest.
-        There is room for the tokens on return.
+        Decodes come first, so that no prompt delays them; chunks of prompts get the rest of the
+        budget. The pool has blocks for all these tokens when this returns.
         """
         self._admit()
         while True:
@@ -76,7 +77,7 @@ class Scheduler:
 
     def _make_room(self, num_blocks: int) -> None:
         if not self.prefixes.evict(num_blocks):
-            if len(self.running) == 1:  # cannot be: submit() has refused such requests
+            if len(self.running) == 1:  # cannot happen: submit() refuses such requests
                 raise OutOfBlocksError("one request alone finds no blocks in the pool")
             self._preempt(self.running[-1])
 
@@ -89,7 +90,7 @@ class Scheduler:
         self.waiting.appendleft(group)
 
     def _leave(self, group: Group) -> None:
-        """Gives the group's rows back; its blocks were in use until now."""
+        """Takes a group off the running ones: frees its rows, and marks its blocks as just used."""
         for sequence in [*group.sequences, *group.finished]:
             self.prefixes.touch(sequence)
         self.running.remove(group)
@@ -97,7 +98,7 @@ class Scheduler:
         group.spare_rows = []
 
     def _admit(self) -> None:
-        """First come, first served: small requests do not overtake a large one for ever."""
+        """Admits waiting groups in order: small requests must not overtake a large one for ever."""
         while self.waiting and self._fits(self.waiting[0]):
             group = self.waiting.popleft()
             self.running.append(group)
@@ -110,7 +111,7 @@ class Scheduler:
                     self.prefixes.start(sequence)
 
     def _fits(self, group: Group) -> bool:
-        """Whether there are rows, and blocks for what is there and one token more."""
+        """Whether a group finds rows, and blocks for its tokens and one more in each sequence."""
         if len(self.memory.free_rows) < group.request.decoding.width:
             return False
         needed = sum(self._lacking(s, s.num_pending + 1) for s in group.sequences)
@@ -119,7 +120,7 @@ class Scheduler:
         missing = needed + swapped + promised - self.memory.num_free
         if self.running and missing > self.prefixes.num_evictable():
             return False
-        if swapped:  # these do not wait for `plan` to make room
+        if swapped:  # blocks come back from the host before `plan` would make room
             self.prefixes.evict(max(missing, 0))
         return True
 
@@ -127,5 +128,5 @@ class Scheduler:
         return self.limits.blocks_for(sequence.num_cached)
 
     def _lacking(self, sequence: Sequence, length: int) -> int:
-        """How many blocks a sequence lacks for its next tokens, but for copies."""
+        """Blocks that a sequence lacks for its next tokens; at least 1, to copy a shared one."""
         return max(self.limits.blocks_for(sequence.num_cached + length) - self._owned(sequence), 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A pair of functions; `decode` undoes `encode` up to special tokens."""
+    """A pair of functions; `decode` undoes `encode`, except for special tokens."""
 
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]

@@ -48,7 +48,7 @@ def loss_of(params: dict, inputs: Bytes, targets: Bytes) -> Float[Array, ""]:
 
 
 def make_optimizer(steps: int, peak: float, weight_decay: float) -> optax.GradientTransformation:
-    """AdamW under a warmed-up cosine; norms are not decayed."""
+    """AdamW with warm-up and a cosine schedule; norms get no weight decay."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, peak, max(steps // 20, 1), steps, peak / 20)
     matrices = partial(jax.tree.map, lambda leaf: leaf.ndim > 1)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=matrices)
@@ -113,7 +113,7 @@ PSF License Agreement: https://docs.python.org/3/license.html
 
 
 def describe(args: argparse.Namespace, seconds: float, training: Text, validation: Text) -> str:
-    """The README of the checkpoint in `args.out`, from what is in the file."""
+    """The README of the checkpoint in `args.out`; losses are of the rounded weights in the file."""
     _, params = load_checkpoint(args.out)
     return README.format(
         parameters=sum(leaf.size for leaf in jax.tree.leaves(params)),

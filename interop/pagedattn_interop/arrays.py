@@ -15,15 +15,15 @@ from pagedattn_torch.arrays import on_device_of
 def to_torch(x: PyTree, *, copy: bool = False) -> PyTree:
     """JAX arrays as torch tensors over the same memory: an array, or a pytree of arrays.
 
-    The tensor sees what the array sees, so don't write into it unless the array is yours to
-    change: JAX takes its arrays for immutable. On a GPU, keep the array until torch's kernels are
-    done with the tensor: JAX does not wait for them when it frees memory.
+    Writing to the tensor changes the array, which JAX takes for immutable: do so only if nothing
+    else uses the array. On a GPU, keep the array until torch's kernels are done with the tensor:
+    JAX does not wait for them when it frees memory.
 
     Args:
       copy: give each tensor memory of its own.
 
     Raises:
-      InvalidInputError: traced (use `torch_call`), or spread over several devices.
+      InvalidInputError: an array is traced (use `torch_call`), or lies on several devices.
 
     >>> to_torch(jax.numpy.arange(3))
     tensor([0, 1, 2], dtype=torch.int32)
@@ -36,7 +36,7 @@ def to_jax(x: PyTree, *, copy: bool = False) -> PyTree:
 
     While the array lives, leave the tensor unchanged: JAX takes its arrays for immutable.
 
-    A transposed tensor stays one in memory: JAX knows the order of axes, but no gaps.
+    A transposed tensor is shared too: JAX knows axes in any order in memory, but no gaps.
 
     Args:
       copy: make a copy, in a dtype that JAX holds: without 64-bit mode (`jax_enable_x64`) float64
@@ -66,14 +66,14 @@ def _array_to_torch(array, *, copy):
     with on_device_of(tensor):
         tensor = tensor.clone()
     if tensor.is_cuda:
-        # The array may be gone before the copy is made, and JAX does not wait for torch's kernels.
+        # JAX does not wait for torch's kernels, so it could free the array before it is copied.
         torch.cuda.current_stream(tensor.device).synchronize()
     return tensor
 
 
 def _shared_tensor(array):
     try:
-        # On the CPU the protocol has no stream to order on: wait for the value.
+        # On the CPU DLPack has no stream that orders reads after writes: wait for the value.
         return torch.from_dlpack(jax.block_until_ready(array))
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise InvalidInputError(f"torch cannot share this array's memory: {error}") from error

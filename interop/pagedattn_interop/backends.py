@@ -1,4 +1,4 @@
-"""The torch backends as backends for JAX arrays."""
+"""Makes backends for torch tensors into backends for JAX arrays."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,16 +15,16 @@ from pagedattn_torch.cache import set_rows_
 from .arrays import to_jax, to_torch
 from .call import torch_call
 
-SHARED_DEVICES = ("cpu", "cuda")  # whose memory JAX and torch share
-LEAST_WORK = 1 << 24  # products of a query's element with a key's, from which torch is faster
+SHARED_DEVICES = ("cpu", "cuda")  # JAX and torch share memory on these
+LEAST_WORK = 1 << 24  # products of an element of a query and one of a key: above, torch is faster
 
 
 def bridged(backend: Backend) -> Backend:
-    """A torch backend on JAX arrays: by DLPack for concrete ones on the CPU, else by torch_call.
+    """A torch backend for JAX arrays: by DLPack for concrete arrays on the CPU, else by torch_call.
 
-    On a GPU neither framework would know when the other's kernels are done with memory that is
-    freed meanwhile; XLA knows of what it calls itself. The backend never waits for a GPU, nor
-    depends on values there, so that XLA may capture it.
+    On a GPU kernels run in the background, and neither framework knows when the other's are done
+    with memory that it frees. With torch_call XLA itself orders them. XLA may then capture the
+    call in a CUDA graph, since torch backends never wait for a GPU nor depend on values there.
     """
 
     def run(call, query, cache, batch):
@@ -52,7 +52,7 @@ def _not_shared(call: Call) -> list[str]:
 
 
 def _too_little_work(call: Call) -> list[str]:
-    """With fewer products XLA's own loop beats calling out to torch, on a CPU."""
+    """On a CPU, with few products, the xla backend is faster than a call of torch."""
     work = call.num_tokens * call.num_heads * call.head_dim * call.capacity
     if call.device == "cpu" and work < LEAST_WORK:
         return [f"{work} products at most: xla is faster under {LEAST_WORK}"]
@@ -71,7 +71,7 @@ def _by_xla(backend, call: Call, arrays):
 
 @dataclass(frozen=True)
 class _Attend:
-    """The torch function of one static setting; equal ones are one to XLA, too."""
+    """The torch function for one call's static facts; XLA takes equal ones for one function."""
 
     backend: Backend
     treedef: Any
@@ -85,6 +85,6 @@ class _Attend:
 
 
 def set_rows(array, indices, rows):
-    """Rows of a JAX array set in place by torch, inside jit."""
+    """`Backend.set_rows` by torch: sets rows of a JAX array in place, inside jit."""
     out = jax.ShapeDtypeStruct(array.shape, array.dtype)
     return torch_call(set_rows_, out, aliases={0: 0}, capturable=True)(array, indices, rows)

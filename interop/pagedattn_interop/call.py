@@ -39,8 +39,8 @@ def torch_call(
     XLA hands its buffers to `fn` as tensors by DLPack: inputs are not copied, and must not be
     written unless aliased. What `fn` returns is copied into XLA's output buffers.
 
-    `fn` lives as long as the JAX function, or a program that calls it (JAX keeps programs until
-    `jax.clear_caches()`). Functions that are equal are taken for one, as static arguments are.
+    `fn` is kept alive by the JAX function, and by compiled programs that call it (JAX keeps these
+    until `jax.clear_caches()`). Equal functions are taken for one, as static arguments are.
 
     Args:
       fn: takes one tensor for each array argument; returns a tensor, or a tuple or list of them,
@@ -50,17 +50,17 @@ def torch_call(
       aliases: `{argument: result}`, the buffers that are updated in place: `fn` writes into the
         argument and returns it (or None, when every result is aliased). XLA copies the argument
         first, unless an enclosing jit donates it.
-      capturable: let XLA capture the launches into a CUDA graph and replay them without calling
-        Python again, while its buffers lie where they did in one of its last captures. Then `fn`
-        must not wait for the device, nor depend on its values, nor write to memory of its own that
-        torch may free. Temporaries are safe: what `fn` allocates while it is captured comes from
-        memory that is kept for as long as `fn` is, since the graph goes on writing there. One
-        such function serves one captured call at a time.
+      capturable: let XLA capture the launches of `fn` into a CUDA graph, and replay that graph
+        without calling Python, as long as its buffers lie where they did in a recent capture. `fn`
+        must then not wait for the device, not depend on values there, and not write to memory of
+        its own that torch may free. Temporaries are safe: replays go on writing to them, so memory
+        that `fn` allocates during a capture is kept as long as `fn`. A function may be in only one
+        captured call at a time.
 
     Raises:
-      InvalidInputError: `fn` cannot be called or hashed; or inside, it returned something else
-        than `out`. What `fn` itself raises comes back as `jax.errors.JaxRuntimeError` with its
-        traceback as the text.
+      InvalidInputError: `fn` cannot be called or hashed.
+      jax.errors.JaxRuntimeError: when it runs, `fn` raised, or returned something else than `out`;
+        the text is the traceback.
 
     >>> import jax.numpy as jnp
     >>> twice = torch_call(lambda x: x * 2, jax.ShapeDtypeStruct((3,), jnp.float32))
@@ -83,11 +83,11 @@ def torch_call(
 
 
 def _enter(name: str, *buffers):
-    """Runs the function of a name on XLA's buffers, arguments first and results last."""
+    """XLA calls this: runs the function called `name` on XLA's buffers, arguments then results."""
     ending.begin_call()
     try:
         _call(named(name), buffers)
-    except BaseException as error:  # what leaves this function is XLA's to report
+    except BaseException as error:  # XLA can report nothing else than a CallError's text
         text = text_of(error)
     else:
         return
@@ -97,7 +97,7 @@ def _enter(name: str, *buffers):
 
 
 def _call(function: Function, buffers):
-    # A capsule saves torch the look at the buffer's device: a quarter of the cost of a call.
+    # Given a capsule, torch need not ask for the buffer's device: a quarter of the cost of a call.
     tensors = [from_dlpack(buffer.__dlpack__()) for buffer in buffers]
     arguments, outs = tensors[: -function.num_outs], tensors[-function.num_outs :]
     device = outs[0].device
@@ -107,7 +107,7 @@ def _call(function: Function, buffers):
 
 
 def _register(target, **options):
-    # One target for all functions: there may be 1024 targets in a process, and none ever goes.
+    # One target serves all functions: a process can have 1024 targets, and none is ever freed.
     callback = tvm_ffi.convert(_enter)
     specification = ["attrs.function", "args", "rets"]
     options |= {"arg_spec": specification, "pass_owned_tensor": True}

@@ -1,9 +1,10 @@
-"""The end of the process while XLA calls Python.
+"""Keeps the process from aborting if it ends while XLA calls Python.
 
-An interpreter that ends kills every thread that comes back to it, and a killed thread with XLA's
-frames on its stack aborts the process. So calls under way end first, and threads of Python that
-would begin another wait for the end of the process. XLA's own threads go on: somebody may wait for
-them, an atexit function of the main thread at last.
+When the interpreter ends, it kills every thread that asks to run Python again; and killing a thread
+that has XLA's frames on its stack aborts the process. So, at exit, the interpreter waits until the
+calls under way are over, and daemon threads of Python that would begin another call sleep instead.
+XLA's own threads go on, since someone may be waiting for their results: at the latest an atexit
+function in the main thread.
 """
 
 import atexit
@@ -15,10 +16,11 @@ import jax
 
 _calls: list[None] = []  # one for each call under way
 _ending = False
-LAST_STEPS = 0.05  # seconds in which a thread gets from one call to the next
+LAST_STEPS = 0.05  # seconds: more than a thread needs from one call to the next
 
 
 def begin_call() -> None:
+    """Counts a call; at the end of the process it never returns in a daemon thread of Python."""
     _calls.append(None)
     if _ending and threading.current_thread().daemon and not _is_xlas():
         _calls.pop()

@@ -1,4 +1,4 @@
-"""What went wrong inside a call, as text that XLA can carry."""
+"""An error inside a call, as text that XLA can pass on."""
 
 import traceback
 
@@ -8,9 +8,9 @@ class CallError(Exception):
 
 
 def text_of(error: BaseException) -> str:
-    """The traceback of an error, whatever its own text is; in plain UTF-8.
+    """The traceback of an error in valid UTF-8, without zero bytes; it never raises.
 
-    XLA's side ends the process when the text of an exception cannot be had or encoded.
+    XLA's side ends the process if it cannot get the text of an exception, or cannot encode it.
     """
     try:
         text = "".join(traceback.format_exception(error))

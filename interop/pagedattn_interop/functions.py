@@ -1,4 +1,4 @@
-"""The functions that programs of XLA may call, by name, each for as long as one may."""
+"""The functions that XLA's programs call by name, each kept as long as a program may call it."""
 
 import itertools
 import threading
@@ -12,17 +12,23 @@ from pagedattn import InvalidInputError
 
 
 class Function(str):
-    """The name of a torch function, which holds it.
+    """The name of a torch function: a string that also keeps the function alive.
 
-    A parameter of the call in JAX's programs: what holds the program holds the function. XLA sees
-    the name alone. A string of up to seven characters is the one attribute that reaches a callback
-    by value; a number would leave 16 bytes behind at every call.
+    It is a parameter of the call in JAX's programs, so a program keeps its functions alive. XLA
+    sees only the string. Strings of up to seven characters are the only attributes that reach a
+    callback by value; a number would leak 16 bytes at every call.
+
+    Fields:
+      fn: the function.
+      num_outs: how many results it has.
+      in_place: whether all results are aliased arguments, so that it may return None.
+      pools: by device, the memory that captured calls allocate from; None if not capturable.
     """
 
     fn: Callable
     num_outs: int
     in_place: bool
-    pools: dict | None  # device -> the memory of captured calls, which replays go on writing to
+    pools: dict | None
 
 
 _names = map("{:x}".format, itertools.count())
@@ -32,7 +38,7 @@ _lock = threading.Lock()
 
 
 def function_of(fn, num_outs: int, in_place: bool, capturable: bool) -> Function:
-    """The one Function of equal functions and settings, as long as anybody holds it."""
+    """The Function of a function and its settings: the same one for equal ones while it lives."""
     if not callable(fn) or not isinstance(fn, Hashable):
         raise InvalidInputError(f"torch_call expects a function that can be hashed, got {fn!r}")
     meaning = (fn, num_outs, in_place, capturable)
@@ -60,7 +66,7 @@ def named(name: str) -> Function:
 
 
 def hold(results, function: Function):
-    """The results, of a program that holds the function for as long as it can run itself."""
+    """The results, unchanged; the program that computes them keeps the function alive."""
     return _hold.bind(*results, function=function)
 
 

@@ -1,4 +1,4 @@
-"""What a torch function returns, in the buffers that XLA wants it in."""
+"""Runs a torch function and puts what it returns into XLA's output buffers."""
 
 import torch
 
@@ -6,7 +6,7 @@ from pagedattn import InvalidInputError
 
 
 def run(fn, arguments, outs, in_place):
-    """Runs fn on the arguments; in place, it may have written to the outs themselves."""
+    """Runs fn and fills `outs`; if `in_place`, fn may have written to all of them itself."""
     with torch.no_grad():
         results = fn(*arguments)
         if results is None and in_place:
@@ -21,7 +21,7 @@ def run(fn, arguments, outs, in_place):
 
 
 def _apart(results, outs):
-    """Results that lie in the memory of any but are not it, copied before it is overwritten."""
+    """The results; those that share memory with an out that they do not fill are copied first."""
     owned = {out.untyped_storage().data_ptr() for out in outs}
     return [
         result

@@ -1,4 +1,4 @@
-"""XLA's stream as torch's own, and memory that XLA may go on writing to."""
+"""Runs torch on XLA's CUDA stream, and keeps the memory that captured calls allocate."""
 
 import contextlib
 
@@ -18,10 +18,10 @@ def xla_stream(device, pools):
 
 
 def kept_memory(device, pools):
-    """Makes torch allocate from memory of this function on this device, which is never given back.
+    """A context in which torch allocates from memory that only this function uses on this device.
 
-    XLA replays what is captured now without telling us. In torch's common memory, a temporary that
-    is free again after this call would be handed to others while every replay writes to it.
+    XLA replays what is captured now, and every replay writes to the temporaries of this call. In
+    torch's common memory these would be free after the call, and given to other tensors.
     """
     if device.index not in pools:
         pools[device.index] = torch.cuda.MemPool()

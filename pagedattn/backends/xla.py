@@ -1,9 +1,9 @@
 """Paged attention in pure JAX: every feature, every platform, differentiable.
 
-The packed queries are cut into tiles of one sequence each. A few tiles at a time (on a CPU, one)
-walk the keys that they may see, chunk by chunk, with the online softmax of Milakov & Gimelshein
-(2018) and Rabe & Staats (2021). So memory is O(tokens x chunk), a long sequence does not pad its
-batch-mates, and chunks that no tile of the few may see are skipped.
+The packed queries are cut into tiles, each within one sequence. A step takes a few tiles (on a CPU,
+one) along the keys that they may see, chunk by chunk, with the online softmax of Milakov &
+Gimelshein (2018) and Rabe & Staats (2021). So memory is O(tokens x chunk), a long sequence does not
+pad its batch-mates, and chunks that no tile of the step may see are skipped.
 """
 
 import functools
@@ -20,12 +20,12 @@ from ..call import Call
 from ..ragged import cdiv, sequence_ids
 from ..visibility import alibi_bias, key_range, visible_mask
 
-TILE = 64  # query tokens a tile at most, and about as many tokens a step of several tiles
-CHUNK = 256  # keys a step
+TILE = 64  # most query tokens of a tile, and about as many in a step of several tiles
+CHUNK = 256  # keys of a chunk
 
 
 class Tiles(NamedTuple):
-    """Runs of up to `tile` query tokens of one sequence each; unused ones have no valid row."""
+    """Runs of up to `tile` query tokens, each of one sequence; unused tiles have no valid row."""
 
     tokens: Int[Array, "num_tiles tile"]
     valid: Bool[Array, "num_tiles tile"]
@@ -52,7 +52,7 @@ def run(
 ):
     tile = min(TILE, call.longest_query)
     tiles = _tiles(call, batch, tile)
-    # A CPU keeps one tile's chunk in its cache, and gains nothing from more of them at a time.
+    # On a CPU one tile's chunk stays in the cache, and more tiles at a time gain nothing.
     step = 1 if call.device == "cpu" else TILE // tile
     attend = functools.partial(_attend, call, query, cache)
     out, lse = jax.lax.map(attend, _grouped(tiles, step))
@@ -90,7 +90,7 @@ def _tile_starts(batch, tile):
 
 
 def _key_range(call, positions, valid, seq_lens):
-    """The keys [first, last) outside which no row of a tile sees any."""
+    """For each tile the keys `[first, last)` that its rows may see; no row sees any other."""
     highest = jnp.max(jnp.where(valid, positions, -1), axis=1)
     num_keys = jnp.where(valid.any(axis=1), seq_lens, 0)
     return key_range(positions[:, 0], highest, num_keys, call.spec.causal, call.window)
@@ -110,7 +110,7 @@ def _grouped(tiles, size) -> Tiles:
 
 
 def _rows_of_tokens(call, batch, tile):
-    """Where each token's row lies among the tiles' rows, and whether it has one."""
+    """For each token its row among all rows of all tiles, and whether it has one (no padding)."""
     seqs = sequence_ids(batch.query_start_loc, call.num_tokens)
     live, seqs = seqs >= 0, jnp.maximum(seqs, 0)
     offsets = jnp.arange(call.num_tokens, dtype=jnp.int32) - batch.query_start_loc[seqs]
@@ -156,8 +156,8 @@ def _slots(tables, keys, block_size):
 def _gather(plane, slots, inside):
     """Rows of a cache plane as `[step, kv_heads, chunk, dim]`, 0 where no query may look.
 
-    Gathering heads before slots gives XLA:CPU matrix products without a transposition; zeroing
-    keeps a NaN there from surviving its weight of 0.
+    With heads before slots XLA:CPU need not transpose for its matrix products. The zeros are there
+    because a NaN would survive a weight of 0.
     """
     num_kv_heads = plane.shape[2]
     flat = plane.reshape(-1, *plane.shape[2:])
@@ -168,7 +168,7 @@ def _gather(plane, slots, inside):
 
 
 def _wide(dtype):
-    """The dtype to compute in; strict promotion knows none for a half and float32."""
+    """The dtype to compute in; a cast, since strict promotion does not mix halves with float32."""
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
@@ -191,7 +191,7 @@ def _no_key_seen(scaled) -> State:
 
 
 def _accumulate(state, logits, value) -> State:
-    # The result does not depend on the shift, so no gradient flows through it.
+    # The shift cancels out of the result, so it needs no gradient.
     highest = jax.lax.stop_gradient(jnp.maximum(state.highest, logits.max(axis=3)))
     shift = jnp.where(jnp.isneginf(highest), 0, highest)
     weights = jnp.exp(logits - shift[..., None])

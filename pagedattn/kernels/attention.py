@@ -1,8 +1,9 @@
 """Paged attention in Triton: one kernel for decode, prefill, chunks and any mix.
 
 A program computes a tile of rows for one KV head. Its rows are tokens x query heads of the group,
-so that a key is loaded once for the whole group; it walks the keys that any of its rows sees, and
-of a split walk only its share. Padding tokens count as one more sequence, without keys.
+so that a key is loaded once for the whole group. It walks all keys that any of its rows sees or,
+where the keys are split, its share of them. Padding tokens count as one more sequence, without
+keys.
 """
 
 import triton
@@ -13,7 +14,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 ONE = tl.constexpr(1.0)
 
 
-# Launchers that specialise on values would compile anew when one of these becomes 1 or 16.
+# Not specialised: Triton would compile anew when one of these is 1 or a multiple of 16.
 SIZES = [
     *("window", "num_tokens", "num_seqs", "num_kv_heads", "num_blocks", "max_blocks"),
     *("table_stride", "query_token_stride", "query_head_stride"),
@@ -30,8 +31,8 @@ def attention_kernel(
     seq_lens,  # i32 [num_seqs]
     query_start_loc,  # i32 [num_seqs + 1]
     alibi_slopes,  # f32 [num_heads]; any array when not ALIBI
-    scale,  # on the dot product, never negative; holds 1 / cap when SOFT_CAP, log2(e) when LOG2
-    cap,
+    scale,  # factor on the dot product, never negative; the launch puts 1 / cap or log2(e) into it
+    cap,  # 0 unless SOFT_CAP; the launch puts log2(e) into it unless ALIBI
     window,
     num_tokens,
     num_seqs,
@@ -39,7 +40,7 @@ def attention_kernel(
     num_blocks,
     max_blocks,
     table_stride,
-    query_token_stride,  # these strides count units of STRIDE_UNIT elements
+    query_token_stride,  # this and the next four strides count units of STRIDE_UNIT elements
     query_head_stride,
     block_stride,
     slot_stride,
@@ -54,8 +55,8 @@ def attention_kernel(
     HEADS: tl.constexpr,  # query heads of a tile: all of the group if they fit
     TOKENS: tl.constexpr,  # tokens of a tile
     ROWS: tl.constexpr,  # rows of a tile: at least TOKENS * HEADS
-    FEW_TOKENS: tl.constexpr,  # tiles with no more tokens than this, decodes in a mixed batch,
-    FEW_ROWS: tl.constexpr,  # take fewer rows; 0 if none do
+    FEW_TOKENS: tl.constexpr,  # tiles of at most so many tokens, as of decodes in a mixed batch,
+    FEW_ROWS: tl.constexpr,  # compute only so many rows; 0: all tiles compute ROWS
     KEYS: tl.constexpr,  # keys of one step of the walk
     TILES_A_SEQ: tl.constexpr,  # tiles given to each sequence; 0 finds the sequence by search
     SPLIT: tl.constexpr,  # whether the grid's second axis splits the keys, for `merge_kernel`
@@ -75,9 +76,9 @@ def attention_kernel(
     skipped_heads = tl.program_id(0) % head_tiles * HEADS
     num_heads = num_kv_heads * GROUP
 
-    # `tile` becomes the tile's number in its sequence.
+    # After this `tile` is the tile's number within its sequence `seq`.
     if TILES_A_SEQ == 0:
-        # A sequence's last tiles walk the most keys: starting with them evens out the end.
+        # The last tiles of a sequence walk the most keys: started first, they do not end last.
         tile = num_tiles - 1 - tile
         seq = find_sequence(query_start_loc, num_seqs, tile, TOKENS)
         tile -= tl.load(query_start_loc + seq) // TOKENS + seq
@@ -93,7 +94,7 @@ def attention_kernel(
     query_len = tl.minimum(tl.maximum(query_stop, 0), num_tokens) - query_start
     seq_len = tl.minimum(tl.maximum(seq_len, 0), max_blocks * BLOCK_SIZE)
 
-    # From here on rows, heads and planes count from those of the tile.
+    # From here on pointers start at the tile's first token and head, and at its KV head.
     head = kv_head * GROUP + skipped_heads
     token = (query_start + first).to(tl.int64)
     row = (tl.program_id(1) * num_tokens + token) * num_heads + head
@@ -109,7 +110,7 @@ def attention_kernel(
 
     if TILES_A_SEQ > 0:  # noqa: SIM102 (the kernel is compiled with or without it)
         if seq == num_seqs:
-            # The programs past the last sequence share all padding tokens, however many.
+            # The programs past the last sequence store the rows of all padding tokens, in turns.
             stride = (num_tiles - num_seqs * TILES_A_SEQ) * TOKENS
             nothing = tl.zeros([ROWS, DIMS], tl.float32)
             for skipped in range(0, query_len - first, stride):
@@ -120,7 +121,7 @@ def attention_kernel(
             return
     if first >= query_len:
         return
-    # Here and below, `fmt: skip` keeps a column of arguments from growing to a page.
+    # `fmt: skip`, here and below: with one argument a line the calls would fill pages.
     if FEW_ROWS > 0:  # noqa: SIM102
         if query_len - first <= FEW_TOKENS:
             attend(
@@ -159,7 +160,7 @@ def attend(
     left = query_len - first
     exists = (tokens < tl.minimum(left, TOKENS)) & (heads < num_tile_heads)
 
-    # The keys that any row of the tile sees: all of [begin, end) and no others.
+    # [begin, end) are the keys that any row of the tile sees.
     first_position = seq_len - left
     last_position = first_position + tl.minimum(left, TOKENS) - 1
     begin = 0
@@ -174,13 +175,13 @@ def attend(
     start = begin // KEYS * KEYS
     stop = end
     if SPLIT:
-        # A share of them, in whole steps; a short range leaves the last splits without any.
+        # This split's share of the keys, in whole steps; of few keys, the last splits get none.
         steps = tl.maximum(end - start + KEYS - 1, 0) // KEYS
         share = tl.maximum(tl.cdiv(steps, tl.num_programs(1)), MIN_STEPS)
         start += tl.program_id(1) * share * KEYS
         stop = tl.minimum(start + share * KEYS, end)
         if start >= stop:
-            # The merge reads no values where the log-sum-exp is -inf.
+            # No out is stored: the merge ignores it where the log-sum-exp is -inf.
             tl.store(lse + tokens * num_heads + heads, nothing_seen(ROWS), mask=exists)
             return
 
@@ -203,7 +204,7 @@ def attend(
     total = tl.zeros([ROWS], tl.float32)
     summed = tl.zeros([ROWS, DIMS], tl.float32)
     if UNMASKED:
-        # The first row sees every key before `middle`, and so do the others.
+        # Before `middle` no mask is needed: the first row sees all keys, and so do the others.
         middle = end
         if CAUSAL:
             middle = tl.maximum(tl.minimum(end, first_position + 1), 0)
@@ -222,7 +223,7 @@ def attend(
 
     empty = total == 0
     total = tl.where(empty, 1.0, total)
-    # Without ALiBi logits are in units of ln 2: see `walk`.
+    # Without ALiBi the logits are in base 2: see `walk`.
     log_total = highest + tl.log(total) if ALIBI else (highest + tl.log2(total)) * LN2
     store_rows(
         out, lse, summed / total[:, None], tl.where(empty, float("-inf"), log_total), 0, left,
@@ -284,8 +285,8 @@ def walk(
 ):  # fmt: skip
     """Online softmax over the keys from start to stop; only those in [begin, end) are read.
 
-    `scale` (or `cap`) holds a factor log2(e), so that the exponential is a bare exp2, except with
-    ALiBi: its large terms are exact in the units they came in.
+    Without ALiBi `scale` (or `cap`) includes log2(e), so that exp becomes a bare exp2. With ALiBi
+    the factor comes last: slope times distance may be large, and is exact only without it.
     """
     exponent: tl.constexpr = LOG2E if ALIBI else ONE
     dims = tl.arange(0, DIMS)
@@ -296,7 +297,7 @@ def walk(
             table, step, keys, inside, num_blocks, block_stride * STRIDE_UNIT,
             slot_stride * STRIDE_UNIT, BLOCK_SIZE, KEYS, MASKED,
         )  # fmt: skip
-        # What no row sees may hold NaN, which would survive a weight of 0: it is not read.
+        # Keys that no row sees are not read: a NaN there would survive a weight of 0.
         k = load_slots(key, offsets, dims, inside, HEAD_DIM, DIMS, MASKED)
         v = load_slots(value, offsets, dims, inside, HEAD_DIM, DIMS, MASKED)
         products = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -316,7 +317,7 @@ def walk(
         if MASKED or SOFT_CAP or ALIBI:
             new_highest = tl.maximum(highest, tl.max(logits, 1))
         else:
-            # The same number, since scale is not negative, for one multiplication a row.
+            # The same maximum, as scale is not negative, with one multiplication a row.
             new_highest = tl.maximum(highest, tl.max(products, 1) * scale)
         shift = new_highest
         if MASKED:

@@ -11,27 +11,27 @@ from ..ragged import cdiv
 
 DTYPES = ("float16", "bfloat16", "float32")
 MAX_HEAD_DIM = 256
-# What the kernels know, besides the plain formula.
+# The options that the kernels know.
 HONOURS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes", "return_lse"}
 )
-# Query lengths up to here get a fixed number of tiles a sequence; longer ones are searched for.
+# Up to this query length each sequence gets a fixed number of tiles; beyond, tiles search theirs.
 SHORT_QUERY = 16
-MAX_SPLITS = 128  # the merge holds them all at once
-# Shared memory that one program can have, by compute capability; 99 elsewhere.
+MAX_SPLITS = 128  # a program of the merge holds all parts of a row at once
+# KiB of shared memory that one program can have, by compute capability; others have 99.
 SHARED_KILOBYTES = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
 LOG2E = math.log2(math.e)
 
 
 class Device(NamedTuple):
-    """What a launch depends on, of the device."""
+    """The limits of a device that launches depend on."""
 
     num_sms: int
     shared_bytes: int
 
 
 class Program(NamedTuple):
-    """What one program computes at a time, and with what."""
+    """The rows and keys that one program computes at a time, and its warps and pipeline stages."""
 
     rows: int
     keys: int
@@ -44,9 +44,9 @@ class Tiling(NamedTuple):
 
     program: Program
     heads: int  # query heads of a tile
-    head_tiles: int  # tiles that the heads of a group take
+    head_tiles: int  # tiles that cover the heads of a group
     tokens: int  # tokens of a tile
-    tiles_a_seq: int  # 0: tiles find their sequence by search
+    tiles_a_seq: int  # tiles given to each sequence; 0: tiles find their sequence by search
     num_tiles: int
     splits: int
     min_steps: int  # steps of keys below which a split is not split further
@@ -73,7 +73,7 @@ def refusals(call: Call) -> list[str]:
 
 
 def device_of(num_sms: int, capability: tuple[int, int]) -> Device:
-    """What a launch must know of a device of a CUDA compute capability."""
+    """The limits of a device, by its number of multiprocessors and its compute capability."""
     kilobytes = SHARED_KILOBYTES.get(capability[0] * 10 + capability[1], 99)
     return Device(num_sms, kilobytes << 10)
 
@@ -87,11 +87,11 @@ def tiling(call: Call, device: Device) -> Tiling:
     if is_short(call):
         tiles_a_seq = cdiv(call.longest_query, tokens)
         busy = call.num_seqs * tiles_a_seq
-        # Some more, which share the padding tokens.
+        # A few more tiles store the rows of the padding tokens.
         num_tiles = busy + min(8, cdiv(call.num_tokens, tokens))
     else:
         tiles_a_seq, busy = 0, cdiv(call.num_tokens, tokens)
-        # What `find_sequence` gives: a tile is lost to each sequence at most; padding is one too.
+        # `find_sequence` wastes at most one tile a sequence, and counts padding as a sequence.
         num_tiles = call.num_tokens // tokens + call.num_seqs + 1
     programs = max(1, busy * head_tiles * call.num_kv_heads)
     choose = short_program if is_short(call) else long_program
@@ -115,7 +115,7 @@ def is_short(call: Call) -> bool:
 
 
 def tile_rows(call: Call) -> int:
-    """Rows of a tile. Rows share the keys that are loaded, but each takes its room in registers."""
+    """Rows of a tile: more rows share each key that is loaded, but each takes registers."""
     if is_short(call):
         most = 64
     elif call.num_tokens >= 1024 * call.num_seqs and 64 < call.head_dim <= 128:
@@ -128,10 +128,11 @@ def tile_rows(call: Call) -> int:
 
 
 def short_program(call: Call, programs: int, rows: int, num_sms: int):
-    """What a program is, how often keys are split at most, and how many keys a split has at least.
+    """The program, the most splits of the keys, and the fewest keys of a split.
 
-    `programs` is what there is without splitting. Where that fills the device, splits only even out
-    different lengths, and are long, since each costs a pass over its partial result.
+    `programs` is their number without splits. If these fill the device, splits serve only to even
+    out sequences of different lengths; they are long then, since each one costs writing a partial
+    result and reading it in the merge.
     """
     crowded = programs >= 2 * num_sms
     a_wave = 3 * num_sms  # three programs of four warps share a multiprocessor
@@ -139,27 +140,27 @@ def short_program(call: Call, programs: int, rows: int, num_sms: int):
     nearly_a_wave = a_wave <= 4 * programs <= 4 * num_sms
     if call.max_keys <= 4096 and (crowded or nearly_a_wave):
         splits, min_keys = 1, 64
-        # Small programs side by side, or one with a deep pipeline on each multiprocessor.
+        # Small programs side by side; or, if few, one on each multiprocessor with more stages.
         sizes = {"keys": 64, "num_warps": 2} if crowded else {"keys": 128, "num_warps": 4}
         if call.head_dim <= 64:
             sizes = {"keys": 128, "num_warps": 4}
         program = Program(rows, **sizes, num_stages=3 if crowded else 5)
     elif crowded:
-        # Most of a wide grid may be empty: that costs the device about a microsecond a thousand.
+        # Many splits may get no keys: a thousand empty programs cost about a microsecond.
         splits, min_keys = 64 * num_sms // programs, 64 * rows
         program = Program(rows, keys=128, num_warps=4, num_stages=3)
     elif call.max_keys >= 256 * one_wave:
         splits, min_keys = one_wave, 128
         program = Program(rows, keys=128, num_warps=4, num_stages=3)
     else:
-        # So few keys that starting up is what takes the time.
+        # So few keys that most of the time goes into starting the programs.
         splits, min_keys = 6 * num_sms // programs, 64
         program = Program(rows, keys=32, num_warps=4, num_stages=3)
     return _in_registers(program, call), splits, min_keys
 
 
 def _in_registers(program: Program, call: Call) -> Program:
-    """The program with fewer keys a step, where its rows or dims leave less room for them."""
+    """The program with fewer keys a step, where rows or head_dim leave fewer registers for them."""
     if program.rows > 32:
         program = program._replace(keys=min(program.keys, 64), num_warps=4, num_stages=3)
     keys = program.keys // 2 if call.head_dim > 128 else program.keys
@@ -167,7 +168,7 @@ def _in_registers(program: Program, call: Call) -> Program:
 
 
 def long_program(call: Call, programs: int, rows: int, num_sms: int):
-    """As `short_program`; arithmetic takes the time, so keys are split to fill the device only."""
+    """As `short_program`; arithmetic takes the time here, so splits only fill the device."""
     warps = 8 if rows > 128 or (call.head_dim > 128 and rows > 64) else 4
     return Program(rows, 64, warps, 3), num_sms // programs, 512
 
@@ -179,7 +180,8 @@ def fitting(program: Program, call: Call, shared_bytes: int) -> Program:
             keys=16 if call.head_dim > 128 else 32, num_warps=4, num_stages=2
         )
     row_bytes = power_of_two(call.head_dim) * call.itemsize
-    # One stage looks up the blocks; for short queries another holds what is being used.
+    # Not every stage holds keys: one looks up their blocks, and with short queries one more is
+    # the step being computed.
     copies = max(1, program.num_stages - (2 if is_short(call) else 1))
     while program.keys > 16 and _pipeline(program, copies) * row_bytes > shared_bytes:
         program = program._replace(keys=program.keys // 2)
@@ -187,12 +189,12 @@ def fitting(program: Program, call: Call, shared_bytes: int) -> Program:
 
 
 def _pipeline(program: Program, copies: int) -> int:
-    """Rows of head_dim in shared memory: keys and values of the steps under way, and queries."""
+    """Rows of head_dim in shared memory: keys and values of `copies` steps, and the queries."""
     return 2 * copies * program.keys + program.rows
 
 
 def attention_launch(call: Call, tiles: Tiling, table_stride: int) -> Launch:
-    """The launch of `attention_kernel`; `table_stride` is from one row of tables to the next."""
+    """The launch of `attention_kernel`; `table_stride` is that of the rows of the block tables."""
     spec = call.spec
     array_strides = (*call.strides.query[:2], *call.strides.key[:3])
     unit = math.gcd(16, *array_strides)
@@ -226,7 +228,7 @@ def attention_launch(call: Call, tiles: Tiling, table_stride: int) -> Launch:
         "TILES_A_SEQ": tiles.tiles_a_seq,
         "SPLIT": tiles.splits > 1,
         "MIN_STEPS": tiles.min_steps,
-        # Worth a second loop where arithmetic is what takes the time.
+        # A second loop, without masks, pays where arithmetic takes the time.
         "UNMASKED": not is_short(call) and call.window is None,
         "CAUSAL": spec.causal,
         "WINDOW": call.window is not None,
@@ -245,7 +247,7 @@ def merge_launch(call: Call, tiles: Tiling) -> Launch:
         "HEAD_DIM": call.head_dim,
         "DIMS": power_of_two(call.head_dim),
         "SPLITS": power_of_two(tiles.splits),
-        # Not to wait for the log-sum-exps is worth more than the few empty parts read.
+        # With few splits, reading empty parts too costs less than waiting for the log-sum-exps.
         "EAGER": tiles.splits <= 8,
     }
     num_warps = 1 if tiles.splits <= 8 else 4 if tiles.splits <= 32 else 8
@@ -253,7 +255,7 @@ def merge_launch(call: Call, tiles: Tiling) -> Launch:
 
 
 def _scale_and_cap(call: Call) -> tuple[float, float]:
-    """The kernel's factors: without ALiBi its logits are in units of ln 2."""
+    """The kernel's scale and cap; without ALiBi its logits are in base 2 (see its `walk`)."""
     scale, cap = call.scale, call.spec.logits_soft_cap
     unit = 1.0 if call.spec.alibi_slopes is not None else LOG2E
     if cap is None:

@@ -1,4 +1,4 @@
-"""Joins what the splits of the keys gave, by their log-sum-exps."""
+"""Joins the partial results of split keys by their log-sum-exps."""
 
 import triton
 import triton.language as tl
@@ -17,7 +17,7 @@ def merge_kernel(
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
     SPLITS: tl.constexpr,  # num_splits padded to a power of two
-    EAGER: tl.constexpr,  # read all parts at once, rather than only those that hold something
+    EAGER: tl.constexpr,  # read all parts without waiting to learn which of them hold something
 ):
     row = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, SPLITS)

@@ -65,9 +65,12 @@ def init_block_pool(
     """A pool whose blocks are all free.
 
     Args:
-      num_blocks, block_size: as of the caches.
+      num_blocks, block_size: as in the caches that the pool manages.
       max_seqs: how many sequences can live at once.
       max_blocks: how many blocks a sequence can own.
+
+    Raises:
+      InvalidInputError: a size is not an integer above 0, or slots would not fit int32.
 
     >>> int(init_block_pool(4, 16, max_seqs=2, max_blocks=3).num_free)
     4
@@ -96,6 +99,10 @@ def batch_from_pool(
     Args:
       num_tokens: length of the packed token axis, static; at least `sum(query_lens)`.
       max_query_len: static bound on `query_lens`.
+
+    Raises:
+      InvalidInputError: arrays of wrong shapes; outside jit also lengths that the sequences do not
+        have, or that exceed `num_tokens` or `max_query_len`.
 
     >>> from pagedattn import append_tokens
     >>> pool, _ = append_tokens(init_block_pool(4, 4, max_seqs=2, max_blocks=2), jnp.array([5, 0]))

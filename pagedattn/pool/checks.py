@@ -1,4 +1,4 @@
-"""What the functions on block pools require of their arguments, which come back as int32."""
+"""Checks of the arguments of functions on block pools, which are returned as int32 arrays."""
 
 from dataclasses import replace
 
@@ -68,7 +68,7 @@ def batch(query_lens, seq_lens, num_tokens, max_query_len):
 
 
 def ids_or_none(name, array, bound, what="blocks", ndim=1):
-    """Ids, or -1 for none."""
+    """Ids below `bound`, or -1 for none."""
     array = int32_array(name, array, ndim)
     values = known(array)
     if values is not None:
@@ -86,7 +86,7 @@ def per_sequence(name, array, max_seqs):
 
 
 def rows(bound, **lists):
-    """Lists of rows of a pool, equally long; -1 names none."""
+    """Equally long lists of rows of a pool; -1 stands for no row."""
     arrays = [ids_or_none(name, array, bound, "sequences") for name, array in lists.items()]
     equally_long(**dict(zip(lists, arrays, strict=True)))
     return arrays

@@ -20,7 +20,7 @@ class Growth:
     """What `append_tokens` did for each sequence.
 
     Fields:
-      ok: whether the sequence has grown; one that has not is as it was.
+      ok: whether the sequence has grown; if not, it is as it was.
       copy_src, copy_dst: the block to copy before writing, in every layer's cache:
         `copy_blocks(cache, growth.copy_src, growth.copy_dst)`; -1 for none.
     """
@@ -35,7 +35,8 @@ class Growth:
         ok = known(self.ok)
         if ok is None or ok.dtype != bool:
             raise InvalidInputError(
-                "Growth.require reads ok, truth values that are known outside jit alone"
+                "Growth.require reads ok, which must be bool and is known only outside jit: return "
+                "the Growth from the jitted function, and call require on that"
             )
         failed = np.flatnonzero(~ok).tolist()
         if failed:
@@ -51,13 +52,19 @@ def append_tokens(
     """Makes room for `num_tokens[s]` new tokens of each sequence; 0 leaves a sequence alone.
 
     Gives each sequence the blocks that it lacks, and a block of its own in place of a shared one
-    that its tokens would be written to. The outcome is that of serving one row after the other,
-    where the first that finds too few free blocks ends the serving: it and all later ones that
-    need a block stay as they were. So does a sequence that would not fit its table row.
+    that its tokens would be written to. Rows are served in order. The first for which too few
+    blocks are free ends the serving: it and all later rows that need a block stay as they were. A
+    sequence that would not fit its table row stays as it was too.
 
     Args:
       max_new_tokens: a static bound on `num_tokens`, None for what a table row holds. The work is
         O(max_seqs * (max_seqs + blocks of that bound)), whatever the pool's size.
+
+    Returns:
+      the pool, and a `Growth`: which sequences have grown, and which blocks to copy.
+
+    Raises:
+      InvalidInputError: arrays of wrong shapes; outside jit also negative numbers of tokens.
 
     >>> from pagedattn import init_block_pool
     >>> pool = init_block_pool(3, 4, max_seqs=2, max_blocks=2)
@@ -75,7 +82,8 @@ def append_tokens(
     first_column = pool.seq_blocks - copies.astype(jnp.int32)
     need = jnp.where(new > 0, cdiv(pool.seq_lens + new, pool.block_size) - first_column, 0)
     ok = fits & ((need == 0) | (jnp.cumsum(need, dtype=jnp.int32) <= pool.num_free))
-    # One that keeps a shared block, since all before it copy theirs, fails when one of them does.
+    # The last sharer keeps the block only because all before it copy theirs. If one of them fails,
+    # the block is still shared, so the last one fails too.
     ok = ok & (copies | ~(sharers & ~ok[None]).any(axis=1))
     grown = _allocate(pool, jnp.where(ok, need, 0), first_column, cdiv(bound, pool.block_size) + 1)
     copies = copies & ok
@@ -88,10 +96,11 @@ def append_tokens(
 
 
 def _writes_to_shared(pool, writes):
-    """Which sequences must copy their last block, and who before them writes to the same one.
+    """Which sequences must copy their last block, and which earlier rows write to the same block.
 
-    Of the sequences that write to a shared block, each copies it but one that comes last when
-    there is no other owner: by then it is alone.
+    bool `[max_seqs]` and `[max_seqs, max_seqs]`. A sequence that writes to a shared block copies
+    it. The one exception: where all owners write, the last of them keeps the block, since the
+    others have left it by then.
     """
     partial = writes & (pool.seq_lens % pool.block_size != 0)
     last = _last_blocks(pool)
@@ -102,14 +111,14 @@ def _writes_to_shared(pool, writes):
 
 
 def _last_blocks(pool, block_tables=None):
-    """The block that holds each sequence's last token; of an empty sequence, some block."""
+    """The block of each sequence's last token; for an empty sequence an arbitrary one."""
     tables = pool.block_tables if block_tables is None else block_tables
     columns = jnp.maximum(pool.seq_blocks - 1, 0)
     return tables[jnp.arange(pool.max_seqs), columns]
 
 
 def _allocate(pool, need, first_column, most):
-    """Puts `need[s]` free blocks into row s from its first column on; at most `most` each."""
+    """Puts `need[s]` free blocks, at most `most`, into row s from column `first_column[s]` on."""
     offsets = jnp.arange(most, dtype=jnp.int32)[None]
     wanted = offsets < need[:, None]
     depth = (jnp.cumsum(need, dtype=jnp.int32) - need)[:, None] + offsets

@@ -16,11 +16,14 @@ def fork(
 ) -> tuple[BlockPool, Bool[Array, "num_forks"]]:
     """Makes unused row `children[i]` a sequence with the blocks of row `parents[i]`, all at once.
 
-    Nothing is copied: the first to write to a block that is still shared gets a copy of it then
-    (`append_tokens`). A child of -1 is skipped.
+    Nothing is copied now: whoever first writes to a block that is still shared gets its own copy
+    then (`append_tokens`). A child of -1 is skipped.
 
     Returns:
       the pool, and whether each fork was made: not if the child is in use or named twice.
+
+    Raises:
+      InvalidInputError: arrays of wrong shapes; outside jit also rows that the pool does not have.
 
     >>> from pagedattn import append_tokens, init_block_pool
     >>> pool, _ = append_tokens(init_block_pool(4, 4, max_seqs=2, max_blocks=2), jnp.array([5, 0]))
@@ -50,8 +53,12 @@ def share_blocks(
     of `blocks` past those tokens may be anything.
 
     Returns:
-      the pool, and whether it was done: not if the row is in use, or a block is nobody's or
-      named twice; inside jit also not if the blocks do not hold so many tokens.
+      the pool, and whether it was done: not if the row is in use, or a block is unowned or named
+      twice; inside jit also not if the blocks do not hold so many tokens.
+
+    Raises:
+      InvalidInputError: arrays of wrong shapes; outside jit also rows or blocks that the pool does
+        not have, or more tokens than the blocks hold.
 
     >>> from pagedattn import append_tokens, init_block_pool
     >>> pool, _ = append_tokens(init_block_pool(4, 4, max_seqs=2, max_blocks=2), jnp.array([5, 0]))
@@ -70,8 +77,19 @@ def share_blocks(
 
 
 def hold_blocks(pool: BlockPool, blocks: Int[Array, "n"]) -> BlockPool:
-    """Keeps owned blocks from being freed when their sequences are released, as a prefix cache
-    does; each hold counts, and ends with `drop_blocks`. -1 and unowned blocks are skipped."""
+    """Keeps owned blocks from being freed when their sequences are released: a prefix cache.
+
+    Each hold of a block counts, and ends with one `drop_blocks`. -1 and unowned blocks are skipped.
+
+    Raises:
+      InvalidInputError: arrays of wrong shapes; outside jit also blocks the pool does not have.
+
+    >>> from pagedattn import append_tokens, init_block_pool, release
+    >>> pool, _ = append_tokens(init_block_pool(4, 4, max_seqs=2, max_blocks=2), jnp.array([5, 0]))
+    >>> pool, freed = release(hold_blocks(pool, jnp.array([0])), jnp.array([0]))
+    >>> freed.tolist(), int(pool.num_free)
+    ([[-1, 1]], 3)
+    """
     pool = validate.pool(pool)
     owned = _owned(pool, validate.ids_or_none("blocks", blocks, pool.num_blocks))
     return replace(
@@ -82,9 +100,20 @@ def hold_blocks(pool: BlockPool, blocks: Int[Array, "n"]) -> BlockPool:
 
 
 def drop_blocks(pool: BlockPool, blocks: Int[Array, "n"]) -> tuple[BlockPool, Int[Array, "n"]]:
-    """Ends a hold on each of the blocks; returns the pool and which became free (else -1).
+    """Ends a hold on each of the blocks; -1, and blocks that are not held, are skipped.
 
-    -1, and blocks that are not held, are skipped.
+    Returns:
+      the pool, and the blocks that became free, -1 in place of the others.
+
+    Raises:
+      InvalidInputError: arrays of wrong shapes; outside jit also blocks the pool does not have.
+
+    >>> from pagedattn import append_tokens, init_block_pool
+    >>> pool, _ = append_tokens(init_block_pool(4, 4, max_seqs=2, max_blocks=2), jnp.array([5, 0]))
+    >>> pool, _ = release(hold_blocks(pool, jnp.array([0])), jnp.array([0]))
+    >>> pool, freed = drop_blocks(pool, jnp.array([0, 1]))
+    >>> freed.tolist(), int(pool.num_free)
+    ([0, -1], 4)
     """
     pool = validate.pool(pool)
     blocks = validate.ids_or_none("blocks", blocks, pool.num_blocks)
@@ -107,8 +136,11 @@ def release(
     An unused row, and -1, are skipped; so releasing twice does nothing.
 
     Returns:
-      the pool, and the blocks that became free (else -1): `fill_blocks` overwrites them in a
-      cache where one tenant's data must not be readable by the next.
+      the pool, and the blocks that became free, -1 in place of the others. `fill_blocks`
+      overwrites them in a cache where one tenant's data must not be readable by the next.
+
+    Raises:
+      InvalidInputError: arrays of wrong shapes; outside jit also rows that the pool does not have.
 
     >>> from pagedattn import append_tokens, init_block_pool
     >>> pool, _ = append_tokens(init_block_pool(4, 4, max_seqs=2, max_blocks=2), jnp.array([5, 0]))
@@ -131,7 +163,7 @@ def release(
 
 
 def _adopt(pool, rows, tables, lens):
-    """Gives rows (-1: none) tables of owned blocks and lengths."""
+    """Sets tables and lengths of rows (-1: none), and counts one more owner of their blocks."""
     used = jnp.arange(pool.max_blocks)[None] < cdiv(lens, pool.block_size)[:, None]
     blocks = jnp.where(used & (rows >= 0)[:, None], tables, -1)
     return replace(
@@ -143,7 +175,7 @@ def _adopt(pool, rows, tables, lens):
 
 
 def _give_back(pool, blocks):
-    """Takes one reference from each of some distinct blocks (-1: none), and frees the unowned."""
+    """Takes one reference from each of the distinct blocks (-1: none); frees those without any."""
     ref_counts = add_at(pool.ref_counts, blocks, -1)
     freed = (blocks >= 0) & (ref_counts.at[blocks].get(mode="clip") == 0)
     at = jnp.where(freed, pool.num_free + jnp.cumsum(freed, dtype=jnp.int32) - 1, -1)
@@ -157,11 +189,12 @@ def _give_back(pool, blocks):
 
 
 def _named_before(ids, counted):
-    """Whether each of some ids is a repetition, among those that are counted."""
+    """True for each counted id that an earlier counted id equals."""
     same = (ids[:, None] == ids[None]) & counted[:, None] & counted[None]
     return (same & jnp.tri(len(ids), k=-1, dtype=bool)).any(axis=1)
 
 
 def _owned(pool, blocks):
+    """The blocks, -1 in place of those that do not exist or that nobody owns."""
     counts = pool.ref_counts.at[blocks].get(mode="clip")
     return jnp.where(in_range(blocks, pool.num_blocks) & (counts > 0), blocks, -1)

@@ -19,9 +19,9 @@ class Swap:
     """What a swap did for each sequence.
 
     Fields:
-      ok: whether the sequence has moved; one that has not is where it was.
-      src, dst: the blocks to copy, -1 for none, in every layer before anything else is written:
-        `swap_blocks(src_cache, dst_cache, swap.src, swap.dst)`.
+      ok: whether the sequence has moved; if not, it is where it was.
+      src, dst: the blocks to copy, -1 for none. Before anything else is written, call
+        `swap_blocks(src_cache, dst_cache, swap.src, swap.dst)` for the caches of every layer.
     """
 
     ok: Bool[Array, "num_swaps"]
@@ -34,8 +34,15 @@ def swap_out(
 ) -> tuple[BlockPool, BlockPool, Swap]:
     """Moves rows `seqs` of a pool to unused rows `host_seqs` of another; -1 is skipped.
 
-    A sequence that shares blocks takes copies along. One whose row is taken, or that does not
-    fit, stays: first come, first served, as in `append_tokens`.
+    A sequence that shares blocks takes copies of them along. It stays where it is if the row is
+    in use, or if the blocks do not suffice: rows are served in order, as in `append_tokens`.
+
+    Returns:
+      both pools, and a `Swap`: which sequences have moved, and which blocks to copy.
+
+    Raises:
+      InvalidInputError: arrays of wrong shapes, pools of different block sizes; outside jit also
+        rows that a pool does not have.
 
     >>> from pagedattn import init_block_pool
     >>> host = init_block_pool(9, 4, max_seqs=3, max_blocks=2)
@@ -52,7 +59,9 @@ def swap_in(
 ) -> tuple[BlockPool, BlockPool, Swap]:
     """Moves rows `host_seqs` of the host's pool to unused rows `seqs` of a pool: `swap_out` undone.
 
-    Apply it with `swap_blocks(host_cache, cache, swap.src, swap.dst)`.
+    Copy the blocks with `swap_blocks(host_cache, cache, swap.src, swap.dst)`.
+
+    Returns, Raises: as `swap_out`.
     """
     pool, host_pool, seqs, host_seqs = validate.swap(pool, host_pool, seqs, host_seqs)
     host_pool, pool, swap = _move(host_pool, pool, host_seqs, seqs)
@@ -72,7 +81,7 @@ def _move(source, target, seqs, rows):
     ok = known & growth.ok.at[rows].get(mode="clip")
     src = _owned_blocks(source, jnp.where(ok, seqs, -1))
     dst = _owned_blocks(target, jnp.where(ok, rows, -1))
-    most = min(src.shape[1], dst.shape[1])  # both own the same number of blocks
+    most = min(src.shape[1], dst.shape[1])  # further columns of the wider one hold -1 alone
     source, _ = release(source, jnp.where(ok, seqs, -1))
     return source, target, Swap(ok, src[:, :most].ravel(), dst[:, :most].ravel())
 

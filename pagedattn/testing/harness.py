@@ -1,4 +1,4 @@
-"""Hold a registered backend to the oracle: every feature in every phase and dtype."""
+"""Holds a backend to the oracle: every feature in every phase and dtype."""
 
 import functools
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes  # noqa: F401  (NumPy knows bfloat16 by name then)
+import ml_dtypes  # noqa: F401  (teaches NumPy the name bfloat16)
 import numpy as np
 
 from pagedattn import (
@@ -27,7 +27,7 @@ NUM_TOKENS, NUM_SEQS, MAX_SEQ_LEN, MAX_QUERY_LEN = 26, 5, 40, 32
 
 
 class Cell(NamedTuple):
-    """One combination and what came of it: "ok", "refused: ..." or "FAILED: ..."."""
+    """One combination and its result: "ok", "refused: ..." or "FAILED: ..."."""
 
     feature: str
     phase: str
@@ -89,7 +89,7 @@ def check_backend(
         backend: one of `available_backends()` by name, or any `Backend` for JAX arrays.
         dtypes: input dtypes to try.
         jit: call inside `jax.jit`.
-        num_heads: query heads; also `num_kv_heads`, `head_dim` and `block_size` of the problems.
+        num_heads, num_kv_heads, head_dim, block_size: sizes of the problems.
         verbose: print the table.
 
     Returns:
@@ -146,7 +146,7 @@ def cell_problem(cell: Cell, sizes: dict[str, int]) -> Problem:
 
 
 def run_cell(backend: str | Backend, cell: Cell, *, jit: bool, sizes: dict[str, int]) -> str:
-    """What came of one cell."""
+    """The result of one cell, as `Cell.result` holds it."""
     problem = cell_problem(cell, sizes)
     try:
         out, lse = attend_with_lse(problem, backend, jit)
@@ -173,7 +173,7 @@ def attend_with_lse(problem: Problem, backend: str | Backend | None, jit: bool) 
 
 
 def words(cell: Cell) -> list[str]:
-    """What the reason for refusing a cell may name: one of these must be in it."""
+    """Words of which the reason for refusing a cell must hold at least one."""
     sizes = ["num_heads", "num_kv_heads", "head_dim", "block_size"]
     return [*OPTIONS[cell.feature], *cell.phase.split(), cell.dtype, *sizes]
 

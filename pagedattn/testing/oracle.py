@@ -9,8 +9,8 @@ import numpy as np
 class Head(NamedTuple):
     """What one query head of one sequence sees, in float64.
 
-    Shapes: rows is a slice of the token axis; query `[q, head_dim]`; keys and values
-    `[k, head_dim]`, zeros where no query of the sequence looks; distance and visible `[q, k]`.
+    `rows` is a slice of the token axis; query is `[q, head_dim]`, keys and values are
+    `[k, head_dim]` with zeros where no query of the sequence looks, distance and visible `[q, k]`.
     """
 
     index: int

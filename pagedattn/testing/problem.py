@@ -90,10 +90,10 @@ def random_problem(
     max_query_len: int | None = None,
     seed: int = 0,
 ) -> Problem:
-    """A problem with unit normal values and shuffled blocks, poisoned wherever nobody may look.
+    """A problem with unit normal values and shuffled blocks, poisoned wherever no query looks.
 
-    `num_blocks` defaults to all that is needed and a few more; `pad_tokens` is the length of the
-    token axis; `block_tables=None` draws tables without sharing.
+    `num_blocks` defaults to three more than are needed; `pad_tokens` is the length of the token
+    axis, by default without padding; `block_tables=None` draws tables without sharing.
 
     Example:
         >>> from pagedattn import AttentionSpec

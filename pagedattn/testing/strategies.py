@@ -1,12 +1,12 @@
-"""Hypothesis strategies: lengths, tables and values are free, shapes come from few buckets.
+"""Hypothesis strategies: lengths, tables and values vary freely, shapes and specs hardly.
 
-Every program is compiled for its shapes and its spec, so those are drawn from short tables.
+A program is compiled for each shape and spec, so these are drawn from short tables.
 """
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import ml_dtypes  # noqa: F401  (NumPy knows bfloat16 by name then)
+import ml_dtypes  # noqa: F401  (teaches NumPy the name bfloat16)
 import numpy as np
 from hypothesis import strategies as st
 
@@ -66,7 +66,7 @@ def poisons() -> st.SearchStrategy[float]:
 
 
 def seeds() -> st.SearchStrategy[int]:
-    """Seeds for numpy: the values of a problem shrink as one number."""
+    """Seeds for numpy: Hypothesis shrinks one number, not all values of a problem."""
     return st.integers(0, 2**32 - 1)
 
 
@@ -113,7 +113,7 @@ def tables(
 ) -> np.ndarray:
     """int32 `[num_seqs, max_blocks]`: shuffled ids, shared prefixes, garbage past the used part.
 
-    Only blocks that lie wholly in the context of both sequences are shared: no one writes them.
+    Shared blocks lie wholly in the context of both sequences, so that neither writes to them.
     """
     rng = np.random.default_rng(draw(seeds()))
     size = bucket.block_size
@@ -148,8 +148,8 @@ def problems(
         bucket: static shapes, one of `BUCKETS` by default.
         spec: drawn from `specs` by default.
         dtype: drawn from `dtypes` by default.
-        kinds: what sequences may be, some of `KINDS`; only decodes and empty queries put the
-            problem in the decode bucket, whose `max_query_len` is 1.
+        kinds: the kinds of sequences, from `KINDS`; without prefills and chunks `max_query_len`
+            is 1, as in a decode step.
         cross: key lengths independent of query lengths.
         poison: put NaN or infinities in all that no query sees.
         share: let sequences share the blocks of a common prefix.

@@ -9,10 +9,11 @@ import numpy as np
 from . import oracle
 from .problem import Problem
 
-PLAIN_FACTOR = 2.0  # a backend may err twice as much as the plain computation does
-SPACINGS = 1.0  # and by this many spacings of the result in its dtype
-ACCUMULATION = 4.0  # and by this many float32 roundings of every product that it sums
-LSE_SPACING = 1 / 16  # lse, by this part of a spacing: kernels for half dtypes have a coarser exp
+# The allowed error is the sum of these (`expect` has the details).
+PLAIN_FACTOR = 2.0  # times the error of the plain computation in the input dtype
+SPACINGS = 1.0  # spacings of the result in its dtype; for out only
+ACCUMULATION = 4.0  # float32 roundings of every term that is summed
+LSE_SPACING = 1 / 16  # of a spacing, for lse only: kernels for half dtypes have a coarser exp
 
 
 class Expected(NamedTuple):
@@ -109,8 +110,8 @@ def plain_matmul(a: np.ndarray, b: np.ndarray, dtype: Any) -> np.ndarray:
 def float32_error(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     """First-order bound, `[num_tokens, num_heads]`, of one float32 rounding of every summed term.
 
-    A logit is off by eps times the absolute sum of what it is made of; out and lse feel that
-    weighted by the probabilities.
+    A logit is off by at most eps times the absolute sum of its terms; the errors of out and lse
+    are those of the logits, weighted by the probabilities.
     """
     spec, eps = problem.spec, epsilon(np.float32)
     out = np.zeros(problem.query.shape[:2])

@@ -21,7 +21,7 @@ from ..bias import slopes_on
 
 
 class Plan(NamedTuple):
-    """What the launches of a step have in common."""
+    """What the layers of a step share: the kernels' launches, and the arrays of the batch."""
 
     tiles: Tiling
     attention: Launch
@@ -81,6 +81,6 @@ def _start(kernel, arrays, plan: Launch, outs):
 @functools.cache
 def _device(device) -> Device:
     if device.type != "cuda":
-        return Device(num_sms=64, shared_bytes=1 << 20)  # for the interpreter
+        return Device(num_sms=64, shared_bytes=1 << 20)  # any will do for Triton's interpreter
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     return launch.device_of(num_sms, torch.cuda.get_device_capability(device))

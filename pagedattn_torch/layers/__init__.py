@@ -1,1 +1,1 @@
-"""The classes that engines know: backends, metadata and layers of attention, on one core."""
+"""The classes that engines know: backends, metadata and layers, thin over the functions."""

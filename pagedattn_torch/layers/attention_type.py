@@ -1,4 +1,4 @@
-"""Which tokens attend to which: the four kinds of attention that a layer may ask for."""
+"""The four types of attention that a layer may compute: which tokens attend to which."""
 
 from enum import Enum, StrEnum
 
@@ -7,7 +7,7 @@ from pagedattn.checks import shown
 
 
 class AttentionType(StrEnum):
-    """The kind of an attention call; wherever one is expected, its string does as well.
+    """The type of an attention call. Functions that take one also take its string.
 
     - DECODER: causal self-attention over the cache.
     - ENCODER: self-attention of the encoder of an encoder-decoder model; nothing is cached.
@@ -25,7 +25,14 @@ class AttentionType(StrEnum):
 
     @classmethod
     def of(cls, value: "AttentionType | str") -> "AttentionType":
-        """One of these, its string, or another library's word for it that prints as that."""
+        """The type for a member, its string, or another library's enum that prints as this string.
+
+        Raises:
+          InvalidInputError: it is none of these.
+
+        >>> AttentionType.of("decoder").causal
+        True
+        """
         return cls(str(value)) if isinstance(value, str | Enum) else cls._missing_(value)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What a backend tells an engine: its classes, its cache's shape, and how blocks are copied."""
+"""What an engine asks a backend for: its classes, the shape of a cache, copies of blocks."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
@@ -26,7 +26,7 @@ class AttentionBackend:
     name: ClassVar[str]
     impl_cls: ClassVar[type[AttentionImpl]]
     metadata_cls: ClassVar[type[AttentionMetadata]]
-    # Whether an engine had better allocate results itself: `forward` would copy to its `output`.
+    # Tells engines not to allocate `output` for `forward`, which would only be copied to.
     accept_output_buffer: ClassVar[bool] = False
 
     @classmethod
@@ -59,9 +59,9 @@ class AttentionBackend:
 
     @staticmethod
     def get_kv_cache_stride_order(device_type: str = "cpu") -> tuple[int, ...]:
-        """The axes of a cache, outermost in memory first, as this backend reads it fastest there.
+        """The order of a cache's axes, outermost in memory first, that is fastest on a device.
 
-        Every order is right; `layout.empty_kv_cache` allocates in one.
+        Results are right with any order. `layout.empty_kv_cache` allocates a cache in a given one.
         """
         return (0, 1, 2, 3, 4)
 
@@ -73,6 +73,9 @@ class AttentionBackend:
 
         Args:
           src_to_dst: pairs `[n, 2]` of a source block and its destination, or a dict.
+
+        Raises:
+          InvalidInputError: caches or pairs of wrong shapes, blocks outside the caches.
 
         >>> here, there = torch.ones(2, 3, 1, 1, 1), torch.zeros(2, 3, 1, 1, 1)
         >>> AttentionBackend.swap_blocks(here, there, {0: 2})
@@ -90,13 +93,17 @@ class AttentionBackend:
         Args:
           src_to_dists: pairs `[n, 2]`, or a dict from a source to its destinations.
 
+        Raises:
+          InvalidInputError: caches or pairs of wrong shapes, blocks outside a cache. Then no cache
+            has been written.
+
         >>> cache = torch.arange(3.0).expand(2, 3).reshape(2, 3, 1, 1, 1).clone()
         >>> AttentionBackend.copy_blocks([cache], {0: [1], 1: [2]})
         >>> cache[0].flatten()
         tensor([0., 0., 1.])
         """
         caches, (src, dst) = _planes(kv_caches), _columns(src_to_dists)
-        for cache in caches:  # all before the first is written
+        for cache in caches:  # check all before writing to the first
             validate.block_copies(cache, cache, src, dst)
         for cache in caches:
             copy_blocks_(cache, src, dst)
@@ -137,7 +144,7 @@ def _table(pairs) -> Tensor:
 
 
 def _several(ids):
-    """One id or many, as they are."""
+    """The ids, whether one or many are given."""
     require(not is_traced(ids), "block pairs must be known here, but are traced by JAX")
     ids = ids.tolist() if hasattr(ids, "tolist") else ids
     return ids if isinstance(ids, Iterable) else (ids,)

@@ -1,4 +1,4 @@
-"""The nine classes of the three systems that engines know: backend, metadata and layer of each."""
+"""The nine classes that engines know: backend, metadata and layer of three systems."""
 
 from pagedattn.call import Call
 
@@ -9,7 +9,7 @@ from .metadata import AttentionMetadata
 
 
 class XFormersMetadata(AttentionMetadata):
-    """The step of an XFormersImpl."""
+    """The metadata of a step for XFormersImpl."""
 
 
 class XFormersImpl(AttentionImpl):
@@ -27,7 +27,7 @@ class XFormersBackend(AttentionBackend):
 
 
 class TorchSDPAMetadata(AttentionMetadata):
-    """The step of a TorchSDPABackendImpl."""
+    """The metadata of a step for TorchSDPABackendImpl."""
 
 
 class TorchSDPABackendImpl(AttentionImpl):
@@ -45,13 +45,13 @@ class TorchSDPABackend(AttentionBackend):
 
 
 class IpexAttnMetadata(AttentionMetadata):
-    """The step of an IpexAttnBackendImpl."""
+    """The metadata of a step for IpexAttnBackendImpl."""
 
 
 class IpexAttnBackendImpl(AttentionImpl):
     """A layer on the kernels of Intel's extension for PyTorch.
 
-    ALiBi of prompts, for which the extension has no right kernel, is computed by SDPA with a bias.
+    The extension has no right kernel for ALiBi in prompts: SDPA computes these, with a bias.
     """
 
     backend = "ipex"
@@ -69,5 +69,5 @@ class IpexAttnBackend(AttentionBackend):
 
     @staticmethod
     def get_kv_cache_stride_order(device_type: str = "cpu") -> tuple[int, ...]:
-        """On a CPU heads before slots: decode reads that twice as fast as the logical order."""
+        """On a CPU heads before slots, which decodes read twice as fast as the logical order."""
         return (0, 1, 3, 2, 4) if device_type == "cpu" else (0, 1, 2, 3, 4)

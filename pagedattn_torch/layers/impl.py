@@ -1,4 +1,4 @@
-"""The layers' implementation of attention: written once, for every backend's kernels."""
+"""A layer's attention as engines call it, written once for all backends."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -29,18 +29,18 @@ from .step import LayerStep, likeness
 
 
 class AttentionImpl:
-    """One attention layer; a subclass names the backend whose kernels it runs, and no others.
+    """One attention layer. A subclass names the backend that it runs; it never takes another.
 
     Args:
-      num_heads, head_size: of the queries.
+      num_heads, head_size: the number of query heads, and their dimension.
       scale: factor on the dot product; None is `head_size ** -0.5`.
       num_kv_heads: None is `num_heads`.
       alibi_slopes, sliding_window, logits_soft_cap: as in `pagedattn.AttentionSpec`; None is off.
         Without causality windows and ALiBi are symmetric; in cross-attention the last query
         stands at the last key.
       kv_cache_dtype: "auto", the dtype of the keys.
-      blocksparse_params: None.
-      attn_type: what `forward` computes unless it is told.
+      blocksparse_params: only None.
+      attn_type: the type that `forward` computes if it is given none.
 
     Raises:
       InvalidInputError: values out of range.
@@ -94,32 +94,33 @@ class AttentionImpl:
         attn_type: AttentionType | str | None = None,
         output: Tensor | None = None,
     ) -> Tensor:
-        """Writes the new keys and values to the cache, then attends, in one call for any mix.
+        """Writes the new keys and values to the cache, then attends: prefills, decodes, any mix.
 
-        A sequence with a context finds it, and its new keys, in the cache. Prompts without one
-        attend to the keys given, as do encoders, profiling runs, and whoever has no block tables.
+        Sequences with a context read all their keys, the new ones too, from the cache. Prompts
+        without a context read `key` and `value` as they are given; so do encoders, profiling runs
+        and calls without block tables.
 
-        A module in front of the query, as later engines pass their layer, is taken and not used:
-        what it has besides are scales of quantised caches.
+        Later engines pass their layer, a module, in front of the query. It is accepted and not
+        used: it only adds the scales of quantised caches.
 
         Args:
           query: `[num_tokens, num_heads * head_size]` or `[num_tokens, num_heads, head_size]`, of
             any strides; further axes in front are taken as one.
-          key, value: likewise with num_kv_heads; for cross-attention the encoder's. Both None where
+          key, value: likewise with num_kv_heads; for cross-attention the encoder's. Both None if
             the cache holds them already.
           kv_cache: see `layout`; None or empty in a profiling run. A token of slot -1 is not
-            written; if its sequence has a context, what stands at its position is what is read.
-          attn_metadata: the step.
+            written: if its sequence has a context, the cache's old values at its position are read.
+          attn_metadata: the metadata of the step.
           k_scale, v_scale: 1.0, as numbers or tensors on the CPU.
-          attn_type: None is the layer's.
-          output: where the result goes, if not to a tensor of its own.
+          attn_type: None takes the layer's.
+          output: a tensor to write the result to; None allocates one.
 
         Returns:
-          Shape and dtype of query; `output`, if there is one.
+          A tensor of the shape and dtype of query, or `output`.
 
         Raises:
-          InvalidInputError, UnsupportedError: the cache is as it was. query, key and value that
-            require gradients are unsupported.
+          InvalidInputError, UnsupportedError: nothing has been written then. Tensors that require
+            gradients are unsupported.
 
         >>> import torch
         >>> from pagedattn_torch import TorchSDPABackendImpl, TorchSDPAMetadata
@@ -145,12 +146,12 @@ class AttentionImpl:
         attn_metadata: AttentionMetadata,
         attn_type: AttentionType | str | None = None,
     ) -> None:
-        """Prepares a step for all layers like this one, and leaves that with its metadata.
+        """Does once what all layers like this one need in a step, and keeps it in the metadata.
 
-        A forward whose layer has the same class, formula and sizes, and whose arrays have the same
-        sizes and strides, then only writes and attends. Any other does all of it itself. Nothing
-        of the arrays' values is used. What was prepared goes when a field of the metadata is
-        assigned; a change inside its tensors is not seen.
+        `forward` then only writes and attends, in layers of the same class, formula and sizes, on
+        arrays of the same sizes and strides; in others it does everything itself. Values of the
+        arrays given here do not matter. Assigning a field of the metadata discards what was
+        prepared. Changing the contents of its tensors does not: prepare anew after that.
 
         Args, Raises: as `forward`.
 
@@ -168,7 +169,7 @@ class AttentionImpl:
         held(attn_metadata)[call.likeness(self)] = self._step(call, attn_metadata)
 
     def _call(self, query, key, value, kv_cache, attn_metadata, attn_type) -> "_Call":
-        """The arrays of a call in the forms that kernels take, checked."""
+        """The arrays of a call, checked, with heads as an axis of their own."""
         kind = self.attn_type if attn_type is None else AttentionType.of(attn_type)
         rows = heads("query", query, self.num_heads, self.head_size)
         fresh = fresh_keys(key, value, (self.num_kv_heads, self.head_size))
@@ -184,7 +185,7 @@ class AttentionImpl:
         return split_kv_cache(kv_cache, self.num_kv_heads, self.head_size)
 
     def _step(self, call: "_Call", attn_metadata) -> LayerStep:
-        """Everything before the write: what can fail has failed here."""
+        """The prepared step of a call. All that can fail fails here, before anything is written."""
         parts, rows = plan(call.fresh, call.cache, attn_metadata, call.kind)
         return LayerStep([(part, self._part(call, part)) for part in parts], rows)
 
@@ -195,7 +196,7 @@ class AttentionImpl:
         return prepare(*arrays, part.batch, spec, backend=backend)
 
     def backend_of(self, call: Call) -> str:
-        """The backend that runs a part of a call: the class's, unless a subclass knows better."""
+        """The name of the backend that runs a part of a call; subclasses may override it."""
         return self.backend
 
     def _check_heads(self):
@@ -217,7 +218,7 @@ class AttentionImpl:
 
 
 class _Call(NamedTuple):
-    """The arrays of a forward."""
+    """The type and the arrays of one call of `forward`."""
 
     kind: AttentionType
     query: Tensor

@@ -1,4 +1,4 @@
-"""The tensors of a layer's call, in whichever form an engine has them, as the kernels take them."""
+"""Checks of the tensors that engines pass to a layer, which are brought to one form."""
 
 import functools
 from typing import NamedTuple
@@ -14,9 +14,10 @@ from ..arrays import require_no_grad, require_strided, require_tensors
 
 
 def takes_layer(forward):
-    """A forward that may be called as later engines do: with the layer, of which it uses nothing.
+    """A decorator of `forward`: it may also be called as later engines do, with a layer in front.
 
-    Their order is layer, query, key, value, kv_cache, attn_metadata, output.
+    Their arguments are (layer, query, key, value, kv_cache, attn_metadata, output). The layer is
+    not used.
     """
 
     @functools.wraps(forward)
@@ -34,7 +35,7 @@ def _is_layer(value) -> bool:
 
 
 class Fresh(NamedTuple):
-    """The keys and values that a call brings: `[num_keys, num_kv_heads, head_size]`."""
+    """The new keys and values that a call brings: `[num_keys, num_kv_heads, head_size]`."""
 
     key: Tensor
     value: Tensor
@@ -44,7 +45,10 @@ class Fresh(NamedTuple):
 
 
 def heads(name: str, packed: Tensor, num_heads: int, head_size: int) -> Tensor:
-    """`[num_tokens, num_heads, head_size]`, of heads apart or side by side, of any leading axes."""
+    """A tensor as `[num_tokens, num_heads, head_size]`.
+
+    It may have the last two axes as one, and further axes in front.
+    """
     require_tensors(**{name: packed})
     require_no_grad(packed)
     shape = tuple(packed.shape)
@@ -58,7 +62,7 @@ def heads(name: str, packed: Tensor, num_heads: int, head_size: int) -> Tensor:
 
 
 def fresh_keys(key: Tensor | None, value: Tensor | None, sizes: tuple[int, int]) -> Fresh | None:
-    """Both, as heads of those sizes; None where the cache holds them already."""
+    """Key and value, with `sizes` as their last axes; None if the call brings none."""
     if (key is None) != (value is None):
         raise InvalidInputError(
             "key and value must both be given or both be None, got "
@@ -75,7 +79,7 @@ def fresh_keys(key: Tensor | None, value: Tensor | None, sizes: tuple[int, int])
 
 
 def check_output(output: Tensor | None, rows: Tensor) -> None:
-    """A tensor for the result must be like the query, as `heads` gives it, in either form."""
+    """Requires an `output` like the query, whose form by `heads` is `rows`; None is fine."""
     if output is None:
         return
     shape = heads("output", output, *rows.shape[1:]).shape

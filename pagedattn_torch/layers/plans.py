@@ -1,11 +1,13 @@
-"""What a layer's call attends to, and what it writes before.
+"""Plans a layer's call: which keys it attends to, and where it writes the new ones before.
 
-A new key is at hand twice: as it is given, and in the cache, once it is written. A prompt without a
-context attends to the keys given, as they are: behind a window its tokens may have no slots, and
-its row of the block tables may hold anything. Whoever has a context reads that and the new keys in
-the cache. A step may hold both kinds, and which sequence is which may be known to the GPU alone; so
-each kind is a part over all tokens, in which the sequences of the other kind see no key. Such rows
-are 0, and the sum of the parts is the result.
+New keys can be read from two places: from the arguments, and from the cache after the write.
+Prompts without a context read the arguments, because with a sliding window some of their tokens may
+have no slots, and their rows of the block tables may hold anything. Sequences with a context read
+the context and the new keys from the cache.
+
+A step may hold both kinds, and only the GPU may know which sequence is which. So there is one part
+for each kind, over all tokens. In it the sequences of the other kind see no key, and get rows of 0:
+the sum of both parts is the result.
 """
 
 import dataclasses
@@ -27,7 +29,10 @@ from .slots import check_contexts, check_slots, completed
 
 
 class Part(NamedTuple):
-    """The first tokens of the call as a batch over keys: so many of those given, or the cache's."""
+    """A batch of the first tokens of a call over one source of keys.
+
+    These are the first `num_fresh` of the keys given or, with None, the keys in the cache.
+    """
 
     batch: BatchMetadata
     num_fresh: int | None = None
@@ -40,9 +45,9 @@ class Part(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The parts whose results, added, are the call's; and where the keys given are written before.
+    """The parts of a call, whose sum is its result, and where its new keys are written first.
 
-    `rows` is None where nothing is written.
+    `rows` is None if nothing is written.
     """
 
     parts: list[Part]
@@ -50,11 +55,11 @@ class Plan(NamedTuple):
 
 
 def plan(fresh: Fresh | None, cache: KVCache | None, meta, kind: AttentionType) -> Plan:
-    """What a call of some kind attends to, and writes before.
+    """The plan of a call of a type of attention.
 
     Args:
-      fresh: the keys given; None if the cache holds them already.
-      cache: None if the call is to read and write none.
+      fresh: the new keys and values; None if the cache holds them already.
+      cache: None if the call reads and writes none.
     """
     if cache is None:
         return Plan([_packed(fresh, meta, kind)], None)
@@ -104,12 +109,12 @@ def _decoder(fresh, cache, meta) -> list[Part]:
 
 
 def _where(chosen: Tensor, batch: BatchMetadata) -> BatchMetadata:
-    """The batch, in which only the sequences chosen see keys."""
+    """The batch, with keys for the chosen sequences only."""
     return dataclasses.replace(batch, seq_lens=torch.where(chosen, batch.seq_lens, 0))
 
 
 def _kinds(meta) -> tuple[bool, bool]:
-    """Whether there may be prompts without a context, and whether there may be anything else."""
+    """(Whether there may be prompts without a context, whether there may be other sequences)."""
     prompts, listed = meta.num_prefills, meta.seq_lens
     if not prompts:
         return False, True

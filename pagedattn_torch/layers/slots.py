@@ -1,4 +1,4 @@
-"""Slots and block tables: new tokens are read where they were written."""
+"""Makes and checks that block tables find new tokens in the slots they are written to."""
 
 import dataclasses
 
@@ -11,9 +11,10 @@ from pagedattn.ragged import cdiv, sequence_ids
 
 
 def completed(batch: BatchMetadata, max_seq_len: int | None) -> BatchMetadata:
-    """The batch with the blocks that hold new tokens alone, as its slots say, in its block tables.
+    """The batch with block tables that hold the blocks of new tokens too, taken from its slots.
 
-    A block that holds a context too stands in the tables already. Nothing is read by the host.
+    Only blocks without context tokens are added: the tables hold the others already. The host reads
+    no values.
 
     Args:
       max_seq_len: a bound on the lengths of sequences that bring several tokens; None if unknown.
@@ -31,7 +32,7 @@ def completed(batch: BatchMetadata, max_seq_len: int | None) -> BatchMetadata:
     )
     seqs, columns = sequence_ids(starts, batch.num_tokens), positions // size
     held = (slots >= 0) & (seqs >= 0) & (columns * size >= contexts[seqs])
-    # Tokens that name no block of their own write to a column past the tables.
+    # Tokens that add no block write to a spare column, which is cut off below.
     columns = torch.where(held, columns, width).clamp(0, width).long()
     tables = torch.nn.functional.pad(
         batch.block_tables, (0, width + 1 - batch.max_blocks), value=-1
@@ -41,14 +42,14 @@ def completed(batch: BatchMetadata, max_seq_len: int | None) -> BatchMetadata:
 
 
 def _width(batch, max_seq_len) -> int:
-    """Columns enough for every sequence: its context is in the tables, whatever they lack."""
+    """Enough columns for every sequence, given that the tables hold all contexts."""
     new = cdiv(batch.max_query_len, batch.block_size)
     needed = batch.max_blocks + new if max_seq_len is None else cdiv(max_seq_len, batch.block_size)
     return max(batch.max_blocks, needed)
 
 
 def check_contexts(batch: BatchMetadata) -> None:
-    """Block tables must hold the blocks of every context, as far as values are known.
+    """Requires, if values are known, tables wide enough for the blocks of every context.
 
     Raises:
       InvalidInputError: they are too narrow.
@@ -63,9 +64,9 @@ def check_contexts(batch: BatchMetadata) -> None:
 
 
 def check_slots(batch: BatchMetadata) -> None:
-    """New tokens must be written where their positions are read; slots of -1 write nothing.
+    """Requires that new tokens are written where they are read later; slots of -1 are fine.
 
-    Nothing is checked while values are unknown.
+    Nothing is checked if values are unknown.
 
     Raises:
       InvalidInputError: a slot belongs to another position or block.

@@ -1,4 +1,4 @@
-"""What an engine keeps of its attention across steps: the buffers that captured graphs read."""
+"""What an engine keeps between steps: the buffers that captured CUDA graphs read."""
 
 from contextlib import contextmanager
 from typing import Any
@@ -32,7 +32,7 @@ class AttentionState:
 
     @contextmanager
     def graph_capture(self, max_batch_size: int):
-        """The time in which graphs of up to so many sequences are captured."""
+        """A context in which graphs of up to `max_batch_size` sequences are captured."""
         on_device = {"device": self.runner.device}
         tables = torch.as_tensor(self.runner.graph_block_tables).to(**on_device)
         self._buffers = {
@@ -46,17 +46,17 @@ class AttentionState:
             self._buffers = None
 
     def graph_clone(self, batch_size: int) -> "AttentionState":
-        """The state of one graph: another one, of the same runner."""
+        """The state of one graph: a new one, for the same runner."""
         self._captured()
         return type(self)(self.runner)
 
     def graph_capture_get_metadata_for_batch(
         self, batch_size: int, is_encoder_decoder_model: bool = False
     ) -> AttentionMetadata:
-        """Metadata of so many decodes, over the buffers.
+        """Metadata of `batch_size` decodes, whose tensors are views of the buffers.
 
         Raises:
-          InvalidInputError: no capture is under way, or it is of smaller batches.
+          InvalidInputError: no capture is under way, or only one of smaller batches.
         """
         buffers = self._captured()
         largest = len(buffers["slot_mapping"])
@@ -90,7 +90,11 @@ class AttentionState:
         attn_metadata: AttentionMetadata,
         is_encoder_decoder_model: bool = False,
     ) -> None:
-        """Copies a step, padded to the size of the graph, to the buffers that the graph reads."""
+        """Copies a step, padded to the size of the graph, to the buffers that the graph reads.
+
+        Raises:
+          InvalidInputError: a tensor is not of its buffer's shape; nothing has been copied then.
+        """
         step = self.get_graph_input_buffers(attn_metadata, is_encoder_decoder_model)
         for name, values in step.items():
             _check(name, values, input_buffers[name])
@@ -98,7 +102,7 @@ class AttentionState:
             input_buffers[name].copy_(values, non_blocking=True)
 
     def begin_forward(self, model_input: Any) -> None:
-        """Before each step; there is nothing to plan."""
+        """Engines call this before each step; there is nothing to do."""
 
     def _captured(self) -> dict[str, torch.Tensor]:
         if self._buffers is None:
@@ -106,7 +110,7 @@ class AttentionState:
         return self._buffers
 
     def _add_cross_buffers(self, meta, batch_size):
-        """Encoders of one token each, none of them new."""
+        """Gives the metadata encoders of one token each, none of them new."""
         columns, like = self.runner.get_max_block_per_batch(), meta.seq_lens_tensor
         meta.encoder_seq_lens_tensor = torch.ones_like(like)
         meta.max_encoder_seq_len = self.runner.max_seq_len_to_capture

@@ -1,4 +1,4 @@
-"""What layers of one kind share in a step, prepared once and held by the step's metadata."""
+"""What layers of one kind share in a step: prepared once, and kept in the step's metadata."""
 
 from typing import Any, NamedTuple
 
@@ -15,21 +15,21 @@ from .plans import Part
 
 
 class LayerStep(NamedTuple):
-    """The parts of a call, each with what its backend prepared, and where new keys are written."""
+    """The parts of a call, each with its prepared step, and where new keys are written."""
 
     parts: list[tuple[Part, Step]]
     rows: HostRows | DeviceRows | None
 
     @torch.no_grad()
     def run(self, query: Tensor, fresh: Fresh | None, cache: KVCache | None) -> Tensor:
-        """Writes, then attends. The arrays are known to be like those it was prepared with."""
+        """Writes, then attends; without checks, for arrays that are like the prepared ones."""
         if self.rows is not None and fresh is not None and cache is not None:
             write_rows_(cache, *fresh, self.rows)
         return _sum(step.run(*part.arrays(query, fresh, cache)) for part, step in self.parts)
 
 
 def _sum(results) -> Tensor:
-    """The rows of all tokens; the results after the first are of the first tokens."""
+    """The sum of the results. The first one has all tokens; others may have only the first ones."""
     (out, _), *others = results
     for part, _ in others:
         out[: len(part)] += part
@@ -37,7 +37,7 @@ def _sum(results) -> Tensor:
 
 
 def likeness(layer: Any, kind, query: Tensor, fresh: Fresh | None, cache: KVCache | None):
-    """What two calls of a step must have in common to share what was prepared."""
+    """All that two calls of a step must have in common to share what was prepared: a key."""
     planes = () if cache is None else (cache.key, cache.value)
     arrays = (query, *(fresh or ()), *planes)
     facts = tuple((x.shape, x.stride(), x.dtype, x.device) for x in arrays)

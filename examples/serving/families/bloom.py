@@ -66,7 +66,7 @@ class Bloom(Decoder):
         return self.norm(params["embedding"][tokens], params, "embedding_norm")
 
     def heads(self, layer: dict, hidden: Hidden, positions: Tokens) -> tuple[Heads, Heads, Heads]:
-        del positions  # attention sees them, by ALiBi
+        del positions  # ALiBi brings them in, in attention
         fused = linear(layer, "query_key_value", self.norm(hidden, layer, "attention_norm"))
         fused = fused.reshape(len(hidden), self.num_attention_heads, 3, self.head_dim)
         return fused[:, :, 0], fused[:, :, 1], fused[:, :, 2]

@@ -32,7 +32,7 @@ NORMS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma2(Decoder):
-    """The capped and windowed layers of Gemma 2; the first one, and every second, slides."""
+    """Gemma 2; by default layers 0, 2, 4, ... have a sliding window."""
 
     intermediate_size: int
     query_pre_attn_scalar: float
@@ -80,7 +80,7 @@ class Gemma2(Decoder):
         )
 
     def norm(self, x: Hidden, weight) -> Hidden:
-        """Its weights are stored as differences from 1."""
+        """RMSNorm whose weights are stored as differences from 1."""
         return rms_norm(x, 1 + weight, self.rms_norm_eps)
 
     def heads(self, layer: dict, hidden: Hidden, positions: Tokens) -> tuple[Heads, Heads, Heads]:

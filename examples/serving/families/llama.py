@@ -69,7 +69,7 @@ class Llama(Decoder):
         return self.rotate(query, positions), self.rotate(key, positions), value
 
     def unrotated(self, layer: dict, hidden: Hidden) -> tuple[Heads, Heads, Heads]:
-        """Query, key and value before their positions are turned into them."""
+        """Query, key and value before the rotary position embedding."""
         x = rms_norm(hidden, layer["attention_norm"], self.rms_norm_eps)
         query, key, value = (
             linear(layer, name, x).reshape(len(x), -1, self.head_dim)

@@ -1,4 +1,4 @@
-"""What layers are made of."""
+"""Pieces that the layers of several families share."""
 
 from collections.abc import Callable
 
@@ -24,7 +24,7 @@ def biases(names: dict[str, str], *biased: str) -> dict[str, str]:
 
 
 def rms_norm(x: Hidden, weight: Weight, eps: float) -> Hidden:
-    """In float32, as the others that take a mean, whatever x is stored in."""
+    """RMSNorm, computed in float32 whatever the dtype of x."""
     wide = x.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (weight * normed).astype(x.dtype)
@@ -47,15 +47,15 @@ def gelu_tanh(x: Hidden) -> Hidden:
 
 
 def head_logits(params: dict, hidden: Hidden) -> Hidden:
-    """Scores by the head, or by the embedding that it is tied to; in float32."""
+    """Logits in float32, by the head or by the embedding that it is tied to."""
     head = params.get("lm_head", params["embedding"])
     return jnp.matmul(hidden, head.T, preferred_element_type=jnp.float32)
 
 
 def read_layer_types(raw: dict, default: Callable[[int], str]) -> tuple[str, ...]:
-    """The kind of each layer's attention, as configured or by its index.
+    """The kind of each layer's attention: the config's, or else `default(index)`.
 
-    Raises ValueError for kinds that are not computed.
+    Raises ValueError for other kinds than these two.
     """
     num_layers = raw["num_hidden_layers"]
     types = tuple(raw.get("layer_types") or map(default, range(num_layers)))

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 @dataclass(frozen=True, kw_only=True)
 class Linear:
-    """All angles grow `factor` times slower."""
+    """RoPE scaling that slows all angles down by `factor`."""
 
     factor: float
     rope_type: str = "linear"
@@ -21,9 +21,10 @@ class Linear:
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3:
-    """Slow angles grow `factor` times slower, fast ones as before, those between in between.
+    """RoPE scaling of Llama 3: slows slow angles down by `factor`, keeps fast ones, blends between.
 
-    Slow and fast: by how many turns they make in the original context.
+    An angle is slow if it makes fewer than `low_freq_factor` turns in the original context, and
+    fast if it makes more than `high_freq_factor`.
     """
 
     factor: float
@@ -43,9 +44,9 @@ SCALINGS = {"linear": Linear, "llama3": Llama3}
 
 
 def read_rope(raw: dict) -> dict:
-    """`rope_theta` and `rope_scaling` of a config, from the older or the newer place.
+    """`rope_theta` and `rope_scaling` of a config, wherever older or newer versions keep them.
 
-    Raises ValueError for a rotation that is not computed.
+    Raises ValueError for a rotation that is not implemented.
     """
     rope = (raw.get("rope_scaling") or {}) | (raw.get("rope_parameters") or {})
     theta = rope.pop("rope_theta", raw.get("rope_theta", 10000.0))

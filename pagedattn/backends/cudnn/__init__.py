@@ -1,10 +1,12 @@
 """Paged attention by cuDNN's fused kernels, for long queries on NVIDIA GPUs: native in XLA.
 
-The pages are gathered (2 % of a long prefill's time) and given to cuDNN packed, or as rectangles,
-one row of queries and one of keys a sequence. cuDNN aligns a causal mask with the first key, so new
-tokens on a context are two calls, new tokens on the context and new tokens among themselves, joined
-by their log-sum-exps. With a sliding window they are one: the last of the context stands before the
-new tokens in both rectangles, and what its rows give is dropped.
+The pages are gathered (2 % of a long prefill's time) and given to cuDNN packed (`packed`), or as
+rectangles: one row of queries and one row of keys for each sequence.
+
+cuDNN aligns a causal mask with the first key. So new tokens after a context take two calls, one
+over the context and one over the new tokens themselves, joined by their log-sum-exps. With a
+sliding window one call does: both rectangles begin with the end of the context, as far back as the
+window reaches, and the results of those rows are dropped.
 """
 
 import functools
@@ -23,17 +25,17 @@ from . import packed
 from .kernel import attention, missing
 
 DTYPES = ("bfloat16", "float16")
-# What follows is measured (docs/results): where the rectangles cost more than they give.
+# Limits of `unfit`, measured (docs/results): beyond them the rectangles cost more than they save.
 SHORTEST = 2048  # query tokens, under which reading pages in place is as fast as gathering them
 LEAST_WORK = 1 << 25  # query tokens x keys, under which launching is not worth it
-MOST_PADDING = 2  # rows of the rectangle a token of the batch
+MOST_PADDING = 2  # rows of the rectangle for each token of the batch
 
 
 class Rows(NamedTuple):
     """The rows of the rectangle of new tokens: `[num_seqs, rows]`, or one number a sequence.
 
-    Row r of a sequence is its query number `r - shift`, and the key at position `first_key + r`.
-    Rows from `count` on are padding; those before `shift` are context that a window reaches.
+    Row r of a sequence holds its query number `r - shift` and its key at position `first_key + r`.
+    Rows before `shift` are context that a window reaches; rows from `count` on are padding.
     """
 
     count: Int[Array, "num_seqs"]
@@ -45,8 +47,11 @@ HONOURS = frozenset({"scale", "causal", "sliding_window", "return_lse"})
 
 
 def refusals(call: Call) -> list[str]:
-    """Why cuDNN cannot honour a call. XLA offers its soft-cap not at all, its ALiBi for one family
-    of slopes only: neither is in `HONOURS`."""
+    """Why cuDNN cannot honour a call.
+
+    Soft-cap and ALiBi are not in `HONOURS`: XLA has no way to cuDNN's soft-cap, and to its ALiBi
+    only one for a single family of slopes.
+    """
     reasons = _missing()
     if call.dtype not in DTYPES:
         reasons.append(f"cuDNN takes {' and '.join(DTYPES)}, not {call.dtype}")
@@ -60,7 +65,7 @@ def refusals(call: Call) -> list[str]:
 def unfit(call: Call) -> list[str]:
     """Why another backend is likely faster, judged by shapes: the rule of `backend=None`.
 
-    cuDNN's kernels have the highest rate of all, and pay for it with gathered keys and with
+    cuDNN's kernels are the fastest of all, but the keys must first be gathered, and padded to
     rectangles. So queries must be long enough to reuse a gathered key, and of like lengths: a few
     prefills among many decodes would pad every decode to the longest prefill.
     """
@@ -83,7 +88,7 @@ def run(call: Call, query, cache, batch):
         return _bidirectional(call, query, cache, batch)
     packs = call.window is None and _packs(call)
     alone, joined = (_packed_alone, _packed_joined) if packs else (_alone, _joined)
-    # One switch: a branch that only handed its arguments on would copy them.
+    # One switch, not nested ones: a branch that only passes its arguments on copies them.
     ways, way = [alone], jnp.int32(0)
     if call.window is None:
         ways.append(joined)
@@ -107,7 +112,7 @@ def _missing() -> list[str]:
 
 @functools.cache
 def _capability() -> tuple[int, ...]:
-    """The lowest of the GPUs."""
+    """The lowest compute capability of the GPUs."""
     versions = (str(device.compute_capability).split(".") for device in jax.devices("gpu"))
     return min(tuple(map(int, version)) for version in versions)
 
@@ -138,17 +143,17 @@ def _packs(call) -> bool:
 
 
 def _context_lens(batch):
-    """Of the sequences that bring queries."""
+    """Context lengths; 0 without queries, and where there are fewer keys than queries."""
     return jnp.where(batch.query_lens > 0, jnp.maximum(batch.context_lens, 0), 0)
 
 
 def _packed_alone(call, query, cache, batch):
-    """New tokens on themselves: all there is, where no sequence has a context."""
+    """Attention of the new tokens to themselves, for batches in which no sequence has a context."""
     return packed.on_new_tokens(call, query, cache, batch, with_lse=call.return_lse)
 
 
 def _packed_joined(call, query, cache, batch):
-    """New tokens on themselves and on their contexts."""
+    """Attention of the new tokens to themselves and to their contexts, merged."""
     key_lens = _context_lens(batch)
     out, lse = packed.on_new_tokens(call, query, cache, batch, with_lse=True)
     pages = _first_pages(call, cache, batch, key_lens)
@@ -158,7 +163,7 @@ def _packed_joined(call, query, cache, batch):
 
 
 def _alone(call, query, cache, batch):
-    """`_packed_alone` by rectangles; with a window, what it shows of the context is in them."""
+    """`_packed_alone` by rectangles; they include the context that a sliding window reaches."""
     rows = _causal_rows(batch, _reach(call))
     _, out, lse = _on_new_tokens(call, query, cache, batch, rows)
     out, lse = _unpack(call, out, lse, batch, rows)
@@ -194,21 +199,21 @@ def _bidirectional(call, query, cache, batch):
 
 
 def _on_first_keys(call, rectangle, cache, batch, lens):
-    """The state of every row that sees all of the first `lens[1]` keys of its sequence."""
+    """out and lse of every row over the first keys of its sequence; `lens` of rows and of keys."""
     key, value = _first_pages(call, cache, batch, lens[1])
     out, lse = _kernel(call, rectangle, key, value, lens, causal=False)
-    return out, jnp.where(lens[1][:, None, None] > 0, lse, -jnp.inf)  # undefined without keys
+    return out, jnp.where(lens[1][:, None, None] > 0, lse, -jnp.inf)  # cuDNN's is undefined there
 
 
 def _first_pages(call, cache, batch, key_lens):
-    """Keys and values of every sequence, 0 from `key_lens` on."""
+    """Keys and values of every sequence, zeros from its key number `key_lens` on."""
     inside = (jnp.arange(call.capacity) < key_lens[:, None])[..., None, None]
     planes = (cache.key, cache.value)
     return tuple(jnp.where(inside, _pages(plane, batch.block_tables), 0) for plane in planes)
 
 
 def _causal_rows(batch, reach) -> Rows:
-    """New tokens after up to `reach` of the context, without those that stand before all keys."""
+    """The rows: up to `reach` tokens of context, then new tokens, but for those before all keys."""
     context_lens = jnp.maximum(batch.context_lens, 0)
     lead = jnp.minimum(context_lens, reach)
     early = jnp.maximum(-batch.context_lens, 0)
@@ -217,7 +222,7 @@ def _causal_rows(batch, reach) -> Rows:
 
 
 def _rectangle(query, batch, rows, width):
-    """`[num_seqs, width, num_heads, head_dim]`; a row without a query repeats some other one."""
+    """Queries `[num_seqs, width, num_heads, head_dim]`; rows without a query hold another one's."""
     offsets = jnp.arange(width, dtype=jnp.int32) - rows.shift[:, None]
     tokens = batch.query_start_loc[:-1, None] + offsets
     return query.at[tokens].get(mode="clip", wrap_negative_indices=False)
@@ -230,7 +235,7 @@ def _pages(plane, tables):
 
 
 def _new_tokens(call, plane, batch, rows, width):
-    """The keys of each row, 0 for padding: a NaN there would survive a weight of 0."""
+    """The key (or value) of each row; 0 in padding, where a NaN would survive a weight of 0."""
     offsets = jnp.arange(width, dtype=jnp.int32)
     positions = rows.first_key[:, None] + offsets
     columns = jnp.clip(positions // call.block_size, 0, call.max_blocks - 1)
@@ -242,7 +247,7 @@ def _new_tokens(call, plane, batch, rows, width):
 
 
 def _unpack(call, out, lse, batch, rows):
-    """Each token's row of the rectangle; 0 and -inf for tokens without one."""
+    """Results of the rectangle by token; 0 and -inf for tokens that have no row in it."""
     seqs = sequence_ids(batch.query_start_loc, call.num_tokens)
     known, seqs = seqs >= 0, jnp.maximum(seqs, 0)
     offsets = jnp.arange(call.num_tokens, dtype=jnp.int32) - batch.query_start_loc[seqs]
@@ -256,7 +261,7 @@ def _kernel(call, query, key, value, lens, *, causal=True, with_lse=True) -> tup
     """cuDNN on rectangles `[num_seqs, rows, heads, dim]`; `lens` of queries and keys, or None."""
     kind = ("CAUSAL" if lens is None else "PADDING_CAUSAL") if causal else "PADDING"
     query_lens, key_lens = lens or (None, None)
-    if lens is not None:  # whatever the device's values: cuDNN follows them out of the rectangles
+    if lens is not None:  # clipped, since cuDNN would follow wrong ones out of the rectangles
         query_lens = jnp.clip(query_lens, 0, query.shape[1])
         key_lens = jnp.clip(key_lens, 0, key.shape[1])
     out, lse = attention(

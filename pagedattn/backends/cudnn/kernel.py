@@ -1,7 +1,7 @@
-"""cuDNN's attention as XLA knows it.
+"""cuDNN's attention in XLA, by a private function of JAX.
 
-Not by jax.nn.dot_product_attention, which rounds the lse to the query's dtype: in bfloat16 a few
-percent of a weight, too coarse to merge by.
+The public one, jax.nn.dot_product_attention, rounds lse to the query's dtype: in bfloat16 an error
+of a few percent in a weight, too coarse to merge by.
 """
 
 from typing import Any
@@ -15,14 +15,14 @@ except ImportError:
 
 
 def missing() -> list[str]:
-    """Why there is none here."""
+    """Why this JAX has no such function; empty if it has."""
     if _cudnn is not None:
         return []
     return [f"JAX {jax.__version__} has moved its cuDNN attention; pagedattn knows 0.10 and 0.11"]
 
 
 def attention(query, key, value, *, mask: str, with_lse: bool = True, **arguments):
-    """out, and lse `f32[batch, heads, rows]` or None; masks are those of cuDNN, by name."""
+    """out, and lse `f32[batch, heads, rows]` or None; `mask` is the name of a mask of cuDNN's."""
     results = _cudnn.dot_product_attention(
         query, key, value, mask_type=_cudnn.MaskType[mask], return_residual=with_lse, **arguments
     )

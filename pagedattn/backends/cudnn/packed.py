@@ -1,7 +1,7 @@
 """cuDNN on packed sequences: queries and outs stay where they are, nothing is padded.
 
-For Hopper and newer. Offsets say where a sequence's rows start, lengths how many they are; what
-lies between is undefined afterwards.
+For Hopper and newer. Offsets say where a sequence's rows start, lengths how many they are; rows of
+the out that belong to no sequence are undefined.
 """
 
 from typing import Any, NamedTuple
@@ -15,11 +15,15 @@ from .kernel import attention
 
 # JAX 0.10 gets the offsets of keys wrong when query heads share them.
 OLDEST_JAX = (0, 11)
-STATISTICS_BYTES = 512 << 20  # at most: a float for every sequence, head and token of the batch
+# The most that lse may take: cuDNN lays out a float for every sequence, head and token.
+STATISTICS_BYTES = 512 << 20
 
 
 class Tokens(NamedTuple):
-    """Which sequence's query each token is; `live`: it is one, and some key precedes it."""
+    """The sequence and the position of each token of the batch.
+
+    `live` is False for padding, and for queries of cross attention that stand before all keys.
+    """
 
     live: Bool[Array, "num_tokens"]
     seqs: Int[Array, "num_tokens"]
@@ -27,7 +31,7 @@ class Tokens(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """Where the rows of each sequence start, and how many they are: `[num_seqs]`."""
+    """The first row of each sequence, and how many rows it has."""
 
     starts: Int[Array, "num_seqs"]
     lens: Int[Array, "num_seqs"]
@@ -55,11 +59,11 @@ def query_spans(call, batch) -> Spans:
 
 
 def on_new_tokens(call, query, cache, batch, *, with_lse) -> tuple[Array, Any]:
-    """The state of every token with the new tokens of its sequence up to itself."""
+    """out and lse of every token over the new tokens of its sequence, up to itself."""
     tokens, spans = tokens_of(call, batch), query_spans(call, batch)
     columns = jnp.clip(tokens.positions // call.block_size, 0, call.max_blocks - 1)
     at = batch.block_tables[tokens.seqs, columns], tokens.positions % call.block_size
-    live = tokens.live[:, None, None]  # a NaN in what is not would survive a weight of 0
+    live = tokens.live[:, None, None]  # zeros elsewhere: a NaN would survive a weight of 0
     key, value = (
         jnp.where(live, plane.at[at].get(mode="clip", wrap_negative_indices=False), 0)
         for plane in (cache.key, cache.value)
@@ -69,7 +73,7 @@ def on_new_tokens(call, query, cache, batch, *, with_lse) -> tuple[Array, Any]:
 
 
 def on_first_keys(call, query, batch, key_lens, pages) -> tuple[Array, Any]:
-    """The state of every token with all of the first `key_lens` keys of its sequence."""
+    """out and lse of every token over all of the first `key_lens` keys of its sequence."""
     key, value = (plane.reshape(-1, *plane.shape[2:]) for plane in pages)
     keys = Spans(jnp.arange(call.num_seqs, dtype=jnp.int32) * call.capacity, key_lens)
     tokens = tokens_of(call, batch)
@@ -92,9 +96,9 @@ def _state(query, key, value, spans, tokens, *, with_lse=True, **options) -> tup
 
 
 def _closed(spans, num_rows) -> Spans:
-    """Within the rows that there are, whatever the device's values; cuDNN follows them anywhere.
+    """The spans, clipped to the rows that exist, and one empty sequence more.
 
-    With one empty sequence more: cuDNN takes a single sequence for a rectangle.
+    cuDNN would follow wrong spans out of the arrays, and takes a single sequence for a rectangle.
     """
     starts = jnp.clip(spans.starts, 0, num_rows)
     lens = jnp.clip(spans.lens, 0, num_rows - starts)
@@ -102,7 +106,7 @@ def _closed(spans, num_rows) -> Spans:
 
 
 def kernel(query, key, value, queries, keys, *, causal, scale, with_lse) -> tuple[Array, Any]:
-    """out `[num_tokens, heads, dim]`, lse `[num_seqs, heads, num_tokens]` by row of a sequence."""
+    """out `[num_tokens, heads, dim]`, and lse `[num_seqs, heads, rows of the sequence, padded]`."""
     starts = (jnp.append(spans.starts, jnp.zeros(1, jnp.int32)) for spans in (queries, keys))
     query_starts, key_starts = (part[None] for part in starts)
     out, lse = attention(

@@ -1,7 +1,7 @@
 """Paged attention by the library's own Triton kernels, launched by XLA itself.
 
-The kernels are compiled when a call is traced and become part of its program: no Python runs then,
-and several GPUs of one process do not wait for each other.
+The kernels are compiled while a call is traced, and become part of its program. When it runs, no
+Python does, so several GPUs of one process do not wait for each other.
 """
 
 import functools

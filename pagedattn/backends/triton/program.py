@@ -1,7 +1,7 @@
 """A Triton kernel and its arguments as the message that jaxlib's launcher reads.
 
-The launcher is Pallas's. Programs are compiled by Triton, as torch would have them compiled; XLA's
-assembler gives some of them other registers, and 7 % less speed.
+The launcher is the one that Pallas uses. Triton compiles the kernels to machine code here, as it
+does for torch: XLA's assembler allots registers differently, which costs some of them 7 % of speed.
 """
 
 import functools
@@ -16,27 +16,28 @@ from triton.compiler import ASTSource
 
 from ...kernels.launch import Launch
 
-# Since this version the launcher takes machine code; older ones assemble the text they are given.
+# From this version on the launcher takes machine code; older ones take PTX and assemble it.
 TAKES_BINARIES = tuple(map(int, version("jaxlib").split(".")[:3])) >= (0, 11, 2)
 TYPES = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32"}
-DIVISIBILITY = 16  # of the addresses of XLA's arrays
+DIVISIBILITY = 16  # bytes: what divides the addresses of XLA's arrays
 
 
 def missing() -> list[str]:
-    """Why there is no launcher here."""
+    """Why this jaxlib has no launcher; empty if it has."""
     if hasattr(launcher, "TritonKernel"):
         return []
     return ["it needs JAX for CUDA (this jaxlib has no CUDA plugin): pip install 'jax[cuda13]'"]
 
 
 def encoded(kernel, arrays, launch: Launch, outs) -> bytes:
-    """What `triton_kernel_call_ffi` takes for its opaque."""
+    """The argument `opaque` of `triton_kernel_call_ffi`: a compressed protobuf message."""
     kinds = ["fp32" if isinstance(scalar, float) else "i32" for scalar in launch.scalars]
     inputs, results = ([TYPES[array.dtype.name] for array in part] for part in (arrays, outs))
     constants = tuple(launch.constants.items())
     types = (*inputs, *kinds, *results)
     code = _compiled(kernel, types, constants, launch.num_warps, launch.num_stages)
-    # The launcher looks programs up by their text at each launch: a hash of it takes no time.
+    # The launcher looks a program up by its text at each launch. Where the machine code travels
+    # beside it, the text can be a hash, which is compared faster.
     text = code.hash if TAKES_BINARIES else code.asm["ptx"]
     sizes = launch.num_warps, 1, code.metadata.shared
     loaded = launcher.TritonKernel(code.metadata.name, *sizes, text, "", _capability())
@@ -50,7 +51,7 @@ def encoded(kernel, arrays, launch: Launch, outs) -> bytes:
 
 @functools.cache
 def _compiled(kernel, types, constants, num_warps, num_stages):
-    """The kernel for the first GPU; it takes scalars of any value, so that few are compiled."""
+    """The kernel, compiled for the first GPU; not specialised on scalars: one serves all values."""
     signature = dict(zip(kernel.arg_names, types, strict=False))
     signature |= {name: "constexpr" for name, _ in constants}
     pointers = (i for i, kind in enumerate(types) if kind.startswith("*"))
@@ -59,7 +60,7 @@ def _compiled(kernel, types, constants, num_warps, num_stages):
     options = {"num_warps": num_warps, "num_stages": num_stages}
     target = GPUTarget("cuda", _capability(), 32)
     with knobs.compilation.scope():
-        # Line numbers are half of a message, and XLA copies it at each launch: 1 us.
+        # Line numbers make up half of a message, which XLA copies at each launch: 1 us.
         knobs.compilation.disable_line_info = True
         return triton.compile(source, target=target, options=options)
 
@@ -70,14 +71,14 @@ def _capability() -> int:
 
 
 def binary_part(code) -> bytes:
-    """The machine code as one more part of the message: readers join the parts of a message."""
+    """The machine code, to append to a message: protobuf readers merge what is concatenated."""
     image = field(1, code.asm["cubin"]) + field(2, code.metadata.name.encode())
     image += b"\x18" + varint(code.metadata.shared)
     return field(1, field(1, field(11, image)))
 
 
 def field(number: int, content: bytes) -> bytes:
-    """A field of a protobuf message, of a number below 16.
+    """A length-delimited field of a protobuf message, with a number below 16.
 
     >>> field(2, b"abc")
     b'\\x12\\x03abc'
@@ -86,7 +87,7 @@ def field(number: int, content: bytes) -> bytes:
 
 
 def varint(number: int) -> bytes:
-    """A natural number, seven bits a byte.
+    """A natural number as protobuf writes it, seven bits to a byte.
 
     >>> varint(300)
     b'\\xac\\x02'

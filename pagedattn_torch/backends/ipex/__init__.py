@@ -1,7 +1,8 @@
 """Paged attention by Intel's extension for PyTorch 2.8, on CPUs and XPUs.
 
-The extension is archived: 2.8 is its last release, and it needs torch 2.8. What its operators get
-wrong is kept from them here and in the files of the two devices; what they cannot do is refused.
+The extension is archived: 2.8 is its last release, and it needs torch 2.8. Arguments that its
+operators get wrong are changed or kept from them, here and in the files of the two devices; what
+they cannot do is refused.
 """
 
 from torch import Tensor
@@ -29,7 +30,7 @@ def refusals(call: Call) -> list[str]:
 
 
 def lacks_alibi(call: Call) -> bool:
-    """Whether the extension is there, but has no ALiBi for this call."""
+    """Whether the extension is installed, and has no ALiBi for this call."""
     device = DEVICES.get(call.device)
     return device is not None and not why_unusable() and device.lacks_alibi(call)
 
@@ -37,7 +38,7 @@ def lacks_alibi(call: Call) -> bool:
 def run(call: Call, query: Tensor, cache, batch):
     out = query.new_zeros(call.out_shape)
     DEVICES[call.device].attend(call, query, cache, batch, out)
-    # The operators leave NaN, or whatever they find, in rows that see no key.
+    # The operators leave NaN or garbage in rows that see no key.
     return out.masked_fill_(~_seeing(call, batch)[:, None, None], 0), None
 
 

@@ -1,13 +1,13 @@
-"""The extension's operators on a CPU, and what must be kept from them there.
+"""The extension's operators on a CPU, and the ways around their bugs.
 
-One query a sequence: `single_query_cached_kv_attention` reads the cache in place. The operator
-wants heads before slots, but honours strides, so it gets a view of the cache as it is.
-Longer queries: `flash_attn_varlen_func` silently misreads pages that are not contiguous for a head.
-It gets a copy of the keys that this call sees: under 1 % of its time, and pages of 128 tokens,
-whatever the cache has, make it up to 4 times faster than pages of 16.
+- One query a sequence: `single_query_cached_kv_attention` reads the cache in place. It wants heads
+  before slots, but honours strides, so it gets a view of the cache as it is.
+- Longer queries: `flash_attn_varlen_func` silently misreads pages in which the keys of one head are
+  not contiguous. So it gets a copy of the keys that the call sees, which takes under 1 % of its
+  time; and the copy's pages of 128 tokens make it up to 4 times faster than pages of 16.
 
-Both only ever see keys that some query of the sequence sees, so that neither a window's edge nor
-what lies behind it can do harm.
+Both get only keys that some query of the sequence sees, so that NaN behind a window never reaches
+them, and their handling of a window's edge matters less.
 """
 
 import math
@@ -24,7 +24,7 @@ from pagedattn.visibility import key_range
 from ...bias import slopes_on
 from .operators import paged_operators
 
-PARTITION = 128  # keys; single_query writes past its buffers unless a block divides it
+PARTITION = 128  # keys; single_query writes past its buffers unless block_size divides this
 PAGE = 128  # tokens of a copied page: the fastest of 16 to 512 for flash_attn_varlen_func
 
 
@@ -58,7 +58,7 @@ def attend(call, query: Tensor, cache, batch, out: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Spans:
-    """The queries of some sequences, and the keys they see, `key_lens` from `first` on."""
+    """Some sequences: their queries, and the keys they see, `key_lens` of them from `first` on."""
 
     seqs: Tensor
     starts: Tensor
@@ -79,7 +79,7 @@ class Pages(NamedTuple):
 
 
 def _spans(call, batch) -> Spans:
-    """Of all sequences. Inside jit lengths may be anything, and must not lead out of arrays."""
+    """The spans of all sequences, clamped: inside jit nobody has checked the lengths."""
     starts = batch.query_start_loc.clamp(0, call.num_tokens)
     query_lens = starts.diff().clamp(min=0)
     seq_lens = batch.seq_lens.clamp(0, call.capacity)
@@ -89,8 +89,8 @@ def _spans(call, batch) -> Spans:
 
 
 def _decode(call, query, pages: Pages, spans: Spans, out) -> None:
-    # An empty sequence in front: four that begin with the same block would be taken for beams of
-    # one prompt, by a kernel that always raises.
+    # An empty sequence goes in front. Without it, four sequences that share their first block count
+    # as beams of one prompt, and the operator starts a kernel for these that always raises.
     rows = query[pad(spans.starts, (1, 0))]
     result = torch.empty_like(rows)
     slopes = call.spec.alibi_slopes
@@ -106,7 +106,7 @@ def _decode(call, query, pages: Pages, spans: Spans, out) -> None:
         block_size=pages.key.shape[2],
         max_context_len=int(spans.key_lens.max()),
         alibi_slopes=None if slopes is None else slopes_on(slopes, query.device),
-        softcap=call.spec.logits_soft_cap or -1.0,  # 0 would mean equal weights
+        softcap=call.spec.logits_soft_cap or -1.0,  # off; 0 would give all keys the same weight
     )
     out[spans.starts] = result[1:]
 
@@ -124,7 +124,7 @@ def _prefill(call, query, pages: Pages, spans: Spans, out) -> None:
         cu_seqlens_q=_starts(spans.query_lens),
         cu_seqlens_kv=_starts(spans.key_lens),
         max_seqlen_q=int(spans.query_lens.max()),
-        # A reach of this or more is taken for none, though a query before all keys may need it.
+        # A window that reaches this far is dropped, but a query before all keys may need it.
         max_seqlen_kv=max(int(spans.key_lens.max()), reach + 1),
         scale=call.scale,
         is_cusal=call.spec.causal,
@@ -138,15 +138,16 @@ def _prefill(call, query, pages: Pages, spans: Spans, out) -> None:
 
 
 def _readable(call, cache, batch, spans: Spans) -> Pages:
-    """The cache as it is, where single_query can read it.
+    """The cache in place, where single_query can read it so; a copy elsewhere.
 
-    A window begins anywhere in a block: as blocks of one token, the keys in it need no window,
-    with which the operator returns 0 for very negative logits and takes no soft-cap.
+    With a window the cache is seen as blocks of one token, so that the keys can begin anywhere in a
+    block and the operator need not know of the window: if told, it returns 0 for very negative
+    logits, and ignores the soft-cap.
     """
     unit = 1 if call.window is not None else math.gcd(call.block_size, PARTITION)
     strides = call.strides.key
     evenly = unit == call.block_size or strides[0] == call.block_size * strides[1]
-    # The operator takes the strides of the keys for those of the values.
+    # The operator reads the values with the strides of the keys.
     if not evenly or strides != call.strides.value or strides[3] != 1:
         return _copied(call, cache, batch, spans)
     shape = (-1, unit, *cache.key.shape[2:])
@@ -157,7 +158,7 @@ def _readable(call, cache, batch, spans: Spans) -> Pages:
 
 
 def _copied(call, cache, batch, spans: Spans) -> Pages:
-    """The keys of the spans, and no others, in pages of their own."""
+    """A copy of the keys and values of the spans, and of no others, in pages of `PAGE` tokens."""
     counts = cdiv(spans.key_lens, PAGE)
     owners = torch.repeat_interleave(counts)[:, None]
     offsets = _ranges(torch.zeros_like(counts), counts)[:, None] * PAGE
@@ -171,7 +172,7 @@ def _copied(call, cache, batch, spans: Spans) -> Pages:
 
 
 def _slots(call, batch, seqs: Tensor, positions: Tensor) -> Tensor:
-    """The slots of some positions; what lies outside the table or the cache is moved inside."""
+    """The slots of positions, clamped to the table and the cache."""
     positions = positions.clamp(max=call.capacity - 1)
     blocks = batch.block_tables[seqs, positions // call.block_size].clamp(0, call.num_blocks - 1)
     return blocks * call.block_size + positions % call.block_size
@@ -182,6 +183,6 @@ def _starts(lens: Tensor) -> Tensor:
 
 
 def _ranges(begins: Tensor, lens: Tensor) -> Tensor:
-    """`begins[i], begins[i] + 1, ...` of each length, one after the other."""
+    """The ranges `begins[i], begins[i] + 1, ...` of `lens[i]` numbers, one after the other."""
     offsets = torch.arange(int(lens.sum()), dtype=torch.int32)
     return torch.repeat_interleave(begins - _starts(lens)[:-1], lens) + offsets

@@ -1,4 +1,4 @@
-"""Where the operators of Intel's extension for PyTorch come from: the one place that imports it."""
+"""The operators of Intel's extension for PyTorch: the one place that imports it."""
 
 import functools
 import importlib
@@ -14,7 +14,7 @@ INSTALL = "pip install 'pagedattn[ipex]'"
 
 @functools.cache
 def paged_operators() -> Any:
-    """The class whose methods are the operators; it sends a call where the output lies.
+    """The class whose methods are the operators; each runs on the device of its output.
 
     Raises:
       BackendUnavailableError: not installed, or not for this torch.
@@ -28,7 +28,7 @@ def why_unusable() -> list[str]:
     """Why the extension cannot be imported, and what to install."""
     if find_spec(PACKAGE) is None:
         return [f"{PACKAGE} is not installed: {INSTALL}"]
-    # Imported beside another torch it ends in an AttributeError: it calls os.exit, for os._exit.
+    # Beside another torch its import fails by an AttributeError (a slip: os.exit for os._exit).
     try:
         ours, its = version("torch"), version(PACKAGE)
     except PackageNotFoundError as error:

@@ -1,18 +1,19 @@
-"""The extension's operators on an XPU, written by its source and documents: never run on one.
+"""The extension's operators on an XPU. Written from its source and documents, never run on one.
 
-Its two operators want two layouts of the cache, and neither is a view of the other:
-- `single_query_cached_kv_attention`, for one query a sequence: slots last, blocks of 16 or 32: a
-  cache made by `empty_kv_cache` in the order (0, 1, 3, 4, 2).
+The two operators want two memory layouts of the cache, neither of which is a view of the other:
+- `single_query_cached_kv_attention`, for one query a sequence: slots last, blocks of 16 or 32. Such
+  a cache is made by `empty_kv_cache` with the order (0, 1, 3, 4, 2).
 - `flash_attn_varlen_func`, for any queries: the logical order, blocks of 64 or 128.
 
-A cache is read where it lies, by the operator that its layout fits, or the call is refused. Packed
-keys, which are blocks of one token, are copied to pages.
-Operators are called by keywords only: the order of their arguments differs from the CPU's.
-Nothing here waits for the device, though the extension does in places.
+A cache is read in place by the operator that fits its layout; a call that neither fits is refused.
+Packed keys, which are blocks of one token, are copied to pages first. Operators are called by
+keywords only, since the order of their arguments differs from the CPU's. Nothing here waits for the
+device, though the extension itself does in places.
 
-By their source, the operators keep two promises of the library only in part, and no shape shows it.
-What lies past a sequence's end or behind a window is multiplied by 0, so that NaN there spreads.
-Where queries outnumber keys, causal ones in a tile with one before all keys see too much.
+By their source, the operators break two promises of this library, for values that no shape shows:
+- Keys past a sequence's end or behind a window are read and get a weight of 0: NaN there spreads.
+- With more queries than keys, a causal query sees too much if it is computed in one tile with a
+  query that stands before all keys.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ from .operators import paged_operators
 
 DECODE_BLOCKS, DECODE_HEAD_DIM = (16, 32), 256
 PACKED_BLOCKS, PACKED_HEAD_DIM = (64, 128), 512
-# Up to this bound the operator takes a kernel that is not told the soft-cap.
+# Up to this bound on lengths the operator runs a kernel to which it does not pass the soft-cap.
 CAPLESS_KEYS = 512
 
 
@@ -49,12 +50,16 @@ def refusals(call: Call) -> list[str]:
 
 
 def lacks_alibi(call: Call) -> bool:
-    """Slopes go by a key's position, which is its distance but for a constant, if causal."""
+    """Whether ALiBi would be wrong: the operators add slope times a key's position.
+
+    For causal queries that is the distance up to a constant for each query, which the softmax
+    cancels; for others it is not.
+    """
     return bool(call.spec.alibi_slopes) and not (call.spec.causal or _decodes(call))
 
 
 def attend(call: Call, query: Tensor, cache, batch, out: Tensor) -> None:
-    """Writes the rows of out that belong to a sequence; anything where a query sees no key."""
+    """Writes the rows of out that belong to a sequence; garbage where a query sees no key."""
     operator = _decode if _decodes(call) else _packed
     batch = _bounded(call, batch)
     if call.block_size == 1:
@@ -63,7 +68,7 @@ def attend(call: Call, query: Tensor, cache, batch, out: Tensor) -> None:
 
 
 def _bounded(call, batch):
-    """The batch with lengths that, whatever they were, do not lead out of the arrays."""
+    """The batch with starts and lengths clamped, so that they do not lead out of the arrays."""
     starts = batch.query_start_loc.clamp(0, call.num_tokens).cummax(0).values
     seq_lens = batch.seq_lens.clamp(0, call.capacity)
     return dataclasses.replace(batch, query_start_loc=starts, seq_lens=seq_lens)
@@ -73,7 +78,7 @@ def _decodes(call) -> bool:
     return (
         _is_cache_in_order(call, (0, 2, 3, 1))  # slots last
         and call.longest_query == 1
-        and call.window is None  # ignored by the operator
+        and call.window is None  # the operator would ignore it
         and call.block_size in DECODE_BLOCKS
         and call.head_dim <= DECODE_HEAD_DIM
     )
@@ -85,7 +90,7 @@ def _packs(call) -> bool:
 
 
 def _paged(call, cache, batch):
-    """Packed keys in pages, so many a sequence as the longest may need, and 0 behind its end."""
+    """Packed keys in pages: for each sequence as many as the longest may need, 0 past its end."""
     size = PACKED_BLOCKS[0]
     count = cdiv(call.max_blocks, size)
     positions = torch.arange(count * size, device=batch.seq_lens.device)
@@ -101,7 +106,7 @@ def _paged(call, cache, batch):
 
 
 def _is_cache_in_order(call, axes) -> bool:
-    """Whether the cache's planes lie densely in memory with their axes in an order."""
+    """Whether keys and values lie densely in memory with their axes in the given order."""
     shape = [call.cache_shape[axis] for axis in axes]
     planes = call.strides.key, call.strides.value
     return all(is_dense(shape, [strides[axis] for axis in axes]) for strides in planes)
@@ -126,7 +131,7 @@ def _decode(call, query, cache, batch, out) -> None:
         alibi_slopes=_slopes(call, query),
         softcap=call.spec.logits_soft_cap or -1.0,
     )
-    # Sequences without a query write to a row past the tokens.
+    # Sequences without a query write to a spare row, which is thrown away.
     room = torch.cat([out, out.new_zeros(1, *out.shape[1:])])
     live = starts.diff() > 0
     room.index_copy_(0, torch.where(live, starts[:-1], len(out)).long(), result)
@@ -143,7 +148,7 @@ def _packed(call, query, cache, batch, out) -> None:
         cu_seqlens_q=batch.query_start_loc,
         cu_seqlens_kv=pad(batch.seq_lens.cumsum(0, dtype=torch.int32), (1, 0)),
         max_seqlen_q=call.longest_query,
-        max_seqlen_kv=max(call.capacity, reach + 1),  # as on a CPU
+        max_seqlen_kv=max(call.capacity, reach + 1),  # else it drops the window, as on a CPU
         scale=call.scale,
         is_cusal=call.spec.causal,
         block_tables=_tables(len(cache.key), batch),
@@ -155,7 +160,7 @@ def _packed(call, query, cache, batch, out) -> None:
 
 
 def _tables(num_blocks: int, batch) -> Tensor:
-    """Entries past a sequence's end may be anything; in range, they cannot lead astray."""
+    """Block tables clamped to the cache, since entries past a sequence's end may be anything."""
     return batch.block_tables.clamp(0, num_blocks - 1).contiguous()
 
 

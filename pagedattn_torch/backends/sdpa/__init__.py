@@ -2,10 +2,11 @@
 
 Sequences of like lengths are gathered from the pages into one dense rectangle, and the query heads
 of a KV head are folded into the query axis: SDPA then reads keys once a group, where enable_gqa
-reads them once a head (11 times slower on CPU decode). On a CPU only so many keys are gathered at
-a time as its cache holds, and the results for each part joined by their log-sum-exps. Masks are
-explicit: `is_causal` aligns queries with the first keys, and so is wrong as soon as there is a
-context.
+reads them once a head (11 times slower on CPU decode).
+
+On a CPU no more keys are gathered at a time than its cache holds; the results for these parts are
+joined by their log-sum-exps. Masks are explicit, because `is_causal` aligns the first query with
+the first key, which is wrong as soon as there is a context.
 """
 
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from .parts import Part, Rectangle, Turn, rectangles
 HONOURS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes", "return_lse"}
 )
-# Gathered keys and values should stay in the CPU's cache until SDPA reads them.
+# Keys and values gathered at a time: few enough to stay in the CPU's cache until SDPA reads them.
 SCRATCH_BYTES = 4 << 20
 
 
@@ -33,7 +34,7 @@ def plan(call: Call, batch) -> list[Rectangle]:
 
 
 def run(call: Call, query: Tensor, cache, plan: list[Rectangle]):
-    # One row more than tokens: what a rectangle computes for its padding is written there.
+    # The last row is a bin: rectangles write there what they compute for their padding.
     num_rows = call.num_tokens + 1
     out = query.new_zeros(num_rows, *call.out_shape[1:])
     lse = query.new_full((num_rows, call.num_heads), -torch.inf, dtype=torch.float32)
@@ -47,15 +48,15 @@ BACKEND = Backend("sdpa", HONOURS, run, plan=plan)
 
 
 def _dtype(call) -> torch.dtype:
-    """That is computed in: torch computes float16 on a CPU several times slower than float32."""
+    """The dtype to compute in: on a CPU float16 is several times slower than float32."""
     slow = call.device == "cpu" and call.dtype == "float16"
     return torch.float32 if slow else getattr(torch, call.dtype)
 
 
 def _rooms(call, cache, plan) -> list[tuple[Tensor, Tensor]]:
-    """Memory for the gathered blocks of each plane, as they are and widened.
+    """Memory for the gathered blocks of keys and of values, in their own dtype and in `_dtype`.
 
-    All rectangles use it in turn: fresh memory costs page faults.
+    All rectangles use it, one after the other: fresh memory for each would cost page faults.
     """
     num_blocks = max((len(turn.blocks) for each in plan for turn in each.turns), default=0)
     rooms = [cache.key.new_empty(num_blocks, *cache.key.shape[1:]) for _ in range(2)]
@@ -97,11 +98,11 @@ def _gathered(call, turn: Turn, cache, rooms) -> Iterator[Tensor]:
 
 
 def _clear(rows, absent):
-    """Zeroes what no query may look at: a NaN there survives a weight of 0."""
+    """Zeroes the rows that no query may look at: a NaN there would survive a weight of 0."""
     if absent.dtype is torch.bool:
         rows.masked_fill_(absent[:, None, None], 0)  # does not wait for a GPU
     else:
-        rows.index_fill_(0, absent, 0)  # touches only that
+        rows.index_fill_(0, absent, 0)  # touches only these rows
 
 
 def _state(call, part: Part, query, planes):
@@ -124,8 +125,8 @@ def _write(call, tokens, states, results):
 
 
 def _joined(outs, lses):
-    """One result for all keys from those for some keys each."""
+    """The result for all keys, from the results for disjoint parts of them."""
     if len(outs) == 1:
         return outs[0]
-    weights = torch.stack(lses).softmax(0).nan_to_num(0)  # a row that sees no key has none
+    weights = torch.stack(lses).softmax(0).nan_to_num(0)  # NaN where a row sees no key
     return (torch.stack(outs) * weights[..., None]).sum(0)

@@ -12,7 +12,7 @@ from pagedattn.visibility import common_key_range, key_range
 
 
 class Span(NamedTuple):
-    """Keys from `first` to before `last`."""
+    """The keys from number `first` up to, but not including, `last`."""
 
     first: int
     last: int
@@ -22,13 +22,22 @@ class Span(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Some sequences. Their keys are counted from the first block that any query sees."""
+    """Some sequences, one entry each. Keys are counted from the first block that any query sees.
+
+    Fields:
+      tables: the rows of the block tables.
+      first_blocks: the column of that first block.
+      starts: the first token of each sequence's queries in the packed batch.
+      query_lens: the number of its queries.
+      contexts: keys before its first query.
+      num_keys: all its keys.
+    """
 
     tables: Tensor
     first_blocks: Tensor
-    starts: Tensor  # of the queries
+    starts: Tensor
     query_lens: Tensor
-    contexts: Tensor  # keys before the first query
+    contexts: Tensor
     num_keys: Tensor
 
     def take(self, which) -> "Rows":
@@ -36,7 +45,7 @@ class Rows(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Between what the lengths of some sequences lie."""
+    """The least and greatest context, and the fewest keys, among some sequences."""
 
     min_context: int
     max_context: int
@@ -47,7 +56,7 @@ class Bounds(NamedTuple):
 class Bucket:
     """Sequences that are computed as one rectangle of queries and keys.
 
-    `bounds` is None where lengths lie on a device that must not be waited for.
+    `bounds` is None if the lengths lie on a GPU, since reading them would wait for it.
     """
 
     call: Call
@@ -66,14 +75,14 @@ class Bucket:
         return self.rows.num_keys.device
 
     def spans(self) -> Iterator[Span]:
-        """All keys, in the parts that are gathered at a time."""
+        """All keys, in parts of `blocks_at_once` blocks."""
         block_size = self.call.block_size
         for first in range(0, self.num_blocks, self.blocks_at_once):
             last = min(first + self.blocks_at_once, self.num_blocks)
             yield Span(first * block_size, last * block_size)
 
     def present(self) -> Span:
-        """Keys that every sequence has and shows its first query, as far as is known."""
+        """Keys that every sequence has, within its first query's window; none if unknown."""
         if self.bounds is None:
             return Span(0, 0)
         first = self.bounds.max_context
@@ -81,7 +90,7 @@ class Bucket:
         return Span(keys[0], self.bounds.min_keys)
 
     def seen_by_all(self, begin: int, end: int) -> Span:
-        """Keys that queries `begin` to `end` of every sequence see, as far as is known."""
+        """Keys that queries `begin` to `end` of every sequence all see; none if unknown."""
         if self.bounds is None:
             return Span(0, 0)
         lowest, highest = self.bounds.min_context + begin, self.bounds.max_context + end - 1
@@ -89,7 +98,7 @@ class Bucket:
         return Span(*common_key_range(lowest, highest, num_keys, causal, self.call.window))
 
     def seen_by_any(self, begin: int, end: int, span: Span) -> Span:
-        """The part of a span outside which queries `begin` to `end` of no sequence see a key."""
+        """The part of a span of which queries `begin` to `end` of any sequence may see keys."""
         if self.bounds is None:
             return span
         lowest, highest = self.bounds.min_context + begin, self.bounds.max_context + end - 1
@@ -98,7 +107,7 @@ class Bucket:
         return Span(max(first, span.first), last)
 
     def tokens(self) -> Tensor:
-        """The token of each query, `[size, num_queries]`; `num_tokens` where there is none."""
+        """The token of each query, `[size, num_queries]`; `num_tokens` where a row is padding."""
         offsets = torch.arange(self.num_queries, device=self.device)
         tokens = self.rows.starts[:, None] + offsets
         live = offsets < self.rows.query_lens[:, None]
@@ -106,7 +115,7 @@ class Bucket:
         return torch.where(live, tokens, self.call.num_tokens)
 
     def blocks(self, span: Span) -> Tensor:
-        """The blocks of a span, `[size * blocks]`: those of the cache, whatever the tables say."""
+        """The blocks of a span, `[size * blocks]`, clamped to those of the cache."""
         first, last = (key // self.call.block_size for key in span)
         tables = self.rows.tables[:, first:last]
         if self.call.window is not None:
@@ -116,7 +125,7 @@ class Bucket:
         return tables.clamp(0, self.call.num_blocks - 1).flatten()
 
     def presence(self, span: Span) -> Tensor:
-        """Which keys of a span each sequence has and shows its first query: `[size, keys]`."""
+        """As `present`, exactly: which keys of a span each sequence has, `[size, keys]`."""
         keys = torch.arange(*span, device=self.device)
         present = keys < self.rows.num_keys[:, None]
         if self.call.window is not None:
@@ -124,7 +133,7 @@ class Bucket:
         return present
 
     def positions(self, begin: int, end: int, span: Span) -> tuple[Tensor, Tensor]:
-        """Of queries `[size, queries]`, and of keys `[1, keys]`."""
+        """The positions of queries `[size, queries]`, and of the keys of a span `[1, keys]`."""
         offsets = torch.arange(begin, end, device=self.device)
         keys = torch.arange(*span, device=self.device)
         return self.rows.contexts[:, None] + offsets, keys[None]

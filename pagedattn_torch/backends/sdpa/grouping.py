@@ -9,16 +9,18 @@ from pagedattn.ragged import cdiv
 from ...rectangles import first_blocks
 from .buckets import Bounds, Bucket, Rows
 
-# A call of its own costs a CPU about as much as this many keys more.
+# On a CPU one more call costs about as much as padding a sequence by so many keys.
 KEYS_A_CALL = 128
-# Taking turns, sequences get at least so many keys a turn: every turn's results are to be joined.
+# A group of decodes may be gathered in turns, but each turn gives a sequence at least so many keys:
+# the results of every turn have to be joined.
 KEYS_A_TURN = 256
 
 
 def make_buckets(call: Call, batch: Sequences, keys_at_once: int) -> list[Bucket]:
     """Groups sequences of like lengths, to gather about `keys_at_once` keys of a group at a time.
 
-    Off the CPU there is one group of the static bounds: reading lengths would wait for the device.
+    On a GPU all sequences form one group, padded to the static bounds: reading their lengths would
+    wait for it.
     """
     rows = _rows(call, batch)
     if call.device != "cpu":
@@ -37,7 +39,7 @@ def make_buckets(call: Call, batch: Sequences, keys_at_once: int) -> list[Bucket
 def _rows(call, batch) -> Rows:
     first = first_blocks(call, batch)
     first_keys = first * call.block_size
-    # Inside jit lengths are whatever they are; they must not lead past the table or the tokens.
+    # Inside jit nobody has checked the lengths: clamped, they lead past no table and no token.
     num_keys = batch.seq_lens.clamp(0, call.capacity) - first_keys
     query_lens = batch.query_lens.clamp(0, call.longest_query)
     starts, contexts = batch.query_start_loc[:-1], batch.context_lens - first_keys
@@ -45,7 +47,10 @@ def _rows(call, batch) -> Rows:
 
 
 def _groups(rows, block_size, keys_at_once) -> list[list[tuple[int, int, int]]]:
-    """Query class, number of blocks and index of each sequence that has something to compute."""
+    """Groups of (query class, number of blocks, index) of sequences that have queries and keys.
+
+    In each group the first sequence has the most blocks.
+    """
     lengths = zip(rows.query_lens.tolist(), rows.num_keys.tolist(), strict=True)
     sizes = [
         (_query_class(queries), cdiv(keys, block_size), seq)
@@ -61,17 +66,17 @@ def _groups(rows, block_size, keys_at_once) -> list[list[tuple[int, int, int]]]:
 
 
 def _query_class(queries: int) -> int:
-    """The padded number of queries: sequences with the same one may be computed together.
+    """The number of queries, padded: sequences with the same number may be computed together.
 
-    A single query stays alone, since decoding pads nothing. More are rounded up to a multiple of 16
-    rows, which cost no more than one, or of an eighth of the next power of two.
+    A single query is not padded, so that decodes stay among themselves. More are rounded up to a
+    multiple of 16, since 16 rows cost no more than one, or of an eighth of the next power of two.
     """
     step = max(16, 1 << queries.bit_length() >> 4)
     return queries if queries <= 1 else cdiv(queries, step) * step
 
 
 def _joins(size, group, block_size, keys_at_once) -> bool:
-    """Whether to pad a sequence to the size of a group's first, which has the most keys."""
+    """Whether to add a sequence to a group, padded to its first one, which has the most keys."""
     queries, blocks, _ = group[0]
     keys, padding = blocks * block_size, (blocks - size[1]) * block_size
     turn = min(keys, KEYS_A_TURN) if queries == 1 else keys
@@ -86,7 +91,7 @@ def _bucket(call, rows, num_blocks, keys_at_once) -> Bucket:
     query_lens, contexts, num_keys = (
         part.tolist() for part in (rows.query_lens, rows.contexts, rows.num_keys)
     )
-    # Long queries get more at once: the results of each turn are kept until the last.
+    # More keys at once for long queries: their results of every turn are kept until the last one.
     at_once = max(1, keys_at_once // call.block_size // len(contexts))
     at_once *= max(1, max(query_lens) // 16)
     bounds = Bounds(min(contexts), max(contexts), min(num_keys))

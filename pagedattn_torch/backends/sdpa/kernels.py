@@ -1,7 +1,7 @@
-"""Torch's functions for attention of dense rectangles: out and log-sum-exps.
+"""Torch's functions for attention of dense rectangles: they return out and log-sum-exps.
 
-query `[size, kv_heads, rows, dim]`, key and value `[size, kv_heads, keys, dim]`; `added`, to the
-logits, `[size, 1 or kv_heads, rows, keys]` or None.
+query `[size, kv_heads, rows, dim]`, key and value `[size, kv_heads, keys, dim]`; `added` is added
+to the logits, `[size, 1 or kv_heads, rows, keys]` or None.
 """
 
 from collections.abc import Callable
@@ -15,26 +15,26 @@ from ...bias import aligned, exact_dtype
 
 
 def choose(call: Call) -> Callable:
-    """The fastest of torch's functions that can do what is asked, exactly."""
+    """The fastest of torch's functions that honours all that the call asks for."""
     if call.spec.logits_soft_cap is not None:
         return _plain
     if call.device == "cpu":
         return _flash_on_cpu
-    # Elsewhere SDPA returns no lse, and takes ALiBi in the queries' dtype: bfloat16 is too coarse.
+    # Elsewhere SDPA gives no lse, and takes ALiBi only in the queries' dtype: too coarse in halves.
     if call.spec.alibi_slopes is None and not call.return_lse:
         return _fused
     return _efficient if call.device == "cuda" and call.head_dim % 8 == 0 else _plain
 
 
 def _flash_on_cpu(call, query, key, value, added):
-    # What F.scaled_dot_product_attention runs here; called directly, it gives the lse too.
+    # F.scaled_dot_product_attention runs this on a CPU; called directly, it gives lse too.
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, attn_mask=added, scale=call.scale
     )
 
 
 def _efficient(call, query, key, value, added):
-    # One of the kernels behind F.scaled_dot_product_attention; called directly, it gives the lse.
+    # A kernel that F.scaled_dot_product_attention may run; called directly, it gives lse too.
     dtype = exact_dtype(query, call.spec.alibi_slopes)
     query, key, value = (part.to(dtype) for part in (query, key, value))
     added = aligned(added, dtype).expand(-1, query.shape[1], -1, -1)

@@ -1,6 +1,6 @@
-"""What a rectangle is computed by: tiles of queries, turns of keys, and what hides between them.
+"""How a rectangle is computed: tiles of its queries, turns of its keys, and the masks between them.
 
-All of it follows from the batch, so a step prepares it once for its layers.
+All of this follows from the batch, so a step prepares it once for its layers.
 """
 
 import functools
@@ -19,16 +19,17 @@ from ...rectangles import fold_bias
 from .buckets import Bucket, Span
 from .grouping import make_buckets
 
-# Query rows (tokens x heads of a group) a call: bounds the mask, and lets a causal tile stop early.
+# Query rows (tokens x heads of a group) of a call. Tiles bound the memory of masks, and early ones
+# skip the keys that causality hides.
 TILE_ROWS = 768
 
 
 class Hidden(NamedTuple):
-    """What the queries of a part do not see.
+    """Mask and bias of the queries and keys of a part.
 
     Fields:
-      added: to the logits, `[size, 1 or kv_heads, rows, keys]`; None if nothing is.
-      blind: the rows that see no key of the part, `[size, 1, rows]`; None if all see all.
+      added: what is added to the logits, `[size, 1 or kv_heads, rows, keys]`; None for nothing.
+      blind: True for rows that see no key of the part, `[size, 1, rows]`; None if all see all.
     """
 
     added: Tensor | None
@@ -36,7 +37,7 @@ class Hidden(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The keys of a turn that the queries of a tile (a number) see."""
+    """The keys of a turn that the queries of tile number `tile` see."""
 
     tile: int
     keys: slice
@@ -44,7 +45,7 @@ class Part(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """Keys that are gathered at a time: their blocks, and the slots in them to be cleared."""
+    """Keys that are gathered at a time: their blocks, and which slots of these to set to 0."""
 
     size: int
     blocks: Tensor
@@ -60,7 +61,7 @@ class Rectangle(NamedTuple):
 
 
 def rectangles(call: Call, batch: Sequences, keys_at_once: int) -> list[Rectangle]:
-    """How a batch is computed, about `keys_at_once` keys gathered at a time."""
+    """The rectangles of a batch; about `keys_at_once` keys are gathered at a time."""
     return [_rectangle(bucket) for bucket in make_buckets(call, batch, keys_at_once)]
 
 
@@ -91,7 +92,11 @@ def _absent(bucket: Bucket, span: Span) -> Tensor | None:
 
 
 def _hidden_when_asked(bucket: Bucket, begin: int, end: int, seen: Span) -> Callable[[], Hidden]:
-    """Of single queries it is small, and kept for all layers; of long ones it would fill memory."""
+    """Makes the mask when a layer asks for it.
+
+    For single queries it is small, and kept for the other layers; for long ones it is made anew
+    each time, since all of them together would fill memory.
+    """
     make = functools.partial(_hidden, bucket, begin, end, seen)
     return functools.cache(make) if bucket.num_queries == 1 else make
 

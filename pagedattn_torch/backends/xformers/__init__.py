@@ -1,15 +1,15 @@
 """Paged attention by xFormers' kernels on CUDA, without waiting for the device.
 
 Three routes, chosen by shapes:
-- paged: short queries read the pages in place (Triton split-K). Queries stand at the end of a
-  rectangle, so that sequences may bring fewer than the longest.
+- paged: short queries read the pages in place (Triton split-K). The queries are a rectangle, each
+  sequence's at the end of its row, so that sequences may bring fewer than the longest.
 - packed: queries stay packed, keys are gathered (FlashAttention 2, variable lengths).
-- biased: rectangles with a dense bias (CUTLASS): two-sided windows, float32, and ALiBi, which is
-  computed in float32, since a distance in the dtype of half queries would be rounded.
+- biased: rectangles with a dense bias (CUTLASS), for two-sided windows, float32, and ALiBi. ALiBi
+  is computed in float32, since half dtypes would round distances.
 
-The masks are made from device tensors and static bounds: their own constructors take lists of
-lengths, which would wait for the device. xFormers reads a mask's Python lengths only where they are
-those of a rectangle, and so known.
+The masks are put together from device tensors and static bounds. xFormers' own constructors of
+masks want lists of lengths, and reading those would wait for the device. The lists inside a mask
+are read only for rectangles, whose lengths are known from shapes.
 """
 
 import functools
@@ -28,10 +28,10 @@ from .fmha import fmha, why_unusable
 
 HONOURS = frozenset({"scale", "causal", "sliding_window", "alibi_slopes", "return_lse"})
 HALVES = ("bfloat16", "float16")
-PAGED_QUERIES = 16  # what split-K's causal mask takes
+PAGED_QUERIES = 16  # the most queries of a sequence that split-K's causal mask takes
 PAGED_HEAD_DIMS = (16, 32, 64, 128, 256)
-BIAS_BYTES = 256 << 20  # of the dense bias at once
-# Split-K: programs at once, keys a program at most and at least, splits at most.
+BIAS_BYTES = 256 << 20  # the most memory for a dense bias
+# Split-K: programs that fill the GPU, most and fewest keys of a program, most splits.
 PROGRAMS, MOST_KEYS, LEAST_KEYS, MOST_SPLITS = 512, 4096, 256, 64
 
 
@@ -69,7 +69,7 @@ BACKEND = Backend("xformers", HONOURS, run, refusals, missing=lambda: why_unusab
 
 
 def paged_mask(call: Call, batch):
-    """The mask of a rectangle of queries, right-aligned, over the pages themselves."""
+    """The mask of a rectangle of right-aligned queries over the pages, read in place."""
     masks = fmha().attn_bias
     kind = (
         masks.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
@@ -92,12 +92,12 @@ def paged_mask(call: Call, batch):
 
 
 def packed_mask(call: Call, batch, key_lens: Tensor, padding: int):
-    """The mask of packed queries over gathered keys, `padding` of them a sequence."""
+    """The mask of packed queries over gathered keys, padded to `padding` for each sequence."""
     masks = fmha().attn_bias
     queries = masks._SeqLenInfo(
         seqstart=batch.query_start_loc.clamp(0, call.num_tokens),
         seqstart_py=[0] * call.num_seqs + [call.num_tokens],
-        # FlashAttention takes a bound of 1 for a promise that each sequence has exactly one query.
+        # FlashAttention reads a bound of 1 as a promise that every sequence has exactly one query.
         max_seqlen=max(2, call.longest_query),
         min_seqlen=0,
     )
@@ -111,7 +111,7 @@ def packed_mask(call: Call, batch, key_lens: Tensor, padding: int):
 
 
 def _paged(call, query, cache, batch):
-    """Split-K over the pages; the rows of a sequence that brings fewer queries start later."""
+    """Split-K over the pages, on right-aligned rows of queries."""
     missing = call.longest_query - batch.query_lens
     rectangle = Rectangle(call, batch, -missing, range(call.longest_query))
     grouped = _grouped(rectangle.of(query).flatten(0, 1), call.num_kv_heads)
@@ -131,13 +131,15 @@ def _packed(call, query, cache, batch):
     out, lse = _attend(fmha().flash.FwOp, call, grouped, key, value, mask)
     lse = _heads_last(lse)
     live = torch.arange(call.num_tokens, device=query.device) < batch.query_start_loc[-1]
-    seeing = live[:, None] & (lse != torch.inf)  # FlashAttention's lse of a row without keys
+    seeing = live[:, None] & (
+        lse != torch.inf
+    )  # +inf is FlashAttention's lse of a row without keys
     out = out.view(call.out_shape).masked_fill(~seeing[..., None], 0)
     return out, lse.where(seeing, -torch.inf)
 
 
 def _biased(call, query, cache, batch):
-    """Rectangles, a tile of queries at a time, with the heads of a group as further rows."""
+    """A tile of queries at a time, as rectangles with the heads of a group folded into rows."""
     pages = gather_pages(call, cache, batch)
     num_queries, num_keys = call.longest_query, pages.key.shape[1]
     tile = max(1, min(num_queries, BIAS_BYTES // (call.num_seqs * call.num_heads * num_keys * 4)))
@@ -168,9 +170,9 @@ def _biased_tile(call, query, batch, pages, rectangle):
 
 
 class Rectangle:
-    """Queries of every sequence as rows of one length, some of them of no query.
+    """Queries of every sequence in rows of one length; rows without a query are padding.
 
-    Row r of a sequence is its query number `first + r`, r in `span`.
+    Row number r of a sequence, for r in `span`, holds its query number `first + r`.
     """
 
     def __init__(self, call: Call, batch, first: Tensor, span: range):
@@ -179,26 +181,26 @@ class Rectangle:
         self.tokens = batch.query_start_loc[:-1, None] + numbers
         self.positions = batch.context_lens[:, None] + numbers
         live = (numbers >= 0) & (self.tokens < batch.query_start_loc[1:, None])
-        # Inside jit starts are whatever they are.
+        # Inside jit nobody has checked the starts.
         live &= (self.tokens >= 0) & (self.tokens < call.num_tokens)
         self.seeing = live & sees_a_key(
             self.positions, batch.seq_lens[:, None], call.spec.causal, call.window
         )
 
     def of(self, query: Tensor) -> Tensor:
-        """`[num_seqs, rows, num_heads, head_dim]`."""
+        """The rectangle of the queries: `[num_seqs, rows, num_heads, head_dim]`."""
         tokens = self.tokens.clamp(0, self.call.num_tokens - 1)
         return query.index_select(0, tokens.flatten()).unflatten(0, tokens.shape)
 
     def write(self, room, results) -> None:
-        """Writes the rows that see a key where their tokens are, the others to a row past them."""
+        """Writes rows that see a key to their tokens, the others to the spare last row."""
         rows = torch.where(self.seeing, self.tokens, self.call.num_tokens).flatten()
         for part, result in zip(room, results, strict=True):
             part.index_copy_(0, rows, result.to(part.dtype))
 
 
 def _room(call, query) -> tuple[Tensor, Tensor]:
-    """out and lse of tokens that see nothing, and one row more."""
+    """out and lse as for tokens that see no key, and one spare row, to be thrown away."""
     num_rows = call.num_tokens + 1
     lse = query.new_full((num_rows, call.num_heads), -torch.inf, dtype=torch.float32)
     return query.new_zeros(num_rows, *call.out_shape[1:]), lse
@@ -224,7 +226,7 @@ def _split_k(call) -> Any:
 
 @functools.cache
 def _operator(block_n: int, splits: int):
-    # Two stages and two warps: 4.3 TB/s on an H200 where the defaults reach 3.4.
+    # Two stages and two warps reach 4.3 TB/s on an H200, xFormers' defaults 3.4.
     fixed = {"BLOCK_N": block_n, "SPLIT_K": splits, "NUM_STAGES": 2, "NUM_WARPS": 2}
     return type(f"FwOp_N{block_n}_S{splits}", (fmha().triton_splitk.FwOp,), fixed)
 

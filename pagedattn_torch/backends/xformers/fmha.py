@@ -1,7 +1,7 @@
-"""Where xFormers' attention is imported from: the one place that knows its packages.
+"""The import of xFormers' attention: the one place that knows the names of its packages.
 
-xFormers 0.0.35's library is built for CUDA 12 and needs libcudart.so.12. Beside a torch for another
-CUDA it loads if that library is loaded first, from the package nvidia-cuda-runtime-cu12. After
+xFormers 0.0.35's library is built for CUDA 12 and needs libcudart.so.12. A torch for another CUDA
+does not bring that; it is then loaded first, from the package nvidia-cuda-runtime-cu12. After
 0.0.35 the attention moves to the package mslk, under the same names.
 """
 

@@ -1,4 +1,4 @@
-"""What one step attends to, as the layers' implementations take it."""
+"""The metadata of a step: its sequences, as layers take them."""
 
 from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
@@ -27,45 +27,49 @@ from .lengths import on_host, span_lengths
 @derived
 @dataclass(kw_only=True, eq=False)
 class AttentionMetadata:
-    """A packed step of prefills, then decodes; with encoder fields also of encoders and cross.
+    """A packed step: prefills first, then decodes; with encoder fields also encoders and cross.
 
     Sequence s has `seq_lens[s]` tokens, of which the last `query_len` are new; tokens are packed in
-    the order of the sequences. What is left out is derived from what is given, and what is given
-    twice must agree. A field that is assigned later is given from then on: what follows from it is
-    derived anew at the next look at any field, and only then may contradictions raise.
+    the order of the sequences. Fields that are not given are derived from those that are; given
+    fields that say the same thing must agree. Assigning a field later is giving it: the fields that
+    follow from it are derived anew when any field is read next, and contradictions raise then.
 
-    Tensors may be of any framework and are taken by DLPack. Lengths on a GPU are not read: lists
-    that only they hold stay None, so give both where both are at hand.
+    Tensors may be of any framework and are taken by DLPack. Lengths on a GPU are not read, so the
+    lists `seq_lens` and `encoder_seq_lens` stay None if only such tensors are given: give both
+    forms if you have both.
 
     Args:
       num_prefills: sequences of the first kind, whose new tokens are `seq_len - context_len`.
       num_prefill_tokens: their new tokens.
-      num_decode_tokens: new tokens of the others; one each, unless query_start_loc says otherwise.
+      num_decode_tokens: new tokens of the other sequences, the decodes: one each, unless
+        query_start_loc says otherwise.
       slot_mapping: the slot each token is written to, -1 for none; tokens past the last sequence
         are padding. None if there is no cache.
       seq_lens, seq_lens_tensor: tokens of each sequence, the new ones included. A padding
         sequence has length 0.
       block_tables: int `[num_seqs, max_blocks]`; empty or None if there is no cache, or for
-        prompts without a context. Those may have any row; a prefill's may lack the blocks that
-        hold new tokens alone.
+        prompts without a context. A prompt without a context may have any row; the row of another
+        prefill may lack the blocks that hold only new tokens.
       context_lens_tensor: tokens of each sequence that are cached already, 0 by default.
-      query_start_loc: where each sequence's tokens start, and where the last one's end.
+      query_start_loc: int `[num_seqs + 1]`, where each sequence's tokens start and the last end.
       max_query_len, max_decode_query_len, max_prefill_seq_len, max_decode_seq_len: upper bounds.
       is_prompt: whether all sequences are prefills.
-      use_cuda_graph: whether the decodes are padded to the size of a captured graph. Then
-        query_start_loc and context_lens_tensor may end before the sequences that only pad; those
-        bring no tokens, and num_decode_tokens counts padding.
+      use_cuda_graph: whether padding sequences fill the decodes up to the size of a captured graph.
+        They bring no tokens, query_start_loc and context_lens_tensor may lack their entries, and
+        num_decode_tokens counts their padding tokens.
       encoder_seq_lens, encoder_seq_lens_tensor: encoder tokens of each sequence.
       encoder_query_start_loc: where each sequence's encoder tokens of this step start in their own
         packed axis. By default the first sequences bring theirs, `num_encoder_tokens` in all.
-      max_encoder_seq_len, encoder_seq_start_loc, num_encoder_tokens: as their names say.
+      encoder_seq_start_loc: where each sequence's encoder tokens would start if all were packed.
+      max_encoder_seq_len: an upper bound on encoder_seq_lens.
+      num_encoder_tokens: encoder tokens of this step.
       cross_slot_mapping: the slot of each encoder token of this step.
-      cross_block_tables: the blocks of each sequence's encoder keys; empty where all of them come
-        in this step.
-      multi_modal_placeholder_index_maps, enable_kv_scales_calculation: kept for whoever asks.
+      cross_block_tables: the blocks of each sequence's encoder keys; empty if all encoder tokens
+        come in this step.
+      multi_modal_placeholder_index_maps, enable_kv_scales_calculation: kept, but not used.
 
     Raises:
-      InvalidInputError: the fields contradict each other, or are no integers of their shape.
+      InvalidInputError: fields contradict each other, or have wrong shapes or dtypes.
 
     >>> meta = AttentionMetadata(num_prefills=1, num_prefill_tokens=3, num_decode_tokens=1,
     ...                          slot_mapping=torch.tensor([0, 1, 2, 8]), seq_lens=[3, 5],
@@ -106,7 +110,7 @@ class AttentionMetadata:
 
     @staticmethod
     def _derive(given: dict[str, Any]) -> dict[str, Any]:
-        """All fields of those given."""
+        """All fields, derived from the given ones."""
         arrays = {name: _field(name, given[name]) for name in _TENSORS}
         whole = SimpleNamespace(**given | arrays)
         for side in (check_counts, decoder_side, encoder_side):
@@ -122,15 +126,15 @@ class AttentionMetadata:
         num_prefills: int | None = None,
         num_prefill_tokens: int | None = None,
     ) -> Self:
-        """A batch of JAX or torch arrays, without copying them.
+        """The metadata of a batch of JAX or torch arrays, which are not copied.
 
         Args:
           batch: the decoder's tokens.
-          encoder: the encoders' tokens of this step, of the same sequences: those not encoded now
-            have no new tokens in it, but their lengths and tables.
+          encoder: the encoder tokens of the same sequences. A sequence that is not encoded in this
+            step has no new tokens in it, but has its length and its row of the table.
           num_prefills, num_prefill_tokens: how many sequences count as prefills, and their tokens.
-            By default those up to the last one with several tokens; that reads the lengths, which
-            waits for a GPU.
+            By default all up to the last one with several tokens; finding that one reads the
+            lengths, which waits for a GPU.
 
         >>> batch = make_batch([3, 1], [0, 4], [[0], [1, 2]], block_size=4)
         >>> AttentionMetadata.from_batch(batch).num_prefill_tokens
@@ -150,10 +154,10 @@ class AttentionMetadata:
         encoder_lens=None,
         cross_block_tables=None,
     ) -> Self:
-        """From lists of one entry a sequence, prefills first; `make_batch` says what they hold.
+        """From lists with one entry a sequence, prefills first, as `make_batch` takes them.
 
         With `encoder_lens` and `cross_block_tables`, sequences without a context bring their
-        encoder tokens in this step; those of the others are cached.
+        encoder tokens in this step; the encoder tokens of the others are in the cache.
 
         >>> meta = AttentionMetadata.from_lists([3, 1], [0, 4], [[0], [1, 2]], block_size=4)
         >>> meta.slot_mapping.tolist(), meta.seq_lens
@@ -168,7 +172,7 @@ class AttentionMetadata:
         batch = make_batch(query_lens, context_lens, block_tables, block_size=block_size)
         contexts = validate_batch.lengths("context_lens", context_lens)
         seq_lens = validate_batch.lengths("query_lens", query_lens) + contexts
-        # The lists stay: the arrays may lie on a GPU, where lengths are never read.
+        # The lists are given too: the arrays may lie on a GPU, where lengths are never read.
         fields = batches.decoder_fields(batch, None, None) | {"seq_lens": seq_lens.tolist()}
         if encoder_lens is None:
             return cls(**fields)
@@ -181,9 +185,9 @@ class AttentionMetadata:
     def to_batch(
         self, block_size: int, attn_type: AttentionType | str = AttentionType.DECODER
     ) -> BatchMetadata:
-        """The batch that `paged_attention` takes: int32 tensors, over the same memory if they were.
+        """The batch that `paged_attention` takes: int32 tensors; int32 fields are not copied.
 
-        Encoders have no paged keys: their batch is over packed tokens, blocks of one.
+        Encoders have no paged keys: their batch is over packed tokens, as blocks of one token.
 
         Raises:
           InvalidInputError: fields that this type needs are missing or do not fit together.
@@ -226,7 +230,7 @@ class AttentionMetadata:
         )
 
     def _part(self, seqs: slice, tokens: slice, **fields) -> Self:
-        """Some of the sequences, with their tokens; bounds are kept, the rest is derived anew."""
+        """Metadata of some of the sequences; given bounds are kept, all else is derived anew."""
         rows = {name: _cut(getattr(self, name), seqs) for name in _OF_SEQUENCES}
         encoder_tokens = self._encoder_tokens(seqs)
         count = self.num_encoder_tokens
@@ -244,7 +248,7 @@ class AttentionMetadata:
         )
 
     def _encoder_tokens(self, seqs: slice) -> slice:
-        """Which encoder tokens of this step belong to the prefills, or to the decodes."""
+        """The encoder tokens of this step that belong to the prefills, or else to the decodes."""
         mixed = self.num_prefills and self.num_decode_tokens
         if self.encoder_query_start_loc is None or not mixed:
             return slice(0, None)
@@ -254,12 +258,12 @@ class AttentionMetadata:
 
     @property
     def is_all_encoder_attn_metadata_set(self) -> bool:
-        """Whether the fields are there that attention of type ENCODER needs."""
+        """Whether all fields are known that attention of type ENCODER needs."""
         return not batches.missing(self, AttentionType.ENCODER, paged=False)
 
     @property
     def is_all_cross_attn_metadata_set(self) -> bool:
-        """Whether the fields are there that ENCODER_DECODER needs to write keys and to attend."""
+        """Whether all fields are known that ENCODER_DECODER needs to write keys and to attend."""
         cross = (self.cross_slot_mapping, self.cross_block_tables)
         return self.is_all_encoder_attn_metadata_set and all(field is not None for field in cross)
 
@@ -275,7 +279,7 @@ class AttentionMetadata:
         """The number of queries and of keys of each sequence.
 
         Raises:
-          InvalidInputError: fields that this type needs are missing, or lie on a GPU alone.
+          InvalidInputError: fields that this type needs are missing, or are only on a GPU.
 
         >>> meta = AttentionMetadata.from_lists([3, 1], [2, 4], [[0, 3], [1, 2]], block_size=4)
         >>> meta.get_seq_lens("decoder")
@@ -301,8 +305,8 @@ class AttentionMetadata:
         """What is added to the logits of each sequence; computed anew at every call.
 
         Returns:
-          float32 `[query_len, key_len]` for each sequence, `[num_heads, query_len, key_len]` with
-          ALiBi: the spec's, with the causality of the type.
+          for each sequence the bias of the spec, but with the causality of the type: float32
+          `[query_len, key_len]`, with ALiBi `[num_heads, query_len, key_len]`.
 
         >>> meta = AttentionMetadata.from_lists([2], [1], [[0]], block_size=4)
         >>> meta.get_attn_bias("decoder")
@@ -318,9 +322,9 @@ class AttentionMetadata:
         return [attention_bias(*pair, spec) for pair in zip(queries, keys, strict=True)]
 
     def get_seq_len_block_table_args(self, attn_type: AttentionType | str, *, is_prompt: bool):
-        """The keys' lengths, the bound on them and their block tables, of prompts or of decodes.
+        """(lengths of the keys, the bound on them, block tables), of prompts or of decodes.
 
-        Encoders have no block tables: None.
+        The tables are None for encoders, whose keys are not paged.
         """
         attn_type = AttentionType.of(attn_type)
         if attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_DECODER):
@@ -333,7 +337,7 @@ class AttentionMetadata:
     def get_num_prefill_decode_query_kv_tokens(
         self, attn_type: AttentionType | str
     ) -> tuple[int, int, int]:
-        """New prefill queries, new keys of theirs, new decode queries."""
+        """(new queries of prefills, new keys of prefills, new queries of decodes), in tokens."""
         attn_type = AttentionType.of(attn_type)
         encoder = self.num_encoder_tokens or 0
         if attn_type is AttentionType.ENCODER:

@@ -1,4 +1,4 @@
-"""Metadata as batches of the core, and back, over the same memory."""
+"""Metadata converted to batches of the core and back; tensors share their memory."""
 
 import torch
 
@@ -12,7 +12,7 @@ from ..attention_type import AttentionType
 
 
 def paged(meta, block_size: int, attn_type: AttentionType) -> BatchMetadata:
-    """The batch whose keys are in the cache, for DECODER and ENCODER_DECODER."""
+    """The batch for keys in the cache, of type DECODER or ENCODER_DECODER."""
     require_fields(meta, attn_type, paged=True)
     decoder = attn_type is AttentionType.DECODER
     starts, num_tokens = int32(meta.query_start_loc), meta.num_query_tokens(attn_type)
@@ -20,7 +20,7 @@ def paged(meta, block_size: int, attn_type: AttentionType) -> BatchMetadata:
     tables = meta.block_tables if decoder else meta.cross_block_tables
     lens = meta.seq_lens if decoder else meta.encoder_seq_lens
     _require_rows("block_tables" if decoder else "cross_block_tables", tables, len(seq_lens), lens)
-    # Cross-attention writes nothing by this batch: the slots are those of other tokens.
+    # Slots in metadata for cross attention are the encoder tokens', which this batch does not hold.
     slots = meta.slot_mapping if decoder else None
     nowhere = torch.full((num_tokens,), -1, dtype=torch.int32, device=starts.device)
     return BatchMetadata(
@@ -47,7 +47,7 @@ def _require_rows(name, tables, num_seqs, lens):
 
 
 def packed(meta, attn_type: AttentionType) -> BatchMetadata:
-    """The batch whose keys are packed tokens of this step: blocks of one token.
+    """The batch whose keys are the packed tokens of this step, as blocks of one token.
 
     Raises:
       InvalidInputError: queries should see keys that are not among the tokens of this step.
@@ -60,13 +60,13 @@ def packed(meta, attn_type: AttentionType) -> BatchMetadata:
 
 
 def prefills(meta) -> BatchMetadata:
-    """The prefills over the keys that they bring, packed, and none of those before."""
+    """The batch of the prefills over the keys that they bring, without their contexts."""
     starts, longest = int32(meta.query_start_loc[: meta.num_prefills + 1]), meta.max_query_len
     return packed_batch(meta.num_prefill_tokens, starts, starts, longest, longest)
 
 
 def cached_tokens(meta, attn_type: AttentionType) -> int | None:
-    """Keys of the call that are not new, as far as the host knows."""
+    """How many keys of the call are not new; None if the host does not know."""
     own = attn_type in (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
     lens = meta.seq_lens if own else meta.encoder_seq_lens
     new = meta.num_prefill_tokens + meta.num_decode_tokens if own else meta.num_encoder_tokens
@@ -93,7 +93,7 @@ def _packed_sides(meta, attn_type):
 
 
 def decoder_fields(batch: BatchMetadata, num_prefills, num_prefill_tokens) -> dict:
-    """The fields that a batch gives."""
+    """The fields of metadata that follow from a batch of the decoder's tokens."""
     starts = int32(tensor("query_start_loc", batch.query_start_loc))
     if num_prefills is None:
         several = (starts.diff() > 1).nonzero()
@@ -114,7 +114,7 @@ def decoder_fields(batch: BatchMetadata, num_prefills, num_prefill_tokens) -> di
 
 
 def encoder_fields(batch: BatchMetadata) -> dict:
-    """The fields that the encoders' batch gives."""
+    """The fields of metadata that follow from a batch of encoder tokens."""
     return {
         "encoder_seq_lens_tensor": batch.seq_lens,
         "encoder_query_start_loc": batch.query_start_loc,
@@ -125,7 +125,7 @@ def encoder_fields(batch: BatchMetadata) -> dict:
 
 
 def missing(meta, attn_type: AttentionType, *, paged: bool) -> list[str]:
-    """The fields that a type of attention needs and that are None; keys may be paged or packed."""
+    """The fields that are None, but needed for a type of attention to keys `paged` or packed."""
     own = () if attn_type is AttentionType.ENCODER else ("seq_lens_tensor",)
     encoder = ("encoder_seq_lens_tensor", "max_encoder_seq_len", "num_encoder_tokens")
     cross = ("encoder_seq_lens_tensor", "cross_block_tables")

@@ -1,4 +1,4 @@
-"""The fields of a metadata object that follow from those given."""
+"""Derives the fields of metadata that were not given, and checks that the given ones agree."""
 
 import torch
 
@@ -29,7 +29,7 @@ def check_counts(meta) -> dict:
 
 
 def decoder_side(meta) -> dict:
-    """Everything about the tokens of this step; `{}` for a run of encoders alone."""
+    """The fields about the decoder's tokens; `{}` if there are none, only encoders."""
     device = _device(meta.slot_mapping, meta.block_tables)
     listed, seq_lens = both_forms("seq_lens", meta.seq_lens, meta.seq_lens_tensor, device)
     if seq_lens is None:
@@ -55,7 +55,7 @@ def decoder_side(meta) -> dict:
 
 
 def encoder_side(meta) -> dict:
-    """Everything about the encoders; `{}` without them."""
+    """The fields about encoder tokens; `{}` if there are none."""
     device = _device(meta.cross_slot_mapping, meta.slot_mapping)
     given = meta.encoder_seq_lens, meta.encoder_seq_lens_tensor
     listed, lens = both_forms("encoder_seq_lens", *given, device)
@@ -105,7 +105,7 @@ def _query_starts(meta, seq_lens):
 
 
 def _padded_starts(meta, num_seqs):
-    """Where tokens start, also of the sequences that pad a captured graph: behind all others."""
+    """The given starts, with those that are missing for a captured graph's padding sequences."""
     starts = meta.query_start_loc
     missing = num_seqs + 1 - len(starts)
     if not meta.use_cuda_graph or missing <= 0 or not len(starts):
@@ -172,7 +172,7 @@ def _check_encoder_tokens(lens, new_lens):
 def _bounds(meta, seq_lens, query_lens):
     prefills, decodes = slice(meta.num_prefills), slice(meta.num_prefills, None)
     decode_seqs = len(meta.seq_lens_tensor if seq_lens is None else seq_lens) - meta.num_prefills
-    # Unread lengths: no sequence brings more tokens than there are.
+    # The bound where lengths are not read: no sequence brings more tokens than there are.
     one_each = 1 if decode_seqs == meta.num_decode_tokens else meta.num_decode_tokens
     longest = max(meta.num_prefill_tokens, one_each)
     parts = {

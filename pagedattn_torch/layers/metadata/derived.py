@@ -1,15 +1,15 @@
-"""Fields that are given, or else follow from those that are."""
+"""Dataclass fields that are either given or derived from those that are."""
 
 import dataclasses
 from typing import Any
 
 
 def derived(cls):
-    """A dataclass whose fields read as derived from those given, and may be given any time.
+    """A class decorator: fields of the dataclass that are not given are derived from the others.
 
-    What is assigned is given from then on. Whatever followed is derived anew: not at once, since
-    whoever assigns several fields may contradict the old ones in between, but at the next look at
-    any field. `cls._derive(given)` makes all fields of those given.
+    Assigning a field is giving it, at any time. The others are then derived anew when any field is
+    read next. Not at once: someone who assigns several fields may pass through a contradiction.
+    `cls._derive(given)` returns all fields, by name, for a dict of those given.
     """
     for field in dataclasses.fields(cls):
         setattr(cls, field.name, _Derived(field.name))
@@ -25,12 +25,12 @@ def all_of(owner) -> dict[str, Any]:
 
 
 def held(owner) -> dict[Any, Any]:
-    """What was prepared from the fields, for whoever prepared it; gone when a field is assigned."""
+    """A dict for things prepared from the fields; emptied when a field is assigned."""
     return vars(owner).setdefault("_held", {})
 
 
 class _Derived:
-    """One such field."""
+    """The descriptor of such a field."""
 
     def __init__(self, name: str):
         self.name = name

@@ -1,7 +1,7 @@
-"""The lengths of a batch in their several forms, derived from those that are given.
+"""The lengths of a batch as lists, tensors, starts and bounds, each derived from another.
 
-Values on a GPU are never read, since that would wait for it: what can only be known from them stays
-None, and bounds that need not be tight take the place of maxima.
+Values on a GPU are never read, since that would wait for it. Lists of such lengths stay None, and
+looser bounds take the place of maxima.
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ def start_locs(lengths: Tensor) -> Tensor:
 
 
 def both_forms(name: str, listed: Sequence[int] | None, tensor: Tensor | None, device):
-    """Lengths as a list and as an int32 tensor, from either; the list is None while unknown.
+    """Lengths as a list and as an int32 tensor, from either form; the list is None if unknown.
 
     Raises:
-      InvalidInputError: both are given and differ, or they are no integers of at least 0.
+      InvalidInputError: both are given and differ, or they are not integers of at least 0.
     """
     listed = None if listed is None else validate_batch.lengths(name, listed).tolist()
     values = _checked(f"{name}_tensor", tensor)
@@ -42,7 +42,7 @@ def both_forms(name: str, listed: Sequence[int] | None, tensor: Tensor | None, d
 
 
 def _checked(name, tensor):
-    """The lengths in a tensor; None while unknown."""
+    """The lengths in a tensor, checked; None if unknown."""
     if tensor is None:
         return None
     int_array(name, tensor, 1)
@@ -55,10 +55,10 @@ def _checked(name, tensor):
 
 
 def agreed(name: str, given: Tensor | None, derived: Tensor) -> Tensor:
-    """What is given, or else what is derived.
+    """The given tensor, or, without one, the derived.
 
     Raises:
-      InvalidInputError: they differ, as far as is known.
+      InvalidInputError: their shapes differ, or, if both are known, their values.
     """
     if given is None:
         return derived
@@ -73,10 +73,10 @@ def agreed(name: str, given: Tensor | None, derived: Tensor) -> Tensor:
 
 
 def bound(name: str, given: int | None, lengths, fallback: int | None = None) -> int | None:
-    """An upper bound on some lengths: given, or else the longest, or else the fallback.
+    """An upper bound on lengths: the given one, else the longest, else (if unknown) the fallback.
 
     Raises:
-      InvalidInputError: the bound given is none.
+      InvalidInputError: a length exceeds the given bound.
     """
     if lengths is None:
         return fallback if given is None else given
@@ -89,13 +89,13 @@ def bound(name: str, given: int | None, lengths, fallback: int | None = None) ->
 
 
 def span_lengths(starts: Tensor | None) -> list[int] | None:
-    """The lengths of the spans between starts; None while unknown."""
+    """The lengths of the spans between starts; None if unknown."""
     values = None if starts is None else known(starts)
     return None if values is None else (values[1:] - values[:-1]).tolist()
 
 
 def on_host(name: str, values):
-    """Lengths that must be known by now."""
+    """The lengths, which must be known here."""
     if values is None:
         raise InvalidInputError(
             f"this needs {name} on the host, but it lies on a GPU, and reading it would wait for "
