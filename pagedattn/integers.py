@@ -1,16 +1,18 @@
 """Integers of any dtype as int32, the one that block tables, slots and lengths have."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Integer
 
 from .checks import int_array, known, require
 
 INT32 = np.iinfo(np.int32)
 
 
-def int32_array(name: str, array, ndim: int) -> Int[Array, "..."]:
+def int32_array(name: str, array: Integer[Any, "..."] | int, ndim: int) -> Int[Array, "..."]:
     """An argument as int32. Outside jit what does not fit is an error, inside it becomes -1.
 
     Raises:
@@ -33,7 +35,7 @@ def int32_array(name: str, array, ndim: int) -> Int[Array, "..."]:
     return int32(values)
 
 
-def int32(values: Int[Array, "..."]) -> Int[Array, "..."]:
+def int32(values: Integer[Any, "*n"]) -> Int[Array, "*n"]:
     """Integers of any dtype as int32; what does not fit becomes -1, which is out of every range."""
     # jnp.asarray would cut NumPy's 64 bits down to 32 before anybody could look.
     values = values if isinstance(values, jax.Array) else np.asarray(values)
@@ -44,7 +46,7 @@ def int32(values: Int[Array, "..."]) -> Int[Array, "..."]:
     return jnp.where(fits, jnp.asarray(narrow), -1)
 
 
-def rising(starts: Int[Array, "n"]) -> Int[Array, "n"]:
+def rising(starts: Integer[Any, "n"]) -> Int[Array, "n"]:
     """Starts of sequences as int32, none before the one that precedes it.
 
     Batches are also padded with zeros behind their last sequence: those become its end.

@@ -1,18 +1,31 @@
 """Packed keys as a paged cache: blocks of one token, in order. For arrays of any framework."""
 
+from typing import Any
+
+from jaxtyping import Float, Integer
+
 from .batch import BatchMetadata
 from .cache import KVCache
 from .ragged import PAD_SLOT, arange, namespace, token_positions
 
 
-def packed_cache(key, value) -> KVCache:
-    """Keys and values `[num_keys, num_kv_heads, head_dim]`; none as a block that nobody owns."""
+def packed_cache(
+    key: Float[Any, "num_keys num_kv_heads head_dim"],
+    value: Float[Any, "num_keys num_kv_heads head_dim"],
+) -> KVCache:
+    """Each key a block; none as one block that nobody owns."""
     if not len(key):
         key = value = key.sum(0)[None]  # the sum of nothing: zeros
     return KVCache(key[:, None], value[:, None])
 
 
-def packed_batch(num_tokens: int, query_start_loc, key_start_loc, max_query_len, max_key_len):
+def packed_batch(
+    num_tokens: int,
+    query_start_loc: Integer[Any, "num_seqs_plus_1"],
+    key_start_loc: Integer[Any, "num_seqs_plus_1"],
+    max_query_len: int,
+    max_key_len: int,
+) -> BatchMetadata:
     """Sequences of packed queries over packed keys, from int32 starts of both."""
     xp = namespace(key_start_loc)
     key_lens = key_start_loc[1:] - key_start_loc[:-1]

@@ -3,6 +3,7 @@
 import functools
 
 import torch
+from jaxtyping import Float, Float32, Integer
 from torch import Tensor
 
 from pagedattn.ragged import cdiv
@@ -11,12 +12,18 @@ from pagedattn.visibility import alibi_bias
 ALIGNMENT = 16  # elements a row of a bias is a multiple of, in memory
 
 
-def alibi(query_positions: Tensor, key_positions: Tensor, slopes: tuple[float, ...]) -> Tensor:
-    """`pagedattn.alibi_bias` where the positions are: `[..., num_heads, q, k]`."""
+def alibi(
+    query_positions: Integer[Tensor, "*#n q"],
+    key_positions: Integer[Tensor, "*#n k"],
+    slopes: tuple[float, ...],
+) -> Float32[Tensor, "*m num_heads q k"]:
+    """`pagedattn.alibi_bias` where the positions are."""
     return alibi_bias(query_positions, key_positions, slopes_on(slopes, query_positions.device))
 
 
-def aligned(added: Tensor, dtype: torch.dtype) -> Tensor:
+def aligned(
+    added: Float[Tensor, "*rows num_keys"], dtype: torch.dtype
+) -> Float[Tensor, "*rows num_keys"]:
     """A bias in the dtype of the queries, which CUTLASS wants, with rows where it can load them."""
     num_keys = added.shape[-1]
     width = cdiv(num_keys, ALIGNMENT) * ALIGNMENT
@@ -30,8 +37,8 @@ def exact_dtype(query: Tensor, slopes: tuple[float, ...] | None) -> torch.dtype:
 
 
 @functools.cache
-def slopes_on(slopes: tuple[float, ...], device: torch.device) -> Tensor:
-    """Slopes on a device, float32; kept for good.
+def slopes_on(slopes: tuple[float, ...], device: torch.device) -> Float32[Tensor, "num_heads"]:
+    """Slopes on a device; kept for good.
 
     A copy to a GPU waits for it and cannot be part of a CUDA graph, and a graph replays with the
     memory that it captured.

@@ -6,6 +6,7 @@ Sizes are static: nothing here reads a length, which would wait for a GPU.
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from pagedattn import KVCache
@@ -18,24 +19,26 @@ from pagedattn.visibility import key_range
 class Pages:
     """The keys that a sequence's queries may see, one sequence a row.
 
-    key, value: `[num_seqs, num_keys, kv_heads, head_dim]`, 0 where no query may look.
-    positions: absolute, `[num_seqs, num_keys]`; lens: how many of a row are the sequence's.
+    Fields:
+      key, value: 0 where no query may look.
+      positions: absolute.
+      lens: how many keys of a row are the sequence's.
     """
 
-    key: Tensor
-    value: Tensor
-    positions: Tensor
-    lens: Tensor
+    key: Float[Tensor, "num_seqs num_keys num_kv_heads head_dim"]
+    value: Float[Tensor, "num_seqs num_keys num_kv_heads head_dim"]
+    positions: Int[Tensor, "num_seqs num_keys"]
+    lens: Int[Tensor, "num_seqs"]
 
 
-def first_keys(call: Call, batch: Sequences) -> Tensor:
-    """The first key of each sequence that any of its queries sees: `[num_seqs]`."""
+def first_keys(call: Call, batch: Sequences) -> Int[Tensor, "num_seqs"]:
+    """The first key of each sequence that any of its queries sees."""
     context_lens = batch.context_lens
     return key_range(context_lens, context_lens, batch.seq_lens, False, call.window)[0]
 
 
-def first_blocks(call: Call, batch: Sequences) -> Tensor:
-    """The blocks of those keys, as numbers in their sequences: `[num_seqs]`."""
+def first_blocks(call: Call, batch: Sequences) -> Int[Tensor, "num_seqs"]:
+    """The blocks of those keys, as numbers in their sequences."""
     return first_keys(call, batch) // call.block_size
 
 
@@ -54,24 +57,34 @@ def gather_pages(call: Call, cache: KVCache, batch: Sequences) -> Pages:
     return Pages(key, value, positions, batch.seq_lens - columns[:, 0] * call.block_size)
 
 
-def _rows(plane, blocks, outside):
+def _rows(
+    plane: Float[Tensor, "num_blocks block_size num_kv_heads head_dim"],
+    blocks: Int[Tensor, "rows"],
+    outside: Bool[Tensor, "num_seqs num_keys"],
+) -> Float[Tensor, "num_seqs num_keys num_kv_heads head_dim"]:
     rows = plane.index_select(0, blocks).view(*outside.shape, *plane.shape[2:])
     return rows.masked_fill_(outside[..., None, None], 0)  # a NaN would survive a weight of 0
 
 
-def fold(rows: Tensor, num_kv_heads: int) -> Tensor:
-    """`[size, queries, heads, dim]` as `[size, kv_heads, group * queries, dim]`."""
+def fold(
+    rows: Float[Tensor, "size queries heads dim"], num_kv_heads: int
+) -> Float[Tensor, "size {num_kv_heads} heads//{num_kv_heads}*queries dim"]:
+    """The query heads of a group as further rows."""
     grouped = rows.unflatten(2, (num_kv_heads, -1))
     return grouped.permute(0, 2, 3, 1, 4).flatten(2, 3)
 
 
-def unfold(rows: Tensor, num_queries: int) -> Tensor:
-    """`[size, kv_heads, group * queries, ...]` as `[size, queries, heads, ...]`."""
+def unfold(
+    rows: Float[Tensor, "size kv_heads rows *dim"], num_queries: int
+) -> Float[Tensor, "size {num_queries} heads *dim"]:
+    """Each head by itself again, of what came of folded rows."""
     return rows.unflatten(2, (-1, num_queries)).flatten(1, 2).transpose(1, 2)
 
 
-def fold_bias(added: Tensor, call: Call) -> Tensor:
-    """`[size, 1 or heads, queries, keys]` as `[size, 1 or kv_heads, group * queries, keys]`."""
+def fold_bias(
+    added: Float[Tensor, "size one_or_heads queries keys"], call: Call
+) -> Float[Tensor, "size one_or_kv_heads {call.group}*queries keys"]:
+    """A bias for folded rows."""
     if added.shape[1] > 1:
         return added.unflatten(1, (call.num_kv_heads, call.group)).flatten(2, 3)
     return added.expand(-1, call.group, -1, -1).flatten(1, 2)[:, None]

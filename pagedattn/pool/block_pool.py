@@ -5,10 +5,11 @@ A pool knows nothing of keys and values. What it decides is applied to each laye
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Integer
 
 from ..batch import BatchMetadata
 from ..ragged import cdiv, positions, sequence_ids, slot_mapping
@@ -72,7 +73,7 @@ def init_block_pool(
     >>> int(init_block_pool(4, 16, max_seqs=2, max_blocks=3).num_free)
     4
     """
-    validate.counts(
+    sizes = validate.counts(
         num_blocks=num_blocks, block_size=block_size, max_seqs=max_seqs, max_blocks=max_blocks
     )
     return BlockPool(
@@ -82,12 +83,12 @@ def init_block_pool(
         hold_counts=jnp.zeros(num_blocks, jnp.int32),
         block_tables=jnp.full((max_seqs, max_blocks), -1, jnp.int32),
         seq_lens=jnp.zeros(max_seqs, jnp.int32),
-        block_size=block_size,
+        block_size=sizes["block_size"],
     )
 
 
 def batch_from_pool(
-    pool: BlockPool, query_lens: Int[Array, "max_seqs"], *, num_tokens: int, max_query_len: int
+    pool: BlockPool, query_lens: Integer[Any, "max_seqs"], *, num_tokens: int, max_query_len: int
 ) -> BatchMetadata:
     """The batch in which each sequence's last `query_lens[s]` tokens are the new ones.
 

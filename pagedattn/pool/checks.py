@@ -16,7 +16,7 @@ FIELDS = {
 }
 
 
-def counts(**sizes) -> None:
+def counts(**sizes) -> dict[str, int]:
     sizes = {name: count(name, size) for name, size in sizes.items()}
     for name in ("num_blocks", "max_blocks"):
         slots = sizes[name] * sizes["block_size"]

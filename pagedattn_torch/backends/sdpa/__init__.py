@@ -8,12 +8,15 @@ explicit: `is_causal` aligns queries with the first keys, and so is wrong as soo
 context.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from pagedattn import KVCache
 from pagedattn.backend import Backend
+from pagedattn.batch import Sequences
 from pagedattn.call import Call
 
 from ...rectangles import fold, unfold
@@ -27,12 +30,19 @@ HONOURS = frozenset(
 SCRATCH_BYTES = 4 << 20
 
 
-def plan(call: Call, batch) -> list[Rectangle]:
+def plan(call: Call, batch: Sequences) -> list[Rectangle]:
     token_bytes = 2 * call.num_kv_heads * call.head_dim * _dtype(call).itemsize
     return rectangles(call, batch, SCRATCH_BYTES // token_bytes)
 
 
-def run(call: Call, query: Tensor, cache, plan: list[Rectangle]):
+def run(
+    call: Call,
+    query: Float[Tensor, "num_tokens num_heads head_dim"],
+    cache: KVCache,
+    plan: list[Rectangle],
+) -> tuple[
+    Float[Tensor, "num_tokens num_heads head_dim"], Float[Tensor, "num_tokens num_heads"] | None
+]:
     # One row more than tokens: what a rectangle computes for its padding is written there.
     num_rows = call.num_tokens + 1
     out = query.new_zeros(num_rows, *call.out_shape[1:])
@@ -52,7 +62,7 @@ def _dtype(call) -> torch.dtype:
     return torch.float32 if slow else getattr(torch, call.dtype)
 
 
-def _rooms(call, cache, plan) -> list[tuple[Tensor, Tensor]]:
+def _rooms(call: Call, cache: KVCache, plan: list[Rectangle]) -> list[tuple[Tensor, Tensor]]:
     """Memory for the gathered blocks of each plane, as they are and widened.
 
     All rectangles use it in turn: fresh memory costs page faults.
@@ -66,7 +76,7 @@ def _rooms(call, cache, plan) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def _attend(call, rectangle: Rectangle, query, cache, rooms, results):
+def _attend(call: Call, rectangle: Rectangle, query, cache: KVCache, rooms, results) -> None:
     """Computes one rectangle and writes its rows of out and lse."""
     queries = [_queries(call, tile, query) for tile in rectangle.tiles]
     states = [[] for _ in queries]
@@ -79,8 +89,12 @@ def _attend(call, rectangle: Rectangle, query, cache, rooms, results):
             _write(call, tokens, tile_states, results)
 
 
-def _queries(call, tokens, query):
-    """The queries of a tile, folded: `[size, kv_heads, group * queries, dim]`."""
+def _queries(
+    call: Call,
+    tokens: Int[Tensor, "size queries"],
+    query: Float[Tensor, "num_tokens num_heads head_dim"],
+) -> Float[Tensor, "size kv_heads {call.group}*queries head_dim"]:
+    """The queries of a tile, folded."""
     rows = query[tokens.clamp(max=call.num_tokens - 1)]
     return fold(rows.to(_dtype(call)), call.num_kv_heads)
 
@@ -96,7 +110,10 @@ def _gathered(call, turn: Turn, cache, rooms) -> Iterator[Tensor]:
         yield pages.view(turn.size, -1, *plane.shape[2:]).transpose(1, 2)
 
 
-def _clear(rows, absent):
+def _clear(
+    rows: Float[Tensor, "slots kv_heads head_dim"],
+    absent: Bool[Tensor, "slots"] | Int[Tensor, "num_absent"],
+) -> None:
     """Zeroes what no query may look at: a NaN there survives a weight of 0."""
     if absent.dtype is torch.bool:
         rows.masked_fill_(absent[:, None, None], 0)  # does not wait for a GPU
@@ -104,7 +121,12 @@ def _clear(rows, absent):
         rows.index_fill_(0, absent, 0)  # touches only that
 
 
-def _state(call, part: Part, query, planes):
+def _state(
+    call: Call,
+    part: Part,
+    query: Float[Tensor, "size kv_heads rows head_dim"],
+    planes: list[Float[Tensor, "size kv_heads keys head_dim"]],
+) -> tuple[Float[Tensor, "size kv_heads rows head_dim"], Float[Tensor, "size kv_heads rows"]]:
     """Out and lse of a tile's queries over the keys of a part, folded."""
     key, value = (plane[:, :, part.keys] for plane in planes)
     hidden = part.hidden()
@@ -114,7 +136,7 @@ def _state(call, part: Part, query, planes):
     return out.masked_fill(hidden.blind[..., None], 0), lse.masked_fill(hidden.blind, -torch.inf)
 
 
-def _write(call, tokens, states, results):
+def _write(call: Call, tokens: Int[Tensor, "size queries"], states, results) -> None:
     """Joins the states of a tile's queries, and writes them to the rows of their tokens."""
     outs, lses = zip(*states, strict=True)
     out, lse = results
@@ -123,7 +145,10 @@ def _write(call, tokens, states, results):
         lse[tokens] = unfold(torch.stack(lses).logsumexp(0), tokens.shape[1]).to(lse.dtype)
 
 
-def _joined(outs, lses):
+def _joined(
+    outs: Sequence[Float[Tensor, "size kv_heads rows head_dim"]],
+    lses: Sequence[Float[Tensor, "size kv_heads rows"]],
+) -> Float[Tensor, "size kv_heads rows head_dim"]:
     """One result for all keys from those for some keys each."""
     if len(outs) == 1:
         return outs[0]

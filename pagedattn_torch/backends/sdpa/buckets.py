@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from pagedattn.call import Call
@@ -24,12 +25,12 @@ class Span(NamedTuple):
 class Rows(NamedTuple):
     """Some sequences. Their keys are counted from the first block that any query sees."""
 
-    tables: Tensor
-    first_blocks: Tensor
-    starts: Tensor  # of the queries
-    query_lens: Tensor
-    contexts: Tensor  # keys before the first query
-    num_keys: Tensor
+    tables: Int[Tensor, "size max_blocks"]
+    first_blocks: Int[Tensor, "size"]
+    starts: Int[Tensor, "size"]  # of the queries
+    query_lens: Int[Tensor, "size"]
+    contexts: Int[Tensor, "size"]  # keys before the first query
+    num_keys: Int[Tensor, "size"]
 
     def take(self, which) -> "Rows":
         return Rows(*(part[which] for part in self))
@@ -78,7 +79,7 @@ class Bucket:
             return Span(0, 0)
         first = self.bounds.max_context
         keys = common_key_range(first, first, self.bounds.min_keys, False, self.call.window)
-        return Span(keys[0], self.bounds.min_keys)
+        return Span(int(keys[0]), self.bounds.min_keys)
 
     def seen_by_all(self, begin: int, end: int) -> Span:
         """Keys that queries `begin` to `end` of every sequence see, as far as is known."""
@@ -86,7 +87,8 @@ class Bucket:
             return Span(0, 0)
         lowest, highest = self.bounds.min_context + begin, self.bounds.max_context + end - 1
         num_keys, causal = self.bounds.min_keys, self.call.spec.causal
-        return Span(*common_key_range(lowest, highest, num_keys, causal, self.call.window))
+        keys = common_key_range(lowest, highest, num_keys, causal, self.call.window)
+        return Span(*map(int, keys))
 
     def seen_by_any(self, begin: int, end: int, span: Span) -> Span:
         """The part of a span outside which queries `begin` to `end` of no sequence see a key."""
@@ -95,18 +97,18 @@ class Bucket:
         lowest, highest = self.bounds.min_context + begin, self.bounds.max_context + end - 1
         causal, window = self.call.spec.causal, self.call.window
         first, last = key_range(lowest, highest, span.last, causal, window)
-        return Span(max(first, span.first), last)
+        return Span(max(int(first), span.first), int(last))
 
-    def tokens(self) -> Tensor:
-        """The token of each query, `[size, num_queries]`; `num_tokens` where there is none."""
+    def tokens(self) -> Int[Tensor, "{self.size} {self.num_queries}"]:
+        """The token of each query; `num_tokens` where there is none."""
         offsets = torch.arange(self.num_queries, device=self.device)
         tokens = self.rows.starts[:, None] + offsets
         live = offsets < self.rows.query_lens[:, None]
         live &= (tokens >= 0) & (tokens < self.call.num_tokens)
         return torch.where(live, tokens, self.call.num_tokens)
 
-    def blocks(self, span: Span) -> Tensor:
-        """The blocks of a span, `[size * blocks]`: those of the cache, whatever the tables say."""
+    def blocks(self, span: Span) -> Int[Tensor, "size_times_blocks"]:
+        """The blocks of a span: those of the cache, whatever the tables say."""
         first, last = (key // self.call.block_size for key in span)
         tables = self.rows.tables[:, first:last]
         if self.call.window is not None:
@@ -115,16 +117,18 @@ class Bucket:
             tables = self.rows.tables.gather(1, columns.clamp(max=self.call.max_blocks - 1).long())
         return tables.clamp(0, self.call.num_blocks - 1).flatten()
 
-    def presence(self, span: Span) -> Tensor:
-        """Which keys of a span each sequence has and shows its first query: `[size, keys]`."""
+    def presence(self, span: Span) -> Bool[Tensor, "{self.size} keys"]:
+        """Which keys of a span each sequence has and shows its first query."""
         keys = torch.arange(*span, device=self.device)
         present = keys < self.rows.num_keys[:, None]
         if self.call.window is not None:
             present &= keys > self.rows.contexts[:, None] - self.call.window
         return present
 
-    def positions(self, begin: int, end: int, span: Span) -> tuple[Tensor, Tensor]:
-        """Of queries `[size, queries]`, and of keys `[1, keys]`."""
+    def positions(
+        self, begin: int, end: int, span: Span
+    ) -> tuple[Int[Tensor, "{self.size} {end}-{begin}"], Int[Tensor, "1 keys"]]:
+        """Of queries, and of keys."""
         offsets = torch.arange(begin, end, device=self.device)
         keys = torch.arange(*span, device=self.device)
         return self.rows.contexts[:, None] + offsets, keys[None]
