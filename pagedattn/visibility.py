@@ -168,7 +168,7 @@ def _float32(array: Shaped[Any, "*n"]) -> Float32[Any, "*n"]:
     return namespace(array).asarray(array, dtype=namespace(array).float32)
 
 
-def _float32_like(array, values):
+def _float32_like(array, values) -> Any:
     # torch's operators take no NumPy array; NumPy's and JAX's do.
     if hasattr(array, "new_tensor"):
         return values if hasattr(values, "new_tensor") else array.new_tensor(values)

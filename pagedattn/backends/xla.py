@@ -230,7 +230,7 @@ def _accumulate(
 
 
 def _finish(
-    state: State, dtype, shape: tuple[int, int]
+    state: State, dtype, shape: tuple[int, ...]
 ) -> tuple[Float[Array, "step tile num_heads head_dim"], Float[Array, "step tile num_heads"]]:
     """Normalises, and turns rows back into tokens and heads."""
     step, tile = shape

@@ -8,7 +8,7 @@ explicit: `is_causal` aligns queries with the first keys, and so is wrong as soo
 context.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -146,8 +146,8 @@ def _write(call: Call, tokens: Int[Tensor, "size queries"], states, results) -> 
 
 
 def _joined(
-    outs: Sequence[Float[Tensor, "size kv_heads rows head_dim"]],
-    lses: Sequence[Float[Tensor, "size kv_heads rows"]],
+    outs: tuple[Float[Tensor, "size kv_heads rows head_dim"], ...],
+    lses: tuple[Float[Tensor, "size kv_heads rows"], ...],
 ) -> Float[Tensor, "size kv_heads rows head_dim"]:
     """One result for all keys from those for some keys each."""
     if len(outs) == 1:
