@@ -87,4 +87,4 @@ def _device(device) -> Device:
     if device.type != "cuda":
         return Device(num_sms=64, shared_bytes=1 << 20)  # for the interpreter
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return device_of(num_sms, torch.cuda.get_device_capability(device))
+    return launch.device_of(num_sms, torch.cuda.get_device_capability(device))

@@ -7,9 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-pytest.importorskip("beartype", reason="beartype, which reads the annotations, is not installed")
+beartype = pytest.importorskip("beartype", reason="beartype, which reads annotations, is missing")
 pytest.importorskip("torch")
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +43,11 @@ def test_wrong():
 """
 
 
+# What the hook applies to each function. Sizes may be NumPy's integers wherever they may be Python's.
+whole_numbers = beartype.FrozenDict({int: int | np.integer})
+checked = beartype.beartype(conf=beartype.BeartypeConf(hint_overrides=whole_numbers))
+
+
 def modules() -> list[str]:
     """Those that are checked. A package stands for all in it, so not if some of it is left out."""
     files = [
@@ -57,7 +63,7 @@ def modules() -> list[str]:
 
 def run_hooked(*arguments) -> subprocess.CompletedProcess:
     """pytest under the hook, which conftest.py spares the tests of errors."""
-    option = f"--jaxtyping-packages={','.join([*modules(), 'annotations.checked'])}"
+    option = f"--jaxtyping-packages={','.join([*modules(), 'test_shapes.checked'])}"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", option]
     # beartype looks at one entry of a list, chosen at random: inside Hypothesis' strategies, too.
     command += ["-W", "ignore:Do not use the `random` module", *map(str, arguments)]
