@@ -43,7 +43,7 @@ def test_wrong():
 """
 
 
-# What the hook applies to each function. Sizes may be NumPy's integers wherever they may be Python's.
+# What the hook applies to each function. Sizes may be NumPy's integers where they may be Python's.
 whole_numbers = beartype.FrozenDict({int: int | np.integer})
 checked = beartype.beartype(conf=beartype.BeartypeConf(hint_overrides=whole_numbers))
 
