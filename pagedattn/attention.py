@@ -1,8 +1,10 @@
 """The two entry points: attention over a paged cache, and over packed keys without one."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from . import choice, validate
 from .backend import Backend
@@ -129,8 +131,8 @@ def ragged_attention(
     query: Float[Array, "num_tokens num_heads head_dim"],
     key: Float[Array, "num_keys num_kv_heads head_dim"],
     value: Float[Array, "num_keys num_kv_heads head_dim"],
-    query_start_loc: Int[Array, "num_seqs_plus_1"],
-    key_start_loc: Int[Array, "num_seqs_plus_1"],
+    query_start_loc: Integer[Any, "num_seqs_plus_1"],
+    key_start_loc: Integer[Any, "num_seqs_plus_1"],
     spec: AttentionSpec = AttentionSpec(),
     *,
     max_query_len: int,

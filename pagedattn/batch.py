@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jaxtyping import Int
+from jaxtyping import Integer
 
 from .integers import int32, rising
 
@@ -23,9 +23,9 @@ class Sequences:
         of the last sequence, or are 0.
     """
 
-    block_tables: Int[Any, "num_seqs max_blocks"]
-    seq_lens: Int[Any, "num_seqs"]
-    query_start_loc: Int[Any, "num_seqs_plus_1"]
+    block_tables: Integer[Any, "num_seqs max_blocks"]
+    seq_lens: Integer[Any, "num_seqs"]
+    query_start_loc: Integer[Any, "num_seqs+1"]
 
     @property
     def num_seqs(self) -> int:
@@ -36,11 +36,11 @@ class Sequences:
         return self.block_tables.shape[1]
 
     @property
-    def query_lens(self) -> Int[Any, "num_seqs"]:
+    def query_lens(self) -> Integer[Any, "num_seqs"]:
         return self.query_start_loc[1:] - self.query_start_loc[:-1]
 
     @property
-    def context_lens(self) -> Int[Any, "num_seqs"]:
+    def context_lens(self) -> Integer[Any, "num_seqs"]:
         return self.seq_lens - self.query_lens
 
 
@@ -60,8 +60,8 @@ class BatchMetadata(Sequences):
       max_query_len: an upper bound on the query lengths; static.
     """
 
-    slot_mapping: Int[Any, "num_tokens"]
-    positions: Int[Any, "num_tokens"]
+    slot_mapping: Integer[Any, "num_tokens"]
+    positions: Integer[Any, "num_tokens"]
     block_size: int = field(metadata={"static": True})
     max_query_len: int = field(metadata={"static": True})
 

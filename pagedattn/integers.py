@@ -5,14 +5,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Integer
 
 from .checks import int_array, known, require
 
 INT32 = np.iinfo(np.int32)
 
 
-def int32_array(name: str, array, ndim: int) -> Int[Array, "..."]:
+def int32_array(name: str, array: Integer[Any, "..."] | int, ndim: int) -> Int[Array, "..."]:
     """An argument as int32. A value beyond int32 is an error outside jit, and becomes -1 inside.
 
     Raises:
@@ -35,7 +35,7 @@ def int32_array(name: str, array, ndim: int) -> Int[Array, "..."]:
     return int32(values)
 
 
-def int32(values: Any) -> Int[Array, "..."]:
+def int32(values: Integer[Any, "*n"]) -> Int[Array, "*n"]:
     """Integers of any dtype as int32; what does not fit becomes -1, which is out of every range."""
     # jnp.asarray would cut 64 bits of NumPy's to 32, and the check below would see no difference.
     values = values if isinstance(values, jax.Array) else np.asarray(values)
@@ -46,7 +46,7 @@ def int32(values: Any) -> Int[Array, "..."]:
     return jnp.where(fits, jnp.asarray(narrow), -1)
 
 
-def rising(starts: Int[Array, "n"]) -> Int[Array, "n"]:
+def rising(starts: Integer[Any, "n"]) -> Int[Array, "n"]:
     """Starts of sequences as int32 that never fall.
 
     Zeros that pad the starts behind the last sequence become the end of that sequence.

@@ -1,18 +1,31 @@
 """Packed keys as a paged cache: blocks of one token, in order. For arrays of any framework."""
 
+from typing import Any
+
+from jaxtyping import Float, Integer
+
 from .batch import BatchMetadata
 from .cache import KVCache
 from .ragged import PAD_SLOT, arange, namespace, token_positions
 
 
-def packed_cache(key, value) -> KVCache:
+def packed_cache(
+    key: Float[Any, "num_keys num_kv_heads head_dim"],
+    value: Float[Any, "num_keys num_kv_heads head_dim"],
+) -> KVCache:
     """A cache over keys and values `[num_keys, num_kv_heads, head_dim]`; one of zeros if empty."""
     if not len(key):
         key = value = key.sum(0)[None]  # one block of zeros, which no sequence owns
     return KVCache(key[:, None], value[:, None])
 
 
-def packed_batch(num_tokens: int, query_start_loc, key_start_loc, max_query_len, max_key_len):
+def packed_batch(
+    num_tokens: int,
+    query_start_loc: Integer[Any, "num_seqs_plus_1"],
+    key_start_loc: Integer[Any, "num_seqs_plus_1"],
+    max_query_len: int,
+    max_key_len: int,
+) -> BatchMetadata:
     """The batch of packed queries over a `packed_cache`.
 
     Both starts are int32 `[num_seqs + 1]`: sequence s has the rows from entry s up to entry s + 1.

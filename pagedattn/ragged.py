@@ -2,10 +2,11 @@
 
 import sys
 from types import ModuleType
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Integer, Shaped
 
 from . import validate_blocks as validate
 from .checks import MAX_SLOTS
@@ -34,7 +35,7 @@ def namespace(array) -> ModuleType:
     return np if isinstance(array, np.ndarray | np.generic | int | float) else jnp
 
 
-def arange(count: int, like):
+def arange(count: int, like: Shaped[Any, "..."]) -> Int[Any, "{count}"]:
     """0, 1, ..., count - 1 as int32, in the framework and on the device of the array `like`.
 
     >>> arange(3, np.zeros(1))
@@ -45,8 +46,8 @@ def arange(count: int, like):
 
 
 def sequence_ids(
-    query_start_loc: Int[Array, "num_seqs_plus_1"], num_tokens: int
-) -> Int[Array, "num_tokens"]:
+    query_start_loc: Integer[Any, "num_seqs_plus_1"], num_tokens: int
+) -> Int[Any, "{num_tokens}"]:
     """The sequence that brought each token of the packed batch, -1 for padding tokens.
 
     Takes int32 arrays of any framework.
@@ -60,10 +61,10 @@ def sequence_ids(
 
 
 def token_positions(
-    query_start_loc: Int[Array, "num_seqs_plus_1"],
-    seq_lens: Int[Array, "num_seqs"],
+    query_start_loc: Integer[Any, "num_seqs_plus_1"],
+    seq_lens: Integer[Any, "num_seqs_plus_1-1"],
     num_tokens: int,
-) -> Int[Array, "num_tokens"]:
+) -> Integer[Any, "{num_tokens}"]:
     """`positions` without its checks, for int32 arrays of any framework that fit together."""
     ids, tokens = sequence_ids(query_start_loc, num_tokens), arange(num_tokens, seq_lens)
     context_ends = (seq_lens - query_start_loc[1:])[ids] if len(seq_lens) else 0
@@ -71,10 +72,10 @@ def token_positions(
 
 
 def positions(
-    query_start_loc: Int[Array, "num_seqs_plus_1"],
-    seq_lens: Int[Array, "num_seqs"],
+    query_start_loc: Integer[Any, "num_seqs_plus_1"],
+    seq_lens: Integer[Any, "num_seqs_plus_1-1"],
     num_tokens: int,
-) -> Int[Array, "num_tokens"]:
+) -> Int[Array, "{num_tokens}"]:
     """The absolute position of each token of the packed batch, 0 for padding tokens.
 
     A sequence's new tokens are its last ones: they end at position `seq_len - 1`.
@@ -93,9 +94,9 @@ def positions(
 
 
 def slot_mapping(
-    block_tables: Int[Array, "num_seqs max_blocks"],
-    seq_ids: Int[Array, "*tokens"],
-    positions: Int[Array, "*tokens"],
+    block_tables: Integer[Any, "num_seqs max_blocks"],
+    seq_ids: Integer[Any, "*tokens"],
+    positions: Integer[Any, "*tokens"],
     *,
     block_size: int,
 ) -> Int[Array, "*tokens"]:
@@ -126,7 +127,7 @@ def slot_mapping(
     return jnp.where(known & fits, blocks * block_size + positions % block_size, PAD_SLOT)
 
 
-def in_range(ids: Int[Array, "*n"], bound: int) -> Bool[Array, "*n"]:
+def in_range(ids: Integer[Any, "*n"], bound: int) -> Bool[Any, "*n"]:
     """True where an id may index an axis of length `bound`."""
     return (ids >= 0) & (ids < bound)
 

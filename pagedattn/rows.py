@@ -1,8 +1,10 @@
 """Setting rows of an array in place, also where XLA alone would rewrite the whole array."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Integer, Shaped
 
 from .call import device_of
 from .checks import is_traced
@@ -11,8 +13,8 @@ from .registry import Framework, can_load, load, order, wrong_device
 
 
 def set_rows(
-    array: Shaped[Array, "..."], indices: Int[Array, "n"], rows: Shaped[Array, "n *row"]
-) -> Shaped[Array, "..."]:
+    array: Shaped[Any, "*shape"], indices: Integer[Any, "n"], rows: Shaped[Any, "n *row"]
+) -> Shaped[Array, "*shape"]:
     """Sets rows of an array, leaving out those whose index is out of range.
 
     An index counts rows over all leading axes together: in a plane of the cache it is the number

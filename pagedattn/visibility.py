@@ -5,20 +5,26 @@ of one framework; others raise InvalidInputError. Masks have shape `[..., q, k]`
 `[..., num_heads, q, k]`. Distances are integers: in bfloat16 they would be wrong from 257 on.
 """
 
+from typing import Any
+
 import numpy as np
+from jaxtyping import Bool, Float32, Integer, Shaped
 
 from .checks import an_array, count, describe, is_integer, require
 from .ragged import namespace
 from .spec import AttentionSpec, slopes_of
 
+Queries = Integer[Any, "*#n q"]
+Keys = Integer[Any, "*#n k"]
 
-def distance(query_positions, key_positions):
+
+def distance(query_positions: Queries, key_positions: Keys) -> Integer[Any, "*#n q k"]:
     """Query position minus key position: int `[..., q, k]`."""
     return query_positions[..., :, None] - key_positions[..., None, :]
 
 
-def causal_mask(query_positions, key_positions):
-    """True where the key is not after the query: bool `[..., q, k]`.
+def causal_mask(query_positions: Queries, key_positions: Keys) -> Bool[Any, "*#n q k"]:
+    """True where the key is not after the query.
 
     >>> causal_mask(np.arange(2), np.arange(3))
     array([[ True, False, False],
@@ -27,8 +33,10 @@ def causal_mask(query_positions, key_positions):
     return distance(*_checked(query_positions, key_positions)) >= 0
 
 
-def sliding_window_mask(query_positions, key_positions, sliding_window: int):
-    """True where query and key are less than `sliding_window` apart: bool `[..., q, k]`.
+def sliding_window_mask(
+    query_positions: Queries, key_positions: Keys, sliding_window: int
+) -> Bool[Any, "*#n q k"]:
+    """True where query and key are less than `sliding_window` apart.
 
     >>> sliding_window_mask(np.array([2]), np.arange(5), 2)
     array([[False,  True,  True,  True, False]])
@@ -37,8 +45,10 @@ def sliding_window_mask(query_positions, key_positions, sliding_window: int):
     return abs(distance(*_checked(query_positions, key_positions))) < sliding_window
 
 
-def alibi_bias(query_positions, key_positions, slopes):
-    """`-slope * |p - j|` (Press et al., 2022): float32 `[..., num_heads, q, k]`.
+def alibi_bias(
+    query_positions: Queries, key_positions: Keys, slopes
+) -> Float32[Any, "*m num_heads q k"]:
+    """`-slope * |p - j|` (Press et al., 2022).
 
     `slopes` is a sequence of floats or an array of the positions' framework, one entry per query
     head, of any sign.
@@ -52,8 +62,10 @@ def alibi_bias(query_positions, key_positions, slopes):
     return apart[..., None, :, :] * slopes
 
 
-def visible_mask(query_positions, key_positions, spec: AttentionSpec):
-    """True where the spec lets the query see the key: bool `[..., q, k]`."""
+def visible_mask(
+    query_positions: Queries, key_positions: Keys, spec: AttentionSpec
+) -> Bool[Any, "*#n q k"]:
+    """True where the spec lets the query see the key."""
     apart = distance(query_positions, key_positions)
     visible = apart >= 0 if spec.causal else apart == apart
     if spec.sliding_window is not None:
@@ -61,7 +73,9 @@ def visible_mask(query_positions, key_positions, spec: AttentionSpec):
     return visible
 
 
-def attention_bias(query_positions, key_positions, spec: AttentionSpec):
+def attention_bias(
+    query_positions: Queries, key_positions: Keys, spec: AttentionSpec
+) -> Float32[Any, "*bias q k"]:
     """What the spec adds to the scaled (and capped) logits: ALiBi, and -inf where invisible.
 
     Returns float32 `[..., q, k]`, with ALiBi `[..., num_heads, q, k]`.
@@ -78,7 +92,7 @@ def attention_bias(query_positions, key_positions, spec: AttentionSpec):
     return bias[..., None, :, :] + alibi_bias(query_positions, key_positions, spec.alibi_slopes)
 
 
-def additive(visible):
+def additive(visible: Bool[Any, "*n"]) -> Float32[Any, "*n"]:
     """float32: 0 where True, -inf where False; as 1 - 1 / x, which needs operators alone."""
     with np.errstate(divide="ignore"):
         return 1 - 1 / _float32(visible)
@@ -150,11 +164,11 @@ def _native(array):
     return array.astype(array.dtype.newbyteorder("=")) if swapped else array
 
 
-def _float32(array):
+def _float32(array: Shaped[Any, "*n"]) -> Float32[Any, "*n"]:
     return namespace(array).asarray(array, dtype=namespace(array).float32)
 
 
-def _float32_like(array, values):
+def _float32_like(array, values) -> Any:
     # torch's operators take no NumPy array; NumPy's and JAX's do.
     if hasattr(array, "new_tensor"):
         return values if hasattr(values, "new_tensor") else array.new_tensor(values)

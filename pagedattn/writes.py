@@ -1,8 +1,10 @@
 """Writing to a paged cache: tokens to their slots, blocks copied, swapped and filled."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from . import validate
 from .cache import KVCache
@@ -17,7 +19,7 @@ def write_kv(
     cache: KVCache,
     key: Float[Array, "num_tokens num_kv_heads head_dim"],
     value: Float[Array, "num_tokens num_kv_heads head_dim"],
-    slot_mapping: Int[Array, "num_tokens"],
+    slot_mapping: Integer[Any, "num_tokens"],
 ) -> KVCache:
     """Writes the keys and values of new tokens to their slots; slot -1 writes nothing.
 
@@ -42,7 +44,7 @@ def write_kv(
 
 @takes_any_array
 def copy_blocks(
-    cache: KVCache, src: Int[Array, "num_copies"], dst: Int[Array, "num_copies"]
+    cache: KVCache, src: Integer[Any, "num_copies"], dst: Integer[Any, "num_copies"]
 ) -> KVCache:
     """Copies block `src[i]` to block `dst[i]`, all at once: every source is read as it was before.
 
@@ -63,8 +65,8 @@ def copy_blocks(
 def swap_blocks(
     src_cache: KVCache,
     dst_cache: KVCache,
-    src: Int[Array, "num_copies"],
-    dst: Int[Array, "num_copies"],
+    src: Integer[Any, "num_copies"],
+    dst: Integer[Any, "num_copies"],
 ) -> KVCache:
     """Copies block `src[i]` of one cache to block `dst[i]` of another, and returns the latter.
 
@@ -86,7 +88,7 @@ def swap_blocks(
 
 
 @takes_any_array
-def fill_blocks(cache: KVCache, blocks: Int[Array, "*n"], value: float = 0.0) -> KVCache:
+def fill_blocks(cache: KVCache, blocks: Integer[Any, "*n"], value: float = 0.0) -> KVCache:
     """Overwrites blocks with one value: zeros, or NaN to find who still reads them; -1 is skipped.
 
     Raises:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer
 from torch import Tensor
 
 from pagedattn import AttentionSpec, Backend, BatchMetadata, KVCache, choice, validate
@@ -78,7 +78,12 @@ class Step:
     backend: Backend
     plan: Any
 
-    def attend(self, query: Tensor, cache: KVCache) -> tuple[Tensor, Tensor | None]:
+    def attend(
+        self, query: Float[Tensor, "num_tokens num_heads head_dim"], cache: KVCache
+    ) -> tuple[
+        Float[Tensor, "num_tokens num_heads head_dim"],
+        Float[Tensor, "num_tokens num_heads"] | None,
+    ]:
         """Attention of one layer: out, and lse if the step was prepared with `return_lse`.
 
         Raises:
@@ -92,7 +97,12 @@ class Step:
         return self.run(query, cache)
 
     @torch.no_grad()
-    def run(self, query: Tensor, cache: KVCache) -> tuple[Tensor, Tensor | None]:
+    def run(
+        self, query: Float[Tensor, "num_tokens num_heads head_dim"], cache: KVCache
+    ) -> tuple[
+        Float[Tensor, "num_tokens num_heads head_dim"],
+        Float[Tensor, "num_tokens num_heads"] | None,
+    ]:
         """`attend` without its checks, for arrays that are known to be like the prepared ones."""
         if self.call.is_empty:
             return _empty_results(self.call, query)
@@ -168,8 +178,8 @@ def ragged_attention(
     query: Float[Tensor, "num_tokens num_heads head_dim"],
     key: Float[Tensor, "num_keys num_kv_heads head_dim"],
     value: Float[Tensor, "num_keys num_kv_heads head_dim"],
-    query_start_loc: Int[Tensor, "num_seqs_plus_1"],
-    key_start_loc: Int[Tensor, "num_seqs_plus_1"],
+    query_start_loc: Integer[Any, "num_seqs_plus_1"],
+    key_start_loc: Integer[Any, "num_seqs_plus_1"],
     spec: AttentionSpec = AttentionSpec(),
     *,
     max_query_len: int,

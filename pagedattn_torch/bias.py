@@ -3,6 +3,7 @@
 import functools
 
 import torch
+from jaxtyping import Float32, Integer
 from torch import Tensor
 
 from pagedattn.ragged import cdiv
@@ -11,7 +12,11 @@ from pagedattn.visibility import alibi_bias
 ALIGNMENT = 16  # elements: rows of a bias start at multiples of this in memory
 
 
-def alibi(query_positions: Tensor, key_positions: Tensor, slopes: tuple[float, ...]) -> Tensor:
+def alibi(
+    query_positions: Integer[Tensor, "*#n q"],
+    key_positions: Integer[Tensor, "*#n k"],
+    slopes: tuple[float, ...],
+) -> Float32[Tensor, "*m num_heads q k"]:
     """`pagedattn.alibi_bias` on the device of the positions: float32 `[..., num_heads, q, k]`."""
     return alibi_bias(query_positions, key_positions, slopes_on(slopes, query_positions.device))
 
@@ -30,7 +35,7 @@ def exact_dtype(query: Tensor, slopes: tuple[float, ...] | None) -> torch.dtype:
 
 
 @functools.cache
-def slopes_on(slopes: tuple[float, ...], device: torch.device) -> Tensor:
+def slopes_on(slopes: tuple[float, ...], device: torch.device) -> Float32[Tensor, "num_heads"]:
     """Slopes on a device, float32; made once, and kept as long as the process lives.
 
     Copying them to a GPU waits for it, so that cannot happen while a CUDA graph is captured. And a

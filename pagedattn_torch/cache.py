@@ -1,7 +1,9 @@
 """The paged cache on torch tensors, updated in place."""
 
+from typing import Any
+
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer, Shaped
 from torch import Tensor
 
 from pagedattn import KVCache, validate
@@ -14,7 +16,7 @@ def write_kv_(
     cache: KVCache,
     key: Float[Tensor, "num_tokens num_kv_heads head_dim"],
     value: Float[Tensor, "num_tokens num_kv_heads head_dim"],
-    slot_mapping: Int[Tensor, "num_tokens"],
+    slot_mapping: Integer[Any, "num_tokens"],
 ) -> KVCache:
     """Writes the keys and values of new tokens into the cache, in place; slot -1 writes nothing.
 
@@ -44,7 +46,12 @@ def write_kv_(
 
 
 @torch.no_grad()
-def write_rows_(cache: KVCache, key: Tensor, value: Tensor, rows: HostRows | DeviceRows) -> None:
+def write_rows_(
+    cache: KVCache,
+    key: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+    value: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+    rows: HostRows | DeviceRows,
+) -> None:
     """`write_kv_` without its checks; never waits for the device."""
     with on_device_of(cache.key):
         rows.put_(cache.key, key)
@@ -52,7 +59,11 @@ def write_rows_(cache: KVCache, key: Tensor, value: Tensor, rows: HostRows | Dev
 
 
 @torch.no_grad()
-def set_rows_(array: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
+def set_rows_(
+    array: Shaped[Tensor, "*shape"],
+    indices: Integer[Tensor, "n"],
+    rows: Shaped[Tensor, "n *row"],
+) -> Shaped[Tensor, "*shape"]:
     """Sets rows of a contiguous array in place; rows whose index is out of range are dropped.
 
     An index counts rows over all leading axes together. Gradients are not tracked.
@@ -63,7 +74,7 @@ def set_rows_(array: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
     return array
 
 
-def copy_blocks_(cache: KVCache, src: Int[Tensor, "n"], dst: Int[Tensor, "n"]) -> KVCache:
+def copy_blocks_(cache: KVCache, src: Integer[Any, "n"], dst: Integer[Any, "n"]) -> KVCache:
     """Copies block `src[i]` to block `dst[i]` in place; every source is read as it was before.
 
     A block of -1 copies nothing. The ids may be of any framework; gradients are not tracked.
@@ -81,7 +92,7 @@ def copy_blocks_(cache: KVCache, src: Int[Tensor, "n"], dst: Int[Tensor, "n"]) -
 
 @torch.no_grad()
 def swap_blocks_(
-    src_cache: KVCache, dst_cache: KVCache, src: Int[Tensor, "n"], dst: Int[Tensor, "n"]
+    src_cache: KVCache, dst_cache: KVCache, src: Integer[Any, "n"], dst: Integer[Any, "n"]
 ) -> KVCache:
     """Copies block `src[i]` of one cache to block `dst[i]` of another, and returns the latter.
 

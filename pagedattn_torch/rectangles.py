@@ -5,6 +5,7 @@ All sizes follow from shapes: nothing here reads a length, which would wait for 
 
 from dataclasses import dataclass
 
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from pagedattn import KVCache
@@ -19,24 +20,24 @@ class Pages:
     """The keys that a sequence's queries may see, one row for each sequence.
 
     Fields:
-      key, value: `[num_seqs, num_keys, kv_heads, head_dim]`, 0 where no query may look.
-      positions: absolute positions in the sequence, `[num_seqs, num_keys]`.
-      lens: how many keys of a row belong to the sequence, `[num_seqs]`.
+      key, value: 0 where no query may look.
+      positions: absolute positions in the sequence.
+      lens: how many keys of a row belong to the sequence.
     """
 
-    key: Tensor
-    value: Tensor
-    positions: Tensor
-    lens: Tensor
+    key: Float[Tensor, "num_seqs num_keys num_kv_heads head_dim"]
+    value: Float[Tensor, "num_seqs num_keys num_kv_heads head_dim"]
+    positions: Int[Tensor, "num_seqs num_keys"]
+    lens: Int[Tensor, "num_seqs"]
 
 
-def first_keys(call: Call, batch: Sequences) -> Tensor:
+def first_keys(call: Call, batch: Sequences) -> Int[Tensor, "num_seqs"]:
     """The position of the first key of each sequence that any of its queries sees: `[num_seqs]`."""
     context_lens = batch.context_lens
     return key_range(context_lens, context_lens, batch.seq_lens, False, call.window)[0]
 
 
-def first_blocks(call: Call, batch: Sequences) -> Tensor:
+def first_blocks(call: Call, batch: Sequences) -> Int[Tensor, "num_seqs"]:
     """The column in the block tables of the block of each `first_keys`: `[num_seqs]`."""
     return first_keys(call, batch) // call.block_size
 
@@ -55,18 +56,26 @@ def gather_pages(call: Call, cache: KVCache, batch: Sequences) -> Pages:
     return Pages(key, value, positions, batch.seq_lens - columns[:, 0] * call.block_size)
 
 
-def _rows(plane, blocks, outside):
+def _rows(
+    plane: Float[Tensor, "num_blocks block_size num_kv_heads head_dim"],
+    blocks: Int[Tensor, "rows"],
+    outside: Bool[Tensor, "num_seqs num_keys"],
+) -> Float[Tensor, "num_seqs num_keys num_kv_heads head_dim"]:
     rows = plane.index_select(0, blocks).view(*outside.shape, *plane.shape[2:])
     return rows.masked_fill_(outside[..., None, None], 0)  # a NaN would survive a weight of 0
 
 
-def fold(rows: Tensor, num_kv_heads: int) -> Tensor:
+def fold(
+    rows: Float[Tensor, "size queries heads dim"], num_kv_heads: int
+) -> Float[Tensor, "size {num_kv_heads} heads//{num_kv_heads}*queries dim"]:
     """Folds `[size, queries, heads, dim]` to `[size, kv_heads, group * queries, dim]`."""
     grouped = rows.unflatten(2, (num_kv_heads, -1))
     return grouped.permute(0, 2, 3, 1, 4).flatten(2, 3)
 
 
-def unfold(rows: Tensor, num_queries: int) -> Tensor:
+def unfold(
+    rows: Float[Tensor, "size kv_heads rows *dim"], num_queries: int
+) -> Float[Tensor, "size {num_queries} heads *dim"]:
     """Unfolds `[size, kv_heads, group * queries, ...]` to `[size, queries, heads, ...]`."""
     return rows.unflatten(2, (-1, num_queries)).flatten(1, 2).transpose(1, 2)
 

@@ -6,16 +6,17 @@ Where rows go is worked out once, for the keys, the values and all layers of a s
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Bool, Int, Integer, Shaped
 from torch import Tensor
 
 
 class HostRows(NamedTuple):
     """Where rows go, on a CPU: `kept` are the rows that are set, `index` is where each goes."""
 
-    index: tuple[Tensor, ...]
-    kept: Tensor
+    index: tuple[Int[Tensor, "num_kept"], ...]
+    kept: Int[Tensor, "num_kept"]
 
-    def put_(self, array: Tensor, rows: Tensor) -> None:
+    def put_(self, array: Shaped[Tensor, "..."], rows: Shaped[Tensor, "num_rows ..."]) -> None:
         array.index_put_(self.index, rows[self.kept])
 
 
@@ -26,12 +27,12 @@ class DeviceRows(NamedTuple):
     first row back to where it is.
     """
 
-    index: tuple[Tensor, ...]
-    live: Tensor
-    first: Tensor  # the number of the first live row, [1]: as a scalar the host would read it
-    some: Tensor  # whether any row is live
+    index: tuple[Int[Tensor, "num_rows"], ...]
+    live: Bool[Tensor, "num_rows"]
+    first: Int[Tensor, "1"]  # the number of the first live row; of no dimension it would be read
+    some: Bool[Tensor, ""]  # whether any row is live
 
-    def put_(self, array: Tensor, rows: Tensor) -> None:
+    def put_(self, array: Shaped[Tensor, "..."], rows: Shaped[Tensor, "num_rows ..."]) -> None:
         if not len(rows):
             return
         at_first = tuple(axis[self.first] for axis in self.index)
@@ -40,7 +41,9 @@ class DeviceRows(NamedTuple):
         array.index_put_(self.index, torch.where(live, rows, spare))
 
 
-def row_index(axes: tuple[Tensor, ...], live: Tensor) -> HostRows | DeviceRows:
+def row_index(
+    axes: tuple[Int[Tensor, "num_rows"], ...], live: Bool[Tensor, "num_rows"]
+) -> HostRows | DeviceRows:
     """Where rows go: `axes` index the leading axes of the array; rows not `live` are dropped."""
     if live.device.type == "cpu":
         kept = live.nonzero().flatten()
@@ -53,7 +56,9 @@ def row_index(axes: tuple[Tensor, ...], live: Tensor) -> HostRows | DeviceRows:
     return DeviceRows(index, live, first, some)
 
 
-def slot_index(slots: Tensor, num_slots: int, block_size: int) -> HostRows | DeviceRows:
+def slot_index(
+    slots: Integer[Tensor, "num_rows"], num_slots: int, block_size: int
+) -> HostRows | DeviceRows:
     """Where the rows of new tokens go in a key or value cache `[num_blocks, block_size, ...]`."""
     slots = slots.to(torch.int64)
     live = (slots >= 0) & (slots < num_slots)

@@ -119,6 +119,13 @@ def good_call():
     return jnp.asarray(problem.query), cache_of(problem), batch_of(problem), problem.spec
 
 
+def assert_same(got: Any, want: Any) -> None:
+    """Two pytrees of one structure and of equal arrays."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for pair in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(*pair)
+
+
 def assert_words(error, words):
     missing = [word for word in words if word not in str(error.value)]
     assert not missing, str(error.value)

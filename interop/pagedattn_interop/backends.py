@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int, Shaped
 
 from pagedattn.backend import Backend
 from pagedattn.call import Call
@@ -84,7 +85,9 @@ class _Attend:
         return (out, lse) if self.call.return_lse else out
 
 
-def set_rows(array, indices, rows):
+def set_rows(
+    array: Shaped[Array, "*shape"], indices: Int[Array, "n"], rows: Shaped[Array, "n *row"]
+) -> Shaped[Array, "*shape"]:
     """`Backend.set_rows` by torch: sets rows of a JAX array in place, inside jit."""
     out = jax.ShapeDtypeStruct(array.shape, array.dtype)
     return torch_call(set_rows_, out, aliases={0: 0}, capturable=True)(array, indices, rows)

@@ -49,7 +49,7 @@ def run(
     query: Float[Array, "num_tokens num_heads head_dim"],
     cache: KVCache,
     batch: Sequences,
-):
+) -> tuple[Float[Array, "num_tokens num_heads head_dim"], Float[Array, "num_tokens num_heads"]]:
     tile = min(TILE, call.longest_query)
     tiles = _tiles(call, batch, tile)
     # On a CPU one tile's chunk stays in the cache, and more tiles at a time gain nothing.
@@ -69,7 +69,7 @@ HONOURS = frozenset(
 BACKEND = Backend("xla", HONOURS, run)
 
 
-def _tiles(call, batch, tile) -> Tiles:
+def _tiles(call: Call, batch: Sequences, tile: int) -> Tiles:
     """Cuts the batch into tiles. Their number is bounded by shapes alone."""
     starts = _tile_starts(batch, tile)
     num_tiles = min(call.num_tokens, call.num_tokens // tile + call.num_seqs)
@@ -84,19 +84,24 @@ def _tiles(call, batch, tile) -> Tiles:
     return Tiles(tokens, valid, positions, batch.block_tables[seqs], first, last)
 
 
-def _tile_starts(batch, tile):
+def _tile_starts(batch: Sequences, tile: int) -> Int[Array, "num_seqs_plus_1"]:
     counts = cdiv(batch.query_lens, tile)
     return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts).astype(jnp.int32)])
 
 
-def _key_range(call, positions, valid, seq_lens):
+def _key_range(
+    call: Call,
+    positions: Int[Array, "num_tiles tile"],
+    valid: Bool[Array, "num_tiles tile"],
+    seq_lens: Int[Array, "num_tiles"],
+) -> tuple[Int[Array, "num_tiles"], Int[Array, "num_tiles"]]:
     """For each tile the keys `[first, last)` that its rows may see; no row sees any other."""
     highest = jnp.max(jnp.where(valid, positions, -1), axis=1)
     num_keys = jnp.where(valid.any(axis=1), seq_lens, 0)
     return key_range(positions[:, 0], highest, num_keys, call.spec.causal, call.window)
 
 
-def _grouped(tiles, size) -> Tiles:
+def _grouped(tiles: Tiles, size: int) -> Tiles:
     """Tiles in groups of `size`, filled up with tiles that see nothing."""
     num_tiles = tiles.first_key.shape[0]
     size = min(size, num_tiles)
@@ -109,7 +114,9 @@ def _grouped(tiles, size) -> Tiles:
     return jax.tree.map(group, tiles)
 
 
-def _rows_of_tokens(call, batch, tile):
+def _rows_of_tokens(
+    call: Call, batch: Sequences, tile: int
+) -> tuple[Int[Array, "num_tokens"], Bool[Array, "num_tokens"]]:
     """For each token its row among all rows of all tiles, and whether it has one (no padding)."""
     seqs = sequence_ids(batch.query_start_loc, call.num_tokens)
     live, seqs = seqs >= 0, jnp.maximum(seqs, 0)
@@ -117,8 +124,10 @@ def _rows_of_tokens(call, batch, tile):
     return _tile_starts(batch, tile)[seqs] * tile + offsets, live
 
 
-def _attend(call, query, cache, tiles):
-    """Attention of some tiles: out `[step, tile, heads, dim]`, lse `[step, tile, heads]`."""
+def _attend(
+    call: Call, query: Float[Array, "num_tokens num_heads head_dim"], cache: KVCache, tiles: Tiles
+) -> tuple[Float[Array, "step tile num_heads head_dim"], Float[Array, "step tile num_heads"]]:
+    """Attention of some tiles."""
     chunk = min(CHUNK, call.capacity)
     scaled = _tile_queries(call, query, tiles) * call.scale
 
@@ -138,8 +147,10 @@ def _attend(call, query, cache, tiles):
     return _finish(state, query.dtype, tiles.tokens.shape)
 
 
-def _tile_queries(call, query, tiles):
-    """`[step, kv_heads, rows, dim]`: a row for each head of a KV head's group and each token."""
+def _tile_queries(
+    call: Call, query: Float[Array, "num_tokens num_heads head_dim"], tiles: Tiles
+) -> Float[Array, "step kv_heads rows head_dim"]:
+    """A row for each head of a KV head's group and each token."""
     step, tile = tiles.tokens.shape
     rows = query.at[tiles.tokens].get(mode="clip")
     rows = jnp.where(tiles.valid[:, :, None, None], rows, 0)
@@ -148,13 +159,19 @@ def _tile_queries(call, query, tiles):
     return rows.transpose(0, 2, 3, 1, 4).reshape(step, call.num_kv_heads, -1, call.head_dim)
 
 
-def _slots(tables, keys, block_size):
+def _slots(
+    tables: Int[Array, "step max_blocks"], keys: Int[Array, "chunk"], block_size: int
+) -> Int[Array, "step chunk"]:
     blocks = tables.at[:, keys // block_size].get(mode="clip")
     return blocks * block_size + (keys % block_size)[None]
 
 
-def _gather(plane, slots, inside):
-    """Rows of a cache plane as `[step, kv_heads, chunk, dim]`, 0 where no query may look.
+def _gather(
+    plane: Float[Array, "num_blocks block_size kv_heads head_dim"],
+    slots: Int[Array, "step chunk"],
+    inside: Bool[Array, "step chunk"],
+) -> Float[Array, "step kv_heads chunk head_dim"]:
+    """Rows of a cache plane, 0 where no query may look.
 
     With heads before slots XLA:CPU need not transpose for its matrix products. The zeros are there
     because a NaN would survive a weight of 0.
@@ -172,7 +189,14 @@ def _wide(dtype):
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
-def _logits(call, scaled, key, tiles, keys, inside):
+def _logits(
+    call: Call,
+    scaled: Float[Array, "step kv_heads rows head_dim"],
+    key: Float[Array, "step kv_heads chunk head_dim"],
+    tiles: Tiles,
+    keys: Int[Array, "1 chunk"],
+    inside: Bool[Array, "step chunk"],
+) -> Float[Array, "step kv_heads rows chunk"]:
     spec = call.spec
     logits = jnp.einsum("bhrd,bhkd->bhrk", scaled, key, precision="highest")
     if spec.logits_soft_cap is not None:
@@ -185,12 +209,16 @@ def _logits(call, scaled, key, tiles, keys, inside):
     return jnp.where(visible[:, None], by_head, -jnp.inf).reshape(logits.shape)
 
 
-def _no_key_seen(scaled) -> State:
+def _no_key_seen(scaled: Float[Array, "step kv_heads rows head_dim"]) -> State:
     empty = jnp.zeros_like(scaled[..., 0])
     return State(jnp.full_like(empty, -jnp.inf), empty, jnp.zeros_like(scaled))
 
 
-def _accumulate(state, logits, value) -> State:
+def _accumulate(
+    state: State,
+    logits: Float[Array, "step kv_heads rows chunk"],
+    value: Float[Array, "step kv_heads chunk head_dim"],
+) -> State:
     # The shift cancels out of the result, so it needs no gradient.
     highest = jax.lax.stop_gradient(jnp.maximum(state.highest, logits.max(axis=3)))
     shift = jnp.where(jnp.isneginf(highest), 0, highest)
@@ -201,8 +229,10 @@ def _accumulate(state, logits, value) -> State:
     return State(highest, total, state.summed * kept[..., None] + summed)
 
 
-def _finish(state, dtype, shape):
-    """Normalises, and turns `[step, kv_heads, rows]` back into `[step, tile, heads]`."""
+def _finish(
+    state: State, dtype, shape: tuple[int, ...]
+) -> tuple[Float[Array, "step tile num_heads head_dim"], Float[Array, "step tile num_heads"]]:
+    """Normalises, and turns rows back into tokens and heads."""
     step, tile = shape
     empty = state.total == 0
     total = jnp.where(empty, 1, state.total)

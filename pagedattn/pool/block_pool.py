@@ -5,10 +5,11 @@ A pool knows nothing of keys and values. What it decides is applied to each laye
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Integer
 
 from ..batch import BatchMetadata
 from ..ragged import cdiv, positions, sequence_ids, slot_mapping
@@ -90,7 +91,7 @@ def init_block_pool(
 
 
 def batch_from_pool(
-    pool: BlockPool, query_lens: Int[Array, "max_seqs"], *, num_tokens: int, max_query_len: int
+    pool: BlockPool, query_lens: Integer[Any, "max_seqs"], *, num_tokens: int, max_query_len: int
 ) -> BatchMetadata:
     """The batch in which each sequence's last `query_lens[s]` tokens are the new ones.
 

@@ -1,11 +1,12 @@
 """Growing sequences in a block pool, with copy-on-write."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Integer
 
 from ..checks import an_array, known
 from ..errors import InvalidInputError, OutOfBlocksError
@@ -47,7 +48,7 @@ class Growth:
 
 
 def append_tokens(
-    pool: BlockPool, num_tokens: Int[Array, "max_seqs"], *, max_new_tokens: int | None = None
+    pool: BlockPool, num_tokens: Integer[Any, "max_seqs"], *, max_new_tokens: int | None = None
 ) -> tuple[BlockPool, Growth]:
     """Makes room for `num_tokens[s]` new tokens of each sequence; 0 leaves a sequence alone.
 

@@ -1,10 +1,11 @@
 """Sharing blocks between sequences, and giving them back."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Integer
 
 from ..ragged import add_at, cdiv, in_range, set_at
 from . import checks as validate
@@ -12,7 +13,7 @@ from .block_pool import BlockPool
 
 
 def fork(
-    pool: BlockPool, parents: Int[Array, "num_forks"], children: Int[Array, "num_forks"]
+    pool: BlockPool, parents: Integer[Any, "num_forks"], children: Integer[Any, "num_forks"]
 ) -> tuple[BlockPool, Bool[Array, "num_forks"]]:
     """Makes unused row `children[i]` a sequence with the blocks of row `parents[i]`, all at once.
 
@@ -43,9 +44,9 @@ def fork(
 
 def share_blocks(
     pool: BlockPool,
-    seq: Int[Array, ""],
-    blocks: Int[Array, "num_shared"],
-    num_tokens: Int[Array, ""],
+    seq: Integer[Any, ""] | int,
+    blocks: Integer[Any, "num_shared"],
+    num_tokens: Integer[Any, ""] | int,
 ) -> tuple[BlockPool, Bool[Array, ""]]:
     """Starts unused row `seq` with owned blocks that hold its first `num_tokens` tokens already.
 
@@ -76,7 +77,7 @@ def share_blocks(
     return _adopt(pool, jnp.where(made, seq, -1)[None], table[None], num_tokens[None]), made
 
 
-def hold_blocks(pool: BlockPool, blocks: Int[Array, "n"]) -> BlockPool:
+def hold_blocks(pool: BlockPool, blocks: Integer[Any, "n"]) -> BlockPool:
     """Keeps owned blocks from being freed when their sequences are released: a prefix cache.
 
     Each hold of a block counts, and ends with one `drop_blocks`. -1 and unowned blocks are skipped.
@@ -99,7 +100,7 @@ def hold_blocks(pool: BlockPool, blocks: Int[Array, "n"]) -> BlockPool:
     )
 
 
-def drop_blocks(pool: BlockPool, blocks: Int[Array, "n"]) -> tuple[BlockPool, Int[Array, "n"]]:
+def drop_blocks(pool: BlockPool, blocks: Integer[Any, "n"]) -> tuple[BlockPool, Int[Array, "n"]]:
     """Ends a hold on each of the blocks; -1, and blocks that are not held, are skipped.
 
     Returns:
@@ -129,7 +130,7 @@ def drop_blocks(pool: BlockPool, blocks: Int[Array, "n"]) -> tuple[BlockPool, In
 
 
 def release(
-    pool: BlockPool, seqs: Int[Array, "num_released"]
+    pool: BlockPool, seqs: Integer[Any, "num_released"]
 ) -> tuple[BlockPool, Int[Array, "num_released max_blocks"]]:
     """Ends sequences: their rows are unused again, and blocks that nobody else owns are free.
 

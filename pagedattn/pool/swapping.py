@@ -1,10 +1,11 @@
 """Moving sequences between two pools, such as a device's and the host's."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Integer
 
 from ..ragged import in_range
 from . import checks as validate
@@ -30,7 +31,7 @@ class Swap:
 
 
 def swap_out(
-    pool: BlockPool, host_pool: BlockPool, seqs: Int[Array, "n"], host_seqs: Int[Array, "n"]
+    pool: BlockPool, host_pool: BlockPool, seqs: Integer[Any, "n"], host_seqs: Integer[Any, "n"]
 ) -> tuple[BlockPool, BlockPool, Swap]:
     """Moves rows `seqs` of a pool to unused rows `host_seqs` of another; -1 is skipped.
 
@@ -55,7 +56,7 @@ def swap_out(
 
 
 def swap_in(
-    pool: BlockPool, host_pool: BlockPool, host_seqs: Int[Array, "n"], seqs: Int[Array, "n"]
+    pool: BlockPool, host_pool: BlockPool, host_seqs: Integer[Any, "n"], seqs: Integer[Any, "n"]
 ) -> tuple[BlockPool, BlockPool, Swap]:
     """Moves rows `host_seqs` of the host's pool to unused rows `seqs` of a pool: `swap_out` undone.
 

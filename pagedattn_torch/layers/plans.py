@@ -11,7 +11,7 @@ the sum of both parts is the result.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,11 +37,11 @@ class Part(NamedTuple):
     batch: BatchMetadata
     num_fresh: int | None = None
 
-    def arrays(self, query: Tensor, fresh: Fresh | None, cache: KVCache | None):
+    def arrays(self, query: Tensor, fresh: Fresh | None, cache: Any) -> tuple[Tensor, KVCache]:
         """The queries and keys of this part."""
-        whole = self.num_fresh is None or fresh is None
-        keys = cache if whole else packed_cache(*fresh.first(self.num_fresh))
-        return query[: self.batch.num_tokens], keys
+        if self.num_fresh is not None and fresh is not None:
+            cache = packed_cache(*fresh.first(self.num_fresh))
+        return query[: self.batch.num_tokens], cache
 
 
 class Plan(NamedTuple):
@@ -80,7 +80,7 @@ def _rows(cache, fresh, meta, kind) -> HostRows | DeviceRows:
     slots = getattr(meta, name)
     require(slots is not None, f"{kind} attention needs {name} to write keys to the cache")
     slots = tensor(name, slots, cache.key.device)
-    validate.write(cache, *fresh, slots)
+    validate.write(cache, fresh.key, fresh.value, slots)
     return slot_index(slots, cache.num_slots, cache.block_size)
 
 

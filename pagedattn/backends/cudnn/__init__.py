@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from ...backend import Backend
+from ...batch import Sequences
+from ...cache import KVCache
 from ...call import Call
 from ...gradient import with_xla_gradient
 from ...ragged import cdiv, sequence_ids
@@ -83,7 +85,14 @@ def unfit(call: Call) -> list[str]:
 
 
 @functools.partial(jax.jit, static_argnames="call")
-def run(call: Call, query, cache, batch):
+def run(
+    call: Call,
+    query: Float[Array, "num_tokens num_heads head_dim"],
+    cache: KVCache,
+    batch: Sequences,
+) -> tuple[
+    Float[Array, "num_tokens num_heads head_dim"], Float[Array, "num_tokens num_heads"] | None
+]:
     if not call.spec.causal:
         return _bidirectional(call, query, cache, batch)
     packs = call.window is None and _packs(call)
@@ -142,7 +151,7 @@ def _packs(call) -> bool:
     return packed.packs(call) and _capability() >= (9, 0)
 
 
-def _context_lens(batch):
+def _context_lens(batch: Sequences) -> Int[Array, "num_seqs"]:
     """Context lengths; 0 without queries, and where there are fewer keys than queries."""
     return jnp.where(batch.query_lens > 0, jnp.maximum(batch.context_lens, 0), 0)
 
@@ -180,7 +189,13 @@ def _joined(call, query, cache, batch):
     return out, lse if call.return_lse else None
 
 
-def _on_new_tokens(call, query, cache, batch, rows) -> tuple[Array, Array, Any]:
+def _on_new_tokens(
+    call, query, cache, batch, rows
+) -> tuple[
+    Float[Array, "num_seqs width num_heads head_dim"],
+    Float[Array, "num_seqs width num_heads head_dim"],
+    Float[Array, "num_seqs width num_heads"],
+]:
     width = call.longest_query + _reach(call)
     rectangle = _rectangle(query, batch, rows, width)
     key, value = (
@@ -198,21 +213,31 @@ def _bidirectional(call, query, cache, batch):
     return out, lse if call.return_lse else None
 
 
-def _on_first_keys(call, rectangle, cache, batch, lens):
+def _on_first_keys(
+    call: Call,
+    rectangle: Float[Array, "num_seqs width num_heads head_dim"],
+    cache: KVCache,
+    batch: Sequences,
+    lens: tuple[Int[Array, "num_seqs"], Int[Array, "num_seqs"]],
+) -> tuple[
+    Float[Array, "num_seqs width num_heads head_dim"], Float[Array, "num_seqs width num_heads"]
+]:
     """out and lse of every row over the first keys of its sequence; `lens` of rows and of keys."""
     key, value = _first_pages(call, cache, batch, lens[1])
     out, lse = _kernel(call, rectangle, key, value, lens, causal=False)
     return out, jnp.where(lens[1][:, None, None] > 0, lse, -jnp.inf)  # cuDNN's is undefined there
 
 
-def _first_pages(call, cache, batch, key_lens):
+def _first_pages(
+    call: Call, cache: KVCache, batch: Sequences, key_lens: Int[Array, "num_seqs"]
+) -> tuple[Float[Array, "num_seqs capacity num_kv_heads head_dim"], ...]:
     """Keys and values of every sequence, zeros from its key number `key_lens` on."""
     inside = (jnp.arange(call.capacity) < key_lens[:, None])[..., None, None]
     planes = (cache.key, cache.value)
     return tuple(jnp.where(inside, _pages(plane, batch.block_tables), 0) for plane in planes)
 
 
-def _causal_rows(batch, reach) -> Rows:
+def _causal_rows(batch: Sequences, reach: int) -> Rows:
     """The rows: up to `reach` tokens of context, then new tokens, but for those before all keys."""
     context_lens = jnp.maximum(batch.context_lens, 0)
     lead = jnp.minimum(context_lens, reach)
@@ -221,20 +246,31 @@ def _causal_rows(batch, reach) -> Rows:
     return Rows(jnp.where(new > 0, lead + new, 0), lead - early, context_lens - lead)
 
 
-def _rectangle(query, batch, rows, width):
+def _rectangle(
+    query: Float[Array, "num_tokens num_heads head_dim"], batch: Sequences, rows: Rows, width: int
+) -> Float[Array, "num_seqs {width} num_heads head_dim"]:
     """Queries `[num_seqs, width, num_heads, head_dim]`; rows without a query hold another one's."""
     offsets = jnp.arange(width, dtype=jnp.int32) - rows.shift[:, None]
     tokens = batch.query_start_loc[:-1, None] + offsets
     return query.at[tokens].get(mode="clip", wrap_negative_indices=False)
 
 
-def _pages(plane, tables):
-    """Whole blocks as dense sequences: `[num_seqs, max_blocks * block_size, kv_heads, dim]`."""
+def _pages(
+    plane: Float[Array, "num_blocks block_size num_kv_heads head_dim"],
+    tables: Int[Array, "num_seqs max_blocks"],
+) -> Float[Array, "num_seqs max_blocks*block_size num_kv_heads head_dim"]:
+    """Whole blocks as dense sequences."""
     pages = plane.at[tables].get(mode="clip", wrap_negative_indices=False)
     return pages.reshape(tables.shape[0], -1, *plane.shape[2:])
 
 
-def _new_tokens(call, plane, batch, rows, width):
+def _new_tokens(
+    call: Call,
+    plane: Float[Array, "num_blocks block_size num_kv_heads head_dim"],
+    batch: Sequences,
+    rows: Rows,
+    width: int,
+) -> Float[Array, "num_seqs {width} num_kv_heads head_dim"]:
     """The key (or value) of each row; 0 in padding, where a NaN would survive a weight of 0."""
     offsets = jnp.arange(width, dtype=jnp.int32)
     positions = rows.first_key[:, None] + offsets
@@ -246,7 +282,13 @@ def _new_tokens(call, plane, batch, rows, width):
     return jnp.where((offsets < rows.count[:, None])[:, :, None, None], picked, 0)
 
 
-def _unpack(call, out, lse, batch, rows):
+def _unpack(
+    call: Call,
+    out: Float[Array, "num_seqs width num_heads head_dim"],
+    lse: Float[Array, "num_seqs width num_heads"],
+    batch: Sequences,
+    rows: Rows,
+) -> tuple[Float[Array, "num_tokens num_heads head_dim"], Float[Array, "num_tokens num_heads"]]:
     """Results of the rectangle by token; 0 and -inf for tokens that have no row in it."""
     seqs = sequence_ids(batch.query_start_loc, call.num_tokens)
     known, seqs = seqs >= 0, jnp.maximum(seqs, 0)
@@ -257,8 +299,17 @@ def _unpack(call, out, lse, batch, rows):
     return jnp.where(live[:, None, None], out, 0), jnp.where(live[:, None], lse, -jnp.inf)
 
 
-def _kernel(call, query, key, value, lens, *, causal=True, with_lse=True) -> tuple[Array, Any]:
-    """cuDNN on rectangles `[num_seqs, rows, heads, dim]`; `lens` of queries and keys, or None."""
+def _kernel(
+    call: Call,
+    query: Float[Array, "num_seqs rows num_heads head_dim"],
+    key: Float[Array, "num_seqs keys num_kv_heads head_dim"],
+    value: Float[Array, "num_seqs keys num_kv_heads head_dim"],
+    lens: tuple[Int[Array, "num_seqs"], Int[Array, "num_seqs"]] | None,
+    *,
+    causal: bool = True,
+    with_lse: bool = True,
+) -> tuple[Float[Array, "num_seqs rows num_heads head_dim"], Any]:
+    """cuDNN on rectangles; `lens` of queries and keys, None if all rows are filled."""
     kind = ("CAUSAL" if lens is None else "PADDING_CAUSAL") if causal else "PADDING"
     query_lens, key_lens = lens or (None, None)
     if lens is not None:  # clipped, since cuDNN would follow wrong ones out of the rectangles

@@ -8,8 +8,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from ...batch import Sequences
+from ...cache import KVCache
+from ...call import Call
 from ...ragged import sequence_ids
 from .kernel import attention
 
@@ -37,13 +40,13 @@ class Spans(NamedTuple):
     lens: Int[Array, "num_seqs"]
 
 
-def packs(call) -> bool:
+def packs(call: Call) -> bool:
     """Whether a batch can stay packed, by its shapes."""
     size = 4 * (call.num_seqs + 1) * call.num_tokens * call.num_heads
     return jax.__version_info__ >= OLDEST_JAX and size <= STATISTICS_BYTES
 
 
-def tokens_of(call, batch) -> Tokens:
+def tokens_of(call: Call, batch: Sequences) -> Tokens:
     seqs = sequence_ids(batch.query_start_loc, call.num_tokens)
     known, seqs = seqs >= 0, jnp.maximum(seqs, 0)
     offsets = jnp.arange(call.num_tokens, dtype=jnp.int32) - batch.query_start_loc[seqs]
@@ -51,14 +54,21 @@ def tokens_of(call, batch) -> Tokens:
     return Tokens(known & (positions >= 0), seqs, positions)
 
 
-def query_spans(call, batch) -> Spans:
+def query_spans(call: Call, batch: Sequences) -> Spans:
     """The queries of each sequence, without those that stand before all keys."""
     early = jnp.maximum(-batch.context_lens, 0)
     lens = jnp.maximum(batch.query_lens - early, 0)
     return Spans(jnp.minimum(batch.query_start_loc[:-1] + early, call.num_tokens), lens)
 
 
-def on_new_tokens(call, query, cache, batch, *, with_lse) -> tuple[Array, Any]:
+def on_new_tokens(
+    call: Call,
+    query: Float[Array, "num_tokens num_heads head_dim"],
+    cache: KVCache,
+    batch: Sequences,
+    *,
+    with_lse: bool,
+) -> tuple[Float[Array, "num_tokens num_heads head_dim"], Any]:
     """out and lse of every token over the new tokens of its sequence, up to itself."""
     tokens, spans = tokens_of(call, batch), query_spans(call, batch)
     columns = jnp.clip(tokens.positions // call.block_size, 0, call.max_blocks - 1)
@@ -72,7 +82,13 @@ def on_new_tokens(call, query, cache, batch, *, with_lse) -> tuple[Array, Any]:
     return _state(query, key, value, (spans, spans), tokens, **options)
 
 
-def on_first_keys(call, query, batch, key_lens, pages) -> tuple[Array, Any]:
+def on_first_keys(
+    call: Call,
+    query: Float[Array, "num_tokens num_heads head_dim"],
+    batch: Sequences,
+    key_lens: Int[Array, "num_seqs"],
+    pages: tuple[Float[Array, "num_seqs capacity num_kv_heads head_dim"], ...],
+) -> tuple[Float[Array, "num_tokens num_heads head_dim"], Any]:
     """out and lse of every token over all of the first `key_lens` keys of its sequence."""
     key, value = (plane.reshape(-1, *plane.shape[2:]) for plane in pages)
     keys = Spans(jnp.arange(call.num_seqs, dtype=jnp.int32) * call.capacity, key_lens)
@@ -82,7 +98,16 @@ def on_first_keys(call, query, batch, key_lens, pages) -> tuple[Array, Any]:
     return _state(query, key, value, spans, tokens, causal=False, scale=call.scale)
 
 
-def _state(query, key, value, spans, tokens, *, with_lse=True, **options) -> tuple[Array, Any]:
+def _state(
+    query: Float[Array, "num_tokens num_heads head_dim"],
+    key: Float[Array, "num_keys num_kv_heads head_dim"],
+    value: Float[Array, "num_keys num_kv_heads head_dim"],
+    spans: tuple[Spans, Spans],
+    tokens: Tokens,
+    *,
+    with_lse: bool = True,
+    **options,
+) -> tuple[Float[Array, "num_tokens num_heads head_dim"], Any]:
     """cuDNN's results, 0 and -inf for tokens that are not live."""
     closed = (_closed(part, len(rows)) for part, rows in zip(spans, (query, key), strict=True))
     out, lse = kernel(query, key, value, *closed, with_lse=with_lse, **options)
@@ -95,7 +120,7 @@ def _state(query, key, value, spans, tokens, *, with_lse=True, **options) -> tup
     return out, jnp.where(live, lse, -jnp.inf)
 
 
-def _closed(spans, num_rows) -> Spans:
+def _closed(spans: Spans, num_rows: int) -> Spans:
     """The spans, clipped to the rows that exist, and one empty sequence more.
 
     cuDNN would follow wrong spans out of the arrays, and takes a single sequence for a rectangle.
@@ -105,7 +130,17 @@ def _closed(spans, num_rows) -> Spans:
     return Spans(*(jnp.append(part, jnp.zeros(1, part.dtype)) for part in (starts, lens)))
 
 
-def kernel(query, key, value, queries, keys, *, causal, scale, with_lse) -> tuple[Array, Any]:
+def kernel(
+    query: Float[Array, "num_tokens num_heads head_dim"],
+    key: Float[Array, "num_keys num_kv_heads head_dim"],
+    value: Float[Array, "num_keys num_kv_heads head_dim"],
+    queries: Spans,
+    keys: Spans,
+    *,
+    causal: bool,
+    scale: float,
+    with_lse: bool,
+) -> tuple[Float[Array, "num_tokens num_heads head_dim"], Any]:
     """out `[num_tokens, heads, dim]`, and lse `[num_seqs, heads, rows of the sequence, padded]`."""
     starts = (jnp.append(spans.starts, jnp.zeros(1, jnp.int32)) for spans in (queries, keys))
     query_starts, key_starts = (part[None] for part in starts)

@@ -16,6 +16,8 @@ from .results import store
 from .scores import LAYOUT, Softmax
 from .shape import WARPGROUP, Shape
 
+ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
+
 
 def compute(shape: Shape, arrays, memory, barriers, work, warpgroup):
     plgpu.set_max_registers(232, action="increase")
@@ -113,7 +115,7 @@ class Walk:
             self.pass_turn()
             return x_ref[...]
 
-        x = pl.run_scoped(products, plgpu.ACC((WARPGROUP, self.shape.keys)))
+        x = pl.run_scoped(products, ACC((WARPGROUP, self.shape.keys)))
         plgpu.barrier_arrive(self.barriers.key_free.at[self.key_slot(step)])
         weights, state, _ = scores.weigh(self.shape, self.logits(step, x, True), no_weights())
         return weights.astype(self.memory.query.dtype), state
@@ -147,7 +149,7 @@ class Walk:
             return out_ref[...], lax.optimization_barrier(new)
 
         size = (WARPGROUP, self.shape.head_dim)
-        accumulators = plgpu.ACC((WARPGROUP, self.shape.keys)), plgpu.ACC(size)
+        accumulators = ACC((WARPGROUP, self.shape.keys)), ACC(size)
         result = pl.run_scoped(products, *accumulators)
         plgpu.barrier_arrive(self.barriers.value_free.at[self.value_slot(before)])
         return result
@@ -158,7 +160,7 @@ class Walk:
         def products(out_ref):
             self.multiply_values(out_ref, weights, step)
 
-        out = pl.run_state(products)(plgpu.ACC.init(out))
+        out = pl.run_state(products)(ACC.init(out))
         plgpu.barrier_arrive(self.barriers.value_free.at[self.value_slot(step)])
         return out
 

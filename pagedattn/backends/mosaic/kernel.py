@@ -117,7 +117,7 @@ def barriers_of(shape: Shape) -> Barriers:
     return Barriers(*queries, *keys, *values, barrier(edge, 1), barrier(1, 2))
 
 
-def program(shape: Shape, programs: int, arrays: Arrays, memory, barriers):
+def program(shape: Shape, programs: int, arrays: Arrays, memory: Any, barriers):
     warpgroup = lax.axis_index("wg")
     memory = Memory(*memory.queries, memory.key, *memory.values, memory.lse)
     me = lax.axis_index("program")

@@ -12,9 +12,12 @@ the first key, which is wrong as soon as there is a context.
 from collections.abc import Iterator
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from pagedattn import KVCache
 from pagedattn.backend import Backend
+from pagedattn.batch import Sequences
 from pagedattn.call import Call
 
 from ...rectangles import fold, unfold
@@ -28,12 +31,19 @@ HONOURS = frozenset(
 SCRATCH_BYTES = 4 << 20
 
 
-def plan(call: Call, batch) -> list[Rectangle]:
+def plan(call: Call, batch: Sequences) -> list[Rectangle]:
     token_bytes = 2 * call.num_kv_heads * call.head_dim * _dtype(call).itemsize
     return rectangles(call, batch, SCRATCH_BYTES // token_bytes)
 
 
-def run(call: Call, query: Tensor, cache, plan: list[Rectangle]):
+def run(
+    call: Call,
+    query: Float[Tensor, "num_tokens num_heads head_dim"],
+    cache: KVCache,
+    plan: list[Rectangle],
+) -> tuple[
+    Float[Tensor, "num_tokens num_heads head_dim"], Float[Tensor, "num_tokens num_heads"] | None
+]:
     # The last row is a bin: rectangles write there what they compute for their padding.
     num_rows = call.num_tokens + 1
     out = query.new_zeros(num_rows, *call.out_shape[1:])
@@ -53,7 +63,7 @@ def _dtype(call) -> torch.dtype:
     return torch.float32 if slow else getattr(torch, call.dtype)
 
 
-def _rooms(call, cache, plan) -> list[tuple[Tensor, Tensor]]:
+def _rooms(call: Call, cache: KVCache, plan: list[Rectangle]) -> list[tuple[Tensor, Tensor]]:
     """Memory for the gathered blocks of keys and of values, in their own dtype and in `_dtype`.
 
     All rectangles use it, one after the other: fresh memory for each would cost page faults.
@@ -67,7 +77,7 @@ def _rooms(call, cache, plan) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def _attend(call, rectangle: Rectangle, query, cache, rooms, results):
+def _attend(call: Call, rectangle: Rectangle, query, cache: KVCache, rooms, results) -> None:
     """Computes one rectangle and writes its rows of out and lse."""
     queries = [_queries(call, tile, query) for tile in rectangle.tiles]
     states = [[] for _ in queries]
@@ -80,8 +90,12 @@ def _attend(call, rectangle: Rectangle, query, cache, rooms, results):
             _write(call, tokens, tile_states, results)
 
 
-def _queries(call, tokens, query):
-    """The queries of a tile, folded: `[size, kv_heads, group * queries, dim]`."""
+def _queries(
+    call: Call,
+    tokens: Int[Tensor, "size queries"],
+    query: Float[Tensor, "num_tokens num_heads head_dim"],
+) -> Float[Tensor, "size kv_heads {call.group}*queries head_dim"]:
+    """The queries of a tile, folded."""
     rows = query[tokens.clamp(max=call.num_tokens - 1)]
     return fold(rows.to(_dtype(call)), call.num_kv_heads)
 
@@ -97,7 +111,10 @@ def _gathered(call, turn: Turn, cache, rooms) -> Iterator[Tensor]:
         yield pages.view(turn.size, -1, *plane.shape[2:]).transpose(1, 2)
 
 
-def _clear(rows, absent):
+def _clear(
+    rows: Float[Tensor, "slots kv_heads head_dim"],
+    absent: Bool[Tensor, "slots"] | Int[Tensor, "num_absent"],
+) -> None:
     """Zeroes the rows that no query may look at: a NaN there would survive a weight of 0."""
     if absent.dtype is torch.bool:
         rows.masked_fill_(absent[:, None, None], 0)  # does not wait for a GPU
@@ -105,7 +122,12 @@ def _clear(rows, absent):
         rows.index_fill_(0, absent, 0)  # touches only these rows
 
 
-def _state(call, part: Part, query, planes):
+def _state(
+    call: Call,
+    part: Part,
+    query: Float[Tensor, "size kv_heads rows head_dim"],
+    planes: list[Float[Tensor, "size kv_heads keys head_dim"]],
+) -> tuple[Float[Tensor, "size kv_heads rows head_dim"], Float[Tensor, "size kv_heads rows"]]:
     """Out and lse of a tile's queries over the keys of a part, folded."""
     key, value = (plane[:, :, part.keys] for plane in planes)
     hidden = part.hidden()
@@ -115,7 +137,7 @@ def _state(call, part: Part, query, planes):
     return out.masked_fill(hidden.blind[..., None], 0), lse.masked_fill(hidden.blind, -torch.inf)
 
 
-def _write(call, tokens, states, results):
+def _write(call: Call, tokens: Int[Tensor, "size queries"], states, results) -> None:
     """Joins the states of a tile's queries, and writes them to the rows of their tokens."""
     outs, lses = zip(*states, strict=True)
     out, lse = results
@@ -124,7 +146,10 @@ def _write(call, tokens, states, results):
         lse[tokens] = unfold(torch.stack(lses).logsumexp(0), tokens.shape[1]).to(lse.dtype)
 
 
-def _joined(outs, lses):
+def _joined(
+    outs: tuple[Float[Tensor, "size kv_heads rows head_dim"], ...],
+    lses: tuple[Float[Tensor, "size kv_heads rows"], ...],
+) -> Float[Tensor, "size kv_heads rows head_dim"]:
     """The result for all keys, from the results for disjoint parts of them."""
     if len(outs) == 1:
         return outs[0]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from pagedattn.call import Call
@@ -33,12 +34,12 @@ class Rows(NamedTuple):
       num_keys: all its keys.
     """
 
-    tables: Tensor
-    first_blocks: Tensor
-    starts: Tensor
-    query_lens: Tensor
-    contexts: Tensor
-    num_keys: Tensor
+    tables: Int[Tensor, "size max_blocks"]
+    first_blocks: Int[Tensor, "size"]
+    starts: Int[Tensor, "size"]  # of the queries
+    query_lens: Int[Tensor, "size"]
+    contexts: Int[Tensor, "size"]  # keys before the first query
+    num_keys: Int[Tensor, "size"]
 
     def take(self, which) -> "Rows":
         return Rows(*(part[which] for part in self))
@@ -87,7 +88,7 @@ class Bucket:
             return Span(0, 0)
         first = self.bounds.max_context
         keys = common_key_range(first, first, self.bounds.min_keys, False, self.call.window)
-        return Span(keys[0], self.bounds.min_keys)
+        return Span(int(keys[0]), self.bounds.min_keys)
 
     def seen_by_all(self, begin: int, end: int) -> Span:
         """Keys that queries `begin` to `end` of every sequence all see; none if unknown."""
@@ -95,7 +96,8 @@ class Bucket:
             return Span(0, 0)
         lowest, highest = self.bounds.min_context + begin, self.bounds.max_context + end - 1
         num_keys, causal = self.bounds.min_keys, self.call.spec.causal
-        return Span(*common_key_range(lowest, highest, num_keys, causal, self.call.window))
+        keys = common_key_range(lowest, highest, num_keys, causal, self.call.window)
+        return Span(*map(int, keys))
 
     def seen_by_any(self, begin: int, end: int, span: Span) -> Span:
         """The part of a span of which queries `begin` to `end` of any sequence may see keys."""
@@ -104,9 +106,9 @@ class Bucket:
         lowest, highest = self.bounds.min_context + begin, self.bounds.max_context + end - 1
         causal, window = self.call.spec.causal, self.call.window
         first, last = key_range(lowest, highest, span.last, causal, window)
-        return Span(max(first, span.first), last)
+        return Span(max(int(first), span.first), int(last))
 
-    def tokens(self) -> Tensor:
+    def tokens(self) -> Int[Tensor, "{self.size} {self.num_queries}"]:
         """The token of each query, `[size, num_queries]`; `num_tokens` where a row is padding."""
         offsets = torch.arange(self.num_queries, device=self.device)
         tokens = self.rows.starts[:, None] + offsets
@@ -114,7 +116,7 @@ class Bucket:
         live &= (tokens >= 0) & (tokens < self.call.num_tokens)
         return torch.where(live, tokens, self.call.num_tokens)
 
-    def blocks(self, span: Span) -> Tensor:
+    def blocks(self, span: Span) -> Int[Tensor, "size_times_blocks"]:
         """The blocks of a span, `[size * blocks]`, clamped to those of the cache."""
         first, last = (key // self.call.block_size for key in span)
         tables = self.rows.tables[:, first:last]
@@ -124,7 +126,7 @@ class Bucket:
             tables = self.rows.tables.gather(1, columns.clamp(max=self.call.max_blocks - 1).long())
         return tables.clamp(0, self.call.num_blocks - 1).flatten()
 
-    def presence(self, span: Span) -> Tensor:
+    def presence(self, span: Span) -> Bool[Tensor, "{self.size} keys"]:
         """As `present`, exactly: which keys of a span each sequence has, `[size, keys]`."""
         keys = torch.arange(*span, device=self.device)
         present = keys < self.rows.num_keys[:, None]
@@ -132,7 +134,9 @@ class Bucket:
             present &= keys > self.rows.contexts[:, None] - self.call.window
         return present
 
-    def positions(self, begin: int, end: int, span: Span) -> tuple[Tensor, Tensor]:
+    def positions(
+        self, begin: int, end: int, span: Span
+    ) -> tuple[Int[Tensor, "{self.size} {end}-{begin}"], Int[Tensor, "1 keys"]]:
         """The positions of queries `[size, queries]`, and of the keys of a span `[1, keys]`."""
         offsets = torch.arange(begin, end, device=self.device)
         keys = torch.arange(*span, device=self.device)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from pagedattn.batch import Sequences
@@ -28,12 +29,12 @@ class Hidden(NamedTuple):
     """Mask and bias of the queries and keys of a part.
 
     Fields:
-      added: what is added to the logits, `[size, 1 or kv_heads, rows, keys]`; None for nothing.
-      blind: True for rows that see no key of the part, `[size, 1, rows]`; None if all see all.
+      added: what is added to the logits; None for nothing.
+      blind: True for rows that see no key of the part; None if all see all.
     """
 
-    added: Tensor | None
-    blind: Tensor | None
+    added: Float[Tensor, "size one_or_kv_heads rows keys"] | None
+    blind: Bool[Tensor, "size 1 rows"] | None
 
 
 class Part(NamedTuple):
@@ -48,15 +49,16 @@ class Turn(NamedTuple):
     """Keys that are gathered at a time: their blocks, and which slots of these to set to 0."""
 
     size: int
-    blocks: Tensor
-    absent: Tensor | None  # a mask of slots, or on a CPU their indices
+    blocks: Int[Tensor, "size_times_blocks"]
+    # A mask of slots, or on a CPU their indices.
+    absent: Bool[Tensor, "slots"] | Int[Tensor, "num_absent"] | None
     parts: list[Part]
 
 
 class Rectangle(NamedTuple):
-    """One bucket: the tokens of each tile of its queries, `[size, queries]`, and all its keys."""
+    """One bucket: the tokens of each tile of its queries, and all its keys."""
 
-    tiles: list[Tensor]
+    tiles: list[Int[Tensor, "size queries"]]
     turns: list[Turn]
 
 
@@ -84,7 +86,7 @@ def _turn(bucket: Bucket, span: Span, queries) -> Turn:
     return Turn(bucket.size, bucket.blocks(span), _absent(bucket, span), parts)
 
 
-def _absent(bucket: Bucket, span: Span) -> Tensor | None:
+def _absent(bucket: Bucket, span: Span) -> Bool[Tensor, "slots"] | Int[Tensor, "num_absent"] | None:
     if span.within(bucket.present()):
         return None
     absent = ~bucket.presence(span).flatten()
@@ -114,8 +116,14 @@ def _hidden(bucket: Bucket, begin: int, end: int, seen: Span) -> Hidden:
     return Hidden(folded, blind.repeat(1, bucket.call.group)[:, None])
 
 
-def _added(bucket: Bucket, begin: int, end: int, seen: Span, visible):
-    """What is added to the logits, `[size, 1 or heads, queries, keys]`; None if nothing is."""
+def _added(
+    bucket: Bucket,
+    begin: int,
+    end: int,
+    seen: Span,
+    visible: Bool[Tensor, "size queries keys"] | None,
+) -> Float[Tensor, "_ one_or_heads {end}-{begin} keys"] | None:
+    """What is added to the logits; None if nothing is."""
     slopes = bucket.call.spec.alibi_slopes
     if slopes is None:
         return None if visible is None else additive(visible)[:, None]

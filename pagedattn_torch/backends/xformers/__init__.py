@@ -16,9 +16,12 @@ import functools
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from pagedattn import KVCache
 from pagedattn.backend import Backend
+from pagedattn.batch import Sequences
 from pagedattn.call import Call
 from pagedattn.visibility import additive, sees_a_key, visible_mask
 
@@ -44,7 +47,14 @@ def refusals(call: Call) -> list[str]:
     return reasons
 
 
-def run(call: Call, query: Tensor, cache, batch):
+def run(
+    call: Call,
+    query: Float[Tensor, "num_tokens num_heads head_dim"],
+    cache: KVCache,
+    batch: Sequences,
+) -> tuple[
+    Float[Tensor, "num_tokens num_heads head_dim"], Float[Tensor, "num_tokens num_heads"] | None
+]:
     attend = {"paged": _paged, "packed": _packed, "biased": _biased}[route(call)]
     out, lse = attend(call, query, cache, batch)
     return out, lse if call.return_lse else None
@@ -68,7 +78,7 @@ def route(call: Call) -> str:
 BACKEND = Backend("xformers", HONOURS, run, refusals, missing=lambda: why_unusable())
 
 
-def paged_mask(call: Call, batch):
+def paged_mask(call: Call, batch: Sequences):
     """The mask of a rectangle of right-aligned queries over the pages, read in place."""
     masks = fmha().attn_bias
     kind = (
@@ -91,7 +101,7 @@ def paged_mask(call: Call, batch):
     )
 
 
-def packed_mask(call: Call, batch, key_lens: Tensor, padding: int):
+def packed_mask(call: Call, batch: Sequences, key_lens: Int[Tensor, "num_seqs"], padding: int):
     """The mask of packed queries over gathered keys, padded to `padding` for each sequence."""
     masks = fmha().attn_bias
     queries = masks._SeqLenInfo(
@@ -175,7 +185,7 @@ class Rectangle:
     Row number r of a sequence, for r in `span`, holds its query number `first + r`.
     """
 
-    def __init__(self, call: Call, batch, first: Tensor, span: range):
+    def __init__(self, call: Call, batch: Sequences, first: Int[Tensor, "num_seqs"], span: range):
         self.call = call
         numbers = first[:, None] + torch.arange(span.start, span.stop, device=first.device)
         self.tokens = batch.query_start_loc[:-1, None] + numbers
@@ -187,7 +197,9 @@ class Rectangle:
             self.positions, batch.seq_lens[:, None], call.spec.causal, call.window
         )
 
-    def of(self, query: Tensor) -> Tensor:
+    def of(
+        self, query: Float[Tensor, "num_tokens num_heads head_dim"]
+    ) -> Float[Tensor, "num_seqs rows num_heads head_dim"]:
         """The rectangle of the queries: `[num_seqs, rows, num_heads, head_dim]`."""
         tokens = self.tokens.clamp(0, self.call.num_tokens - 1)
         return query.index_select(0, tokens.flatten()).unflatten(0, tokens.shape)
@@ -199,7 +211,11 @@ class Rectangle:
             part.index_copy_(0, rows, result.to(part.dtype))
 
 
-def _room(call, query) -> tuple[Tensor, Tensor]:
+def _room(
+    call: Call, query: Float[Tensor, "num_tokens num_heads head_dim"]
+) -> tuple[
+    Float[Tensor, "num_tokens+1 num_heads head_dim"], Float[Tensor, "num_tokens+1 num_heads"]
+]:
     """out and lse as for tokens that see no key, and one spare row, to be thrown away."""
     num_rows = call.num_tokens + 1
     lse = query.new_full((num_rows, call.num_heads), -torch.inf, dtype=torch.float32)
@@ -231,13 +247,15 @@ def _operator(block_n: int, splits: int):
     return type(f"FwOp_N{block_n}_S{splits}", (fmha().triton_splitk.FwOp,), fixed)
 
 
-def _even_starts(call, batch, length: int) -> tuple[Tensor, list[int]]:
+def _even_starts(
+    call: Call, batch: Sequences, length: int
+) -> tuple[Int[Tensor, "num_seqs_plus_1"], list[int]]:
     stop = (call.num_seqs + 1) * length
     starts = torch.arange(0, stop, length, device=batch.seq_lens.device, dtype=torch.int32)
     return starts, list(range(0, stop, length))
 
 
-def _padded_keys(call, batch, lens: Tensor, padding: int):
+def _padded_keys(call: Call, batch: Sequences, lens: Int[Tensor, "num_seqs"], padding: int):
     starts, starts_py = _even_starts(call, batch, padding)
     return fmha().attn_bias._PaddedSeqLenInfo(
         seqstart=starts,
@@ -250,16 +268,22 @@ def _padded_keys(call, batch, lens: Tensor, padding: int):
     )
 
 
-def _grouped(rows, num_kv_heads):
-    """`[tokens, heads, dim]` as `[1, tokens, kv_heads, group, dim]`."""
+def _grouped(
+    rows: Float[Tensor, "tokens heads dim"], num_kv_heads: int
+) -> Float[Tensor, "1 tokens {num_kv_heads} group dim"]:
+    """The query heads of a group on an axis of their own."""
     return rows.unflatten(1, (num_kv_heads, -1))[None]
 
 
-def _expanded(plane, grouped):
-    """`[keys, kv_heads, dim]` as `[1, keys, kv_heads, group, dim]`, the group without a copy."""
+def _expanded(
+    plane: Float[Tensor, "keys kv_heads dim"], grouped: Float[Tensor, "1 tokens kv_heads group dim"]
+) -> Float[Tensor, "1 keys kv_heads group dim"]:
+    """A key for each head of a group, without a copy."""
     return plane[None, :, :, None].expand(-1, -1, -1, grouped.shape[3], -1)
 
 
-def _heads_last(lse):
-    """`[1, kv_heads, group, tokens]` as `[tokens, heads]`."""
+def _heads_last(
+    lse: Float[Tensor, "1 kv_heads group tokens"],
+) -> Float[Tensor, "tokens kv_heads*group"]:
+    """The log-sum-exps of packed tokens."""
     return lse[0].flatten(0, 1).T

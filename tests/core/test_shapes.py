@@ -1,0 +1,82 @@
+"""The annotations say what the functions take: tests run again under jaxtyping's import hook.
+
+In a process of its own, since the hook sees only what is imported after it.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+beartype = pytest.importorskip("beartype", reason="beartype, which reads annotations, is missing")
+pytest.importorskip("torch")
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = (ROOT, "pagedattn"), (ROOT, "pagedattn_torch"), (ROOT / "interop", "pagedattn_interop")
+LEFT_OUT = {
+    "pagedattn.kernels.attention": "Triton compiles its source",
+    "pagedattn.kernels.merge": "Triton compiles its source",
+    "pagedattn.testing.strategies": "beartype cannot read Hypothesis' DrawFn",
+    "pagedattn_torch.layers.metadata": "beartype cannot read typing.Self",
+}
+# Some tests of every kind of function, in less than a minute.
+TESTS = [
+    "tests/core/test_batch.py",
+    "tests/core/test_cache.py",
+    "tests/core/test_state.py",
+    "tests/core/test_visibility.py",
+    "tests/backends/test_torch.py",
+    "tests/interop/test_interop.py",
+    "tests/layers/test_torch_layout.py",
+    "tests/layers/test_torch_prepared.py",
+    "tests/pool/test_pool.py",
+    "--deselect=tests/pool/test_pool.py::TestPool",  # a random walk: minutes
+]
+WRONG = """
+import numpy as np
+from pagedattn.ragged import in_range
+
+def test_wrong():
+    in_range(np.zeros(3), 4)  # floats, where ids are integers
+"""
+
+
+# What the hook applies to each function. Sizes may be NumPy's integers where they may be Python's.
+whole_numbers = beartype.FrozenDict({int: int | np.integer})
+checked = beartype.beartype(conf=beartype.BeartypeConf(hint_overrides=whole_numbers))
+
+
+def modules() -> list[str]:
+    """Those that are checked. A package stands for all in it, so not if some of it is left out."""
+    files = [
+        file.relative_to(source)
+        for source, name in PACKAGES
+        for file in source.glob(f"{name}/**/*.py")
+    ]
+    names = {".".join(file.with_suffix("").parts).removesuffix(".__init__") for file in files}
+    return sorted(
+        name for name in names if not any(f"{out}.".startswith(f"{name}.") for out in LEFT_OUT)
+    )
+
+
+def run_hooked(*arguments) -> subprocess.CompletedProcess:
+    """pytest under the hook, which conftest.py spares the tests of errors."""
+    option = f"--jaxtyping-packages={','.join([*modules(), 'test_shapes.checked'])}"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", option]
+    # beartype looks at one entry of a list, chosen at random: inside Hypothesis' strategies, too.
+    command += ["-W", "ignore:Do not use the `random` module", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_annotations_say_what_functions_take():
+    done = run_hooked(*TESTS)
+    assert done.returncode == 0, done.stdout
+
+
+def test_annotations_that_are_wrong_are_found(tmp_path):
+    (tmp_path / "test_wrong.py").write_text(WRONG)
+    done = run_hooked("-c", ROOT / "pyproject.toml", tmp_path / "test_wrong.py")
+    assert done.returncode == 1
+    assert "TypeCheckError" in done.stdout
