@@ -119,7 +119,7 @@ def barriers_of(shape: Shape) -> Barriers:
 
 def program(shape: Shape, programs: int, arrays: Arrays, memory: Any, barriers):
     warpgroup = lax.axis_index("wg")
-    memory = Memory(*memory.queries, memory.key, *memory.values, memory.lse)
+    memory = Memory._make([*memory.queries, memory.key, *memory.values, memory.lse])
     me = lax.axis_index("program")
     work = functools.partial(tiles_of_program, shape, programs, me, arrays)
 
