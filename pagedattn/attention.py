@@ -70,8 +70,12 @@ def paged_attention(
     chosen = choice.select(backend, call, Framework.JAX)
     query, cache = jax.tree.map(jnp.asarray, (query, cache))
     arrays = varying_alike((query, cache, sequences_of(batch)))
-    out, lse = empty_results(call) if call.is_empty else chosen.run(call, *arrays)
+    out, lse = empty_results(call) if call.is_empty else _run(chosen, call, *arrays)
     return (out, lse) if return_lse else out
+
+
+def _run(backend: Backend, call, query, cache, batch):
+    return backend.run(call, query, cache, backend.plan(call, batch))
 
 
 @takes_any_array

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .batch import Sequences
+from .batch import Sequences, in_order
 from .call import Call
 
 
@@ -12,8 +12,8 @@ def _nothing(*_) -> list[str]:
     return []
 
 
-def _as_it_is(call: Call, batch: Sequences) -> Sequences:
-    return batch
+def _in_order(call: Call, batch: Sequences) -> Sequences:
+    return in_order(batch)
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Backend:
         then passes this one over.
       plan: `plan(call, batch)` computes what depends on the batch but not on a layer's values;
         `run` gets it in place of the batch, and all layers of a step share it. By default it is
-        the batch itself.
+        the batch, with starts that never fall.
       missing: `missing()` lists the packages that it needs and that are not installed, each with
         the command that installs it.
       before: the built-in backend that this one precedes when `backend=None` chooses. A backend
@@ -46,7 +46,7 @@ class Backend:
     run: Callable[..., tuple[Any, Any]]
     refusals: Callable[[Call], list[str]] = _nothing
     unfit: Callable[[Call], list[str]] = _nothing
-    plan: Callable[[Call, Sequences], Any] = _as_it_is
+    plan: Callable[[Call, Sequences], Any] = _in_order
     missing: Callable[[], list[str]] = _nothing
     before: str | None = None
     set_rows: Callable[..., Any] | None = None

@@ -1,6 +1,6 @@
 """What one step attends to: the batch as arrays."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -71,6 +71,17 @@ class BatchMetadata(Sequences):
 
 
 def sequences_of(batch: BatchMetadata) -> Sequences:
-    """The part of a batch that backends read, as int32; `rising` mends starts padded with 0."""
+    """The part of a batch that backends read, as int32."""
     tables, lens = int32(batch.block_tables), int32(batch.seq_lens)
-    return Sequences(tables, lens, rising(batch.query_start_loc))
+    return Sequences(tables, lens, int32(batch.query_start_loc))
+
+
+def in_order(batch: Sequences) -> Sequences:
+    """The same sequences with starts that never fall: those padded with 0 become the end.
+
+    >>> import numpy as np
+    >>> batch = Sequences(np.zeros((3, 1)), np.array([3, 1, 0]), np.array([0, 3, 4, 0]))
+    >>> in_order(batch).query_start_loc.tolist()
+    [0, 3, 4, 4]
+    """
+    return replace(batch, query_start_loc=rising(batch.query_start_loc))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import jax
 
 from .backends import xla
+from .batch import in_order
 
 
 def with_xla_gradient(run: Callable) -> Callable:
@@ -22,7 +23,7 @@ def with_xla_gradient(run: Callable) -> Callable:
 
         def backward(arrays, cotangents):
             def replay(query, cache):
-                return xla.run(call, query, cache, arrays[2])[results]
+                return xla.run(call, query, cache, in_order(arrays[2]))[results]
 
             return (*jax.vjp(replay, *arrays[:2])[1](cotangents), None)
 

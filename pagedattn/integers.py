@@ -47,11 +47,13 @@ def int32(values: Integer[Any, "*n"]) -> Int[Array, "*n"]:
 
 
 def rising(starts: Integer[Any, "n"]) -> Int[Array, "n"]:
-    """Starts of sequences as int32 that never fall.
+    """Starts of sequences as int32 that never fall; torch's keep their dtype.
 
     Zeros that pad the starts behind the last sequence become the end of that sequence.
 
     >>> rising(jnp.array([0, 3, 4, 0, 0])).tolist()
     [0, 3, 4, 4, 4]
     """
+    if hasattr(starts, "new_tensor"):
+        return starts.cummax(0).values
     return jax.lax.cummax(int32(starts))

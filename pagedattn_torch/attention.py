@@ -228,9 +228,9 @@ def _owned(batch: BatchMetadata, device) -> Sequences:
     arrays = batch.block_tables, batch.seq_lens, batch.query_start_loc
     tables, lens, starts = (int32(tensor("batch", array, device)) for array in arrays)
     if device.type == "cuda" and not all(isinstance(array, Tensor) for array in arrays):
-        tables, lens = tables.clone(), lens.clone()
+        tables, lens, starts = tables.clone(), lens.clone(), starts.clone()
         torch.cuda.current_stream(device).synchronize()
-    return Sequences(tables, lens, rising(starts))
+    return Sequences(tables, lens, starts)
 
 
 def _with_dense_rows(query: Tensor) -> Tensor:

@@ -87,6 +87,9 @@ def attention_kernel(
         tile -= seq * TILES_A_SEQ
     first = tl.maximum(tile * TOKENS, 0)
     query_start = tl.load(query_start_loc + seq)
+    if TILES_A_SEQ > 0:  # noqa: SIM102 (the kernel is compiled with or without it)
+        if seq == num_seqs:
+            query_start = highest_start(query_start_loc, num_seqs)
     query_stop = tl.load(query_start_loc + seq + 1, mask=seq < num_seqs, other=num_tokens)
     seq_len = tl.load(seq_lens + seq, mask=seq < num_seqs, other=0)
     # Values that break the contract must not lead outside the arrays.
@@ -247,6 +250,17 @@ def find_sequence(query_start_loc, num_seqs, tile, TOKENS: tl.constexpr):
         else:
             high = middle - 1
     return low
+
+
+@triton.jit
+def highest_start(query_start_loc, num_seqs):
+    """Where the last sequence ends and the padding begins, also if the starts are padded with 0."""
+    highest = tl.load(query_start_loc)
+    for begin in range(0, num_seqs + 1, 128):
+        at = begin + tl.arange(0, 128)
+        starts = tl.load(query_start_loc + at, mask=at <= num_seqs, other=0)
+        highest = tl.maximum(highest, tl.max(starts, 0))
+    return highest
 
 
 @triton.jit

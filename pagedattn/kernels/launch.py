@@ -6,6 +6,7 @@ The figures in the rules were measured on an H200 with 132 multiprocessors, in b
 import math
 from typing import Any, NamedTuple
 
+from ..batch import Sequences, in_order
 from ..call import Call
 from ..ragged import cdiv
 
@@ -70,6 +71,14 @@ def refusals(call: Call) -> list[str]:
     if call.head_dim > MAX_HEAD_DIM:
         reasons.append(f"head_dim must be at most {MAX_HEAD_DIM}, got {call.head_dim}")
     return reasons
+
+
+def starts_in_order(call: Call, batch: Sequences) -> Sequences:
+    """The batch, whose starts never fall where tiles search them.
+
+    Tiles that are given to a sequence mend starts padded with 0 themselves: no kernel more.
+    """
+    return batch if is_short(call) else in_order(batch)
 
 
 def device_of(num_sms: int, capability: tuple[int, int]) -> Device:

@@ -40,7 +40,7 @@ def refusals(call: Call) -> list[str]:
 
 
 def plan(call: Call, batch) -> Plan:
-    tables = batch.block_tables
+    batch, tables = launch.starts_in_order(call, batch), batch.block_tables
     tables = tables if tables.stride(1) == 1 else tables.contiguous()
     lens, starts = batch.seq_lens.contiguous(), batch.query_start_loc.contiguous()
     slopes = call.spec.alibi_slopes

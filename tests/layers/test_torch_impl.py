@@ -388,7 +388,7 @@ BAD_CALLS = {
     ),
 }
 BAD_VALUES = {
-    "small cache": (lambda s: changed(s, kv_cache=s.kv_cache[:, :3]), {}, ["block_tables"]),
+    "small cache": (lambda s: changed(s, kv_cache=s.kv_cache[:, :3]), {}, ["slot_mapping"]),
     "context without a cache": (lambda s: changed(s, kv_cache=None), {}, ["context_lens"]),
 }
 

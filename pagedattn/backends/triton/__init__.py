@@ -20,6 +20,7 @@ from ...kernels.launch import (
     device_of,
     merge_launch,
     refusals,
+    starts_in_order,
     tiling,
 )
 from ...kernels.merge import merge_kernel
@@ -46,7 +47,14 @@ def run(call: Call, query, cache, batch):
     return _start(merge_kernel, parts, merge_launch(call, tiles), outs)
 
 
-BACKEND = Backend("triton", HONOURS, with_xla_gradient(run), refusals, missing=missing)
+BACKEND = Backend(
+    "triton",
+    HONOURS,
+    with_xla_gradient(run),
+    refusals,
+    plan=starts_in_order,
+    missing=missing,
+)
 
 
 @functools.cache
