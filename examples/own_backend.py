@@ -15,16 +15,15 @@ from pagedattn import Backend, attention_bias
 from pagedattn.ragged import positions, sequence_ids
 from pagedattn.testing import check_backend
 
-# A call that asks for any other option is refused before any function here is called.
+# A call that asks for another option is refused before any function here is called.
 HONOURS = frozenset({"scale", "causal", "sliding_window", "alibi_slopes", "return_lse"})
 MOST_KEYS = 1 << 14
 
 
 def refusals(call) -> list[str]:
     """Why it cannot run a call, judged by sizes alone: the values may not exist yet."""
-    if call.capacity <= MOST_KEYS:
-        return []
-    return [f"it gathers at most {MOST_KEYS} keys a token, max_blocks allows {call.capacity}"]
+    told = f"it gathers at most {MOST_KEYS} keys a token, max_blocks allows {call.capacity}"
+    return [told] if call.capacity > MOST_KEYS else []
 
 
 def run(call, query, cache, batch):
@@ -36,8 +35,8 @@ def run(call, query, cache, batch):
     present = (seqs >= 0)[:, None] & (keys < batch.seq_lens[seqs][:, None])
     seen = present[:, None] & (bias > -jnp.inf)
 
-    planes, tables = (cache.key, cache.value), batch.block_tables[seqs]
-    key, value = (gathered(call, plane, tables) for plane in planes)
+    tables = batch.block_tables[seqs]
+    key, value = (gathered(call, plane, tables) for plane in (cache.key, cache.value))
     # Values that no query may see can be NaN, and 0 * NaN is NaN: they become 0.
     value = jnp.where(seen.any(axis=1)[..., None, None], value, 0)
     logits = call.scale * jnp.einsum("thd,tshd->ths", query.astype(float), key, precision="highest")

@@ -42,4 +42,4 @@ from .writes import fill_blocks as fill_blocks
 from .writes import swap_blocks as swap_blocks
 from .writes import write_kv as write_kv
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -1,0 +1,18 @@
+"""The example of a backend that docs/architecture.md names: one short file, held to the oracle."""
+
+from pathlib import Path
+
+import own_backend
+
+from pagedattn.features import OPTIONS
+from pagedattn.testing import check_backend
+
+
+def test_it_is_short():
+    assert len(Path(own_backend.__file__).read_text().splitlines()) <= 60
+
+
+def test_it_agrees_with_the_oracle_and_refuses_what_it_does_not_honour():
+    cells = check_backend(own_backend.BACKEND, dtypes=["float32"], verbose=False)
+    refused = {cell.feature for cell in cells if cell.result != "ok"}
+    assert refused == {name for name, fields in OPTIONS.items() if "logits_soft_cap" in fields}
