@@ -22,14 +22,14 @@ def select(name: str | Backend | None, call: Call, framework: Framework) -> Back
         isinstance(name, str | Backend),
         f"backend must be a name, a Backend or None, got {shown(name)}",
     )
-    backend = name if isinstance(name, Backend) else _named(name, call, framework)
+    backend = _named(name, call, framework)
     _require_none(backend.why_not(call), backend.name)
     return backend
 
 
 def _named(name, call, framework) -> Backend:
-    _require_none(registry.wrong_device(name, call.device), name)
-    return load(name, framework)
+    _require_none(registry.wrong_device(str(name), call.device), str(name))
+    return registry.installed(name) if isinstance(name, Backend) else load(name, framework)
 
 
 def _require_none(reasons, name) -> None:
@@ -49,10 +49,10 @@ def _first_fit(call, framework) -> Backend:
 
 def why_not(backend: str | Backend, call: Call, framework: Framework) -> list[str]:
     """The reasons why a backend cannot run a call, a missing package included."""
-    if isinstance(backend, Backend):
-        return backend.why_not(call)
-    if reasons := registry.wrong_device(backend, call.device):
+    if reasons := registry.wrong_device(str(backend), call.device):
         return reasons
+    if isinstance(backend, Backend):
+        return backend.missing() or backend.why_not(call)
     try:
         return load(backend, framework).why_not(call)
     except BackendUnavailableError as error:

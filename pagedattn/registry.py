@@ -90,8 +90,14 @@ def load(name: str, framework: Framework = Framework.JAX) -> Backend:
     except ImportError as error:
         text = f"backend {name!r} is not available: {error}{_cure(name)}"
         raise BackendUnavailableError(text) from error
+    return installed(backend)
+
+
+def installed(backend: Backend) -> Backend:
+    """The backend; BackendUnavailableError if it lacks a package."""
     if reasons := backend.missing():
-        raise BackendUnavailableError(f"backend {name!r} is not available: {'; '.join(reasons)}")
+        text = f"backend {backend.name!r} is not available: {'; '.join(reasons)}"
+        raise BackendUnavailableError(text)
     return backend
 
 
@@ -119,10 +125,22 @@ def _cure(name) -> str:
 
 def _found(name, framework) -> Backend:
     if name not in BUILT_IN:
-        return _third_parties(framework)[name].load()
+        return _of_third_party(_third_parties(framework)[name])
     module = getattr(BUILT_IN[name], framework.name.lower())
     found = importlib.import_module(module)
     return found.bridged(load(name, Framework.TORCH)) if module == ACROSS else found.BACKEND
+
+
+def _of_third_party(entry) -> Backend:
+    try:
+        backend = entry.load()
+    except Exception as error:  # a foreign module can raise anything, and the others still work
+        text = f"backend {entry.name!r} is not available: {entry.value} raised {error!r}"
+        raise BackendUnavailableError(text) from error
+    if not isinstance(backend, Backend):
+        text = f"backend {entry.name!r} is not available: {entry.value} is no pagedattn.Backend"
+        raise BackendUnavailableError(text)
+    return backend
 
 
 @functools.cache

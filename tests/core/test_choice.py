@@ -4,6 +4,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from pagedattn import (
     registry,
     select_backend,
 )
+from pagedattn.backends import xla
 from pagedattn.registry import Framework
 from pagedattn.testing import batch_of, cache_of, harness, random_problem
 
@@ -57,6 +59,7 @@ def test_explain_rejects_what_no_backend_could_run():
 
 NO_TORCH = """
 import sys
+from importlib.metadata import EntryPoint
 
 class NoTorch:
     def find_spec(self, name, path=None, target=None):
@@ -249,3 +252,30 @@ def test_torch_is_called_only_for_work_that_is_worth_it():
         assert select_backend(*call) == explain(*call).choice == chosen
         assert explain(*call)["sdpa"] == []
         assert ("sdpa" in explain(*call).passed_over) == (chosen == "xla")
+
+
+def test_a_backend_object_is_held_to_its_device_and_its_packages():
+    cudnn = registry.load("cudnn")
+    if jax.default_backend() != "gpu":
+        with pytest.raises(UnsupportedError, match="cudnn runs on cuda"):
+            paged_attention(*good_call(), backend=cudnn)
+    lacking = dataclasses.replace(xla.BACKEND, name="lacking", missing=lambda: ["pip install it"])
+    with pytest.raises(BackendUnavailableError, match="pip install it"):
+        paged_attention(*good_call(), backend=lacking)
+
+
+@pytest.mark.parametrize(
+    ("place", "told"), [("broken:BACKEND", "raised ZeroDivisionError"), ("json:dumps", "is no")]
+)
+def test_a_broken_backend_of_a_third_party_stops_no_other(tmp_path, monkeypatch, place, told):
+    (tmp_path / "broken.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    entry = EntryPoint("broken", place, Framework.JAX.value)
+    monkeypatch.setattr(registry, "_third_parties", lambda framework: {"broken": entry})
+    registry.load.cache_clear()
+    assert told in explain(*good_call()[:3])["broken"][0]
+    assert paged_attention(*good_call()).shape
+    with pytest.raises(BackendUnavailableError, match=told):
+        paged_attention(*good_call(), backend="broken")
+    monkeypatch.undo()
+    registry.load.cache_clear()
