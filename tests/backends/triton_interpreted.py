@@ -1,7 +1,7 @@
 """The Triton kernels on CPU tensors, by Triton's interpreter, held to the oracle.
 
 Triton decides at its import whether it interprets, so `test_triton` runs this file in a process of
-its own: `TRITON_INTERPRET=1 python -m pytest tests/triton_interpreted.py`.
+its own: `TRITON_INTERPRET=1 python -m pytest tests/backends/triton_interpreted.py`.
 """
 
 import dataclasses
@@ -37,7 +37,9 @@ assert knobs.runtime.interpret, "set TRITON_INTERPRET=1"
 
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
 PLAIN = AttentionSpec()
-BY_TRITON = {"backend": backend.BACKEND, "return_lse": True}
+# By another name: the backend of the name "triton" is held to CUDA.
+INTERPRETED = dataclasses.replace(backend.BACKEND, name="interpreted")
+BY_TRITON = {"backend": INTERPRETED, "return_lse": True}
 
 
 # Two shortcomings of Triton 3.6's interpreter: it asks arrays of one element for an int, which
@@ -279,7 +281,7 @@ def test_refusals_name_the_reason():
     assert not reasons(query, cache)
     assert "float64" in reasons(query.double(), KVCache(cache.key.double(), cache.value.double()))
     wide = torch.zeros(2, 4, 2, 257)
-    assert "head_dim" in reasons(query, KVCache(wide, wide))
+    assert "head_dim" in reasons(torch.zeros(2, 4, 257), KVCache(wide, wide))
     assert "strides" in reasons(
         query, KVCache(cache.key, torch.stack([cache.value] * 2, 4)[..., 0])
     )
