@@ -6,7 +6,8 @@ Here they are only seen to end. What they touch is seen by CUDA's memory checker
     XLA_FLAGS="--xla_gpu_force_compilation_parallelism=1 --xla_gpu_autotune_level=0" \
     compute-sanitizer --tool memcheck --show-backtrace no --error-exitcode 1 \
         python -m pytest -p no:benchmark -k bad_values \
-        tests/test_bad_values.py tests/test_triton_gpu.py tests/test_errors.py
+        tests/backends/test_bad_values.py tests/backends/test_triton_gpu.py \
+        tests/core/test_errors.py
 
 The variables give every array an allocation of its own, so that stepping over its end is an error.
 The flags are for the checker, which crashes where several threads compile; its backtraces hold on
