@@ -123,13 +123,18 @@ def test_the_layers_keep_to_the_table(backend, feature):
             alibi_slopes=spec.alibi_slopes,
             attn_type=asked.attn_type,
         )
-        if cell.reasons:
+        if cell.reasons and not computed_otherwise(cell):
             with pytest.raises((UnsupportedError, BackendUnavailableError)) as error:
                 forward(layer, asked, query, cache, batch)
             assert all(reason in str(error.value) for reason in cell.reasons)
         else:
             out = forward(layer, asked, query, cache, batch)
             assert_attention_close(out, None, problem_of(asked, query, cache, batch, spec))
+
+
+def computed_otherwise(cell):
+    """Whether the class computes what its backend refuses: ALiBi of prompts, by SDPA."""
+    return cell.backend == "ipex" and [r.split(":")[0] for r in cell.reasons] == ["alibi_slopes"]
 
 
 def test_it_covers_every_feature_and_type():
