@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
@@ -68,7 +67,6 @@ def paged_attention(
     """
     call = _call(query, cache, batch, spec, return_lse)
     chosen = choice.select(backend, call, Framework.JAX)
-    query, cache = jax.tree.map(jnp.asarray, (query, cache))
     arrays = varying_alike((query, cache, sequences_of(batch)))
     out, lse = empty_results(call) if call.is_empty else _run(chosen, call, *arrays)
     return (out, lse) if return_lse else out
@@ -121,7 +119,6 @@ def select_backend(
 def _call(query, cache, batch, spec, return_lse):
     """The call, validated."""
     validate.attention(query, cache, batch, spec, return_lse)
-    query, cache = jax.tree.map(jnp.asarray, (query, cache))
     return call_of(query, cache, batch, spec, return_lse)
 
 

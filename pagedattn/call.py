@@ -4,12 +4,13 @@ Backends are chosen by these facts, and launched with them.
 """
 
 import dataclasses
+import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
-import numpy as np
 
 from .checks import is_traced
 from .ragged import cdiv
@@ -197,8 +198,8 @@ def strides_of(array) -> tuple[int, ...]:
     """
     if hasattr(array, "new_tensor"):
         return array.stride()
-    sizes = (*array.shape[1:], 1)
-    return tuple(int(np.prod(sizes[axis:])) for axis in range(array.ndim))
+    inwards = itertools.accumulate(reversed(array.shape[1:]), operator.mul, initial=1)
+    return tuple(inwards)[::-1] if array.ndim else ()
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:

@@ -43,6 +43,8 @@ def as_jax(name: str, value: Any):
     Integers on the host (tables, lengths, slots) become NumPy arrays, which may have any strides
     and 64 bits. Floating NumPy arrays become JAX's by JAX's own rules, which may copy.
     """
+    if is_traced(value):  # first, since a traced array is the slowest to ask for anything
+        return value
     if isinstance(value, np.ndarray):
         return _of_numpy(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -40,7 +40,7 @@ def int32(values: Integer[Any, "*n"]) -> Int[Array, "*n"]:
     # jnp.asarray would cut 64 bits of NumPy's to 32, and the check below would see no difference.
     values = values if isinstance(values, jax.Array) else np.asarray(values)
     if values.dtype == np.int32:
-        return jnp.asarray(values)
+        return values if isinstance(values, jax.Array) else jnp.asarray(values)
     narrow = values.astype(np.int32)
     fits = (narrow.astype(values.dtype) == values) & ((narrow < 0) == (values < 0))
     return jnp.where(fits, jnp.asarray(narrow), -1)
