@@ -1,4 +1,4 @@
-"""The pictures of the benchmarks: drawn from the reports beside them, with every contender named."""
+"""The benchmarks' pictures: drawn from the reports beside them, with every contender named."""
 
 import json
 import shutil
