@@ -15,19 +15,26 @@ def draw_both(report: Path, name: str, plot: Callable[[dict], Any]) -> Path:
 
     Returns the path of the light picture. The same report gives the same bytes.
     """
+    data, light = json.loads(report.read_text()), report.with_name(f"{name}.svg")
+    save_both(light, lambda: plot(data))
+    return light
+
+
+def save_both(light: Path, plot: Callable[[], Any]) -> None:
+    """Saves the figure that `plot` makes, in the style of light pages and in that of dark ones."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    data = json.loads(report.read_text())
     for suffix, style in LOOKS.items():
-        with pyplot.style.context([style, {"svg.hashsalt": name, "axes.axisbelow": True}]):
-            picture = report.with_name(f"{name}{suffix}.svg")
-            figure = plot(data)
-            figure.savefig(picture, transparent=True, metadata={"Date": None})
+        settings = {"svg.hashsalt": light.stem, "axes.axisbelow": True}
+        with pyplot.style.context([style, settings]):
+            figure = plot()
+            figure.savefig(
+                light.with_stem(light.stem + suffix), transparent=True, metadata={"Date": None}
+            )
             pyplot.close(figure)
-    return report.with_name(f"{name}.svg")
 
 
 def versions_of(machine: dict) -> str:
