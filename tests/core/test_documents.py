@@ -87,3 +87,21 @@ def test_the_table_of_options_is_that_of_the_records():
     assert {"xla", "sdpa"} <= set(records())
     for name, record in records().items():
         assert record.honours == {option for option, row in table.items() if row[name] != "no"}
+
+
+def test_backends_are_those_of_the_registry():
+    text = (DOCS / "backends.md").read_text()
+    needs = table_of(DOCS / "backends.md", "backend")
+    assert set(needs) == set(registry.BUILT_IN)
+    for name, where in registry.BUILT_IN.items():
+        assert f"\n## {name}\n" in text
+        asked = re.findall(r"pagedattn\[(\w+)\]", needs[name]["needs, beside JAX"])
+        assert asked == ([where.extra] if where.extra else [])
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_the_order_of_choice_is_that_of_the_registry(device):
+    line = re.search(rf"^- {device}: ([^.]*)\.", (DOCS / "backends.md").read_text(), re.I | re.M)
+    assert line
+    expected = [name for name in registry.BUILT_IN if not registry.wrong_device(name, device)]
+    assert re.findall(r"`(\w+)`", line[1]) == expected
