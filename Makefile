@@ -26,7 +26,7 @@ lint: $(VENV)/ready
 
 # Into .site. Warnings, and links that lead nowhere, are errors.
 docs: $(DOCS_VENV)/ready
-	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build -q
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
 
 test-ipex: $(IPEX_VENV)/ready
 	OMP_NUM_THREADS=1 $(IPEX_VENV)/bin/python -m pytest -q -n 2 --dist worksteal
