@@ -42,6 +42,7 @@ def test_the_example_in_a_docstring_runs():
     assert doctest.testmod(stacked) == (0, 3)
 
 
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("carried", [True, False])
 def test_a_scan_holds_one_cache_only_if_it_carries_it(carried):
     """Why the layers share a cache: one that a scan reads and returns is held twice."""

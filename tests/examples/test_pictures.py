@@ -1,30 +1,43 @@
-"""The benchmarks' pictures: drawn from the reports beside them, with every contender named."""
+"""The committed pictures: what is drawn from the reports beside them, every contender named."""
 
 import json
+import runpy
 import shutil
 from pathlib import Path
 
-import matplotlib
 import pytest
 from benchmarks import chart, cpu_chart
+from benchmarks.pictures import LOOKS, save_both
 from benchmarks.redraw import redraw
 
-RESULTS = Path(__file__).parents[2] / "docs" / "results"
+matplotlib = pytest.importorskip("matplotlib")
+
+DOCS = Path(__file__).parents[2] / "docs"
+RESULTS = DOCS / "results"
 
 
 def test_committed_pictures_are_those_of_the_reports(tmp_path):
     for report in RESULTS.glob("*.json"):
         shutil.copy(report, tmp_path)
-    drawn = [
-        Path(f"{light.with_suffix('')}{dark}.svg")
-        for light in redraw(tmp_path)
-        for dark in ("", "-dark")
-    ]
-    assert {path.name for path in drawn} == {path.name for path in RESULTS.glob("*.svg")}
-    for path in drawn:
-        committed = (RESULTS / path.name).read_bytes()
-        if f"Matplotlib v{matplotlib.__version__}".encode() in committed:
-            assert committed == path.read_bytes()
+    redraw(tmp_path)
+    names = {path.name for path in tmp_path.glob("*.svg")}
+    assert names == {path.name for path in RESULTS.glob("*.svg")}
+    assert_same(tmp_path, RESULTS, names)
+
+
+def test_the_drawing_of_blocks_and_tables_is_that_of_its_script(tmp_path):
+    pytest.importorskip("rich")  # the script also serves the demo's requests
+    script = runpy.run_path(str(DOCS / "pictures" / "draw.py"))
+    save_both(tmp_path / "paging.svg", script["paging"])
+    assert_same(tmp_path, DOCS / "pictures", {f"paging{look}.svg" for look in LOOKS})
+
+
+def assert_same(drawn: Path, committed: Path, names: set[str]) -> None:
+    """The same bytes, if the same matplotlib drew both."""
+    for name in names:
+        picture = (committed / name).read_bytes()
+        if f"Matplotlib v{matplotlib.__version__}".encode() in picture:
+            assert picture == (drawn / name).read_bytes()
 
 
 @pytest.mark.parametrize(("name", "plot"), [("h200", chart.plot), ("cpu", cpu_chart.plot)])
