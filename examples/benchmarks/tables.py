@@ -2,7 +2,7 @@
 
     PYTHONPATH=examples python -m benchmarks.tables docs/performance.md
 
-A table stands below a line `<!-- h200.json -->` or `<!-- cpu.json -->`, and ends where a line is empty.
+A table stands below the name of its report, `<!-- h200.json -->`, and ends where a line is empty.
 """
 
 import json
