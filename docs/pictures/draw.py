@@ -25,7 +25,7 @@ WIDTH = BLOCK_SIZE + 0.6
 
 def paging() -> Figure:
     """Two sequences, their block tables, and the blocks and slots that these lead to."""
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
     axes, column = figure.add_subplot(), 0.0
     for block in range(NUM_BLOCKS):
         draw_slots(axes, block)
