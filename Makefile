@@ -4,8 +4,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 IPEX_VENV := .venv-ipex
+DOCS_VENV := .venv-docs
 
-.PHONY: demo test test-deep lint test-ipex test-gpu bench-cpu bench-gpu clean
+.PHONY: demo docs test test-deep lint test-ipex test-gpu bench-cpu bench-gpu clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/demo.py
@@ -22,6 +23,10 @@ lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+# Into .site. Warnings, and links that lead nowhere, are errors.
+docs: $(DOCS_VENV)/ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
 
 test-ipex: $(IPEX_VENV)/ready
 	OMP_NUM_THREADS=1 $(IPEX_VENV)/bin/python -m pytest -q -n 2 --dist worksteal
@@ -48,5 +53,11 @@ $(IPEX_VENV)/ready: pyproject.toml constraints-ipex.txt
 	$(IPEX_VENV)/bin/pip install -q -c constraints-ipex.txt -e '.[ipex]' hypothesis pytest pytest-xdist
 	touch $@
 
+# The pages are made from the sources as text: nothing of the library is imported.
+$(DOCS_VENV)/ready: constraints-docs.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/pip install -q -r constraints-docs.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(IPEX_VENV)
+	rm -rf $(VENV) $(IPEX_VENV) $(DOCS_VENV) .site

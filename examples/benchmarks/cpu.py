@@ -1,7 +1,6 @@
 """Times paged attention on a CPU, side by side with its peers.
 
     PYTHONPATH=examples python -m benchmarks.cpu [-o docs/results] [-k "decode 8x4096"]
-    PYTHONPATH=examples python -m benchmarks.cpu --draw docs/results/cpu.json
 
 A contender is a function that takes a `Case` and returns a function that computes it. If it raises,
 its cell stays empty and the error is printed. Contenders take turns, one call each; a figure is the
@@ -102,11 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("-o", "--out", type=Path, help="folder for the report and its picture")
     parser.add_argument("-k", "--only", default="", help="cases whose name contains this")
-    parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw this report")
     arguments = parser.parse_args()
-    if arguments.draw:
-        print(draw(arguments.draw))
-        return
     with Ipex() as ipex:
         report = Report(arguments.out, list(OURS), ipex.versions)
         contenders = {name: timed(one) for name, one in (OURS | PEERS).items()}

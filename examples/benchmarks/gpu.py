@@ -2,7 +2,6 @@
 
     export PYTHONPATH=examples XLA_PYTHON_CLIENT_PREALLOCATE=false
     python -m benchmarks.gpu [-o docs/results] [-k decode]
-    python -m benchmarks.gpu --draw docs/results/h200.json
 
 A contender is a function that takes a `Case` and returns its microseconds a call. If it raises, its
 cell stays empty and the error is printed. The report is written after every case. To add a
@@ -178,11 +177,7 @@ def main() -> None:
     parser.add_argument("-k", "--only", default="", help="cases whose name contains this")
     parser.add_argument("--seconds", type=float, default=600, help="after which none is begun")
     parser.add_argument("--build-seconds", type=float, default=240, help="for FlashInfer's kernels")
-    parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw this report")
     arguments = parser.parse_args()
-    if arguments.draw:
-        print(draw(arguments.draw))
-        return
     report = Report(arguments.out, arguments.seconds, ours=list(OURS))
     run(report, arguments.only, arguments.build_seconds)
     if report.path:

@@ -13,7 +13,7 @@ from pagedattn.ragged import cdiv
 from serving.memory import Memory
 from serving.request import Group
 
-KEPT = "whitesmoke"  # the colour of blocks that only the prefix cache holds
+KEPT = "#8a8a8a40"  # the colour of blocks that only the prefix cache holds
 FREE, CACHED = -1, -2  # owners of a block: nobody, and the prefix cache alone
 Owners = Int[np.ndarray, "*steps num_blocks"]
 
@@ -44,18 +44,23 @@ def blocks_padded(owners: Owners, longest: int) -> Int[np.ndarray, " num_steps"]
 
 
 def draw_occupancy(owners: Owners, longest: int, path: Path) -> None:
-    """Writes a picture: above, each block's owner at each step; below, how many blocks are used."""
+    """Writes the picture of `plot_occupancy`."""
+    plot_occupancy(owners, longest).savefig(path, dpi=130)
+
+
+def plot_occupancy(owners: Owners, longest: int) -> Figure:
+    """Above, each block's owner at each step; below, how many blocks are used."""
     figure = Figure(figsize=(11, 7), layout="constrained")
     pool, count = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     draw_owners(pool, owners)
     draw_counts(count, owners, longest)
-    figure.savefig(path, dpi=130)
+    return figure
 
 
 def draw_owners(axes: Axes, owners: Owners) -> None:
     ids = np.unique(owners[owners > FREE])
     colours = ListedColormap(
-        [KEPT, "white", *(colour_of(request) for request in range(ids.max() + 1))]
+        [KEPT, "none", *(colour_of(request) for request in range(ids.max() + 1))]
     )
     axes.imshow(
         owners.T - CACHED,
@@ -75,7 +80,7 @@ def draw_owners(axes: Axes, owners: Owners) -> None:
 
 def draw_counts(axes: Axes, owners: Owners, longest: int) -> None:
     axes.plot(blocks_padded(owners, longest), color="grey", label="padded to the longest")
-    axes.plot(blocks_used(owners), color="black", label="used")
+    axes.plot(blocks_used(owners), color="tab:blue", label="used")
     axes.axhline(owners.shape[1], color="firebrick", linestyle="--", label="pool")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
     axes.set(xlabel="step", ylabel="blocks", ylim=(0, None))

@@ -1,22 +1,64 @@
-"""What the pages say stands on the code: paths exist, tables are those of the code."""
+"""What the pages say stands on the code: code runs, paths exist, tables are those of the code."""
 
+import importlib
 import re
+from inspect import ismodule
 from pathlib import Path
 
 import pytest
 
-from pagedattn import registry
+from pagedattn import BackendUnavailableError, registry
 from pagedattn.registry import Framework, can_load, load
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
+CODE = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+WITH_CODE = [page for page in PAGES if CODE.search(page.read_text())]
+PACKAGES = ("pagedattn", "pagedattn_torch", "pagedattn_interop", "pagedattn.testing")
 PLACES = ("", "pagedattn/", "pagedattn_torch/", "tests/", "examples/", "docs/")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.usefixtures("exact_products", "on_cpu")
+@pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
+def test_code_of_pages_runs(page):
+    """The blocks of a page in their order, in one namespace."""
+    text, namespace = page.read_text(), {"__name__": page.stem}
+    try:
+        for block in CODE.finditer(text):
+            above = "\n" * text.count("\n", 0, block.start(1))  # so that tracebacks name the line
+            exec(compile(above + block[1], str(page), "exec"), namespace)
+    except BackendUnavailableError as error:
+        pytest.skip(str(error))
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("pagedattn"):
+            raise
+        pytest.skip(f"{page.name} needs {error.name}")
+
+
+def test_every_page_of_the_site_has_code():
+    """Pages of the reference show docstrings, whose examples run as doctests; errors are a list."""
+    site = {page for page in DOCS.rglob("*.md") if page.parent != DOCS / "api"}
+    assert site - set(WITH_CODE) <= {DOCS / "errors.md"}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_reference_has_every_public_name(package):
+    text = "\n".join(page.read_text() for page in DOCS.glob("api/*.md"))
+    shown = set(re.findall(rf"^::: {package}\.(?:\w+\.)*(\w+)$", text, re.MULTILINE))
+    names = vars(importlib.import_module(package)).items()
+    public = {n for n, v in names if not n.startswith("_") and not ismodule(v)}
+    assert public <= shown
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_files_that_pages_name_exist(page):
     named = re.findall(r"`([\w./-]+\.(?:py|md|json|toml))`", page.read_text())
-    links = re.findall(r"\]\(([\w./-]+)[)#]", page.read_text())
+    links = re.findall(r"(?:\]\(|src=\"|srcset=\")([\w./-]+)[)#\"]", page.read_text())
     missing = [name for name in named if not any((ROOT / p / name).exists() for p in PLACES)]
     missing += [link for link in links if not (page.parent / link).exists()]
     assert not missing
@@ -41,7 +83,25 @@ def table_of(page: Path, corner: str) -> dict[str, dict[str, str]]:
 
 
 def test_the_table_of_options_is_that_of_the_records():
-    table = table_of(ROOT / "docs" / "backends.md", "option")
+    table = table_of(DOCS / "backends.md", "option")
     assert {"xla", "sdpa"} <= set(records())
     for name, record in records().items():
         assert record.honours == {option for option, row in table.items() if row[name] != "no"}
+
+
+def test_backends_are_those_of_the_registry():
+    text = (DOCS / "backends.md").read_text()
+    needs = table_of(DOCS / "backends.md", "backend")
+    assert set(needs) == set(registry.BUILT_IN)
+    for name, where in registry.BUILT_IN.items():
+        assert f"\n## {name}\n" in text
+        asked = re.findall(r"pagedattn\[(\w+)\]", needs[name]["needs, beside JAX"])
+        assert set(asked) <= {where.extra}
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_the_order_of_choice_is_that_of_the_registry(device):
+    line = re.search(rf"^- {device}: ([^.]*)\.", (DOCS / "backends.md").read_text(), re.I | re.M)
+    assert line
+    expected = [name for name in registry.BUILT_IN if not registry.wrong_device(name, device)]
+    assert re.findall(r"`(\w+)`", line[1]) == expected

@@ -1,0 +1,96 @@
+"""The tables of docs/performance.md, written from the reports.
+
+    PYTHONPATH=examples python -m benchmarks.tables docs/performance.md
+
+A table stands below the name of its report, `<!-- h200.json -->`, and ends where a line is empty.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+GPU_COLUMNS = {
+    "`backend=None` in `jax.jit`": ["backend=None, jax.jit"],
+    "our kernel in a torch CUDA graph": ["triton, torch graph"],
+    "FlashInfer, paged": ["FlashInfer decode", "FlashInfer prefill"],
+    "JAX's Pallas kernel, paged": ["JAX Pallas"],
+    "gather + cuDNN": ["JAX gather + cuDNN", "torch gather + SDPA"],
+    "cuDNN without paging": ["JAX cuDNN, dense", "torch SDPA cuDNN, dense"],
+}
+GPU_ROWS = {
+    "decode 64 x 4096": "decode 64x4096",
+    "decode 1 x 131072": "decode 1x131072",
+    "decode 256 x 1024": "decode 256x1024",
+    "decode 56 x 256 + 8 x 16384": "decode skewed",
+    "decode 8 x 512": "decode 8x512",
+    "verify 64 x (8 on 4096)": "verify 64x(8 on 4096)",
+    "prefill 2 x 8192": "prefill 2x8192",
+    "prefill 8 x 2048": "prefill 8x2048",
+    "chunk 64 x (128 on 4096)": "chunk 64x(128 on 4096)",
+}
+IN_MICROSECONDS = "decode 8x512", "verify 64x(8 on 4096)"
+DENSE = "torch SDPA, dense"
+
+
+def gpu_table(data: dict) -> list[str]:
+    """The best of each kind of contender, in units of the machine."""
+    lines = _head(list(GPU_COLUMNS))
+    for title, case in GPU_ROWS.items():
+        row = data["cases"][case]
+        bests = (_best(row["us"], names) for names in GPU_COLUMNS.values())
+        lines.append(_line([title, *(_figure(case, row, us) if us else "" for us in bests)]))
+    return lines
+
+
+def cpu_table(data: dict) -> list[str]:
+    """Times relative to the dense kernel's: bfloat16 in blocks of 16, every other contender."""
+    suffix = ", bfloat16, block 16"
+    rows = {name: row["us"] for name, row in data["cases"].items() if name.endswith(suffix)}
+    names = list(dict.fromkeys(name for us in rows.values() for name in us if name != DENSE))
+    lines = _head(names)
+    for case, us in rows.items():
+        ratios = (_three(us[name] / us[DENSE]) if us.get(name) else "" for name in names)
+        lines.append(_line([case.removesuffix(suffix), *ratios]))
+    return lines
+
+
+TABLES = {"h200.json": gpu_table, "cpu.json": cpu_table}
+
+
+def rewritten(page: str, results: Path) -> str:
+    """The page with its tables made anew from the reports in a folder."""
+    for name, table in TABLES.items():
+        lines = "\n".join(table(json.loads((results / name).read_text())))
+        page = re.sub(rf"(<!-- {name} -->\n\n).*?(?=\n\n)", rf"\g<1>{lines}", page, flags=re.DOTALL)
+    return page
+
+
+def _best(us: dict[str, float | None], names: list[str]) -> float | None:
+    return min((time for name in names if (time := us.get(name))), default=None)
+
+
+def _figure(case: str, row: dict, us: float) -> str:
+    if case in IN_MICROSECONDS:
+        return f"{us:.1f} us" if us < 100 else f"{us:.0f} us"
+    return (
+        f"{row['kv_bytes'] / us / 1e6:.2f}" if row["decode"] else f"{row['flops'] / us / 1e6:.0f}"
+    )
+
+
+def _three(number: float) -> str:
+    """Three digits, or as many as are before the point."""
+    return f"{number:.{max(0, 3 - len(str(int(number))))}f}"
+
+
+def _head(columns: list[str]) -> list[str]:
+    return [_line(["", *columns]), "|" + "---|" * (len(columns) + 1)]
+
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    path.write_text(rewritten(path.read_text(), path.parent / "results"))

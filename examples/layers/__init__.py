@@ -1,0 +1,1 @@
+"""What the Flax and the Equinox example share: one cache for all layers, and a growing batch."""
