@@ -11,20 +11,16 @@ MARKERS = "ov^<>sDPX*"
 
 def styles(data: dict) -> dict[str, dict]:
     """The look of each contender of a report; what `backend=None` takes has a ring around it."""
-    names = dict.fromkeys(name for row in data["cases"].values() for name in row["us"])
-    colours, markers = itertools.cycle(COLOURS), itertools.cycle(MARKERS)
-    return {
-        name: _peer(next(markers))
-        if name not in data["ours"]
-        else RING
-        if name.startswith("backend=None")
-        else {"marker": "o", "color": next(colours), "s": 60, "zorder": 3}
-        for name in names
-    }
-
-
-def _peer(marker: str) -> dict:
-    return {"marker": marker, "facecolor": "none", "edgecolor": GREY, "s": 45, "zorder": 2}
+    names = list(dict.fromkeys(name for row in data["cases"].values() for name in row["us"]))
+    rings = [name for name in names if name.startswith("backend=None")]
+    filled = [name for name in names if name in data["ours"] and name not in rings]
+    hollow = [name for name in names if name not in data["ours"]]
+    looks = dict.fromkeys(rings, RING)
+    for name, colour in zip(filled, itertools.cycle(COLOURS), strict=False):
+        looks[name] = {"marker": "o", "color": colour, "s": 60, "zorder": 3}
+    for name, marker in zip(hollow, itertools.cycle(MARKERS), strict=False):
+        looks[name] = {"marker": marker, "facecolor": "none", "edgecolor": GREY, "s": 45}
+    return looks
 
 
 def dots(axes, rows: dict, measure: str, ceiling: float, looks: dict) -> None:
