@@ -15,6 +15,8 @@ from .checks import is_traced
 from .ragged import cdiv
 from .spec import AttentionSpec
 
+# What a caller may ask for beside the spec: the fields of `Call` that say so.
+KEYWORDS = ("sinks", "return_lse")
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -64,13 +66,14 @@ class Call:
     strides: Strides
     spec: AttentionSpec
     return_lse: bool = False
+    sinks: bool = False  # whether the call brings them
 
     @property
     def asked(self) -> tuple[str, ...]:
         """The options that the spec or the caller set to something else than their default."""
         options = dataclasses.fields(self.spec)
         of_spec = [f.name for f in options if getattr(self.spec, f.name) != f.default]
-        return (*of_spec, *(["return_lse"] if self.return_lse else []))
+        return (*of_spec, *(name for name in KEYWORDS if getattr(self, name)))
 
     @property
     def is_empty(self) -> bool:
@@ -143,7 +146,9 @@ class Call:
         return min(self.max_blocks, cdiv(self.max_keys - 1, self.block_size) + 1)
 
 
-def call_of(query, cache, batch, spec: AttentionSpec, return_lse: bool = False) -> Call:
+def call_of(
+    query, cache, batch, spec: AttentionSpec, return_lse: bool = False, *, sinks=None
+) -> Call:
     """The call of arrays that `validate.attention` has accepted; they may be traced."""
     layer = layer_of(query, cache)
     num_tokens, num_heads, head_dim = layer.query_shape
@@ -163,6 +168,7 @@ def call_of(query, cache, batch, spec: AttentionSpec, return_lse: bool = False) 
         strides=layer.strides,
         spec=spec,
         return_lse=return_lse,
+        sinks=sinks is not None,
     )
 
 

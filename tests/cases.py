@@ -30,9 +30,11 @@ class Calls:
     def clear(self) -> None:
         self.ran, self.refused = 0, []
 
-    def refuse(self, error: UnsupportedError, spec: AttentionSpec) -> None:
-        """Notes a refusal, which must name something that the spec asks for."""
+    def refuse(self, error: UnsupportedError, problem: Problem) -> None:
+        """Notes a refusal, which must name something that the problem asks for."""
+        spec = problem.spec
         asked = [f.name for f in dataclasses.fields(spec) if getattr(spec, f.name) != f.default]
+        asked += problem.arrays
         assert any(name in str(error) for name in asked), str(error)
         self.refused.append(str(error))
 
@@ -54,7 +56,7 @@ def run(problem: Problem, backend: str | None, mode: str = "jit") -> tuple[np.nd
     except UnsupportedError as error:
         if not may_refuse(backend):
             raise
-        calls.refuse(error, problem.spec)
+        calls.refuse(error, problem)
         out, lse = reference_attention(**arguments(problem))
         return out.astype(problem.query.dtype), lse.astype(np.float32)
     if lse is None:

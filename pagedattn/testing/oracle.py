@@ -11,6 +11,7 @@ class Head(NamedTuple):
 
     `rows` is a slice of the token axis; query is `[q, head_dim]`, keys and values are
     `[k, head_dim]` with zeros where no query of the sequence looks, distance and visible `[q, k]`.
+    sink is a logit without a value, -inf for none.
     """
 
     index: int
@@ -20,6 +21,7 @@ class Head(NamedTuple):
     values: np.ndarray
     distance: np.ndarray
     visible: np.ndarray
+    sink: float
 
 
 def visible_keys(query_len: int, seq_len: int, spec: Any) -> np.ndarray:
@@ -51,6 +53,7 @@ def heads(
     seq_lens: Sequence[int] | np.ndarray,
     query_start_loc: Sequence[int] | np.ndarray,
     spec: Any,
+    sinks: np.ndarray | None = None,
 ) -> Iterator[Head]:
     """Every query head of every sequence, with exactly the keys that the contract lets it see."""
     group = query.shape[1] // key_cache.shape[2]
@@ -66,7 +69,8 @@ def heads(
         for h in range(query.shape[1]):
             q = query[rows, h].astype(np.float64)
             kv = h // group
-            yield Head(h, rows, q, keys[:, kv], values[:, kv], distance, visible)
+            sink = -np.inf if sinks is None else float(sinks[h])
+            yield Head(h, rows, q, keys[:, kv], values[:, kv], distance, visible, sink)
 
 
 def logits(head: Head, spec: Any) -> np.ndarray:
@@ -80,12 +84,15 @@ def logits(head: Head, spec: Any) -> np.ndarray:
     return np.where(head.visible, score, -np.inf)
 
 
-def softmax(score: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Probabilities `[q, k]` and natural-log lse `[q]`; a row without keys gives 0 and -inf."""
-    top = score.max(-1, initial=-np.inf)
+def softmax(score: np.ndarray, sink: float) -> tuple[np.ndarray, np.ndarray]:
+    """Probabilities `[q, k]` and natural-log lse `[q]`, which counts the sink.
+
+    A row without keys gives 0 and the sink: -inf if there is none.
+    """
+    top = score.max(-1, initial=sink)
     shift = np.where(np.isfinite(top), top, 0)
     weight = np.exp(score - shift[:, None])
-    total = weight.sum(-1)
+    total = weight.sum(-1) + np.exp(sink - shift)
     seen = total > 0
     lse = np.where(seen, shift + np.log(np.where(seen, total, 1)), -np.inf)
     return weight / np.where(seen, total, 1)[:, None], lse
@@ -99,6 +106,7 @@ def reference_attention(
     seq_lens: Sequence[int] | np.ndarray,
     query_start_loc: Sequence[int] | np.ndarray,
     spec: Any,
+    sinks: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Paged attention in float64, slowly and plainly.
 
@@ -111,10 +119,11 @@ def reference_attention(
         seq_lens: `[num_seqs]`, keys of each sequence, the new tokens included.
         query_start_loc: `[num_seqs + 1]`; rows of `query` from its last value on are padding.
         spec: an `AttentionSpec`.
+        sinks: `[num_heads]`, or None.
 
     Returns:
         out float64, of the shape of `query`, and lse float64 `[num_tokens, num_heads]`; 0 and -inf
-        in rows that see no key and in padding rows.
+        in padding rows, 0 and the sink or -inf in rows that see no key.
 
     Example:
         >>> import numpy as np
@@ -130,8 +139,8 @@ def reference_attention(
     out = np.zeros(query.shape)
     lse = np.full(query.shape[:2], -np.inf)
     args = (query, key_cache, value_cache, block_tables, seq_lens, query_start_loc)
-    for head in heads(*args, spec):
-        probability, lse[head.rows, head.index] = softmax(logits(head, spec))
+    for head in heads(*args, spec, sinks):
+        probability, lse[head.rows, head.index] = softmax(logits(head, spec), head.sink)
         out[head.rows, head.index] = probability @ head.values
     return out, lse
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from pagedattn.features import ARRAYS
 from pagedattn.ragged import cdiv
 
 from . import oracle
@@ -27,6 +28,7 @@ class Problem:
         seq_lens: keys of each sequence, the new tokens included.
         spec: an `AttentionSpec`.
         max_query_len: static bound to give to `make_batch`; None takes its default.
+        sinks: float32 `[num_heads]`, or None.
     """
 
     query: np.ndarray
@@ -37,6 +39,7 @@ class Problem:
     seq_lens: Sequence[int]
     spec: Any
     max_query_len: int | None = None
+    sinks: np.ndarray | None = None
 
     @property
     def block_size(self) -> int:
@@ -58,6 +61,12 @@ class Problem:
         lens = self.query_lens, self.seq_lens
         sizes = {"num_blocks": num_blocks, "block_size": block_size}
         return oracle.visible_slots(self.block_tables, *lens, self.spec, **sizes)
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The options of the call that are arrays, by the keywords of `paged_attention`."""
+        given = {name: getattr(self, name) for name in ARRAYS}
+        return {name: array for name, array in given.items() if array is not None}
 
     def replace(self, **changes: Any) -> "Problem":
         """A copy with some fields changed."""
@@ -88,12 +97,14 @@ def random_problem(
     poison: float | None = np.nan,
     block_tables: Sequence[Sequence[int]] | np.ndarray | None = None,
     max_query_len: int | None = None,
+    arrays: Sequence[str] = (),
     seed: int = 0,
 ) -> Problem:
     """A problem with unit normal values and shuffled blocks, poisoned wherever no query looks.
 
     `num_blocks` defaults to three more than are needed; `pad_tokens` is the length of the token
-    axis, by default without padding; `block_tables=None` draws tables without sharing.
+    axis, by default without padding; `block_tables=None` draws tables without sharing; `arrays` are
+    the options of `features.ARRAYS` that it has.
 
     Example:
         >>> from pagedattn import AttentionSpec
@@ -112,7 +123,18 @@ def random_problem(
     query, key, value = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
     lens = list(query_lens), list(seq_lens)
     problem = Problem(query, key, value, block_tables, *lens, spec, max_query_len)
+    problem = problem.replace(**{name: _MAKERS[name](rng, problem) for name in arrays})
     return problem if poison is None else problem.poisoned(poison)
+
+
+def random_sinks(rng: np.random.Generator, problem: Problem) -> np.ndarray:
+    """Sinks of the size of logits; of several heads, the last has none."""
+    sinks = rng.standard_normal(problem.query.shape[1]).astype(np.float32)
+    sinks[1:][-1:] = -np.inf
+    return sinks
+
+
+_MAKERS = {"sinks": random_sinks}
 
 
 def random_tables(
