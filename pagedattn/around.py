@@ -45,6 +45,7 @@ def with_sinks(
     xp = namespace(out)
     seen = lse > -xp.inf
     known = xp.where(seen, lse, 0.0)  # -inf - -inf is NaN, in a gradient too
+    sinks = xp.asarray(sinks, dtype=lse.dtype)
     total = xp.logaddexp(known, sinks)
     weight = xp.exp(known - total)[..., None]
     wide = xp.asarray(out, dtype=xp.promote_types(out.dtype, weight.dtype))

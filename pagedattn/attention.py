@@ -29,6 +29,7 @@ def paged_attention(
     backend: str | Backend | None = None,
     return_lse: bool = False,
     sinks: Float[Array, "num_heads"] | None = None,
+    bias: Float[Array, "num_tokens heads max_keys"] | None = None,
 ):
     """Attention of packed queries over the blocks of a cache.
 
@@ -53,6 +54,9 @@ def paged_attention(
       return_lse: also return the natural log of the sum of exponentials, for `merge_states`.
       sinks: a logit for each query head that takes weight and has no value (gpt-oss); -inf is
         none. The lse counts it. To split the keys, give it to one of the parts.
+      bias: added to the logits, float32 or of the query's dtype: `[num_tokens, heads, max_keys]`,
+        heads being num_heads, or 1 for all alike. Column j is the key at position j of the token's
+        sequence; -inf hides it, beside what the spec hides. No sequence has more than max_keys.
 
     Returns:
       out `[num_tokens, num_heads, head_dim]` in the query's dtype; with `return_lse` also lse
@@ -71,11 +75,11 @@ def paged_attention(
     >>> paged_attention(jnp.ones((3, 2, 8)), cache, batch, backend="xla").shape
     (3, 2, 8)
     """
-    options = _given(sinks=sinks)
+    options = _given(sinks=sinks, bias=bias)
     call = _call(query, cache, batch, spec, return_lse, options)
     chosen = choice.select(backend, call, Framework.JAX)
     query, cache = jax.tree.map(jnp.asarray, (query, cache))
-    options = {name: jnp.asarray(array, jnp.float32) for name, array in options.items()}
+    options = {name: jnp.asarray(array) for name, array in options.items()}
     arrays = varying_alike((query, cache, sequences_of(batch), options))
     out, lse = _run(_EMPTY if call.is_empty else chosen, call, *arrays)
     return (out, lse) if return_lse else out
@@ -99,6 +103,7 @@ def explain(
     *,
     return_lse=False,
     sinks=None,
+    bias=None,
 ) -> choice.Explanation:
     """Why each backend can or cannot run a call, and which one `backend=None` takes.
 
@@ -115,7 +120,7 @@ def explain(
     >>> why["xla"], why.choice
     ([], 'xla')
     """
-    call = _call(query, cache, batch, spec, return_lse, _given(sinks=sinks))
+    call = _call(query, cache, batch, spec, return_lse, _given(sinks=sinks, bias=bias))
     return choice.explain(call, Framework.JAX)
 
 
@@ -128,6 +133,7 @@ def select_backend(
     *,
     return_lse=False,
     sinks=None,
+    bias=None,
 ) -> str:
     """The name of the backend that `backend=None` takes for a call.
 
@@ -140,7 +146,7 @@ def select_backend(
     >>> select_backend(jnp.ones((1, 2, 8), cache.dtype), cache, batch)
     'xla'
     """
-    call = _call(query, cache, batch, spec, return_lse, _given(sinks=sinks))
+    call = _call(query, cache, batch, spec, return_lse, _given(sinks=sinks, bias=bias))
     return choice.select(None, call, Framework.JAX).name
 
 
@@ -148,6 +154,7 @@ def _call(query, cache, batch, spec, return_lse, options):
     """The call, validated."""
     validate.attention(query, cache, batch, spec, return_lse)
     validate_options.options(query, **options)
+    validate_options.columns(batch.seq_lens, **options)
     query, cache = jax.tree.map(jnp.asarray, (query, cache))
     return call_of(query, cache, batch, spec, return_lse, **options)
 
@@ -174,6 +181,7 @@ def ragged_attention(
     backend: str | None = None,
     return_lse: bool = False,
     sinks: Float[Array, "num_heads"] | None = None,
+    bias: Float[Array, "num_tokens heads max_keys"] | None = None,
 ):
     """Attention of packed queries over packed keys, without a cache (encoders, profiling runs).
 
@@ -184,7 +192,7 @@ def ragged_attention(
       query_start_loc, key_start_loc: sequence s owns the queries, and the keys, from entry s up to
         entry s + 1; those after the last entry are padding.
       max_query_len, max_key_len: static upper bounds on the lengths of the sequences.
-      spec, backend, return_lse, sinks: as in `paged_attention`.
+      spec, backend, return_lse, sinks, bias: as in `paged_attention`.
 
     Returns, Raises: as `paged_attention`.
 
@@ -198,5 +206,5 @@ def ragged_attention(
     starts = rising(query_start_loc), rising(key_start_loc)
     batch = packed_batch(query.shape[0], *starts, *max_lens)
     cache = packed_cache(key, value)
-    options = {"backend": backend, "return_lse": return_lse, "sinks": sinks}
+    options = {"backend": backend, "return_lse": return_lse, "sinks": sinks, "bias": bias}
     return paged_attention(query, cache, batch, spec, **options)

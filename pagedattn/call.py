@@ -6,7 +6,7 @@ Backends are chosen by these facts, and launched with them.
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from .ragged import cdiv
 from .spec import AttentionSpec
 
 # What a caller may ask for beside the spec: the fields of `Call` that say so.
-KEYWORDS = ("sinks", "return_lse")
+KEYWORDS = ("sinks", "bias", "return_lse")
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -67,6 +67,7 @@ class Call:
     spec: AttentionSpec
     return_lse: bool = False
     sinks: bool = False  # whether the call brings them
+    bias: tuple[int, ...] | None = None  # its shape, if the call brings one
 
     @property
     def asked(self) -> tuple[str, ...]:
@@ -105,6 +106,11 @@ class Call:
     @property
     def itemsize(self) -> int:
         return ITEM_BYTES[self.dtype]
+
+    @property
+    def adds_to_logits(self) -> bool:
+        """Whether the logits get more than a mask added: such sums need float32."""
+        return self.spec.alibi_slopes is not None or self.bias is not None
 
     @property
     def scale(self) -> float:
@@ -147,7 +153,7 @@ class Call:
 
 
 def call_of(
-    query, cache, batch, spec: AttentionSpec, return_lse: bool = False, *, sinks=None
+    query, cache, batch, spec: AttentionSpec, return_lse: bool = False, *, sinks=None, bias=None
 ) -> Call:
     """The call of arrays that `validate.attention` has accepted; they may be traced."""
     layer = layer_of(query, cache)
@@ -168,8 +174,13 @@ def call_of(
         strides=layer.strides,
         spec=spec,
         return_lse=return_lse,
-        sinks=sinks is not None,
+        **options_of(sinks, bias),
     )
+
+
+def options_of(sinks=None, bias=None) -> dict[str, Any]:
+    """The fields of a call that say which arrays it brings beside query and cache."""
+    return {"sinks": sinks is not None, "bias": None if bias is None else tuple(bias.shape)}
 
 
 def layer_of(query, cache) -> Layer:

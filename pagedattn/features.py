@@ -21,7 +21,7 @@ def signed_slopes(num_heads: int) -> tuple[float, ...]:
 
 
 # Options of a call that are arrays, keywords of `paged_attention`.
-ARRAYS = ("sinks",)
+ARRAYS = ("sinks", "bias")
 # Fields of a spec and arrays, alone and together. A function is called with the number of query
 # heads; the arrays of a problem are made with it.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -31,6 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "logits_soft_cap": {"logits_soft_cap": 1.5},
     "alibi_slopes": {"alibi_slopes": signed_slopes},
     "sinks": {"sinks": True},
+    "bias": {"bias": True},
     "causal=False": {"causal": False},
     "causal=False, sliding_window": {"causal": False, "sliding_window": 4},
     "all": {
@@ -39,6 +40,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "logits_soft_cap": 2.0,
         "alibi_slopes": signed_slopes,
         "sinks": True,
+        "bias": True,
     },
     "causal=False, all": {
         "causal": False,

@@ -93,7 +93,8 @@ def call(request: Request, normal: Callable = jnp.zeros) -> tuple:
 
 def keywords(request: Request, normal: Callable = jnp.zeros) -> dict:
     """The keyword arguments of a request."""
-    shapes = {"sinks": (NUM_HEADS,)}
+    num_tokens, max_keys = (sum(lens) for lens in zip(*request.lengths, strict=True))
+    shapes = {"sinks": (NUM_HEADS,), "bias": (num_tokens, 1, max_keys)}
     arrays = {name: normal(shapes[name], "float32") for name in request.arrays}
     return {"return_lse": request.return_lse} | arrays
 

@@ -18,7 +18,7 @@ from pagedattn import (
     validate_options,
 )
 from pagedattn.batch import Sequences
-from pagedattn.call import Call, call_of, layer_of
+from pagedattn.call import Call, call_of, layer_of, options_of
 from pagedattn.checks import require
 from pagedattn.packed import packed_batch, packed_cache
 from pagedattn.registry import Framework
@@ -44,6 +44,7 @@ def paged_attention(
     backend: str | Backend | None = None,
     return_lse: bool = False,
     sinks: Float[Tensor, "num_heads"] | None = None,
+    bias: Float[Tensor, "num_tokens heads max_keys"] | None = None,
 ):
     """`pagedattn.paged_attention` on torch tensors; the batch may hold arrays of any framework.
 
@@ -52,7 +53,7 @@ def paged_attention(
     start on the tensors' device, whichever device is current. For several layers of one step, call
     `prepare` once instead.
 
-    Args: as `pagedattn.paged_attention`; query, cache and sinks are tensors on one device.
+    Args: as `pagedattn.paged_attention`; query, cache, sinks and bias are tensors on one device.
 
     Returns:
       out like query; with `return_lse` also lse `f32[num_tokens, num_heads]`.
@@ -67,9 +68,9 @@ def paged_attention(
     >>> paged_attention(torch.ones(1, 2, 8), cache, batch).shape
     torch.Size([1, 2, 8])
     """
-    options = {"return_lse": return_lse, "sinks": sinks}
-    step = prepare(query, cache, batch, spec, backend=backend, **options)
-    out, lse = step.attend(query, cache, sinks=sinks)
+    options = {"sinks": sinks, "bias": bias}
+    step = prepare(query, cache, batch, spec, backend=backend, return_lse=return_lse, **options)
+    out, lse = step.attend(query, cache, **options)
     return (out, lse) if return_lse else out
 
 
@@ -97,6 +98,7 @@ class Step:
         cache: KVCache,
         *,
         sinks: Float[Tensor, "num_heads"] | None = None,
+        bias: Float[Tensor, "num_tokens heads max_keys"] | None = None,
     ) -> tuple[
         Float[Tensor, "num_tokens num_heads head_dim"],
         Float[Tensor, "num_tokens num_heads"] | None,
@@ -105,18 +107,16 @@ class Step:
 
         Raises:
           InvalidInputError: query or cache have other sizes, dtypes or strides than those that the
-            step was prepared with, or sinks are given to a step that was prepared without.
+            step was prepared with, or it was prepared with other options: sinks, a bias.
         """
         require_no_grad(query, cache.key, cache.value)
         query = _with_dense_rows(query)
         expected, got = self.call.layer, layer_of(query, cache)
         require(got == expected, f"the step was prepared for {expected}, got {got}")
-        options = _options(query, sinks=sinks)
-        require(
-            self.call.sinks == ("sinks" in options),
-            f"the step was prepared {'with' if self.call.sinks else 'without'} sinks: prepare "
-            "one for each kind of layer",
-        )
+        options = _options(query, sinks=sinks, bias=bias)
+        got = options_of(**options)
+        expected = {name: getattr(self.call, name) for name in got}
+        require(got == expected, f"the step was prepared with {expected}, got {got}")
         return self.run(query, cache, **options)
 
     @torch.no_grad()
@@ -141,12 +141,13 @@ def prepare(
     backend: str | Backend | None = None,
     return_lse: bool = False,
     sinks: Float[Tensor, "num_heads"] | None = None,
+    bias: Float[Tensor, "num_tokens heads max_keys"] | None = None,
 ) -> Step:
     """Does once what all layers of a step need: checks, chooses the backend, works out the batch.
 
     Layers with the same spec and sizes share it: call `attend(query, cache)` of the result for
-    each. Of query and cache only shapes, dtypes, strides and the device matter here, of sinks only
-    whether `attend` will be given them.
+    each. Of query and cache only shapes, dtypes, strides and the device matter here, of sinks and
+    bias only whether `attend` will be given them, and the shape.
 
     Raises:
       InvalidInputError, UnsupportedError, BackendUnavailableError: as `paged_attention`.
@@ -158,7 +159,8 @@ def prepare(
     >>> [step.attend(query, cache)[0].shape for cache in layers][-1]
     torch.Size([1, 2, 8])
     """
-    call, sequences = _described(query, cache, batch, spec, return_lse, sinks=sinks)
+    options = {"sinks": sinks, "bias": bias}
+    call, sequences = _described(query, cache, batch, spec, return_lse, **options)
     with on_device_of(query):
         chosen = choice.select(backend, call, Framework.TORCH)
         plan = None if call.is_empty else chosen.plan(chosen.own(call), sequences)
@@ -166,7 +168,7 @@ def prepare(
 
 
 def explain(
-    query, cache, batch, spec=AttentionSpec(), *, return_lse=False, sinks=None
+    query, cache, batch, spec=AttentionSpec(), *, return_lse=False, sinks=None, bias=None
 ) -> choice.Explanation:
     """Why each torch backend can or cannot run a call, as `pagedattn.explain`.
 
@@ -179,13 +181,13 @@ def explain(
     >>> explain(torch.ones(1, 2, 8), cache, batch)["sdpa"]
     []
     """
-    call, _ = _described(query, cache, batch, spec, return_lse, sinks=sinks)
+    call, _ = _described(query, cache, batch, spec, return_lse, sinks=sinks, bias=bias)
     with on_device_of(query):
         return choice.explain(call, Framework.TORCH)
 
 
 def select_backend(
-    query, cache, batch, spec=AttentionSpec(), *, return_lse=False, sinks=None
+    query, cache, batch, spec=AttentionSpec(), *, return_lse=False, sinks=None, bias=None
 ) -> str:
     """The name of the backend that `backend=None` takes for a call.
 
@@ -198,7 +200,7 @@ def select_backend(
     >>> select_backend(torch.ones(1, 2, 8), cache, batch)
     'sdpa'
     """
-    call, _ = _described(query, cache, batch, spec, return_lse, sinks=sinks)
+    call, _ = _described(query, cache, batch, spec, return_lse, sinks=sinks, bias=bias)
     with on_device_of(query):
         return choice.select(None, call, Framework.TORCH).name
 
@@ -216,6 +218,7 @@ def ragged_attention(
     backend: str | None = None,
     return_lse: bool = False,
     sinks: Float[Tensor, "num_heads"] | None = None,
+    bias: Float[Tensor, "num_tokens heads max_keys"] | None = None,
 ):
     """`pagedattn.ragged_attention` on torch tensors: the same arguments, results and errors.
 
@@ -231,7 +234,7 @@ def ragged_attention(
     starts = rising(query_start_loc), rising(key_start_loc)
     batch = packed_batch(query.shape[0], *starts, *max_lens)
     cache = packed_cache(key, value)
-    options = {"backend": backend, "return_lse": return_lse, "sinks": sinks}
+    options = {"backend": backend, "return_lse": return_lse, "sinks": sinks, "bias": bias}
     return paged_attention(query, cache, batch, spec, **options)
 
 
@@ -247,12 +250,13 @@ def _described(query, cache, batch, spec, return_lse, **options) -> tuple[Call, 
     tensors = batch_on(batch, None)
     validate.attention(query, cache, tensors, spec, return_lse)
     options = _options(query, **options)
+    validate_options.columns(tensors.seq_lens, **options)
     call = call_of(_with_dense_rows(query), cache, tensors, spec, return_lse, **options)
     return call, _owned(batch, query.device)
 
 
 def _options(query, **options) -> dict[str, Tensor]:
-    """The arrays given beside query and cache, checked, as backends take them."""
+    """The arrays given beside query and cache, checked."""
     given = {name: array for name, array in options.items() if array is not None}
     require_tensors(**given)
     require_no_grad(*given.values())
@@ -262,7 +266,7 @@ def _options(query, **options) -> dict[str, Tensor]:
             array.device == query.device,
             f"{name} must lie on the query's {query.device}, got {array.device}",
         )
-    return {name: array.float() for name, array in given.items()}
+    return given
 
 
 def _owned(batch: BatchMetadata, device) -> Sequences:

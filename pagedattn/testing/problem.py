@@ -29,6 +29,7 @@ class Problem:
         spec: an `AttentionSpec`.
         max_query_len: static bound to give to `make_batch`; None takes its default.
         sinks: float32 `[num_heads]`, or None.
+        bias: `[num_tokens, num_heads or 1, max_keys]`, float32 or dtype of `query`, or None.
     """
 
     query: np.ndarray
@@ -40,6 +41,7 @@ class Problem:
     spec: Any
     max_query_len: int | None = None
     sinks: np.ndarray | None = None
+    bias: np.ndarray | None = None
 
     @property
     def block_size(self) -> int:
@@ -60,7 +62,7 @@ class Problem:
         num_blocks, block_size = self.key_cache.shape[:2]
         lens = self.query_lens, self.seq_lens
         sizes = {"num_blocks": num_blocks, "block_size": block_size}
-        return oracle.visible_slots(self.block_tables, *lens, self.spec, **sizes)
+        return oracle.visible_slots(self.block_tables, *lens, self.spec, self.bias, **sizes)
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
@@ -79,7 +81,18 @@ class Problem:
         hidden = ~self.visible_slots[:, :, None, None]
         key, value = (np.where(hidden, poison, x) for x in (self.key_cache, self.value_cache))
         key, value = key.astype(query.dtype), value.astype(query.dtype)
-        return self.replace(query=query, key_cache=key, value_cache=value)
+        return self.replace(query=query, key_cache=key, value_cache=value, **self._hidden(poison))
+
+    def _hidden(self, poison: float) -> dict[str, np.ndarray]:
+        """The bias with `poison` for keys that a token does not see, and in the padding rows."""
+        if self.bias is None:
+            return {}
+        bias = np.full_like(self.bias, poison)
+        for s, seq_len in enumerate(self.seq_lens):
+            rows = slice(*self.query_start_loc[s : s + 2])
+            seen = oracle.visible_keys(rows.stop - rows.start, int(seq_len), self.spec)[:, None]
+            bias[rows, :, :seq_len] = np.where(seen, self.bias[rows, :, :seq_len], poison)
+        return {"bias": bias}
 
 
 def random_problem(
@@ -134,7 +147,17 @@ def random_sinks(rng: np.random.Generator, problem: Problem) -> np.ndarray:
     return sinks
 
 
-_MAKERS = {"sinks": random_sinks}
+def random_bias(rng: np.random.Generator, problem: Problem) -> np.ndarray:
+    """A bias for each head that hides a third of the keys, and from a tenth of the rows all."""
+    num_tokens, num_heads, _ = problem.query.shape
+    width = max((len(row) for row in problem.block_tables), default=0) * problem.block_size
+    bias = rng.standard_normal((num_tokens, num_heads, max(1, width))).astype(np.float32)
+    bias[rng.random(bias.shape) < 1 / 3] = -np.inf
+    bias[rng.random(bias.shape[:2]) < 1 / 10] = -np.inf
+    return bias
+
+
+_MAKERS = {"sinks": random_sinks, "bias": random_bias}
 
 
 def random_tables(

@@ -59,7 +59,7 @@ def expect(problem: Problem) -> Expected:
 
 def arguments(problem: Problem) -> dict[str, Any]:
     """The arguments of the oracle, by name."""
-    names = "query key_cache value_cache block_tables seq_lens query_start_loc spec sinks"
+    names = "query key_cache value_cache block_tables seq_lens query_start_loc spec sinks bias"
     return {name: getattr(problem, name) for name in names.split()}
 
 
@@ -98,6 +98,7 @@ def plain_logits(head: oracle.Head, spec: Any, dtype: Any) -> np.ndarray:
     if spec.alibi_slopes is not None:
         slope = np.float32(spec.alibi_slopes[head.index])
         score = score - slope * head.distance.astype(np.float32)
+    score = score + head.bias.astype(np.float32)
     return np.where(head.visible, score, np.float32(-np.inf))
 
 
@@ -131,7 +132,7 @@ def logit_magnitude(head: oracle.Head, spec: Any) -> np.ndarray:
     size = abs(scale) * (np.abs(head.query) @ np.abs(head.keys).T)
     if spec.alibi_slopes is not None:
         size = size + abs(spec.alibi_slopes[head.index]) * head.distance
-    return size
+    return size + np.where(np.isfinite(head.bias), np.abs(head.bias), 0)
 
 
 def assert_attention_close(

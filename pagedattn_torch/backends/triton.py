@@ -53,8 +53,8 @@ def plan(call: Call, batch) -> Plan:
 
 def run(call: Call, query: Tensor, cache, plan: Plan, *, sinks: Tensor | None = None):
     """out and lse of a call; every element of both is written by the kernels."""
-    *_, slopes = plan.tables
-    arrays = query, cache.key, cache.value, *plan.tables, slopes if sinks is None else sinks
+    sinks = plan.tables[-1] if sinks is None else sinks.float()
+    arrays = query, cache.key, cache.value, *plan.tables, sinks
     outs = query.new_empty(call.out_shape), query.new_empty(call.lse_shape, dtype=torch.float32)
     if plan.tiles.splits == 1:
         _start(attention_kernel, arrays, plan.attention, outs)

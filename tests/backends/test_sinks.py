@@ -93,7 +93,7 @@ def test_a_backend_that_names_them_is_given_them():
 
     backend = Backend("own", xla.HONOURS | {"sinks"}, own)
     paged_attention(*good_call(), backend=backend, sinks=jnp.zeros(4, jnp.bfloat16))
-    assert given == [(True, False, jnp.float32)]
+    assert given == [(True, False, jnp.bfloat16)]
 
 
 def test_without_lse_they_are_refused_by_name():

@@ -120,6 +120,21 @@ MUTANTS = {
     "padding with sinks": Mutant(
         "starts) < starts.max()", "starts) <= starts.max()", SINKS
     ),
+    "columns of a bias one off": Mutant(
+        "dynamic_slice_in_dim(rows, keys[0, 0], chunk, 3)",
+        "dynamic_slice_in_dim(rows, keys[0, 0] + 1, chunk, 3)",
+        "tests/backends/test_bias.py -k many_chunks and xla",
+    ),
+    "torch: a bias at the wrong keys of a window": Mutant(
+        "return self.rows.first_blocks[:, None] * self.call.block_size + keys",
+        "return keys.expand(self.size, -1)",
+        "tests/backends/test_bias.py -k window and sdpa",
+    ),
+    "torch: a bias beside what is hidden": Mutant(
+        "(bias + self.added).masked_fill(self.added == -torch.inf, -torch.inf)",
+        "bias + self.added",
+        "tests/backends/test_bias.py -k window and sdpa",
+    ),
     "torch: one key behind the window left in": Mutant(
         "keys > self.rows.contexts[:, None] - self.call.window",
         "keys >= self.rows.contexts[:, None] - self.call.window",
