@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
-from . import choice, validate
+from . import around, choice, validate, validate_options
 from .backend import Backend
 from .batch import BatchMetadata, sequences_of
 from .cache import KVCache
@@ -27,6 +27,8 @@ def paged_attention(
     *,
     backend: str | Backend | None = None,
     return_lse: bool = False,
+    sinks: Float[Array, "num_heads"] | None = None,
+    bias: Float[Array, "num_tokens heads max_keys"] | None = None,
 ):
     """Attention of packed queries over the blocks of a cache.
 
@@ -38,7 +40,8 @@ def paged_attention(
     is read without a copy, or an InvalidInputError says why it cannot be.
 
     Several devices: call it inside `jax.shard_map`, with the heads of query and cache spread over
-    them, or with a cache and a batch for each. ALiBi slopes are then those of a device's own heads.
+    them, or with a cache and a batch for each. ALiBi slopes and sinks are then those of a device's
+    own heads.
 
     Args:
       query: the new tokens of all sequences, of the cache's dtype.
@@ -48,10 +51,16 @@ def paged_attention(
       backend: a name or a `Backend`: this one runs, or says why not. None takes the first one that
         can run the call and is fit for it (`explain` says why).
       return_lse: also return the natural log of the sum of exponentials, for `merge_states`.
+      sinks: a logit for each query head that takes weight and has no value (gpt-oss); -inf is
+        none. The lse counts it. To split the keys, give it to one of the parts.
+      bias: added to the logits, float32 or of the query's dtype: `[num_tokens, heads, max_keys]`,
+        heads being num_heads, or 1 for all alike. Column j is the key at position j of the token's
+        sequence; -inf hides it, beside what the spec hides. No sequence has more than max_keys.
 
     Returns:
       out `[num_tokens, num_heads, head_dim]` in the query's dtype; with `return_lse` also lse
-      `f32[num_tokens, num_heads]`. A token that sees no key, and a padding token, gets 0 and -inf.
+      `f32[num_tokens, num_heads]`. A token that sees no key gets 0 and -inf, or its head's sink; a
+      padding token 0 and -inf.
 
     Raises:
       InvalidInputError: arguments that do not fit together; outside jit also bad values.
@@ -65,20 +74,33 @@ def paged_attention(
     >>> paged_attention(jnp.ones((3, 2, 8)), cache, batch, backend="xla").shape
     (3, 2, 8)
     """
-    call = _call(query, cache, batch, spec, return_lse)
+    options = _given(sinks=sinks, bias=bias)
+    call = _call(query, cache, batch, spec, return_lse, options)
     chosen = choice.select(backend, call, Framework.JAX)
-    arrays = varying_alike((query, cache, sequences_of(batch)))
-    out, lse = empty_results(call) if call.is_empty else _run(chosen, call, *arrays)
+    arrays = varying_alike((query, cache, sequences_of(batch), options))
+    out, lse = _run(_EMPTY if call.is_empty else chosen, call, *arrays)
     return (out, lse) if return_lse else out
 
 
-def _run(backend: Backend, call, query, cache, batch):
-    return backend.run(call, query, cache, backend.plan(call, batch))
+def _given(**options):
+    return {name: array for name, array in options.items() if array is not None}
+
+
+def _run(backend: Backend, call, query, cache, batch, options):
+    plan, live = backend.plan(backend.own(call), batch), around.live_tokens(call, batch)
+    return around.attend(backend, call, query, cache, plan, live, options)
 
 
 @takes_any_array
 def explain(
-    query, cache: KVCache, batch: BatchMetadata, spec=AttentionSpec(), *, return_lse=False
+    query,
+    cache: KVCache,
+    batch: BatchMetadata,
+    spec=AttentionSpec(),
+    *,
+    return_lse=False,
+    sinks=None,
+    bias=None,
 ) -> choice.Explanation:
     """Why each backend can or cannot run a call, and which one `backend=None` takes.
 
@@ -95,12 +117,20 @@ def explain(
     >>> why["xla"], why.choice
     ([], 'xla')
     """
-    return choice.explain(_call(query, cache, batch, spec, return_lse), Framework.JAX)
+    call = _call(query, cache, batch, spec, return_lse, _given(sinks=sinks, bias=bias))
+    return choice.explain(call, Framework.JAX)
 
 
 @takes_any_array
 def select_backend(
-    query, cache: KVCache, batch: BatchMetadata, spec=AttentionSpec(), *, return_lse=False
+    query,
+    cache: KVCache,
+    batch: BatchMetadata,
+    spec=AttentionSpec(),
+    *,
+    return_lse=False,
+    sinks=None,
+    bias=None,
 ) -> str:
     """The name of the backend that `backend=None` takes for a call.
 
@@ -113,18 +143,24 @@ def select_backend(
     >>> select_backend(jnp.ones((1, 2, 8), cache.dtype), cache, batch)
     'xla'
     """
-    return choice.select(None, _call(query, cache, batch, spec, return_lse), Framework.JAX).name
+    call = _call(query, cache, batch, spec, return_lse, _given(sinks=sinks, bias=bias))
+    return choice.select(None, call, Framework.JAX).name
 
 
-def _call(query, cache, batch, spec, return_lse):
+def _call(query, cache, batch, spec, return_lse, options):
     """The call, validated."""
     validate.attention(query, cache, batch, spec, return_lse)
-    return call_of(query, cache, batch, spec, return_lse)
+    validate_options.options(query, **options)
+    validate_options.columns(batch.seq_lens, **options)
+    return call_of(query, cache, batch, spec, return_lse, **options)
 
 
-def empty_results(call):
-    """out and lse of a call whose shapes leave no query that could see a key."""
+def _no_results(call, *_):
     return jnp.zeros(call.out_shape, call.dtype), jnp.full(call.lse_shape, -jnp.inf, jnp.float32)
+
+
+# Runs the calls whose shapes leave no query that could see a key.
+_EMPTY = Backend("empty", frozenset({"return_lse"}), _no_results)
 
 
 @takes_any_array
@@ -140,6 +176,8 @@ def ragged_attention(
     max_key_len: int,
     backend: str | None = None,
     return_lse: bool = False,
+    sinks: Float[Array, "num_heads"] | None = None,
+    bias: Float[Array, "num_tokens heads max_keys"] | None = None,
 ):
     """Attention of packed queries over packed keys, without a cache (encoders, profiling runs).
 
@@ -150,7 +188,7 @@ def ragged_attention(
       query_start_loc, key_start_loc: sequence s owns the queries, and the keys, from entry s up to
         entry s + 1; those after the last entry are padding.
       max_query_len, max_key_len: static upper bounds on the lengths of the sequences.
-      spec, backend, return_lse: as in `paged_attention`.
+      spec, backend, return_lse, sinks, bias: as in `paged_attention`.
 
     Returns, Raises: as `paged_attention`.
 
@@ -164,4 +202,5 @@ def ragged_attention(
     starts = rising(query_start_loc), rising(key_start_loc)
     batch = packed_batch(query.shape[0], *starts, *max_lens)
     cache = packed_cache(key, value)
-    return paged_attention(query, cache, batch, spec, backend=backend, return_lse=return_lse)
+    options = {"backend": backend, "return_lse": return_lse, "sinks": sinks, "bias": bias}
+    return paged_attention(query, cache, batch, spec, **options)

@@ -1,11 +1,14 @@
 """What a backend is."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .batch import Sequences, in_order
 from .call import Call
+
+# Options that `around` does for a backend without them, and what the backend must honour for that.
+AROUND = {"sinks": "return_lse"}
 
 
 def _nothing(*_) -> list[str]:
@@ -23,10 +26,12 @@ class Backend:
     Fields:
       name: how callers ask for it.
       honours: the options it knows, by the names of `AttentionSpec`'s fields and of the keywords
-        of `paged_attention`. A call that asks for any other is refused before anything here runs.
+        of `paged_attention`. A call that asks for any other is refused before anything here runs,
+        unless the library can do it around the backend: `sinks`, where it gives `return_lse`.
       run: `run(call, query, cache, plan)` gives `(out, lse)`, of `call.out_shape` and
-        `call.lse_shape`; lse may be None unless `call.return_lse`. Arguments are validated, and the
-        call is not empty.
+        `call.lse_shape`; lse may be None unless `call.return_lse`. Options that are arrays, as
+        `sinks`, are keyword arguments: only those that it honours, and that the call brings.
+        Arguments are validated, and the call is not empty.
       refusals: `refusals(call)` lists the reasons why it cannot run a call; none means it can.
       unfit: `unfit(call)` lists the reasons why another backend is likely faster: `backend=None`
         then passes this one over.
@@ -56,7 +61,20 @@ class Backend:
 
     def why_not(self, call: Call) -> list[str]:
         """The reasons why it cannot run a call, options that it does not know first of all."""
-        unknown = [option for option in call.asked if option not in self.honours]
+        unknown = [option for option in call.asked if self._lacks(option)]
         if unknown:
             return [f"{option}: {self.name} does not have it" for option in unknown]
-        return self.refusals(call)
+        return self.refusals(self.own(call))
+
+    def why_passed_over(self, call: Call) -> list[str]:
+        """The reasons why another backend is likely faster for a call that it can run."""
+        return self.unfit(self.own(call))
+
+    def own(self, call: Call) -> Call:
+        """The call as it comes to `run`: without what is done around it."""
+        if call.sinks and "sinks" not in self.honours:
+            return replace(call, sinks=False, return_lse=True)
+        return call
+
+    def _lacks(self, option: str) -> bool:
+        return option not in self.honours and AROUND.get(option) not in self.honours

@@ -8,7 +8,7 @@ import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -16,6 +16,8 @@ from .checks import is_traced
 from .ragged import cdiv
 from .spec import AttentionSpec
 
+# What a caller may ask for beside the spec: the fields of `Call` that say so.
+KEYWORDS = ("sinks", "bias", "return_lse")
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -65,13 +67,15 @@ class Call:
     strides: Strides
     spec: AttentionSpec
     return_lse: bool = False
+    sinks: bool = False  # whether the call brings them
+    bias: tuple[int, ...] | None = None  # its shape, if the call brings one
 
     @property
     def asked(self) -> tuple[str, ...]:
         """The options that the spec or the caller set to something else than their default."""
         options = dataclasses.fields(self.spec)
         of_spec = [f.name for f in options if getattr(self.spec, f.name) != f.default]
-        return (*of_spec, *(["return_lse"] if self.return_lse else []))
+        return (*of_spec, *(name for name in KEYWORDS if getattr(self, name)))
 
     @property
     def is_empty(self) -> bool:
@@ -103,6 +107,11 @@ class Call:
     @property
     def itemsize(self) -> int:
         return ITEM_BYTES[self.dtype]
+
+    @property
+    def adds_to_logits(self) -> bool:
+        """Whether the logits get more than a mask added: such sums need float32."""
+        return self.spec.alibi_slopes is not None or self.bias is not None
 
     @property
     def scale(self) -> float:
@@ -144,7 +153,9 @@ class Call:
         return min(self.max_blocks, cdiv(self.max_keys - 1, self.block_size) + 1)
 
 
-def call_of(query, cache, batch, spec: AttentionSpec, return_lse: bool = False) -> Call:
+def call_of(
+    query, cache, batch, spec: AttentionSpec, return_lse: bool = False, *, sinks=None, bias=None
+) -> Call:
     """The call of arrays that `validate.attention` has accepted; they may be traced."""
     layer = layer_of(query, cache)
     num_tokens, num_heads, head_dim = layer.query_shape
@@ -164,7 +175,13 @@ def call_of(query, cache, batch, spec: AttentionSpec, return_lse: bool = False) 
         strides=layer.strides,
         spec=spec,
         return_lse=return_lse,
+        **options_of(sinks, bias),
     )
+
+
+def options_of(sinks=None, bias=None) -> dict[str, Any]:
+    """The fields of a call that say which arrays it brings beside query and cache."""
+    return {"sinks": sinks is not None, "bias": None if bias is None else tuple(bias.shape)}
 
 
 def layer_of(query, cache) -> Layer:

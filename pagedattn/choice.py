@@ -41,7 +41,7 @@ def _first_fit(call, framework) -> Backend:
     refusals = []
     for name in registry.order(framework):
         reasons = why_not(name, call, framework)
-        if not reasons and not (reasons := load(name, framework).unfit(call)):
+        if not reasons and not (reasons := load(name, framework).why_passed_over(call)):
             return load(name, framework)
         refusals.append(f"{name}: {'; '.join(reasons)}")
     raise UnsupportedError("no backend can run this call: " + " | ".join(refusals))
@@ -77,7 +77,7 @@ def explain(call: Call, framework: Framework) -> Explanation:
     """What every backend says to a call."""
     reasons = {name: why_not(name, call, framework) for name in registry.names(framework)}
     usable = [name for name in registry.order(framework) if not reasons[name]]
-    unfit = {name: load(name, framework).unfit(call) for name in usable}
+    unfit = {name: load(name, framework).why_passed_over(call) for name in usable}
     choice = next((name for name in usable if not unfit[name]), None)
     before = usable[: usable.index(choice)] if choice else usable
     return Explanation(reasons, choice, {name: unfit[name] for name in before})

@@ -20,13 +20,18 @@ def signed_slopes(num_heads: int) -> tuple[float, ...]:
     return tuple((-1.0) ** head * 0.25 * (head + 1) for head in range(num_heads))
 
 
-# Fields of a spec, alone and together. A function is called with the number of query heads.
+# Options of a call that are arrays, keywords of `paged_attention`.
+ARRAYS = ("sinks", "bias")
+# Fields of a spec and arrays, alone and together. A function is called with the number of query
+# heads; the arrays of a problem are made with it.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "scale": {"scale": 0.6},
     "sliding_window": {"sliding_window": 5},
     "logits_soft_cap": {"logits_soft_cap": 1.5},
     "alibi_slopes": {"alibi_slopes": signed_slopes},
+    "sinks": {"sinks": True},
+    "bias": {"bias": True},
     "causal=False": {"causal": False},
     "causal=False, sliding_window": {"causal": False, "sliding_window": 4},
     "all": {
@@ -34,6 +39,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "sliding_window": 9,
         "logits_soft_cap": 2.0,
         "alibi_slopes": signed_slopes,
+        "sinks": True,
+        "bias": True,
     },
     "causal=False, all": {
         "causal": False,
@@ -77,7 +84,17 @@ def spec_of(options: str, num_heads: int, **fields: Any) -> AttentionSpec:
     (0.25, -0.5)
     """
     settings = OPTIONS[options] | fields
+    settings = {name: value for name, value in settings.items() if name not in ARRAYS}
     return AttentionSpec(**{name: _for_heads(value, num_heads) for name, value in settings.items()})
+
+
+def arrays_of(options: str) -> tuple[str, ...]:
+    """The arrays that a name in `OPTIONS` asks for.
+
+    >>> arrays_of("sinks")
+    ('sinks',)
+    """
+    return tuple(name for name in ARRAYS if name in OPTIONS[options])
 
 
 def _for_heads(value: Any | Callable[[int], Any], num_heads: int) -> Any:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import jax
 
+from . import around
 from .backends import xla
 from .batch import in_order
 
@@ -11,24 +12,28 @@ from .batch import in_order
 def with_xla_gradient(run: Callable) -> Callable:
     """A backend's run whose backward pass recomputes the attention by the xla backend."""
 
-    def differentiable(call, query, cache, batch):
+    def differentiable(call, query, cache, batch, **options):
         results = slice(2 if call.return_lse else 1)
 
         @jax.custom_vjp
-        def attend(query, cache, batch):
-            return run(call, query, cache, batch)[results]
+        def attend(query, cache, options, batch):
+            return run(call, query, cache, batch, **options)[results]
 
         def forward(*arrays):
             return attend(*arrays), arrays
 
         def backward(arrays, cotangents):
-            def replay(query, cache):
-                return xla.run(call, query, cache, in_order(arrays[2]))[results]
+            *differentiated, batch = arrays
+            plan, live = in_order(batch), around.live_tokens(call, batch)
 
-            return (*jax.vjp(replay, *arrays[:2])[1](cotangents), None)
+            def replay(query, cache, options):
+                replayed = around.attend(xla.BACKEND, call, query, cache, plan, live, options)
+                return replayed[results]
+
+            return (*jax.vjp(replay, *differentiated)[1](cotangents), None)
 
         attend.defvjp(forward, backward)
-        out, *lse = attend(query, cache, batch)
+        out, *lse = attend(query, cache, options, batch)
         return out, lse[0] if lse else None
 
     return differentiable

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from .attention import explain
 from .cache import KVCache
-from .features import ATTENTION_TYPES, DTYPES, OPTIONS, PHASES, spec_of
+from .features import ATTENTION_TYPES, DTYPES, OPTIONS, PHASES, arrays_of, spec_of
 from .make_batch import make_batch
 from .packed import packed_batch
 from .ragged import cdiv
@@ -32,6 +32,7 @@ class Request(NamedTuple):
     num_kv_heads: int
     dtype: str
     return_lse: bool
+    arrays: tuple[str, ...]
 
 
 class Cell(NamedTuple):
@@ -64,6 +65,7 @@ def request(feature: str, attn_type: str) -> Request:
         KV_HEADS.get(feature, NUM_HEADS),
         feature if feature in DTYPES else "bfloat16",
         feature == "lse",
+        arrays_of(options),
     )
 
 
@@ -89,12 +91,20 @@ def call(request: Request, normal: Callable = jnp.zeros) -> tuple:
     )
 
 
+def keywords(request: Request, normal: Callable = jnp.zeros) -> dict:
+    """The keyword arguments of a request."""
+    num_tokens, max_keys = (sum(lens) for lens in zip(*request.lengths, strict=True))
+    shapes = {"sinks": (NUM_HEADS,), "bias": (num_tokens, 1, max_keys)}
+    arrays = {name: normal(shapes[name], "float32") for name in request.arrays}
+    return {"return_lse": request.return_lse} | arrays
+
+
 def cells(explain: Callable = explain) -> list[Cell]:
     """All cells of the table: what `explain` answers to each request."""
     return [
         Cell(request, backend, reasons)
         for request in requests()
-        for backend, reasons in explain(*call(request), return_lse=request.return_lse).items()
+        for backend, reasons in explain(*call(request), **keywords(request)).items()
     ]
 
 

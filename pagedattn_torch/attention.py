@@ -4,12 +4,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Integer
+from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
-from pagedattn import AttentionSpec, Backend, BatchMetadata, KVCache, choice, validate
+from pagedattn import (
+    AttentionSpec,
+    Backend,
+    BatchMetadata,
+    KVCache,
+    around,
+    choice,
+    validate,
+    validate_options,
+)
 from pagedattn.batch import Sequences
-from pagedattn.call import Call, call_of, layer_of
+from pagedattn.call import Call, call_of, layer_of, options_of
 from pagedattn.checks import require
 from pagedattn.packed import packed_batch, packed_cache
 from pagedattn.registry import Framework
@@ -34,6 +43,8 @@ def paged_attention(
     *,
     backend: str | Backend | None = None,
     return_lse: bool = False,
+    sinks: Float[Tensor, "num_heads"] | None = None,
+    bias: Float[Tensor, "num_tokens heads max_keys"] | None = None,
 ):
     """`pagedattn.paged_attention` on torch tensors; the batch may hold arrays of any framework.
 
@@ -42,7 +53,7 @@ def paged_attention(
     start on the tensors' device, whichever device is current. For several layers of one step, call
     `prepare` once instead.
 
-    Args: as `pagedattn.paged_attention`; query and cache are tensors on one device.
+    Args: as `pagedattn.paged_attention`; query, cache, sinks and bias are tensors on one device.
 
     Returns:
       out like query; with `return_lse` also lse `f32[num_tokens, num_heads]`.
@@ -57,8 +68,9 @@ def paged_attention(
     >>> paged_attention(torch.ones(1, 2, 8), cache, batch).shape
     torch.Size([1, 2, 8])
     """
-    step = prepare(query, cache, batch, spec, backend=backend, return_lse=return_lse)
-    out, lse = step.attend(query, cache)
+    options = {"sinks": sinks, "bias": bias}
+    step = prepare(query, cache, batch, spec, backend=backend, return_lse=return_lse, **options)
+    out, lse = step.attend(query, cache, **options)
     return (out, lse) if return_lse else out
 
 
@@ -72,14 +84,21 @@ class Step:
       call: the sizes and options that it was made for.
       backend: the backend that runs.
       plan: what the backend worked out from the batch: lengths on the host, ids, masks.
+      live: which tokens are no padding, where that is asked for.
     """
 
     call: Call
     backend: Backend
     plan: Any
+    live: Bool[Tensor, "num_tokens"] | None
 
     def attend(
-        self, query: Float[Tensor, "num_tokens num_heads head_dim"], cache: KVCache
+        self,
+        query: Float[Tensor, "num_tokens num_heads head_dim"],
+        cache: KVCache,
+        *,
+        sinks: Float[Tensor, "num_heads"] | None = None,
+        bias: Float[Tensor, "num_tokens heads max_keys"] | None = None,
     ) -> tuple[
         Float[Tensor, "num_tokens num_heads head_dim"],
         Float[Tensor, "num_tokens num_heads"] | None,
@@ -88,26 +107,29 @@ class Step:
 
         Raises:
           InvalidInputError: query or cache have other sizes, dtypes or strides than those that the
-            step was prepared with.
+            step was prepared with, or it was prepared with other options: sinks, a bias.
         """
         require_no_grad(query, cache.key, cache.value)
         query = _with_dense_rows(query)
         expected, got = self.call.layer, layer_of(query, cache)
         require(got == expected, f"the step was prepared for {expected}, got {got}")
-        return self.run(query, cache)
+        options = _options(query, sinks=sinks, bias=bias)
+        got = options_of(**options)
+        expected = {name: getattr(self.call, name) for name in got}
+        require(got == expected, f"the step was prepared with {expected}, got {got}")
+        return self.run(query, cache, **options)
 
     @torch.no_grad()
     def run(
-        self, query: Float[Tensor, "num_tokens num_heads head_dim"], cache: KVCache
+        self, query: Float[Tensor, "num_tokens num_heads head_dim"], cache: KVCache, **options
     ) -> tuple[
         Float[Tensor, "num_tokens num_heads head_dim"],
         Float[Tensor, "num_tokens num_heads"] | None,
     ]:
         """`attend` without its checks, for arrays that are known to be like the prepared ones."""
-        if self.call.is_empty:
-            return _empty_results(self.call, query)
+        backend = _EMPTY if self.call.is_empty else self.backend
         with on_device_of(query):  # Triton's and xFormers' kernels start on the current device
-            return self.backend.run(self.call, query, cache, self.plan)
+            return around.attend(backend, self.call, query, cache, self.plan, self.live, options)
 
 
 def prepare(
@@ -118,11 +140,14 @@ def prepare(
     *,
     backend: str | Backend | None = None,
     return_lse: bool = False,
+    sinks: Float[Tensor, "num_heads"] | None = None,
+    bias: Float[Tensor, "num_tokens heads max_keys"] | None = None,
 ) -> Step:
     """Does once what all layers of a step need: checks, chooses the backend, works out the batch.
 
     Layers with the same spec and sizes share it: call `attend(query, cache)` of the result for
-    each. Of query and cache only shapes, dtypes, strides and the device matter here.
+    each. Of query and cache only shapes, dtypes, strides and the device matter here, of sinks and
+    bias only whether `attend` will be given them, and the shape.
 
     Raises:
       InvalidInputError, UnsupportedError, BackendUnavailableError: as `paged_attention`.
@@ -134,13 +159,17 @@ def prepare(
     >>> [step.attend(query, cache)[0].shape for cache in layers][-1]
     torch.Size([1, 2, 8])
     """
-    call, sequences = _described(query, cache, batch, spec, return_lse)
+    options = {"sinks": sinks, "bias": bias}
+    call, sequences = _described(query, cache, batch, spec, return_lse, **options)
     with on_device_of(query):
         chosen = choice.select(backend, call, Framework.TORCH)
-        return Step(call, chosen, None if call.is_empty else chosen.plan(call, sequences))
+        plan = None if call.is_empty else chosen.plan(chosen.own(call), sequences)
+        return Step(call, chosen, plan, around.live_tokens(call, sequences))
 
 
-def explain(query, cache, batch, spec=AttentionSpec(), *, return_lse=False) -> choice.Explanation:
+def explain(
+    query, cache, batch, spec=AttentionSpec(), *, return_lse=False, sinks=None, bias=None
+) -> choice.Explanation:
     """Why each torch backend can or cannot run a call, as `pagedattn.explain`.
 
     Raises:
@@ -152,12 +181,14 @@ def explain(query, cache, batch, spec=AttentionSpec(), *, return_lse=False) -> c
     >>> explain(torch.ones(1, 2, 8), cache, batch)["sdpa"]
     []
     """
-    call, _ = _described(query, cache, batch, spec, return_lse)
+    call, _ = _described(query, cache, batch, spec, return_lse, sinks=sinks, bias=bias)
     with on_device_of(query):
         return choice.explain(call, Framework.TORCH)
 
 
-def select_backend(query, cache, batch, spec=AttentionSpec(), *, return_lse=False) -> str:
+def select_backend(
+    query, cache, batch, spec=AttentionSpec(), *, return_lse=False, sinks=None, bias=None
+) -> str:
     """The name of the backend that `backend=None` takes for a call.
 
     Raises:
@@ -169,7 +200,7 @@ def select_backend(query, cache, batch, spec=AttentionSpec(), *, return_lse=Fals
     >>> select_backend(torch.ones(1, 2, 8), cache, batch)
     'sdpa'
     """
-    call, _ = _described(query, cache, batch, spec, return_lse)
+    call, _ = _described(query, cache, batch, spec, return_lse, sinks=sinks, bias=bias)
     with on_device_of(query):
         return choice.select(None, call, Framework.TORCH).name
 
@@ -186,6 +217,8 @@ def ragged_attention(
     max_key_len: int,
     backend: str | None = None,
     return_lse: bool = False,
+    sinks: Float[Tensor, "num_heads"] | None = None,
+    bias: Float[Tensor, "num_tokens heads max_keys"] | None = None,
 ):
     """`pagedattn.ragged_attention` on torch tensors: the same arguments, results and errors.
 
@@ -201,10 +234,11 @@ def ragged_attention(
     starts = rising(query_start_loc), rising(key_start_loc)
     batch = packed_batch(query.shape[0], *starts, *max_lens)
     cache = packed_cache(key, value)
-    return paged_attention(query, cache, batch, spec, backend=backend, return_lse=return_lse)
+    options = {"backend": backend, "return_lse": return_lse, "sinks": sinks, "bias": bias}
+    return paged_attention(query, cache, batch, spec, **options)
 
 
-def _described(query, cache, batch, spec, return_lse) -> tuple[Call, Sequences]:
+def _described(query, cache, batch, spec, return_lse, **options) -> tuple[Call, Sequences]:
     """The call, validated, and its batch on the query's device."""
     require_cache(cache)
     batch_type = type(batch).__name__
@@ -215,8 +249,24 @@ def _described(query, cache, batch, spec, return_lse) -> tuple[Call, Sequences]:
     # Checked before the batch moves to the query's device, while values on the CPU can be read.
     tensors = batch_on(batch, None)
     validate.attention(query, cache, tensors, spec, return_lse)
-    call = call_of(_with_dense_rows(query), cache, tensors, spec, return_lse)
+    options = _options(query, **options)
+    validate_options.columns(tensors.seq_lens, **options)
+    call = call_of(_with_dense_rows(query), cache, tensors, spec, return_lse, **options)
     return call, _owned(batch, query.device)
+
+
+def _options(query, **options) -> dict[str, Tensor]:
+    """The arrays given beside query and cache, checked."""
+    given = {name: array for name, array in options.items() if array is not None}
+    require_tensors(**given)
+    require_no_grad(*given.values())
+    validate_options.options(query, **given)
+    for name, array in given.items():
+        require(
+            array.device == query.device,
+            f"{name} must lie on the query's {query.device}, got {array.device}",
+        )
+    return given
 
 
 def _owned(batch: BatchMetadata, device) -> Sequences:
@@ -238,6 +288,10 @@ def _with_dense_rows(query: Tensor) -> Tensor:
     return query if query.stride(-1) == 1 else query.contiguous()
 
 
-def _empty_results(call, query):
+def _no_results(call, query, *_):
     out = query.new_zeros(call.out_shape)
     return out, query.new_full(call.lse_shape, -torch.inf, dtype=torch.float32)
+
+
+# Runs the calls whose shapes leave no query that could see a key.
+_EMPTY = Backend("empty", frozenset({"return_lse"}), _no_results)

@@ -3,9 +3,10 @@
 import functools
 
 import torch
-from jaxtyping import Float32, Integer
+from jaxtyping import Float, Float32, Integer
 from torch import Tensor
 
+from pagedattn.call import Call
 from pagedattn.ragged import cdiv
 from pagedattn.visibility import alibi_bias
 
@@ -29,9 +30,37 @@ def aligned(added: Tensor, dtype: torch.dtype) -> Tensor:
     return room.copy_(added)
 
 
-def exact_dtype(query: Tensor, slopes: tuple[float, ...] | None) -> torch.dtype:
-    """A dtype in which the bias is exact: any holds a mask (0, -inf); ALiBi needs float32."""
-    return query.dtype if slopes is None else torch.float32
+def exact_dtype(query: Tensor, call: Call) -> torch.dtype:
+    """A dtype in which a bias is exact: any holds a mask (0, -inf), other sums need float32."""
+    return torch.float32 if call.adds_to_logits else query.dtype
+
+
+def zeroed(
+    plane: Float[Tensor, "size kv_heads keys head_dim"],
+    added: Float[Tensor, "size one_or_kv_heads rows keys"],
+) -> Float[Tensor, "size kv_heads keys head_dim"]:
+    """Keys or values, with 0 for those that a bias hides from all rows: NaN outlives a weight of 0.
+
+    Without a bias no such key is gathered.
+    """
+    return plane.masked_fill((added == -torch.inf).all(2)[..., None], 0)
+
+
+def bias_at(
+    bias: Float[Tensor, "num_tokens heads max_keys"],
+    tokens: Integer[Tensor, "size q"],
+    positions: Integer[Tensor, "size k"],
+) -> Float[Tensor, "size heads q k"]:
+    """The bias of the tokens at the positions of keys of their sequences, at least float32.
+
+    -inf for tokens out of range, which are padding, and for keys past its last column.
+    """
+    num_tokens, _, max_keys = bias.shape
+    rows = tokens.clamp(0, num_tokens - 1)[:, :, None]
+    values = bias[rows, :, positions.clamp(0, max_keys - 1)[:, None]].permute(0, 3, 1, 2)
+    values = values.to(torch.promote_types(bias.dtype, torch.float32))
+    outside = ((tokens < 0) | (tokens >= num_tokens))[:, :, None] | (positions >= max_keys)[:, None]
+    return values.masked_fill(outside[:, None], -torch.inf)
 
 
 @functools.cache

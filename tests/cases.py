@@ -30,9 +30,10 @@ class Calls:
     def clear(self) -> None:
         self.ran, self.refused = 0, []
 
-    def refuse(self, error: UnsupportedError, spec: AttentionSpec) -> None:
-        """Notes a refusal, which must name something that the spec asks for."""
+    def refuse(self, error: UnsupportedError, spec: AttentionSpec, arrays: Any = ()) -> None:
+        """Notes a refusal, which must name something that is asked for."""
         asked = [f.name for f in dataclasses.fields(spec) if getattr(spec, f.name) != f.default]
+        asked += arrays
         assert any(name in str(error) for name in asked), str(error)
         self.refused.append(str(error))
 
@@ -54,7 +55,7 @@ def run(problem: Problem, backend: str | None, mode: str = "jit") -> tuple[np.nd
     except UnsupportedError as error:
         if not may_refuse(backend):
             raise
-        calls.refuse(error, problem.spec)
+        calls.refuse(error, problem.spec, problem.arrays)
         out, lse = reference_attention(**arguments(problem))
         return out.astype(problem.query.dtype), lse.astype(np.float32)
     if lse is None:

@@ -28,12 +28,12 @@ def bridged(backend: Backend) -> Backend:
     call in a CUDA graph, since torch backends never wait for a GPU nor depend on values there.
     """
 
-    def run(call, query, cache, batch):
-        arrays = (query, cache, batch)
+    def run(call, query, cache, batch, **options):
+        arrays = (query, cache, batch, options)
         if call.device != "cpu" or any(map(is_traced, jax.tree.leaves(arrays))):
             return _by_xla(backend, call, arrays)
-        query, cache, batch = to_torch(arrays)
-        out, lse = backend.run(call, query, cache, backend.plan(call, batch))
+        query, cache, batch, options = to_torch(arrays)
+        out, lse = backend.run(call, query, cache, backend.plan(call, batch), **options)
         return to_jax(out), to_jax(lse) if call.return_lse else None
 
     return replace(
@@ -79,9 +79,9 @@ class _Attend:
     call: Call
 
     def __call__(self, *leaves):
-        query, cache, batch = jax.tree.unflatten(self.treedef, leaves)
+        query, cache, batch, options = jax.tree.unflatten(self.treedef, leaves)
         plan = self.backend.plan(self.call, batch)
-        out, lse = self.backend.run(self.call, query, cache, plan)
+        out, lse = self.backend.run(self.call, query, cache, plan, **options)
         return (out, lse) if self.call.return_lse else out
 
 

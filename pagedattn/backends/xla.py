@@ -49,12 +49,14 @@ def run(
     query: Float[Array, "num_tokens num_heads head_dim"],
     cache: KVCache,
     batch: Sequences,
+    *,
+    bias: Float[Array, "num_tokens heads max_keys"] | None = None,
 ) -> tuple[Float[Array, "num_tokens num_heads head_dim"], Float[Array, "num_tokens num_heads"]]:
     tile = min(TILE, call.longest_query)
     tiles = _tiles(call, batch, tile)
     # On a CPU one tile's chunk stays in the cache, and more tiles at a time gain nothing.
     step = 1 if call.device == "cpu" else TILE // tile
-    attend = functools.partial(_attend, call, query, cache)
+    attend = functools.partial(_attend, call, query, cache, bias)
     out, lse = jax.lax.map(attend, _grouped(tiles, step))
     out = out.reshape(-1, *call.out_shape[1:])
     lse = lse.reshape(-1, call.num_heads)
@@ -64,7 +66,7 @@ def run(
 
 
 HONOURS = frozenset(
-    {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes", "return_lse"}
+    {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes", "bias", "return_lse"}
 )
 BACKEND = Backend("xla", HONOURS, run)
 
@@ -125,24 +127,37 @@ def _rows_of_tokens(
 
 
 def _attend(
-    call: Call, query: Float[Array, "num_tokens num_heads head_dim"], cache: KVCache, tiles: Tiles
+    call: Call,
+    query: Float[Array, "num_tokens num_heads head_dim"],
+    cache: KVCache,
+    bias: Float[Array, "num_tokens heads max_keys"] | None,
+    tiles: Tiles,
 ) -> tuple[Float[Array, "step tile num_heads head_dim"], Float[Array, "step tile num_heads"]]:
     """Attention of some tiles."""
     chunk = min(CHUNK, call.capacity)
+    num_chunks = cdiv(call.capacity, chunk)
     scaled = _tile_queries(call, query, tiles) * call.scale
+    rows = None if bias is None else _tile_bias(bias, tiles, num_chunks * chunk, scaled.dtype)
 
     def update(state, keys):
         inside = (keys >= tiles.first_key[:, None]) & (keys < tiles.last_key[:, None])
         slots = _slots(tiles.tables, keys[0], call.block_size)
         key, value = (_gather(plane, slots, inside) for plane in (cache.key, cache.value))
-        return _accumulate(state, _logits(call, scaled, key, tiles, keys, inside), value)
+        visible = visible_mask(tiles.positions, keys, call.spec) & inside[:, None]
+        visible, added = visible & tiles.valid[:, :, None], None
+        if rows is not None:
+            added = jax.lax.dynamic_slice_in_dim(rows, keys[0, 0], chunk, 3)
+            added = jnp.where(visible[:, None], added, -jnp.inf)
+            key, value = _shown(key, added), _shown(value, added)
+        logits = _logits(call, scaled, key, tiles, keys, visible, added)
+        return _accumulate(state, logits, value)
 
     def visit(state, index):
         keys = (index * chunk + jnp.arange(chunk, dtype=jnp.int32))[None]
         needed = (keys[0, 0] < tiles.last_key) & (keys[0, -1] >= tiles.first_key)
         return jax.lax.cond(needed.any(), update, lambda state, _: state, state, keys), None
 
-    chunks = jnp.arange(cdiv(call.capacity, chunk), dtype=jnp.int32)
+    chunks = jnp.arange(num_chunks, dtype=jnp.int32)
     state, _ = jax.lax.scan(visit, _no_key_seen(scaled), chunks)
     return _finish(state, query.dtype, tiles.tokens.shape)
 
@@ -157,6 +172,15 @@ def _tile_queries(
     rows = rows.astype(_wide(query.dtype))
     rows = rows.reshape(step, tile, call.num_kv_heads, call.group, call.head_dim)
     return rows.transpose(0, 2, 3, 1, 4).reshape(step, call.num_kv_heads, -1, call.head_dim)
+
+
+def _tile_bias(
+    bias: Float[Array, "num_tokens heads max_keys"], tiles: Tiles, num_keys: int, dtype
+) -> Float[Array, "step heads tile {num_keys}"]:
+    """The rows of the bias of some tiles; keys that it has no column for are hidden."""
+    rows = bias.at[tiles.tokens].get(mode="clip")[..., :num_keys].astype(dtype)
+    missing = [(0, 0)] * 3 + [(0, num_keys - rows.shape[3])]
+    return jnp.pad(rows, missing, constant_values=-jnp.inf).swapaxes(1, 2)
 
 
 def _slots(
@@ -195,7 +219,8 @@ def _logits(
     key: Float[Array, "step kv_heads chunk head_dim"],
     tiles: Tiles,
     keys: Int[Array, "1 chunk"],
-    inside: Bool[Array, "step chunk"],
+    visible: Bool[Array, "step tile chunk"],
+    added: Float[Array, "step heads tile chunk"] | None,
 ) -> Float[Array, "step kv_heads rows chunk"]:
     spec = call.spec
     logits = jnp.einsum("bhrd,bhkd->bhrk", scaled, key, precision="highest")
@@ -205,8 +230,20 @@ def _logits(
     by_head = logits.reshape(step, -1, tile, keys.shape[1])
     if spec.alibi_slopes is not None:
         by_head = by_head + alibi_bias(tiles.positions, keys, spec.alibi_slopes)
-    visible = visible_mask(tiles.positions, keys, spec) & inside[:, None] & tiles.valid[:, :, None]
+    if added is not None:
+        by_head = by_head + added
     return jnp.where(visible[:, None], by_head, -jnp.inf).reshape(logits.shape)
+
+
+def _shown(
+    plane: Float[Array, "step kv_heads chunk head_dim"],
+    added: Float[Array, "step heads tile chunk"],
+) -> Float[Array, "step kv_heads chunk head_dim"]:
+    """Keys or values, 0 where a bias leaves none to see them: as for those outside."""
+    step, heads, _, chunk = added.shape
+    kv_heads = plane.shape[1] if heads > 1 else 1
+    shown = (added > -jnp.inf).any(axis=2).reshape(step, kv_heads, -1, chunk).any(axis=2)
+    return jnp.where(shown[..., None], plane, 0)
 
 
 def _no_key_seen(scaled: Float[Array, "step kv_heads rows head_dim"]) -> State:

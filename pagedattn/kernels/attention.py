@@ -31,6 +31,7 @@ def attention_kernel(
     seq_lens,  # i32 [num_seqs]
     query_start_loc,  # i32 [num_seqs + 1]
     alibi_slopes,  # f32 [num_heads]; any array when not ALIBI
+    sinks,  # f32 [num_heads]; any array when not SINKS
     scale,  # factor on the dot product, never negative; the launch puts 1 / cap or log2(e) into it
     cap,  # 0 unless SOFT_CAP; the launch puts log2(e) into it unless ALIBI
     window,
@@ -66,6 +67,7 @@ def attention_kernel(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr,
+    SINKS: tl.constexpr,
     NEGATE: tl.constexpr,  # the scale is negative
 ):
     head_tiles: tl.constexpr = (GROUP + HEADS - 1) // HEADS
@@ -106,6 +108,8 @@ def attention_kernel(
     out += row * HEAD_DIM
     lse += row
     alibi_slopes += head
+    sinks += head
+    has_sinks = seq < num_seqs  # padding has none
     key += kv_head.to(tl.int64) * (head_stride * STRIDE_UNIT)
     value += kv_head.to(tl.int64) * (head_stride * STRIDE_UNIT)
     table = block_tables + seq.to(tl.int64) * table_stride
@@ -128,32 +132,32 @@ def attention_kernel(
     if FEW_ROWS > 0:  # noqa: SIM102
         if query_len - first <= FEW_TOKENS:
             attend(
-                query, key, value, table, alibi_slopes, out, lse, scale, cap, window,
-                first, query_len, seq_len, num_heads, num_tile_heads, num_blocks,
+                query, key, value, table, alibi_slopes, sinks, out, lse, scale, cap, window,
+                first, query_len, seq_len, num_heads, num_tile_heads, num_blocks, has_sinks,
                 query_token_stride, query_head_stride, block_stride, slot_stride,
                 HEAD_DIM, DIMS, BLOCK_SIZE, STRIDE_UNIT, HEADS, FEW_TOKENS, FEW_ROWS, KEYS,
-                SPLIT, MIN_STEPS, False, CAUSAL, WINDOW, SOFT_CAP, ALIBI, NEGATE,
+                SPLIT, MIN_STEPS, False, CAUSAL, WINDOW, SOFT_CAP, ALIBI, SINKS, NEGATE,
             )  # fmt: skip
             return
     attend(
-        query, key, value, table, alibi_slopes, out, lse, scale, cap, window,
-        first, query_len, seq_len, num_heads, num_tile_heads, num_blocks,
+        query, key, value, table, alibi_slopes, sinks, out, lse, scale, cap, window,
+        first, query_len, seq_len, num_heads, num_tile_heads, num_blocks, has_sinks,
         query_token_stride, query_head_stride, block_stride, slot_stride,
         HEAD_DIM, DIMS, BLOCK_SIZE, STRIDE_UNIT, HEADS, TOKENS, ROWS, KEYS,
-        SPLIT, MIN_STEPS, UNMASKED, CAUSAL, WINDOW, SOFT_CAP, ALIBI, NEGATE,
+        SPLIT, MIN_STEPS, UNMASKED, CAUSAL, WINDOW, SOFT_CAP, ALIBI, SINKS, NEGATE,
     )  # fmt: skip
 
 
 @triton.jit
 def attend(
-    query, key, value, table, alibi_slopes, out, lse, scale, cap, window,
-    first, query_len, seq_len, num_heads, num_tile_heads, num_blocks,
+    query, key, value, table, alibi_slopes, sinks, out, lse, scale, cap, window,
+    first, query_len, seq_len, num_heads, num_tile_heads, num_blocks, has_sinks,
     query_token_stride, query_head_stride, block_stride, slot_stride,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, SPLIT: tl.constexpr, MIN_STEPS: tl.constexpr, UNMASKED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
-    NEGATE: tl.constexpr,
+    SINKS: tl.constexpr, NEGATE: tl.constexpr,
 ):  # fmt: skip
     """Computes one tile: the tokens of a sequence from `first` on, for a KV head's query heads."""
     rows = tl.arange(0, ROWS)
@@ -183,7 +187,10 @@ def attend(
         share = tl.maximum(tl.cdiv(steps, tl.num_programs(1)), MIN_STEPS)
         start += tl.program_id(1) * share * KEYS
         stop = tl.minimum(start + share * KEYS, end)
-        if start >= stop:
+        nothing = start >= stop
+        if SINKS:
+            nothing = nothing & (tl.program_id(1) > 0)  # the first split has the sinks
+        if nothing:
             # No out is stored: the merge ignores it where the log-sum-exp is -inf.
             tl.store(lse + tokens * num_heads + heads, nothing_seen(ROWS), mask=exists)
             return
@@ -205,6 +212,13 @@ def attend(
     positions = first_position + tokens
     highest = nothing_seen(ROWS)
     total = tl.zeros([ROWS], tl.float32)
+    if SINKS:
+        # The softmax begins with a logit that has no value.
+        mask = exists & has_sinks & (tl.program_id(1) == 0)
+        highest = tl.load(sinks + heads, mask=mask, other=float("-inf"))
+        total = tl.where(highest > float("-inf"), 1.0, 0.0)
+        if not ALIBI:
+            highest *= LOG2E
     summed = tl.zeros([ROWS, DIMS], tl.float32)
     if UNMASKED:
         # Before `middle` no mask is needed: the first row sees all keys, and so do the others.

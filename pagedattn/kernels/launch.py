@@ -14,7 +14,7 @@ DTYPES = ("float16", "bfloat16", "float32")
 MAX_HEAD_DIM = 256
 # The options that the kernels know.
 HONOURS = frozenset(
-    {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes", "return_lse"}
+    {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "return_lse"}
 )
 # Up to this query length each sequence gets a fixed number of tiles; beyond, tiles search theirs.
 SHORT_QUERY = 16
@@ -243,6 +243,7 @@ def attention_launch(call: Call, tiles: Tiling, table_stride: int) -> Launch:
         "WINDOW": call.window is not None,
         "SOFT_CAP": spec.logits_soft_cap is not None,
         "ALIBI": spec.alibi_slopes is not None,
+        "SINKS": call.sinks,
         "NEGATE": scale < 0,
     }
     grid = (tiles.num_tiles * tiles.head_tiles * call.num_kv_heads, tiles.splits, 1)

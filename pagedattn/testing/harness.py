@@ -17,7 +17,7 @@ from pagedattn import (
     make_batch,
     paged_attention,
 )
-from pagedattn.features import DTYPES, OPTIONS, PHASES, spec_of
+from pagedattn.features import DTYPES, OPTIONS, PHASES, arrays_of, spec_of
 from pagedattn.ragged import cdiv
 
 from .problem import Problem, random_problem, random_tables
@@ -55,8 +55,9 @@ def cache_of(problem: Problem) -> KVCache:
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "backend", "return_lse"))
-def attend_in_jit(query, cache, batch, spec, *, backend, return_lse):
-    return paged_attention(query, cache, batch, spec, backend=backend, return_lse=return_lse)
+def attend_in_jit(query, cache, batch, spec, *, backend, return_lse, **arrays):
+    options = {"backend": backend, "return_lse": return_lse}
+    return paged_attention(query, cache, batch, spec, **options, **arrays)
 
 
 def attend(
@@ -64,8 +65,9 @@ def attend(
 ) -> Any:
     """`paged_attention` on a problem: `(out, lse)`, or out alone without `return_lse`."""
     call = attend_in_jit if jit else paged_attention
-    arrays = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
-    return call(*arrays, problem.spec, backend=backend, return_lse=return_lse)
+    rows = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
+    arrays = jax.tree.map(jnp.asarray, problem.arrays)
+    return call(*rows, problem.spec, backend=backend, return_lse=return_lse, **arrays)
 
 
 def check_backend(
@@ -142,6 +144,7 @@ def cell_problem(cell: Cell, sizes: dict[str, int]) -> Problem:
         pad_tokens=NUM_TOKENS,
         dtype=np.dtype(cell.dtype),
         max_query_len=1 if cell.phase == "decode" else MAX_QUERY_LEN,
+        arrays=arrays_of(cell.feature),
     )
 
 

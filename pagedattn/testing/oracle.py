@@ -11,6 +11,7 @@ class Head(NamedTuple):
 
     `rows` is a slice of the token axis; query is `[q, head_dim]`, keys and values are
     `[k, head_dim]` with zeros where no query of the sequence looks, distance and visible `[q, k]`.
+    sink is a logit without a value, -inf for none, and bias `[q, k]` is added to the logits.
     """
 
     index: int
@@ -20,6 +21,8 @@ class Head(NamedTuple):
     values: np.ndarray
     distance: np.ndarray
     visible: np.ndarray
+    sink: float
+    bias: np.ndarray
 
 
 def visible_keys(query_len: int, seq_len: int, spec: Any) -> np.ndarray:
@@ -51,6 +54,8 @@ def heads(
     seq_lens: Sequence[int] | np.ndarray,
     query_start_loc: Sequence[int] | np.ndarray,
     spec: Any,
+    sinks: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
 ) -> Iterator[Head]:
     """Every query head of every sequence, with exactly the keys that the contract lets it see."""
     group = query.shape[1] // key_cache.shape[2]
@@ -58,7 +63,7 @@ def heads(
         rows = slice(int(query_start_loc[s]), int(query_start_loc[s + 1]))
         query_len = rows.stop - rows.start
         visible = visible_keys(query_len, seq_len, spec)
-        wanted = np.any(visible, axis=0, keepdims=True)[0]
+        wanted = wanted_keys(visible, bias, rows)
         keys = walk(key_cache, block_tables[s], wanted)
         values = walk(value_cache, block_tables[s], wanted)
         p = (seq_len - query_len) + np.arange(query_len)
@@ -66,26 +71,47 @@ def heads(
         for h in range(query.shape[1]):
             q = query[rows, h].astype(np.float64)
             kv = h // group
-            yield Head(h, rows, q, keys[:, kv], values[:, kv], distance, visible)
+            sink = -np.inf if sinks is None else float(sinks[h])
+            added = bias_of(bias, h, rows, seq_len)
+            yield Head(h, rows, q, keys[:, kv], values[:, kv], distance, visible, sink, added)
+
+
+def wanted_keys(visible: np.ndarray, bias: np.ndarray | None, rows: slice) -> np.ndarray:
+    """bool `[k]`: the keys that some query of a sequence sees in some head."""
+    if bias is not None:
+        shown = bias[rows, :, : visible.shape[1]] > -np.inf
+        visible = visible & shown.any(1)
+    return np.any(visible, axis=0, keepdims=True)[0]
+
+
+def bias_of(bias: np.ndarray | None, head: int, rows: slice, seq_len: int) -> np.ndarray:
+    """float64 `[q, k]`: the bias of a head's queries; 0 if there is none."""
+    if bias is None:
+        return np.zeros((rows.stop - rows.start, seq_len))
+    return bias[rows, min(head, bias.shape[1] - 1), :seq_len].astype(np.float64)
 
 
 def logits(head: Head, spec: Any) -> np.ndarray:
-    """float64 `[q, k]`: scale, then cap, then ALiBi, then the mask."""
+    """float64 `[q, k]`: scale, then cap, then ALiBi and the bias, then the mask."""
     scale = head.query.shape[-1] ** -0.5 if spec.scale is None else spec.scale
     score = scale * (head.query @ head.keys.T)
     if spec.logits_soft_cap is not None:
         score = spec.logits_soft_cap * np.tanh(score / spec.logits_soft_cap)
     if spec.alibi_slopes is not None:
         score = score - spec.alibi_slopes[head.index] * head.distance
+    score = score + head.bias
     return np.where(head.visible, score, -np.inf)
 
 
-def softmax(score: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Probabilities `[q, k]` and natural-log lse `[q]`; a row without keys gives 0 and -inf."""
-    top = score.max(-1, initial=-np.inf)
+def softmax(score: np.ndarray, sink: float) -> tuple[np.ndarray, np.ndarray]:
+    """Probabilities `[q, k]` and natural-log lse `[q]`, which counts the sink.
+
+    A row without keys gives 0 and the sink: -inf if there is none.
+    """
+    top = score.max(-1, initial=sink)
     shift = np.where(np.isfinite(top), top, 0)
     weight = np.exp(score - shift[:, None])
-    total = weight.sum(-1)
+    total = weight.sum(-1) + np.exp(sink - shift)
     seen = total > 0
     lse = np.where(seen, shift + np.log(np.where(seen, total, 1)), -np.inf)
     return weight / np.where(seen, total, 1)[:, None], lse
@@ -99,6 +125,8 @@ def reference_attention(
     seq_lens: Sequence[int] | np.ndarray,
     query_start_loc: Sequence[int] | np.ndarray,
     spec: Any,
+    sinks: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Paged attention in float64, slowly and plainly.
 
@@ -111,10 +139,12 @@ def reference_attention(
         seq_lens: `[num_seqs]`, keys of each sequence, the new tokens included.
         query_start_loc: `[num_seqs + 1]`; rows of `query` from its last value on are padding.
         spec: an `AttentionSpec`.
+        sinks: `[num_heads]`, or None.
+        bias: `[num_tokens, num_heads or 1, max_keys]`, or None.
 
     Returns:
         out float64, of the shape of `query`, and lse float64 `[num_tokens, num_heads]`; 0 and -inf
-        in rows that see no key and in padding rows.
+        in padding rows, 0 and the sink or -inf in rows that see no key.
 
     Example:
         >>> import numpy as np
@@ -130,8 +160,8 @@ def reference_attention(
     out = np.zeros(query.shape)
     lse = np.full(query.shape[:2], -np.inf)
     args = (query, key_cache, value_cache, block_tables, seq_lens, query_start_loc)
-    for head in heads(*args, spec):
-        probability, lse[head.rows, head.index] = softmax(logits(head, spec))
+    for head in heads(*args, spec, sinks, bias):
+        probability, lse[head.rows, head.index] = softmax(logits(head, spec), head.sink)
         out[head.rows, head.index] = probability @ head.values
     return out, lse
 
@@ -158,13 +188,17 @@ def visible_slots(
     query_lens: Sequence[int],
     seq_lens: Sequence[int],
     spec: Any,
+    bias: np.ndarray | None = None,
     *,
     num_blocks: int,
     block_size: int,
 ) -> np.ndarray:
     """bool `[num_blocks, block_size]`: slots that some query sees; the others may hold anything."""
     seen = np.zeros((num_blocks, block_size), bool)
+    start = 0
     for table, query_len, seq_len in zip(block_tables, query_lens, seq_lens, strict=True):
-        for j in np.flatnonzero(visible_keys(int(query_len), int(seq_len), spec).any(0)).tolist():
+        rows = slice(start, start := start + int(query_len))
+        visible = visible_keys(int(query_len), int(seq_len), spec)
+        for j in np.flatnonzero(wanted_keys(visible, bias, rows)).tolist():
             seen[int(table[j // block_size]), j % block_size] = True
     return seen

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from pagedattn.features import ARRAYS
 from pagedattn.ragged import cdiv
 
 from . import oracle
@@ -27,6 +28,8 @@ class Problem:
         seq_lens: keys of each sequence, the new tokens included.
         spec: an `AttentionSpec`.
         max_query_len: static bound to give to `make_batch`; None takes its default.
+        sinks: float32 `[num_heads]`, or None.
+        bias: `[num_tokens, num_heads or 1, max_keys]`, float32 or dtype of `query`, or None.
     """
 
     query: np.ndarray
@@ -37,6 +40,8 @@ class Problem:
     seq_lens: Sequence[int]
     spec: Any
     max_query_len: int | None = None
+    sinks: np.ndarray | None = None
+    bias: np.ndarray | None = None
 
     @property
     def block_size(self) -> int:
@@ -57,7 +62,13 @@ class Problem:
         num_blocks, block_size = self.key_cache.shape[:2]
         lens = self.query_lens, self.seq_lens
         sizes = {"num_blocks": num_blocks, "block_size": block_size}
-        return oracle.visible_slots(self.block_tables, *lens, self.spec, **sizes)
+        return oracle.visible_slots(self.block_tables, *lens, self.spec, self.bias, **sizes)
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The options of the call that are arrays, by the keywords of `paged_attention`."""
+        given = {name: getattr(self, name) for name in ARRAYS}
+        return {name: array for name, array in given.items() if array is not None}
 
     def replace(self, **changes: Any) -> "Problem":
         """A copy with some fields changed."""
@@ -70,7 +81,18 @@ class Problem:
         hidden = ~self.visible_slots[:, :, None, None]
         key, value = (np.where(hidden, poison, x) for x in (self.key_cache, self.value_cache))
         key, value = key.astype(query.dtype), value.astype(query.dtype)
-        return self.replace(query=query, key_cache=key, value_cache=value)
+        return self.replace(query=query, key_cache=key, value_cache=value, **self._hidden(poison))
+
+    def _hidden(self, poison: float) -> dict[str, np.ndarray]:
+        """The bias with `poison` for keys that a token does not see, and in the padding rows."""
+        if self.bias is None:
+            return {}
+        bias = np.full_like(self.bias, poison)
+        for s, seq_len in enumerate(self.seq_lens):
+            rows = slice(*self.query_start_loc[s : s + 2])
+            seen = oracle.visible_keys(rows.stop - rows.start, int(seq_len), self.spec)[:, None]
+            bias[rows, :, :seq_len] = np.where(seen, self.bias[rows, :, :seq_len], poison)
+        return {"bias": bias}
 
 
 def random_problem(
@@ -88,12 +110,14 @@ def random_problem(
     poison: float | None = np.nan,
     block_tables: Sequence[Sequence[int]] | np.ndarray | None = None,
     max_query_len: int | None = None,
+    arrays: Sequence[str] = (),
     seed: int = 0,
 ) -> Problem:
     """A problem with unit normal values and shuffled blocks, poisoned wherever no query looks.
 
     `num_blocks` defaults to three more than are needed; `pad_tokens` is the length of the token
-    axis, by default without padding; `block_tables=None` draws tables without sharing.
+    axis, by default without padding; `block_tables=None` draws tables without sharing; `arrays` are
+    the options of `features.ARRAYS` that it has.
 
     Example:
         >>> from pagedattn import AttentionSpec
@@ -112,7 +136,28 @@ def random_problem(
     query, key, value = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
     lens = list(query_lens), list(seq_lens)
     problem = Problem(query, key, value, block_tables, *lens, spec, max_query_len)
+    problem = problem.replace(**{name: _MAKERS[name](rng, problem) for name in arrays})
     return problem if poison is None else problem.poisoned(poison)
+
+
+def random_sinks(rng: np.random.Generator, problem: Problem) -> np.ndarray:
+    """Sinks of the size of logits; of several heads, the last has none."""
+    sinks = rng.standard_normal(problem.query.shape[1]).astype(np.float32)
+    sinks[1:][-1:] = -np.inf
+    return sinks
+
+
+def random_bias(rng: np.random.Generator, problem: Problem) -> np.ndarray:
+    """A bias for each head that hides a third of the keys, and from a tenth of the rows all."""
+    num_tokens, num_heads, _ = problem.query.shape
+    width = max((len(row) for row in problem.block_tables), default=0) * problem.block_size
+    bias = rng.standard_normal((num_tokens, num_heads, max(1, width))).astype(np.float32)
+    bias[rng.random(bias.shape) < 1 / 3] = -np.inf
+    bias[rng.random(bias.shape[:2]) < 1 / 10] = -np.inf
+    return bias
+
+
+_MAKERS = {"sinks": random_sinks, "bias": random_bias}
 
 
 def random_tables(

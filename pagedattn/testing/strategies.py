@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from pagedattn import AttentionSpec, alibi_slopes, features
-from pagedattn.features import OPTIONS, spec_of
+from pagedattn.features import OPTIONS, arrays_of, spec_of
 from pagedattn.ragged import cdiv
 
 from .problem import Problem, random_problem
@@ -42,17 +42,24 @@ BUCKETS = (
 KINDS = ("prefill", "chunk", "decode", "empty query", "padding")
 
 
-def spec_table(num_heads: int) -> dict[str, AttentionSpec]:
-    """Named specs that between them use every field, alone and together, and some edges."""
-    return {name: spec_of(name, num_heads) for name in OPTIONS} | {
-        "sliding_window=1": AttentionSpec(sliding_window=1),
-        "standard alibi_slopes": AttentionSpec(alibi_slopes=alibi_slopes(num_heads)),
+class Options(NamedTuple):
+    """What a call asks for: its spec, and the names of its arrays (`features.ARRAYS`)."""
+
+    spec: AttentionSpec
+    arrays: tuple[str, ...] = ()
+
+
+def options_table(num_heads: int) -> dict[str, Options]:
+    """Named options that between them use every one, alone and together, and some edges."""
+    return {name: Options(spec_of(name, num_heads), arrays_of(name)) for name in OPTIONS} | {
+        "sliding_window=1": Options(AttentionSpec(sliding_window=1)),
+        "standard alibi_slopes": Options(AttentionSpec(alibi_slopes=alibi_slopes(num_heads))),
     }
 
 
-def specs(num_heads: int) -> st.SearchStrategy[AttentionSpec]:
-    """One of the specs of `spec_table`."""
-    return st.sampled_from(list(spec_table(num_heads).values()))
+def options(num_heads: int) -> st.SearchStrategy[Options]:
+    """One of `options_table`."""
+    return st.sampled_from(list(options_table(num_heads).values()))
 
 
 def dtypes() -> st.SearchStrategy[Any]:
@@ -136,6 +143,7 @@ def problems(
     *,
     bucket: Bucket | None = None,
     spec: AttentionSpec | None = None,
+    arrays: Sequence[str] = (),
     dtype: Any = None,
     kinds: Sequence[str] = KINDS,
     cross: bool = False,
@@ -146,7 +154,7 @@ def problems(
 
     Args:
         bucket: static shapes, one of `BUCKETS` by default.
-        spec: drawn from `specs` by default.
+        spec, arrays: drawn from `options` if there is no spec.
         dtype: drawn from `dtypes` by default.
         kinds: the kinds of sequences, from `KINDS`; without prefills and chunks `max_query_len`
             is 1, as in a decode step.
@@ -155,7 +163,8 @@ def problems(
         share: let sequences share the blocks of a common prefix.
     """
     bucket = draw(st.sampled_from(BUCKETS)) if bucket is None else bucket
-    spec = draw(specs(bucket.num_heads)) if spec is None else spec
+    if spec is None:
+        spec, arrays = draw(options(bucket.num_heads))
     dtype = draw(dtypes()) if dtype is None else dtype
     lens = draw(cross_lengths(bucket) if cross else lengths(bucket, kinds))
     query_lens, seq_lens = ([length[i] for length in lens] for i in (0, 1))
@@ -174,6 +183,7 @@ def problems(
         poison=draw(poisons()) if poison else None,
         block_tables=draw(tables(lens, bucket, share=share)),
         max_query_len=longest,
+        arrays=arrays,
         seed=draw(seeds()),
     )
 

@@ -59,7 +59,7 @@ def expect(problem: Problem) -> Expected:
 
 def arguments(problem: Problem) -> dict[str, Any]:
     """The arguments of the oracle, by name."""
-    names = "query key_cache value_cache block_tables seq_lens query_start_loc spec"
+    names = "query key_cache value_cache block_tables seq_lens query_start_loc spec sinks bias"
     return {name: getattr(problem, name) for name in names.split()}
 
 
@@ -83,7 +83,7 @@ def plain_attention(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     lse = np.full(problem.query.shape[:2], -np.inf)
     for head in oracle.heads(**arguments(problem)):
         score = plain_logits(head, spec, dtype)
-        probability, lse[head.rows, head.index] = oracle.softmax(score)
+        probability, lse[head.rows, head.index] = oracle.softmax(score, head.sink)
         out[head.rows, head.index] = plain_matmul(probability, head.values, dtype)
     return out, lse
 
@@ -98,6 +98,7 @@ def plain_logits(head: oracle.Head, spec: Any, dtype: Any) -> np.ndarray:
     if spec.alibi_slopes is not None:
         slope = np.float32(spec.alibi_slopes[head.index])
         score = score - slope * head.distance.astype(np.float32)
+    score = score + head.bias.astype(np.float32)
     return np.where(head.visible, score, np.float32(-np.inf))
 
 
@@ -117,7 +118,7 @@ def float32_error(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     out = np.zeros(problem.query.shape[:2])
     lse = np.zeros(problem.query.shape[:2])
     for head in oracle.heads(**arguments(problem)):
-        probability, exact = oracle.softmax(oracle.logits(head, spec))
+        probability, exact = oracle.softmax(oracle.logits(head, spec), head.sink)
         blur = probability * (1 + logit_magnitude(head, spec))
         spread = np.abs(head.values).max(-1, initial=0)
         out[head.rows, head.index] = eps * (blur @ spread)
@@ -131,7 +132,7 @@ def logit_magnitude(head: oracle.Head, spec: Any) -> np.ndarray:
     size = abs(scale) * (np.abs(head.query) @ np.abs(head.keys).T)
     if spec.alibi_slopes is not None:
         size = size + abs(spec.alibi_slopes[head.index]) * head.distance
-    return size
+    return size + np.where(np.isfinite(head.bias), np.abs(head.bias), 0)
 
 
 def assert_attention_close(
@@ -145,7 +146,7 @@ def assert_attention_close(
         expected: from `expect`, or the problem itself.
         name: who computed it, for the message.
 
-    Rows that see no key and padding rows must be exactly 0 and -inf.
+    Padding rows, and rows that see no key and have no sink, must be exactly 0 and -inf.
     """
     expected = expect(expected) if isinstance(expected, Problem) else expected
     empty = np.isneginf(expected.lse)

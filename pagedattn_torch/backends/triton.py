@@ -51,9 +51,10 @@ def plan(call: Call, batch) -> Plan:
     return Plan(tiles, attention, merge, (tables, lens, starts, slopes))
 
 
-def run(call: Call, query: Tensor, cache, plan: Plan):
+def run(call: Call, query: Tensor, cache, plan: Plan, *, sinks: Tensor | None = None):
     """out and lse of a call; every element of both is written by the kernels."""
-    arrays = query, cache.key, cache.value, *plan.tables
+    sinks = plan.tables[-1] if sinks is None else sinks.float()
+    arrays = query, cache.key, cache.value, *plan.tables, sinks
     outs = query.new_empty(call.out_shape), query.new_empty(call.lse_shape, dtype=torch.float32)
     if plan.tiles.splits == 1:
         _start(attention_kernel, arrays, plan.attention, outs)

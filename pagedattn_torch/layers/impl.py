@@ -13,6 +13,7 @@ from ..arrays import tensor
 from ..attention import Step, prepare
 from ..layout import is_empty, split_kv_cache
 from .attention_type import AttentionType
+from .biases import packed_bias, under_bias
 from .inputs import (
     Fresh,
     check_output,
@@ -187,13 +188,15 @@ class AttentionImpl:
     def _step(self, call: "_Call", attn_metadata) -> LayerStep:
         """The prepared step of a call. All that can fail fails here, before anything is written."""
         parts, rows = plan(call.fresh, call.cache, attn_metadata, call.kind)
+        bias = packed_bias(attn_metadata, call.kind, call.query)
+        parts = [part.with_bias(bias) for part in parts]
         return LayerStep([(part, self._part(call, part)) for part in parts], rows)
 
     def _part(self, call: "_Call", part: Part) -> Step:
         arrays = part.arrays(call.query, call.fresh, call.cache)
-        spec = self.specs[call.kind]
-        backend = self.backend_of(call_of(*arrays, part.batch, spec))
-        return prepare(*arrays, part.batch, spec, backend=backend)
+        spec = self.specs[call.kind] if part.bias is None else under_bias(self.specs[call.kind])
+        backend = self.backend_of(call_of(*arrays, part.batch, spec, **part.options))
+        return prepare(*arrays, part.batch, spec, backend=backend, **part.options)
 
     def backend_of(self, call: Call) -> str:
         """The name of the backend that runs a part of a call; subclasses may override it."""

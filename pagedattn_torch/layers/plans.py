@@ -36,6 +36,16 @@ class Part(NamedTuple):
 
     batch: BatchMetadata
     num_fresh: int | None = None
+    bias: Tensor | None = None
+
+    def with_bias(self, bias: Tensor | None) -> "Part":
+        """The part with its rows of the bias of all tokens."""
+        return self if bias is None else self._replace(bias=bias[: self.batch.num_tokens])
+
+    @property
+    def options(self) -> dict[str, Tensor]:
+        """The options of `paged_attention` for this part that are arrays."""
+        return {} if self.bias is None else {"bias": self.bias}
 
     def arrays(self, query: Tensor, fresh: Fresh | None, cache: Any) -> tuple[Tensor, KVCache]:
         """The queries and keys of this part."""

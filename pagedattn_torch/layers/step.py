@@ -25,7 +25,11 @@ class LayerStep(NamedTuple):
         """Writes, then attends; without checks, for arrays that are like the prepared ones."""
         if self.rows is not None and fresh is not None and cache is not None:
             write_rows_(cache, *fresh, self.rows)
-        return _sum(step.run(*part.arrays(query, fresh, cache)) for part, step in self.parts)
+        arrays = (part.arrays(query, fresh, cache) for part, _ in self.parts)
+        return _sum(
+            step.run(*rows, **part.options)
+            for rows, (part, step) in zip(arrays, self.parts, strict=True)
+        )
 
 
 def _sum(results) -> Tensor:

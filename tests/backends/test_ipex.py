@@ -23,7 +23,7 @@ from pagedattn.testing import (  # noqa: E402
     cache_of,
     random_problem,
 )
-from pagedattn.testing.strategies import BUCKETS, any_phase, problems, spec_table  # noqa: E402
+from pagedattn.testing.strategies import BUCKETS, any_phase, options_table, problems  # noqa: E402
 from pagedattn_torch import (  # noqa: E402
     IpexAttnBackend,
     IpexAttnBackendImpl,
@@ -43,7 +43,9 @@ def tensors(problem):
 def check(problem, layout=lambda cache: cache):
     """Runs a problem with its cache in some layout; refusals end the test."""
     query, cache = tensors(problem)
-    out = paged_attention(query, layout(cache), batch_of(problem), problem.spec, backend="ipex")
+    arrays = to_torch({name: jnp.asarray(array) for name, array in problem.arrays.items()})
+    batch = batch_of(problem)
+    out = paged_attention(query, layout(cache), batch, problem.spec, backend="ipex", **arrays)
     assert_attention_close(out, None, problem, name="ipex")
     return out
 
@@ -115,17 +117,19 @@ def test_matches_the_oracle_or_is_refused(problem):
         reject()  # which calls those are, the table below says
 
 
-@pytest.mark.parametrize("name", spec_table(4))
+@pytest.mark.parametrize("name", options_table(4))
 @pytest.mark.parametrize("longest", [1, 4])
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_refuses_these_and_no_others(name, longest, return_lse):
-    spec = spec_table(4)[name]
-    problem = random_problem([1, 1], [9, 4], spec, max_query_len=longest)
-    reasons = explain(*tensors(problem), batch_of(problem), spec, return_lse=return_lse)["ipex"]
+    spec, names = options_table(4)[name]
+    problem = random_problem([1, 1], [9, 4], spec, max_query_len=longest, arrays=names)
+    options = {name: torch.from_numpy(array) for name, array in problem.arrays.items()}
+    options["return_lse"] = return_lse
+    reasons = explain(*tensors(problem), batch_of(problem), spec, **options)["ipex"]
     words = ["alibi_slopes"] * (spec.alibi_slopes is not None and longest > 1)
     words += ["sliding_window=1"] * (spec.sliding_window == 1 and longest > 1)
-    if return_lse:
-        words = ["return_lse"]  # it never has one, and is asked nothing more
+    if names or return_lse:
+        words = [*names, *["return_lse"] * return_lse]  # unknown to it: it is asked nothing more
     assert sorted(reason.split(":")[0] for reason in reasons) == sorted(words)
 
 

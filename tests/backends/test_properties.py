@@ -56,9 +56,9 @@ from pagedattn.testing.strategies import (
     POISONS,
     any_phase,
     dtypes,
+    options_table,
     problems,
     seeds,
-    spec_table,
 )
 
 BUCKET = BUCKETS[0]
@@ -78,11 +78,11 @@ def test_matches_the_oracle(backend, mode, problem):
     assert_attention_close(*run(problem, backend, mode), problem, name=backend)
 
 
-@pytest.mark.parametrize("name", spec_table(BUCKET.num_heads))
+@pytest.mark.parametrize("name", options_table(BUCKET.num_heads))
 @given(data=st.data())
-def test_every_spec_matches_the_oracle(backend, name, data):
-    spec = spec_table(BUCKET.num_heads)[name]
-    problem = data.draw(problems(bucket=BUCKET, spec=spec, dtype=np.float32))
+def test_all_options_match_the_oracle(backend, name, data):
+    spec, arrays = options_table(BUCKET.num_heads)[name]
+    problem = data.draw(problems(bucket=BUCKET, spec=spec, arrays=arrays, dtype=np.float32))
     assert_attention_close(*run(problem, backend), problem, name=backend)
 
 

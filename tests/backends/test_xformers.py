@@ -109,7 +109,9 @@ def stand_in(op, call, query, key, value, mask):
 def run(problem, monkeypatch, return_lse=True):
     monkeypatch.setattr(kernels, "_attend", stand_in)
     arrays = inputs(problem)
-    out, lse = kernels.run(call_of(*arrays, problem.spec, return_lse), *arrays)
+    options = {name: torch.from_numpy(array) for name, array in problem.arrays.items()}
+    call = call_of(*arrays, problem.spec, return_lse, **options)
+    out, lse = kernels.run(call, *arrays, **options)
     return out.float().numpy(), lse.float().numpy() if return_lse else None
 
 
@@ -117,6 +119,13 @@ def run(problem, monkeypatch, return_lse=True):
 @pytest.mark.parametrize("phase", PHASES)
 def test_routes_and_masks_against_the_oracle(monkeypatch, name, phase):
     problem = problem_of(phase, ROUTED[name])
+    assert_attention_close(*run(problem, monkeypatch), problem)
+
+
+@pytest.mark.parametrize("name", ["plain", "alibi_slopes", "two-sided window"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_bias_and_heads_whose_keys_it_hides(monkeypatch, name, phase):
+    problem = problem_of(phase, ROUTED[name], arrays=["bias"])
     assert_attention_close(*run(problem, monkeypatch), problem)
 
 

@@ -78,10 +78,10 @@ def arrays_of(problem: Problem, **changes):
     return tensor(problem.query), cache, batch
 
 
-def run(query, cache, batch, spec):
+def run(query, cache, batch, spec, **arrays):
     """The backend, without the checks that come before it."""
-    call = call_of(query, cache, batch, spec, return_lse=True)
-    return backend.run(call, query, cache, backend.plan(call, batch))
+    call = call_of(query, cache, batch, spec, return_lse=True, **arrays)
+    return backend.run(call, query, cache, backend.plan(call, batch), **arrays)
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +100,8 @@ def poisoned_memory(monkeypatch):
 
 
 def check(problem: Problem, **changes):
-    out, lse = run(*arrays_of(problem, **changes), problem.spec)
+    options = {name: tensor(array) for name, array in problem.arrays.items()}
+    out, lse = run(*arrays_of(problem, **changes), problem.spec, **options)
     assert_attention_close(out, lse, problem, name="triton")
 
 
@@ -115,6 +116,17 @@ def splits(problem: Problem) -> int:
 def test_every_feature(name, max_query_len, dtype):
     """Prefill, chunk, decode, empty and padding, by given tiles and by searched ones."""
     check(mixed(SPECS[name], dtype=dtype, max_query_len=max_query_len))
+
+
+@pytest.mark.parametrize("max_query_len", [8, 32])
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_sinks(name, max_query_len):
+    """Rows without keys and padding too, by one split and by many: the first has the sinks."""
+    check(mixed(SPECS[name], max_query_len=max_query_len, arrays=["sinks"]))
+    check(random_problem([3, 1], [0, 5], SPECS[name], pad_tokens=6, arrays=["sinks"]))
+    problem = random_problem([1, 2, 1], [300, 64, 0], SPECS[name], arrays=["sinks"])
+    assert name == "all" or splits(problem) > 4
+    check(problem)
 
 
 @hypothesis.settings(max_examples=25)

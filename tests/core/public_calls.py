@@ -60,6 +60,7 @@ def ragged_arguments():
         "max_key_len": 4,
         "backend": "xla",
         "return_lse": True,
+        "sinks": jnp.zeros(2),
     }
 
 

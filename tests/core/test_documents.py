@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pagedattn import BackendUnavailableError, registry
+from pagedattn.backend import AROUND
 from pagedattn.registry import Framework, can_load, load
 
 ROOT = Path(__file__).parents[2]
@@ -86,7 +87,10 @@ def test_the_table_of_options_is_that_of_the_records():
     table = table_of(DOCS / "backends.md", "option")
     assert {"xla", "sdpa"} <= set(records())
     for name, record in records().items():
-        assert record.honours == {option for option, row in table.items() if row[name] != "no"}
+        said = {option: row[name] for option, row in table.items()}
+        assert record.honours == {o for o, text in said.items() if text not in ("no", "around it")}
+        around = {option for option, by in AROUND.items() if by in record.honours} - record.honours
+        assert around == {option for option, text in said.items() if text == "around it"}
 
 
 def test_backends_are_those_of_the_registry():

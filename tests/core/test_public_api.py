@@ -34,10 +34,10 @@ FUNCTIONS = {
         "write_kv": ("cache key value slot_mapping", ""),
         "copy_blocks": ("cache src dst", ""),
         "swap_blocks": ("src_cache dst_cache src dst", ""),
-        "paged_attention": ("query cache batch spec", "backend return_lse"),
+        "paged_attention": ("query cache batch spec", "backend return_lse sinks bias"),
         "ragged_attention": (
             "query key value query_start_loc key_start_loc spec",
-            "max_query_len max_key_len backend return_lse",
+            "max_query_len max_key_len backend return_lse sinks bias",
         ),
         "merge_states": ("out_a lse_a out_b lse_b", ""),
         "attention_bias": ("query_positions key_positions spec", ""),

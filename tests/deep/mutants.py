@@ -15,6 +15,7 @@ FEATURES = (
     "tests/backends/test_properties.py -k test_every_feature_matches_or_is_refused and xla and jit"
 )
 POISON = "tests/backends/test_properties.py -k test_poison_behind_every_window and {} and eager"
+SINKS = "tests/backends/test_sinks.py -k rows_without_keys and xla and jit"
 
 MUTANTS = {
     "window one too wide": Mutant(
@@ -112,6 +113,27 @@ MUTANTS = {
     "turns of sdpa not weighed": Mutant(
         "(torch.stack(outs) * weights[..., None]).sum(0)", "torch.stack(outs).mean(0)",
         "tests/backends/test_sdpa_turns.py",
+    ),
+    "a sink that takes no weight": Mutant(
+        "weight = xp.exp(known - total)", "weight = xp.exp(known - known)", SINKS
+    ),
+    "padding with sinks": Mutant(
+        "starts) < starts.max()", "starts) <= starts.max()", SINKS
+    ),
+    "columns of a bias one off": Mutant(
+        "dynamic_slice_in_dim(rows, keys[0, 0], chunk, 3)",
+        "dynamic_slice_in_dim(rows, keys[0, 0] + 1, chunk, 3)",
+        "tests/backends/test_bias.py -k many_chunks and xla",
+    ),
+    "torch: a bias at the wrong keys of a window": Mutant(
+        "return self.rows.first_blocks[:, None] * self.call.block_size + keys",
+        "return keys.expand(self.size, -1)",
+        "tests/backends/test_bias.py -k window and sdpa",
+    ),
+    "torch: a bias beside what is hidden": Mutant(
+        "(bias + self.added).masked_fill(self.added == -torch.inf, -torch.inf)",
+        "bias + self.added",
+        "tests/backends/test_bias.py -k window and sdpa",
     ),
     "torch: one key behind the window left in": Mutant(
         "keys > self.rows.contexts[:, None] - self.call.window",

@@ -15,9 +15,9 @@ from pagedattn_interop import to_torch
 
 import pagedattn
 import pagedattn_torch
-from pagedattn import BackendUnavailableError, UnsupportedError, paged_attention
-from pagedattn.features import ATTENTION_TYPES
-from pagedattn.table import FEATURES, Cell, call, cells, render, request, requests
+from pagedattn import BackendUnavailableError, KVCache, UnsupportedError, paged_attention
+from pagedattn.features import ARRAYS, ATTENTION_TYPES
+from pagedattn.table import FEATURES, Cell, call, cells, keywords, render, request, requests
 from pagedattn.testing import Problem, assert_attention_close
 
 LAYERS = {
@@ -28,19 +28,25 @@ LAYERS = {
 ENCODERS = ("encoder", "encoder_only")
 
 
+def normal(shape, dtype):
+    return jnp.asarray(np.random.default_rng(shape[0]).standard_normal(shape), dtype)
+
+
 def random_call(asked):
-    rng = np.random.default_rng(0)
-    return call(asked, lambda shape, dtype: jnp.asarray(rng.standard_normal(shape), dtype))
+    query, cache, batch, spec = call(asked, normal)
+    return query, KVCache(cache.key, -cache.value[::-1]), batch, spec
 
 
-def problem_of(asked, query, cache, batch, spec):
+def problem_of(asked, query, cache, batch, spec, **options):
     arrays = (np.asarray(x) for x in (query, cache.key, cache.value, batch.block_tables))
     query_lens, key_lens = zip(*asked.lengths, strict=True)
-    return Problem(*arrays, query_lens, key_lens, spec)
+    options = {name: np.asarray(array) for name, array in options.items()}
+    return Problem(*arrays, query_lens, key_lens, spec, **options)
 
 
-def torch_explain(query, cache, batch, spec, *, return_lse):
-    return pagedattn_torch.explain(*to_torch((query, cache)), batch, spec, return_lse=return_lse)
+def torch_explain(query, cache, batch, spec, *, return_lse, **options):
+    query, cache, options = to_torch((query, cache, options))
+    return pagedattn_torch.explain(query, cache, batch, spec, return_lse=return_lse, **options)
 
 
 @functools.cache
@@ -92,22 +98,22 @@ def test_the_table_of_the_core_is_true(feature):
 @functools.cache
 def hold(asked, backend, *reasons):
     arguments = random_call(asked)
-    options = {"backend": backend, "return_lse": asked.return_lse}
-    attend = jax.jit(paged_attention, static_argnames=("spec", *options))
+    options = keywords(asked, normal)
+    attend = jax.jit(paged_attention, static_argnames=("spec", "backend", "return_lse"))
     if reasons:
         with pytest.raises((UnsupportedError, BackendUnavailableError)) as error:
-            attend(*arguments, **options)
+            attend(*arguments, backend=backend, **options)
         assert all(reason in str(error.value) for reason in reasons)
         return
-    result = attend(*arguments, **options)
-    out, lse = result if asked.return_lse else (result, None)
-    assert_attention_close(out, lse, problem_of(asked, *arguments), name=backend)
+    result = attend(*arguments, backend=backend, **options)
+    out, lse = result if options.pop("return_lse") else (result, None)
+    assert_attention_close(out, lse, problem_of(asked, *arguments, **options), name=backend)
 
 
 @pytest.mark.parametrize("backend", LAYERS)
-@pytest.mark.parametrize("feature", [name for name in FEATURES if name != "lse"])
+@pytest.mark.parametrize("feature", [name for name in FEATURES if name not in ("lse", *ARRAYS)])
 def test_the_layers_keep_to_the_table(backend, feature):
-    """Through forward, which gives no lse; a refusal carries every reason of the table."""
+    """Through forward, without lse and arrays; a refusal carries every reason of the table."""
     for cell in torch_cells():
         asked = cell.request
         if (cell.backend, asked.feature) != (backend, feature):

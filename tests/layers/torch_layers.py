@@ -18,7 +18,7 @@ from pagedattn_torch import (
     IpexAttnBackendImpl,
     TorchSDPABackendImpl,
 )
-from pagedattn_torch.layers import plans, slots
+from pagedattn_torch.layers import biases, plans, slots
 from pagedattn_torch.layers.metadata import batches, derivation, lengths
 
 
@@ -47,7 +47,7 @@ TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.b
 
 def hide_values(monkeypatch) -> None:
     """As on a GPU: values of tensors are not known."""
-    for module in (batches, derivation, lengths, plans, slots):
+    for module in (batches, biases, derivation, lengths, plans, slots):
         monkeypatch.setattr(module, "known", lambda array: None)
 
 
@@ -104,7 +104,7 @@ def reference(problem: Problem) -> np.ndarray:
     return reference_attention(*arrays, *lens, problem.spec)[0]
 
 
-def dense(query, key, value, query_lens, key_lens, spec: AttentionSpec) -> np.ndarray:
+def dense(query, key, value, query_lens, key_lens, spec: AttentionSpec, **options) -> np.ndarray:
     """The oracle's out for packed keys: each sequence's keys are one block."""
     width = max(max(key_lens, default=0), 1)
     planes = []
@@ -117,7 +117,7 @@ def dense(query, key, value, query_lens, key_lens, spec: AttentionSpec) -> np.nd
     starts = np.concatenate([[0], np.cumsum(query_lens)])
     tables = [[s] for s in range(len(key_lens))]
     query = query.detach().cpu().double().numpy()
-    return reference_attention(query, *planes, tables, key_lens, starts, spec)[0]
+    return reference_attention(query, *planes, tables, key_lens, starts, spec, **options)[0]
 
 
 def normal(seed: int, *shape: int, dtype=torch.float32) -> torch.Tensor:

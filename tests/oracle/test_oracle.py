@@ -6,6 +6,7 @@ import pytest
 from cases import SIGNED, SPECS, mixed, replace_spec
 
 from pagedattn import AttentionSpec
+from pagedattn.features import ARRAYS
 from pagedattn.testing import (
     Problem,
     assert_attention_close,
@@ -56,6 +57,17 @@ def test_hand_computed(name):
     got_out, got_lse = tolerances.reference(hand_problem(fields))
     np.testing.assert_allclose(got_out.item(), out, rtol=1e-12)
     np.testing.assert_allclose(got_lse.item(), lse, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("sink", "out", "lse"),
+    [(LN3, 11 / 8, np.log(8)), (-np.inf, 11 / 5, np.log(5)), (800.0, 0, 800)],
+)
+def test_sinks_by_hand(sink, out, lse):
+    problem = hand_problem({}).replace(sinks=np.array([sink]))
+    got_out, got_lse = tolerances.reference(problem)
+    np.testing.assert_allclose(got_out.item(), out, rtol=1e-12, atol=1e-300)
+    np.testing.assert_allclose(got_lse.item(), lse, rtol=1e-12)
 
 
 def test_default_scale_is_the_inverse_root_of_head_dim():
@@ -203,15 +215,24 @@ def kv_head_by_modulo(problem):
     order = [0, 2, 1, 3]
     shuffled = problem.replace(query=problem.query[:, order])
     slopes = np.array(problem.spec.alibi_slopes)[order]
+    shuffled = shuffled.replace(sinks=problem.sinks[order], bias=problem.bias[:, order])
     out, lse = tolerances.reference(replace_spec(shuffled, alibi_slopes=tuple(slopes)))
     return out[:, order], lse[:, order]
+
+
+def without_sinks(problem):
+    return tolerances.reference(problem.replace(sinks=None))
+
+
+def without_bias(problem):
+    return tolerances.reference(problem.replace(bias=None))
 
 
 def cap_after_alibi(problem, monkeypatch):
     def logits(head, spec):
         score = spec.scale * (head.query @ head.keys.T)
         score = score - spec.alibi_slopes[head.index] * head.distance
-        score = spec.logits_soft_cap * np.tanh(score / spec.logits_soft_cap)
+        score = spec.logits_soft_cap * np.tanh(score / spec.logits_soft_cap) + head.bias
         return np.where(head.visible, score, -np.inf)
 
     monkeypatch.setattr(oracle, "logits", logits)
@@ -252,6 +273,8 @@ MUTANTS = [
     without("logits_soft_cap"),
     without("alibi_slopes"),
     kv_head_by_modulo,
+    without_sinks,
+    without_bias,
 ]
 PATCHED_MUTANTS = [cap_after_alibi, top_left_causal, alibi_from_the_chunk]
 
@@ -260,13 +283,13 @@ PATCHED_MUTANTS = [cap_after_alibi, top_left_causal, alibi_from_the_chunk]
 @pytest.mark.parametrize("mutant", [*MUTANTS, *PATCHED_MUTANTS], ids=lambda f: f.__name__)
 def test_mutants_are_caught(mutant, dtype, monkeypatch):
     # short enough a window that one key weighs more than bfloat16's rounding
-    problem = mixed(SPECS["all"], dtype=dtype, poison=None)
+    problem = mixed(SPECS["all"], dtype=dtype, poison=None, arrays=ARRAYS)
     want = expect(problem)
     args = (monkeypatch,) if mutant in PATCHED_MUTANTS else ()
     out, lse = mutant(problem, *args)
-    with pytest.raises(AssertionError, match="mutant: out is off in"):
+    with pytest.raises(AssertionError, match=r"mutant: out (is off in|must be)"):
         assert_attention_close(out.astype(dtype), None, want, name="mutant")
-    with pytest.raises(AssertionError, match="mutant: lse is off in"):
+    with pytest.raises(AssertionError, match=r"mutant: lse (is off in|must be)"):
         assert_attention_close(want.out, lse, want, name="mutant")
 
 

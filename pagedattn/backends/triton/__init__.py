@@ -29,12 +29,13 @@ from .program import encoded, missing
 
 
 @functools.partial(jax.jit, static_argnames="call")
-def run(call: Call, query, cache, batch):
+def run(call: Call, query, cache, batch, *, sinks=None):
     """out and lse of a call; every element of both is written by the kernels."""
     tiles = tiling(call, _device())
     slopes = jnp.asarray(call.spec.alibi_slopes or (0.0,), jnp.float32)
     tables = batch.block_tables, batch.seq_lens, batch.query_start_loc
-    arrays = query, cache.key, cache.value, *tables, slopes
+    sinks = slopes if sinks is None else sinks.astype(jnp.float32)
+    arrays = query, cache.key, cache.value, *tables, slopes, sinks
     outs = (
         jax.ShapeDtypeStruct(call.out_shape, query.dtype),
         jax.ShapeDtypeStruct(call.lse_shape, jnp.float32),

@@ -20,12 +20,13 @@ from pagedattn.backend import Backend
 from pagedattn.batch import Sequences
 from pagedattn.call import Call
 
-from ...rectangles import fold, unfold
+from ...bias import bias_at, zeroed
+from ...rectangles import fold, fold_bias, unfold
 from . import kernels
-from .parts import Part, Rectangle, Turn, rectangles
+from .parts import Hidden, Part, Rectangle, Turn, rectangles
 
 HONOURS = frozenset(
-    {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes", "return_lse"}
+    {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes", "bias", "return_lse"}
 )
 # Keys and values gathered at a time: few enough to stay in the CPU's cache until SDPA reads them.
 SCRATCH_BYTES = 4 << 20
@@ -41,6 +42,8 @@ def run(
     query: Float[Tensor, "num_tokens num_heads head_dim"],
     cache: KVCache,
     plan: list[Rectangle],
+    *,
+    bias: Float[Tensor, "num_tokens heads max_keys"] | None = None,
 ) -> tuple[
     Float[Tensor, "num_tokens num_heads head_dim"], Float[Tensor, "num_tokens num_heads"] | None
 ]:
@@ -50,7 +53,7 @@ def run(
     lse = query.new_full((num_rows, call.num_heads), -torch.inf, dtype=torch.float32)
     rooms = _rooms(call, cache, plan)
     for rectangle in plan:
-        _attend(call, rectangle, query, cache, rooms, (out, lse))
+        _attend(call, rectangle, query, cache, bias, rooms, (out, lse))
     return out[:-1], lse[:-1] if call.return_lse else None
 
 
@@ -77,14 +80,15 @@ def _rooms(call: Call, cache: KVCache, plan: list[Rectangle]) -> list[tuple[Tens
     ]
 
 
-def _attend(call: Call, rectangle: Rectangle, query, cache: KVCache, rooms, results) -> None:
+def _attend(call: Call, rectangle: Rectangle, query, cache: KVCache, bias, rooms, results) -> None:
     """Computes one rectangle and writes its rows of out and lse."""
     queries = [_queries(call, tile, query) for tile in rectangle.tiles]
     states = [[] for _ in queries]
     for turn in rectangle.turns:
         planes = list(_gathered(call, turn, cache, rooms))
         for part in turn.parts:
-            states[part.tile].append(_state(call, part, queries[part.tile], planes))
+            hidden = _hidden(call, part, rectangle.tiles[part.tile], bias)
+            states[part.tile].append(_state(call, part, hidden, queries[part.tile], planes))
     for tokens, tile_states in zip(rectangle.tiles, states, strict=True):
         if tile_states:
             _write(call, tokens, tile_states, results)
@@ -122,15 +126,24 @@ def _clear(
         rows.index_fill_(0, absent, 0)  # touches only these rows
 
 
+def _hidden(call: Call, part: Part, tokens: Int[Tensor, "size queries"], bias) -> Hidden:
+    hidden = part.hidden()
+    if bias is None:
+        return hidden
+    return hidden.with_bias(fold_bias(bias_at(bias, tokens, part.numbers()), call))
+
+
 def _state(
     call: Call,
     part: Part,
+    hidden: Hidden,
     query: Float[Tensor, "size kv_heads rows head_dim"],
     planes: list[Float[Tensor, "size kv_heads keys head_dim"]],
 ) -> tuple[Float[Tensor, "size kv_heads rows head_dim"], Float[Tensor, "size kv_heads rows"]]:
     """Out and lse of a tile's queries over the keys of a part, folded."""
     key, value = (plane[:, :, part.keys] for plane in planes)
-    hidden = part.hidden()
+    if call.bias is not None:
+        key, value = (zeroed(plane, hidden.added) for plane in (key, value))
     out, lse = kernels.choose(call)(call, query, key, value, hidden.added)
     if hidden.blind is None:
         return out, lse

@@ -134,6 +134,11 @@ class Bucket:
             present &= keys > self.rows.contexts[:, None] - self.call.window
         return present
 
+    def numbers(self, span: Span) -> Int[Tensor, "{self.size} keys"]:
+        """The positions of the keys of a span in their sequences, `[size, keys]`."""
+        keys = torch.arange(*span, device=self.device)
+        return self.rows.first_blocks[:, None] * self.call.block_size + keys
+
     def positions(
         self, begin: int, end: int, span: Span
     ) -> tuple[Int[Tensor, "{self.size} {end}-{begin}"], Int[Tensor, "1 keys"]]:

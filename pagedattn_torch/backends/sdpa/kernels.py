@@ -20,8 +20,8 @@ def choose(call: Call) -> Callable:
         return _plain
     if call.device == "cpu":
         return _flash_on_cpu
-    # Elsewhere SDPA gives no lse, and takes ALiBi only in the queries' dtype: too coarse in halves.
-    if call.spec.alibi_slopes is None and not call.return_lse:
+    # Elsewhere SDPA gives no lse, and takes a bias in the queries' dtype: too coarse in halves.
+    if not call.adds_to_logits and not call.return_lse:
         return _fused
     return _efficient if call.device == "cuda" and call.head_dim % 8 == 0 else _plain
 
@@ -35,7 +35,7 @@ def _flash_on_cpu(call, query, key, value, added):
 
 def _efficient(call, query, key, value, added):
     # A kernel that F.scaled_dot_product_attention may run; called directly, it gives lse too.
-    dtype = exact_dtype(query, call.spec.alibi_slopes)
+    dtype = exact_dtype(query, call)
     query, key, value = (part.to(dtype) for part in (query, key, value))
     added = aligned(added, dtype).expand(-1, query.shape[1], -1, -1)
     out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(

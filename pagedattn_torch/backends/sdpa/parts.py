@@ -34,7 +34,13 @@ class Hidden(NamedTuple):
     """
 
     added: Float[Tensor, "size one_or_kv_heads rows keys"] | None
-    blind: Bool[Tensor, "size 1 rows"] | None
+    blind: Bool[Tensor, "size one_or_kv_heads rows"] | None
+
+    def with_bias(self, bias: Float[Tensor, "size one_or_kv_heads rows keys"]) -> "Hidden":
+        """The same with a bias, which may hold anything where this hides."""
+        if self.added is not None:
+            bias = (bias + self.added).masked_fill(self.added == -torch.inf, -torch.inf)
+        return Hidden(bias, (bias == -torch.inf).all(3))
 
 
 class Part(NamedTuple):
@@ -43,6 +49,7 @@ class Part(NamedTuple):
     tile: int
     keys: slice
     hidden: Callable[[], Hidden]
+    numbers: Callable[[], Int[Tensor, "size keys"]]  # the keys' positions in their sequences
 
 
 class Turn(NamedTuple):
@@ -82,7 +89,8 @@ def _turn(bucket: Bucket, span: Span, queries) -> Turn:
         seen = bucket.seen_by_any(begin, end, span)
         if seen.first < seen.last:  # torch's flash kernel divides by the number of keys
             keys = slice(seen.first - span.first, seen.last - span.first)
-            parts.append(Part(number, keys, _hidden_when_asked(bucket, begin, end, seen)))
+            numbers = functools.partial(bucket.numbers, seen)
+            parts.append(Part(number, keys, _hidden_when_asked(bucket, begin, end, seen), numbers))
     return Turn(bucket.size, bucket.blocks(span), _absent(bucket, span), parts)
 
 

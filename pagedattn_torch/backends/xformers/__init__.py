@@ -25,11 +25,11 @@ from pagedattn.batch import Sequences
 from pagedattn.call import Call
 from pagedattn.visibility import additive, sees_a_key, visible_mask
 
-from ...bias import alibi, aligned, exact_dtype
+from ...bias import alibi, aligned, bias_at, exact_dtype, zeroed
 from ...rectangles import fold, fold_bias, gather_pages, unfold
 from .fmha import fmha, why_unusable
 
-HONOURS = frozenset({"scale", "causal", "sliding_window", "alibi_slopes", "return_lse"})
+HONOURS = frozenset({"scale", "causal", "sliding_window", "alibi_slopes", "bias", "return_lse"})
 HALVES = ("bfloat16", "float16")
 PAGED_QUERIES = 16  # the most queries of a sequence that split-K's causal mask takes
 PAGED_HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -52,10 +52,13 @@ def run(
     query: Float[Tensor, "num_tokens num_heads head_dim"],
     cache: KVCache,
     batch: Sequences,
+    *,
+    bias: Float[Tensor, "num_tokens heads max_keys"] | None = None,
 ) -> tuple[
     Float[Tensor, "num_tokens num_heads head_dim"], Float[Tensor, "num_tokens num_heads"] | None
 ]:
-    attend = {"paged": _paged, "packed": _packed, "biased": _biased}[route(call)]
+    biased = functools.partial(_biased, bias=bias)
+    attend = {"paged": _paged, "packed": _packed, "biased": biased}[route(call)]
     out, lse = attend(call, query, cache, batch)
     return out, lse if call.return_lse else None
 
@@ -63,7 +66,7 @@ def run(
 def route(call: Call) -> str:
     """Which kernel runs a call: by shapes, dtype and the spec only."""
     two_sided = call.window is not None and not call.spec.causal
-    if call.dtype not in HALVES or call.spec.alibi_slopes is not None or two_sided:
+    if call.dtype not in HALVES or call.adds_to_logits or two_sided:
         return "biased"
     if (
         call.longest_query <= PAGED_QUERIES
@@ -148,7 +151,7 @@ def _packed(call, query, cache, batch):
     return out, lse.where(seeing, -torch.inf)
 
 
-def _biased(call, query, cache, batch):
+def _biased(call, query, cache, batch, bias):
     """A tile of queries at a time, as rectangles with the heads of a group folded into rows."""
     pages = gather_pages(call, cache, batch)
     num_queries, num_keys = call.longest_query, pages.key.shape[1]
@@ -157,26 +160,42 @@ def _biased(call, query, cache, batch):
     for begin in range(0, num_queries, tile):
         span = range(begin, min(begin + tile, num_queries))
         rectangle = Rectangle(call, batch, torch.zeros_like(batch.seq_lens), span)
-        results = _biased_tile(call, query, batch, pages, rectangle)
+        results = _biased_tile(call, query, batch, pages, rectangle, bias)
         rectangle.write(room, (part.flatten(0, 1) for part in results))
     return _tokens(room)
 
 
-def _biased_tile(call, query, batch, pages, rectangle):
-    dtype = exact_dtype(query, call.spec.alibi_slopes)
+def _biased_tile(call, query, batch, pages, rectangle, bias):
+    dtype = exact_dtype(query, call)
     folded = fold(rectangle.of(query), call.num_kv_heads).transpose(1, 2).contiguous().to(dtype)
     visible = visible_mask(rectangle.positions, pages.positions, call.spec)
     visible &= (pages.positions < batch.seq_lens[:, None])[:, None]
-    added = additive(visible)[:, None]
+    added = fold_bias(_added(call, rectangle, pages, visible, bias), call)
+    mask = aligned(added, dtype).expand(-1, call.num_kv_heads, -1, -1)
+    key, value = pages.key.to(dtype), pages.value.to(dtype)
+    if bias is not None:
+        key, value = (zeroed(x.transpose(1, 2), added).transpose(1, 2) for x in (key, value))
+    out, lse = _attend(fmha().cutlass.FwOp, call, folded, key, value, mask)
+    out, lse = out.transpose(1, 2), lse[:, :, : folded.shape[1]]
+    if bias is not None:  # it may hide all keys of some heads of a token
+        blind = (added == -torch.inf).all(3)
+        out = out.masked_fill(blind[..., None], 0)
+        lse = lse.masked_fill(blind, -torch.inf)
+    num_queries = rectangle.tokens.shape[1]
+    return unfold(out, num_queries), unfold(lse, num_queries)
+
+
+def _added(call, rectangle, pages, visible, bias):
+    """What is added to the logits: `[size, 1 or heads, queries, keys]`."""
+    if not call.adds_to_logits:
+        return additive(visible)[:, None]
+    added = torch.zeros((), device=visible.device)
     if call.spec.alibi_slopes is not None:
         added = alibi(rectangle.positions, pages.positions, call.spec.alibi_slopes)
-        added = added.masked_fill_(~visible[:, None], -torch.inf)
-    added = aligned(fold_bias(added, call), dtype).expand(-1, call.num_kv_heads, -1, -1)
-    key, value = pages.key.to(dtype), pages.value.to(dtype)
-    out, lse = _attend(fmha().cutlass.FwOp, call, folded, key, value, added)
-    num_queries = rectangle.tokens.shape[1]
-    lse = lse[:, :, : folded.shape[1]]
-    return unfold(out.transpose(1, 2), num_queries), unfold(lse, num_queries)
+    if bias is not None:
+        tokens = torch.where(rectangle.seeing, rectangle.tokens, -1)
+        added = added + bias_at(bias, tokens, pages.positions)
+    return added.masked_fill(~visible[:, None], -torch.inf)
 
 
 class Rectangle:

@@ -18,6 +18,7 @@ from pagedattn.checks import count, int_array, require
 
 from ...arrays import signed, tensor
 from ..attention_type import AttentionType
+from ..biases import FIELDS as BIAS_FIELDS
 from . import batches
 from .derivation import check_counts, decoder_side, encoder_side
 from .derived import all_of, derived
@@ -66,6 +67,7 @@ class AttentionMetadata:
       cross_slot_mapping: the slot of each encoder token of this step.
       cross_block_tables: the blocks of each sequence's encoder keys; empty if all encoder tokens
         come in this step.
+      attn_bias, encoder_attn_bias, cross_attn_bias: the biases of `set_attn_bias`.
       multi_modal_placeholder_index_maps, enable_kv_scales_calculation: kept, but not used.
 
     Raises:
@@ -102,6 +104,9 @@ class AttentionMetadata:
     num_encoder_tokens: int | None = None
     cross_slot_mapping: Any = None
     cross_block_tables: Any = None
+    attn_bias: list[Tensor] | None = None
+    encoder_attn_bias: list[Tensor] | None = None
+    cross_attn_bias: list[Tensor] | None = None
     multi_modal_placeholder_index_maps: dict | None = None
     enable_kv_scales_calculation: bool = False
 
@@ -299,20 +304,42 @@ class AttentionMetadata:
         keys_name = "encoder_seq_lens" if encoded else "seq_lens"
         return on_host("query_start_loc", queries), on_host(keys_name, keys)
 
+    def set_attn_bias(self, attn_bias: list[Tensor] | None, attn_type: AttentionType | str) -> None:
+        """Gives layers of a type a bias, in place of their causality, windows and ALiBi.
+
+        DECODER and ENCODER_ONLY share one. What was prepared is discarded.
+
+        Args:
+          attn_bias: floating, for each sequence what is added to the logits of its new tokens:
+            `[query_len, key_len]` or `[num_heads, query_len, key_len]`, -inf where a token does not
+            see a key. None takes it away.
+
+        >>> meta = AttentionMetadata.from_lists([2], [0], [[0]], block_size=4)
+        >>> meta.set_attn_bias([torch.zeros(2, 2)], "decoder")  # both tokens see each other
+        >>> meta.get_attn_bias("decoder")
+        [tensor([[0., 0.],
+                [0., 0.]])]
+        """
+        setattr(self, BIAS_FIELDS[AttentionType.of(attn_type)], attn_bias)
+
     def get_attn_bias(
         self, attn_type: AttentionType | str, spec: AttentionSpec = AttentionSpec()
     ) -> list[Tensor]:
-        """What is added to the logits of each sequence; computed anew at every call.
+        """What is added to the logits of each sequence; computed anew unless one was set.
 
         Returns:
-          for each sequence the bias of the spec, but with the causality of the type: float32
-          `[query_len, key_len]`, with ALiBi `[num_heads, query_len, key_len]`.
+          what `set_attn_bias` was given; or for each sequence the bias of the spec, but with the
+          causality of the type: float32 `[query_len, key_len]`, with ALiBi
+          `[num_heads, query_len, key_len]`.
 
         >>> meta = AttentionMetadata.from_lists([2], [1], [[0]], block_size=4)
         >>> meta.get_attn_bias("decoder")
         [tensor([[0., 0., -inf],
                 [0., 0., 0.]])]
         """
+        given = getattr(self, BIAS_FIELDS[AttentionType.of(attn_type)])
+        if given is not None:
+            return given
         spec = replace(spec, causal=AttentionType.of(attn_type).causal)
         keys = [torch.arange(n) for n in self.get_seq_lens(attn_type)[1]]
         queries = [
@@ -359,6 +386,7 @@ _OF_SEQUENCES = (
     "encoder_seq_lens",
     "encoder_seq_lens_tensor",
     "cross_block_tables",
+    *sorted({*BIAS_FIELDS.values()}),
 )
 _TENSORS = tuple(field.name for field in fields(AttentionMetadata) if field.type is Any)
 

@@ -1,0 +1,53 @@
+"""What is done around a backend that does not do it itself, for arrays of any framework."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtyping import Bool, Float
+
+from .backend import Backend
+from .batch import Sequences
+from .call import Call
+from .ragged import arange, namespace
+
+
+def attend(
+    backend: Backend, call: Call, query, cache, plan, live: Any, options: Mapping[str, Any]
+) -> tuple[Any, Any]:
+    """out and lse of a call by a backend, which is asked for what it honours.
+
+    Args:
+      plan: what the backend planned for `backend.own(call)`.
+      live: `live_tokens` of the call.
+      options: the arrays that the call brings beside query and cache, by their keywords.
+    """
+    own = backend.own(call)
+    honoured = {name: array for name, array in options.items() if getattr(own, name)}
+    out, lse = backend.run(own, query, cache, plan, **honoured)
+    return (out, lse) if own.sinks == call.sinks else with_sinks(out, lse, options["sinks"], live)
+
+
+def live_tokens(call: Call, batch: Sequences) -> Bool[Any, "num_tokens"] | None:
+    """Which tokens are no padding; None where nothing around a backend asks for it."""
+    if not call.sinks:
+        return None
+    starts = batch.query_start_loc
+    return arange(call.num_tokens, starts) < starts.max()
+
+
+def with_sinks(
+    out: Float[Any, "num_tokens num_heads head_dim"],
+    lse: Float[Any, "num_tokens num_heads"],
+    sinks: Float[Any, "num_heads"],
+    live: Bool[Any, "num_tokens"],
+) -> tuple[Float[Any, "num_tokens num_heads head_dim"], Float[Any, "num_tokens num_heads"]]:
+    """The results with a sink in each head's softmax: `merge_states(out, lse, 0, sinks)`."""
+    xp = namespace(out)
+    seen = lse > -xp.inf
+    known = xp.where(seen, lse, 0.0)  # -inf - -inf is NaN, in a gradient too
+    sinks = xp.asarray(sinks, dtype=lse.dtype)
+    total = xp.logaddexp(known, sinks)
+    weight = xp.exp(known - total)[..., None]
+    wide = xp.asarray(out, dtype=xp.promote_types(out.dtype, weight.dtype))
+    out = xp.asarray(wide * xp.asarray(weight, dtype=wide.dtype), dtype=out.dtype)
+    return out, xp.where(live[:, None], xp.where(seen, total, sinks), -xp.inf)
