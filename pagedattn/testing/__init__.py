@@ -1,9 +1,9 @@
 """What proves a backend: the oracle, the precision rule, strategies and the parity harness.
 
-Needs hypothesis (`pip install 'pagedattn[test]'`); `import pagedattn` does not load this package.
+`import pagedattn` does not load this package. `pagedattn.testing.strategies` is imported by that
+name and needs hypothesis: `pip install 'pagedattn[testing]'`.
 """
 
-from . import strategies as strategies
 from .harness import Cell as Cell
 from .harness import attend as attend
 from .harness import batch_of as batch_of
