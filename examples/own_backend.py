@@ -8,10 +8,16 @@ To have it found by name, register it in your package's pyproject.toml:
     gathered = "your_package:BACKEND"
 """
 
+# Some of JAX's and NumPy's own functions are unknown to type checkers.
+# pyright: reportUnknownMemberType=false
+
 import jax
 import jax.numpy as jnp
+from jax import Array
 
-from pagedattn import Backend, attention_bias
+from pagedattn import Backend, KVCache, attention_bias
+from pagedattn.batch import Sequences
+from pagedattn.call import Call
 from pagedattn.ragged import positions, sequence_ids
 from pagedattn.testing import check_backend
 
@@ -20,13 +26,15 @@ HONOURS = frozenset({"scale", "causal", "sliding_window", "alibi_slopes", "retur
 MOST_KEYS = 1 << 14
 
 
-def refusals(call) -> list[str]:
+def refusals(call: Call) -> list[str]:
     """Why it cannot run a call, judged by sizes alone: the values may not exist yet."""
     told = f"it gathers at most {MOST_KEYS} keys a token, max_blocks allows {call.capacity}"
     return [told] if call.capacity > MOST_KEYS else []
 
 
-def run(call, query, cache, batch):
+def run(
+    call: Call, query: Array, cache: KVCache[Array], batch: Sequences[Array]
+) -> tuple[Array, Array]:
     seqs = sequence_ids(batch.query_start_loc, call.num_tokens)  # -1 for padding tokens
     queries = positions(batch.query_start_loc, batch.seq_lens, call.num_tokens)
     keys = jnp.arange(call.capacity)
@@ -47,7 +55,7 @@ def run(call, query, cache, batch):
     return out.astype(query.dtype), lse
 
 
-def gathered(call, plane, tables):
+def gathered(call: Call, plane: Array, tables: Array) -> Array:
     """Keys or values `[num_tokens, capacity, num_heads, head_dim]`; unused ids may be anything."""
     pages = plane.at[tables].get(mode="clip", wrap_negative_indices=False)
     pages = pages.reshape(call.num_tokens, call.capacity, call.num_kv_heads, call.head_dim)

@@ -1,6 +1,7 @@
 """The two entry points: attention over a paged cache, and over packed keys without one."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal, overload
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
@@ -17,17 +18,52 @@ from .registry import Framework
 from .spec import AttentionSpec
 from .tracing import varying_alike
 
+Query = Float[Array, "num_tokens num_heads head_dim"]  # and out
+Keys = Float[Array, "num_keys num_kv_heads head_dim"]
+Lse = Float[Array, "num_tokens num_heads"]
+Starts = Integer[Any, "num_seqs_plus_1"] | Sequence[int]
 
+
+@overload
+def paged_attention(
+    query: Query,
+    cache: KVCache,
+    batch: BatchMetadata,
+    spec: AttentionSpec = ...,
+    *,
+    backend: str | Backend | None = ...,
+    return_lse: Literal[False] = ...,
+) -> Query: ...
+@overload
+def paged_attention(
+    query: Query,
+    cache: KVCache,
+    batch: BatchMetadata,
+    spec: AttentionSpec = ...,
+    *,
+    backend: str | Backend | None = ...,
+    return_lse: Literal[True],
+) -> tuple[Query, Lse]: ...
+@overload
+def paged_attention(
+    query: Query,
+    cache: KVCache,
+    batch: BatchMetadata,
+    spec: AttentionSpec = ...,
+    *,
+    backend: str | Backend | None = ...,
+    return_lse: bool,
+) -> Query | tuple[Query, Lse]: ...
 @takes_any_array
 def paged_attention(
-    query: Float[Array, "num_tokens num_heads head_dim"],
+    query: Query,
     cache: KVCache,
     batch: BatchMetadata,
     spec: AttentionSpec = AttentionSpec(),
     *,
     backend: str | Backend | None = None,
     return_lse: bool = False,
-):
+) -> Query | tuple[Query, Lse]:
     """Attention of packed queries over the blocks of a cache.
 
     Prefill, chunked prefill, decode and any mix are this one call: write the new keys and values
@@ -78,7 +114,12 @@ def _run(backend: Backend, call, query, cache, batch):
 
 @takes_any_array
 def explain(
-    query, cache: KVCache, batch: BatchMetadata, spec=AttentionSpec(), *, return_lse=False
+    query: Query,
+    cache: KVCache,
+    batch: BatchMetadata,
+    spec: AttentionSpec = AttentionSpec(),
+    *,
+    return_lse: bool = False,
 ) -> choice.Explanation:
     """Why each backend can or cannot run a call, and which one `backend=None` takes.
 
@@ -100,7 +141,12 @@ def explain(
 
 @takes_any_array
 def select_backend(
-    query, cache: KVCache, batch: BatchMetadata, spec=AttentionSpec(), *, return_lse=False
+    query: Query,
+    cache: KVCache,
+    batch: BatchMetadata,
+    spec: AttentionSpec = AttentionSpec(),
+    *,
+    return_lse: bool = False,
 ) -> str:
     """The name of the backend that `backend=None` takes for a call.
 
@@ -127,20 +173,62 @@ def empty_results(call):
     return jnp.zeros(call.out_shape, call.dtype), jnp.full(call.lse_shape, -jnp.inf, jnp.float32)
 
 
+@overload
+def ragged_attention(
+    query: Query,
+    key: Keys,
+    value: Keys,
+    query_start_loc: Starts,
+    key_start_loc: Starts,
+    spec: AttentionSpec = ...,
+    *,
+    max_query_len: int,
+    max_key_len: int,
+    backend: str | Backend | None = ...,
+    return_lse: Literal[False] = ...,
+) -> Query: ...
+@overload
+def ragged_attention(
+    query: Query,
+    key: Keys,
+    value: Keys,
+    query_start_loc: Starts,
+    key_start_loc: Starts,
+    spec: AttentionSpec = ...,
+    *,
+    max_query_len: int,
+    max_key_len: int,
+    backend: str | Backend | None = ...,
+    return_lse: Literal[True],
+) -> tuple[Query, Lse]: ...
+@overload
+def ragged_attention(
+    query: Query,
+    key: Keys,
+    value: Keys,
+    query_start_loc: Starts,
+    key_start_loc: Starts,
+    spec: AttentionSpec = ...,
+    *,
+    max_query_len: int,
+    max_key_len: int,
+    backend: str | Backend | None = ...,
+    return_lse: bool,
+) -> Query | tuple[Query, Lse]: ...
 @takes_any_array
 def ragged_attention(
-    query: Float[Array, "num_tokens num_heads head_dim"],
-    key: Float[Array, "num_keys num_kv_heads head_dim"],
-    value: Float[Array, "num_keys num_kv_heads head_dim"],
-    query_start_loc: Integer[Any, "num_seqs_plus_1"],
-    key_start_loc: Integer[Any, "num_seqs_plus_1"],
+    query: Query,
+    key: Keys,
+    value: Keys,
+    query_start_loc: Starts,
+    key_start_loc: Starts,
     spec: AttentionSpec = AttentionSpec(),
     *,
     max_query_len: int,
     max_key_len: int,
-    backend: str | None = None,
+    backend: str | Backend | None = None,
     return_lse: bool = False,
-):
+) -> Query | tuple[Query, Lse]:
     """Attention of packed queries over packed keys, without a cache (encoders, profiling runs).
 
     Queries are aligned to the end of the keys: the last query of a sequence stands at its last

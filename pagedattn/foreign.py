@@ -4,7 +4,8 @@ import dataclasses
 import functools
 import inspect
 import operator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,11 @@ from .checks import is_floating, is_integer, is_traced, of_list
 from .dlpack import shared
 from .errors import InvalidInputError
 
+Fn = TypeVar("Fn", bound=Callable)
 HOST = 1  # DLPack's device type of the CPU
 
 
-def takes_any_array(fn):
+def takes_any_array(fn: Fn) -> Fn:
     """Lets a function on JAX arrays take torch tensors and other DLPack arrays, without a copy.
 
     Lists of integers (slots, blocks, starts) are taken too.
@@ -36,7 +38,7 @@ def takes_any_array(fn):
             _wait_for(results)
         return results
 
-    return call
+    return cast(Fn, call)
 
 
 def argument(name: str, value: Any):

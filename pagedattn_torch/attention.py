@@ -1,7 +1,7 @@
 """The two entry points of pagedattn on torch tensors."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, cast, overload
 
 import torch
 from jaxtyping import Float, Integer
@@ -25,16 +25,51 @@ from .arrays import (
     tensor,
 )
 
+Query = Float[Tensor, "num_tokens num_heads head_dim"]  # and out
+Keys = Float[Tensor, "num_keys num_kv_heads head_dim"]
+Lse = Float[Tensor, "num_tokens num_heads"]
+Starts = Integer[Any, "num_seqs_plus_1"]
 
+
+@overload
 def paged_attention(
-    query: Float[Tensor, "num_tokens num_heads head_dim"],
+    query: Query,
+    cache: KVCache,
+    batch: BatchMetadata,
+    spec: AttentionSpec = ...,
+    *,
+    backend: str | Backend | None = ...,
+    return_lse: Literal[False] = ...,
+) -> Query: ...
+@overload
+def paged_attention(
+    query: Query,
+    cache: KVCache,
+    batch: BatchMetadata,
+    spec: AttentionSpec = ...,
+    *,
+    backend: str | Backend | None = ...,
+    return_lse: Literal[True],
+) -> tuple[Query, Lse]: ...
+@overload
+def paged_attention(
+    query: Query,
+    cache: KVCache,
+    batch: BatchMetadata,
+    spec: AttentionSpec = ...,
+    *,
+    backend: str | Backend | None = ...,
+    return_lse: bool,
+) -> Query | tuple[Query, Lse]: ...
+def paged_attention(
+    query: Query,
     cache: KVCache,
     batch: BatchMetadata,
     spec: AttentionSpec = AttentionSpec(),
     *,
     backend: str | Backend | None = None,
     return_lse: bool = False,
-):
+) -> Query | tuple[Query, Lse]:
     """`pagedattn.paged_attention` on torch tensors; the batch may hold arrays of any framework.
 
     Values of the batch are checked if they lie on the CPU. On a GPU they are not read, since that
@@ -59,7 +94,7 @@ def paged_attention(
     """
     step = prepare(query, cache, batch, spec, backend=backend, return_lse=return_lse)
     out, lse = step.attend(query, cache)
-    return (out, lse) if return_lse else out
+    return (out, cast(Tensor, lse)) if return_lse else out
 
 
 @dataclass(frozen=True)
@@ -78,12 +113,7 @@ class Step:
     backend: Backend
     plan: Any
 
-    def attend(
-        self, query: Float[Tensor, "num_tokens num_heads head_dim"], cache: KVCache
-    ) -> tuple[
-        Float[Tensor, "num_tokens num_heads head_dim"],
-        Float[Tensor, "num_tokens num_heads"] | None,
-    ]:
+    def attend(self, query: Query, cache: KVCache) -> tuple[Query, Lse | None]:
         """Attention of one layer: out, and lse if the step was prepared with `return_lse`.
 
         Raises:
@@ -97,12 +127,7 @@ class Step:
         return self.run(query, cache)
 
     @torch.no_grad()
-    def run(
-        self, query: Float[Tensor, "num_tokens num_heads head_dim"], cache: KVCache
-    ) -> tuple[
-        Float[Tensor, "num_tokens num_heads head_dim"],
-        Float[Tensor, "num_tokens num_heads"] | None,
-    ]:
+    def run(self, query: Query, cache: KVCache) -> tuple[Query, Lse | None]:
         """`attend` without its checks, for arrays that are known to be like the prepared ones."""
         if self.call.is_empty:
             return _empty_results(self.call, query)
@@ -111,7 +136,7 @@ class Step:
 
 
 def prepare(
-    query: Float[Tensor, "num_tokens num_heads head_dim"],
+    query: Query,
     cache: KVCache,
     batch: BatchMetadata,
     spec: AttentionSpec = AttentionSpec(),
@@ -140,7 +165,14 @@ def prepare(
         return Step(call, chosen, None if call.is_empty else chosen.plan(call, sequences))
 
 
-def explain(query, cache, batch, spec=AttentionSpec(), *, return_lse=False) -> choice.Explanation:
+def explain(
+    query: Query,
+    cache: KVCache,
+    batch: BatchMetadata,
+    spec: AttentionSpec = AttentionSpec(),
+    *,
+    return_lse: bool = False,
+) -> choice.Explanation:
     """Why each torch backend can or cannot run a call, as `pagedattn.explain`.
 
     Raises:
@@ -157,7 +189,14 @@ def explain(query, cache, batch, spec=AttentionSpec(), *, return_lse=False) -> c
         return choice.explain(call, Framework.TORCH)
 
 
-def select_backend(query, cache, batch, spec=AttentionSpec(), *, return_lse=False) -> str:
+def select_backend(
+    query: Query,
+    cache: KVCache,
+    batch: BatchMetadata,
+    spec: AttentionSpec = AttentionSpec(),
+    *,
+    return_lse: bool = False,
+) -> str:
     """The name of the backend that `backend=None` takes for a call.
 
     Raises:
@@ -174,19 +213,61 @@ def select_backend(query, cache, batch, spec=AttentionSpec(), *, return_lse=Fals
         return choice.select(None, call, Framework.TORCH).name
 
 
+@overload
 def ragged_attention(
-    query: Float[Tensor, "num_tokens num_heads head_dim"],
-    key: Float[Tensor, "num_keys num_kv_heads head_dim"],
-    value: Float[Tensor, "num_keys num_kv_heads head_dim"],
-    query_start_loc: Integer[Any, "num_seqs_plus_1"],
-    key_start_loc: Integer[Any, "num_seqs_plus_1"],
+    query: Query,
+    key: Keys,
+    value: Keys,
+    query_start_loc: Starts,
+    key_start_loc: Starts,
+    spec: AttentionSpec = ...,
+    *,
+    max_query_len: int,
+    max_key_len: int,
+    backend: str | Backend | None = ...,
+    return_lse: Literal[False] = ...,
+) -> Query: ...
+@overload
+def ragged_attention(
+    query: Query,
+    key: Keys,
+    value: Keys,
+    query_start_loc: Starts,
+    key_start_loc: Starts,
+    spec: AttentionSpec = ...,
+    *,
+    max_query_len: int,
+    max_key_len: int,
+    backend: str | Backend | None = ...,
+    return_lse: Literal[True],
+) -> tuple[Query, Lse]: ...
+@overload
+def ragged_attention(
+    query: Query,
+    key: Keys,
+    value: Keys,
+    query_start_loc: Starts,
+    key_start_loc: Starts,
+    spec: AttentionSpec = ...,
+    *,
+    max_query_len: int,
+    max_key_len: int,
+    backend: str | Backend | None = ...,
+    return_lse: bool,
+) -> Query | tuple[Query, Lse]: ...
+def ragged_attention(
+    query: Query,
+    key: Keys,
+    value: Keys,
+    query_start_loc: Starts,
+    key_start_loc: Starts,
     spec: AttentionSpec = AttentionSpec(),
     *,
     max_query_len: int,
     max_key_len: int,
-    backend: str | None = None,
+    backend: str | Backend | None = None,
     return_lse: bool = False,
-):
+) -> Query | tuple[Query, Lse]:
     """`pagedattn.ragged_attention` on torch tensors: the same arguments, results and errors.
 
     >>> x, starts = torch.ones(3, 1, 8), torch.tensor([0, 1, 3])

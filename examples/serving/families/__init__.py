@@ -12,7 +12,7 @@ FAMILIES = {family.model_type: family for family in (Llama, Mistral, Qwen2, Qwen
 
 def model_of(raw: dict) -> Decoder:
     """The model of a parsed `config.json`; InvalidInputError for what is not computed here."""
-    name = raw.get("model_type")
+    name = raw.get("model_type", "")
     family = FAMILIES.get(name)
     if family is None:
         raise InvalidInputError(f"expected a model_type of {list(FAMILIES)}, got {name!r}")
