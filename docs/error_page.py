@@ -1,6 +1,6 @@
 """Writes docs/errors.md: every error text of the three packages, read from their source.
 
-python docs/error_page.py
+Run it when a text has changed: `python docs/error_page.py`.
 """
 
 import ast
