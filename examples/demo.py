@@ -102,9 +102,9 @@ def announce(requests: list[Request], limits: Limits) -> None:
     console.print(
         f"{len(requests)} prompts are continued by a small Llama trained on Python's own help, "
         f"{limits.max_seqs} at a time, their keys and values in a pool of {limits.num_blocks} "
-        f"blocks of {limits.block_size} tokens. Every usable backend does the same, compiles first, and "
-        "must give each text that the model gives without any cache. Then come the texts, the "
-        "speeds, and a picture of which request owned which block when.\n"
+        f"blocks of {limits.block_size} tokens. Every usable backend does the same, after "
+        "compiling, and must give each text that the model gives without any cache. Then come the "
+        "texts, the speeds, and a picture of which request owned which block when.\n"
     )
 
 
