@@ -5,11 +5,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 IPEX_VENV := .venv-ipex
 DOCS_VENV := .venv-docs
+DEMO_VENV := .venv-demo
+OLDEST_VENV := .venv-oldest
+NEWEST_VENV := .venv-newest
+SMOKE_VENV := .venv-smoke
+# Tests that need JAX alone.
+WITHOUT_TORCH := tests/pool tests/core/test_batch.py tests/core/test_cache.py tests/core/test_jit.py \
+	tests/core/test_state.py tests/backends/test_properties.py
 
-.PHONY: demo docs test test-deep lint test-ipex test-gpu bench-cpu bench-gpu clean
+.PHONY: demo docs test test-deep test-oldest test-newest smoke lint test-ipex test-gpu bench-cpu \
+	bench-gpu clean
 
-demo: $(VENV)/ready
-	$(BIN)/python examples/demo.py
+# 740 MB: JAX without torch, so it shows the backends of JAX alone.
+demo: $(DEMO_VENV)/ready
+	$(DEMO_VENV)/bin/python examples/demo.py
 
 test: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
@@ -18,6 +27,26 @@ test: $(VENV)/ready
 test-deep: $(VENV)/ready
 	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=deep \
 		$(BIN)/python -m pytest -q -rP -n 2 --dist worksteal -m deep tests
+
+# The oldest versions that pyproject.toml allows.
+test-oldest: $(OLDEST_VENV)/ready
+	OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python -m pytest -q -n 2 --dist worksteal $(WITHOUT_TORCH)
+
+# The newest versions that the index has for this Python: make test-newest PYTHON=python3.13
+test-newest: $(NEWEST_VENV)/ready
+	OMP_NUM_THREADS=1 $(NEWEST_VENV)/bin/python -m pytest -q -n 2 --dist worksteal $(WITHOUT_TORCH)
+
+# Wheel and sdist, each in an empty environment.
+smoke:
+	rm -rf $(SMOKE_VENV) dist
+	$(PYTHON) -m venv $(SMOKE_VENV)/build
+	$(SMOKE_VENV)/build/bin/pip install -q build
+	$(SMOKE_VENV)/build/bin/python -m build -o dist .
+	for made in dist/*; do \
+		$(PYTHON) -m venv --clear $(SMOKE_VENV)/empty && \
+		$(SMOKE_VENV)/empty/bin/pip install -q $$made && \
+		$(SMOKE_VENV)/empty/bin/python -I tests/smoke.py || exit 1; \
+	done
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -29,7 +58,8 @@ docs: $(DOCS_VENV)/ready
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
 
 test-ipex: $(IPEX_VENV)/ready
-	OMP_NUM_THREADS=1 $(IPEX_VENV)/bin/python -m pytest -q -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(IPEX_VENV)/bin/python -m pytest -q -n 2 --dist worksteal \
+		--ignore pagedattn_torch/transformers
 
 test-gpu:
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -q -n 14 --dist worksteal -p no:benchmark tests
@@ -43,8 +73,23 @@ bench-gpu:
 # xformers' own requirements would replace torch; on a CPU only its masks are used.
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt -e '.[torch,demo,test]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[torch,demo,dev]'
 	$(BIN)/pip install -q -c constraints.txt --no-deps xformers
+	touch $@
+
+$(DEMO_VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DEMO_VENV)
+	$(DEMO_VENV)/bin/pip install -q -c constraints.txt -e '.[demo]'
+	touch $@
+
+$(OLDEST_VENV)/ready: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST_VENV)
+	$(OLDEST_VENV)/bin/pip install -q -c constraints-oldest.txt -e '.[testing]' pytest pytest-xdist
+	touch $@
+
+$(NEWEST_VENV)/ready: pyproject.toml
+	$(PYTHON) -m venv $(NEWEST_VENV)
+	$(NEWEST_VENV)/bin/pip install -q -U -e '.[testing]' pytest pytest-xdist
 	touch $@
 
 # 7 GB: the only torch 2.8 in the package index is the one for CUDA.
@@ -60,4 +105,5 @@ $(DOCS_VENV)/ready: constraints-docs.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(IPEX_VENV) $(DOCS_VENV) .site
+	rm -rf $(VENV) $(IPEX_VENV) $(DOCS_VENV) $(DEMO_VENV) $(OLDEST_VENV) $(NEWEST_VENV) \
+		$(SMOKE_VENV) .site dist

@@ -23,6 +23,7 @@ from pathlib import Path
 import jax
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from serving.checkpoint import load_checkpoint
 from serving.decoder import Decoder
 from serving.generation import Generation, decode_loop, decode_step, prefill, start
@@ -171,9 +172,9 @@ def show(outcomes: list[Outcome], args: argparse.Namespace) -> None:
             f"{outcome.ms_per_token:.2f}",
             str(outcome.host_round_trips),
             str(outcome.torch_calls),
-            "[green]in place[/]" if outcome.in_place else "[red]copied[/]",
+            Text("in place", "green") if outcome.in_place else Text("copied", "red"),
         )
-    Console().print(table)
+    Console(markup=False).print(table)
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -3,8 +3,8 @@
     python examples/demo.py
     python examples/demo.py --backend xla --model DIR --picture pool.png
 
-Every usable backend serves the same requests. All must give the text that the model gives without
-any cache; otherwise the exit status is 1.
+The library's own choice and then every usable backend serve the same requests. All must give the
+text that the model gives without any cache; otherwise the exit status is 1.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from serving.request import Request
 from serving.sampling import GREEDY
 from serving.tokenizer import Tokenizer, load_tokenizer
 
-from pagedattn import explain, init_kv_cache, make_batch
+from pagedattn import InvalidInputError, explain, init_kv_cache, make_batch
 
 MODEL = Path(__file__).parent / "models" / "pydoc-llama"
 
@@ -52,15 +52,15 @@ def serve(engine: Engine, requests: list[Request]) -> Served:
     return Served(completions, stacked, np.stack(owners), seconds, *counts)
 
 
-def serve_live(engine: Engine, requests: list[Request], tokenizer: Tokenizer) -> Served:
+def serve_live(name: str, engine: Engine, requests: list[Request], tokenizer: Tokenizer) -> Served:
     """`serve`, after a warm-up, with a live display; prints a line about the speed at the end."""
     compile_seconds = warm_up(engine)
     view = partial(render, engine, requests, tokenizer)
     with Live(get_renderable=view, console=console, refresh_per_second=8, transient=True):
         served = serve(engine, requests)
     console.print(
-        f"[bold]{engine.backend}[/] served {len(requests)} requests in {served.seconds:.1f} s, "
-        f"after {compile_seconds:.1f} s of compiling"
+        f"{name} served {len(requests)} requests in {served.seconds:.1f} s, after "
+        f"{compile_seconds:.1f} s of compiling"
     )
     return served
 
@@ -71,8 +71,11 @@ def warm_up(engine: Engine) -> float:
     return sum(serve(engine, [request]).seconds for request in tiny)
 
 
-def usable_backends(model: Decoder, limits: Limits) -> list[str]:
-    """The backends that can run this model here; prints why the others cannot."""
+def backends_to_show(model: Decoder, limits: Limits) -> dict[str, str | None]:
+    """The library's own choice and each backend that can run this model here, by names to print.
+
+    Prints why the others cannot.
+    """
     shape = (1, limits.block_size, model.num_key_value_heads, model.head_dim)
     batch = make_batch([1], [0], [[0]], block_size=limits.block_size)
     query = jnp.zeros((1, model.num_attention_heads, model.head_dim))
@@ -80,8 +83,9 @@ def usable_backends(model: Decoder, limits: Limits) -> list[str]:
     reasons = explain(query, cache, batch, model.attention_spec(0))
     for name, why_not in reasons.items():
         if why_not:
-            console.print(f"[dim]{name} is left out: {'; '.join(why_not)}[/]")
-    return [name for name, why_not in reasons.items() if not why_not]
+            console.print(f"{name} is left out: {'; '.join(why_not)}", style="dim")
+    usable = {name: name for name, why_not in reasons.items() if not why_not}
+    return {f"backend=None ({reasons.choice} by itself)": None} | usable
 
 
 def make_requests(tokenizer: Tokenizer, longest: int) -> list[Request]:
@@ -91,6 +95,17 @@ def make_requests(tokenizer: Tokenizer, longest: int) -> list[Request]:
         Request(index, tuple(tokenizer.encode(prompt)), int(length), GREEDY)
         for index, (prompt, length) in enumerate(zip(PROMPTS, lengths, strict=True))
     ]
+
+
+def announce(requests: list[Request], limits: Limits) -> None:
+    """What is about to be shown."""
+    console.print(
+        f"{len(requests)} prompts are continued by a small Llama trained on Python's own help, "
+        f"{limits.max_seqs} at a time, their keys and values in a pool of {limits.num_blocks} "
+        f"blocks of {limits.block_size} tokens. Every usable backend does the same, after "
+        "compiling, and must give each text that the model gives without any cache. Then come the "
+        "texts, the speeds, and a picture of which request owned which block when.\n"
+    )
 
 
 def parse_args() -> argparse.Namespace:
@@ -111,16 +126,21 @@ def parse_args() -> argparse.Namespace:
 def main() -> int:
     args = parse_args()
     jax.config.update("jax_default_matmul_precision", "highest")  # no TF32: texts are compared
-    model, params = load_checkpoint(args.model)
+    try:
+        model, params = load_checkpoint(args.model)
+    except InvalidInputError as error:
+        sys.exit(f"demo.py: {error}")
     tokenizer = load_tokenizer(args.model)
     requests = make_requests(tokenizer, args.max_new_tokens)
     max_seq_len = max(request.max_cached for request in requests)
     limits = Limits(args.num_blocks, args.block_size, max_seq_len, args.max_seqs)
     swap = partial(Swap, num_blocks=args.num_blocks, num_rows=len(requests))
     policy = {"recompute": Recompute, "swap": swap}[args.preemption]
+    announce(requests, limits)
+    backends = {args.backend: args.backend} if args.backend else backends_to_show(model, limits)
     outcomes = {
-        name: serve_live(Engine(params, model, limits, name, policy), requests, tokenizer)
-        for name in ([args.backend] if args.backend else usable_backends(model, limits))
+        name: serve_live(name, Engine(params, model, limits, backend, policy), requests, tokenizer)
+        for name, backend in backends.items()
     }
     served = next(iter(outcomes.values()))
     show_texts(requests, served, tokenizer)

@@ -8,6 +8,9 @@ The encoder, the decoder's prefill, its cross-attention, then three decode steps
 if one differs by more than rounding.
 """
 
+# Some of JAX's and NumPy's own functions are unknown to type checkers.
+# pyright: reportUnknownMemberType=false
+
 import itertools
 import sys
 from collections.abc import Iterator
@@ -16,9 +19,18 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from pagedattn_interop import to_jax, to_torch
+from torch import Tensor
 
-from pagedattn import AttentionSpec, KVCache, init_kv_cache, make_batch, paged_attention
+from pagedattn import (
+    AttentionSpec,
+    BatchMetadata,
+    KVCache,
+    init_kv_cache,
+    make_batch,
+    paged_attention,
+)
 from pagedattn.testing import reference_attention
 from pagedattn_torch import TorchSDPABackendImpl, TorchSDPAMetadata
 
@@ -27,6 +39,7 @@ ENCODER_LENS, PROMPT_LENS = [37, 50, 9], [5, 1, 18]
 NUM_DECODES = 3
 TABLES, CROSS_TABLES = [[0, 1], [2, 3], [4, 5]], [[8, 9, 10], [11, 12, 13, 14], [15]]
 TOLERANCE = 1e-5
+Fresh = tuple[Array, Array | None, Array | None]  # query, and key and value unless cached
 
 
 class Row(NamedTuple):
@@ -44,8 +57,8 @@ class Decoder(NamedTuple):
     """The layer, its two caches, and the values that it is fed."""
 
     layer: TorchSDPABackendImpl
-    own: KVCache
-    cross: KVCache
+    own: KVCache[Array]
+    cross: KVCache[Array]
     seeds: Iterator[int]
 
 
@@ -61,7 +74,7 @@ def main() -> int:
     return 0 if all(passed(row) for row in rows) else 1
 
 
-def prefill(decoder: Decoder):
+def prefill(decoder: Decoder) -> Iterator[Row]:
     """The encoder, the prompts, and their cross-attention, which caches the encoder's keys."""
     meta = metadata(PROMPT_LENS, [0] * len(PROMPT_LENS))
     encoder = normal(decoder, sum(ENCODER_LENS))
@@ -71,16 +84,16 @@ def prefill(decoder: Decoder):
     yield run(decoder, "prefill", "encoder_decoder", (query, *encoder[1:]), meta)
 
 
-def decode(decoder: Decoder, step: int):
+def decode(decoder: Decoder, step: int) -> Iterator[Row]:
     """One token a sequence; the encoder's keys are in the cache."""
     meta = metadata([1] * len(PROMPT_LENS), [n + step for n in PROMPT_LENS])
     for attention in ("decoder", "encoder_decoder"):
         query, key, value = normal(decoder, len(PROMPT_LENS))
-        fresh = (key, value) if attention == "decoder" else (None, None)
-        yield run(decoder, f"decode {step + 1}", attention, (query, *fresh), meta)
+        arrays = (query, key, value) if attention == "decoder" else (query, None, None)
+        yield run(decoder, f"decode {step + 1}", attention, arrays, meta)
 
 
-def metadata(query_lens, context_lens) -> TorchSDPAMetadata:
+def metadata(query_lens: list[int], context_lens: list[int]) -> TorchSDPAMetadata:
     return TorchSDPAMetadata.from_lists(
         query_lens,
         context_lens,
@@ -91,17 +104,15 @@ def metadata(query_lens, context_lens) -> TorchSDPAMetadata:
     )
 
 
-def normal(decoder: Decoder, num_tokens: int):
+def normal(decoder: Decoder, num_tokens: int) -> tuple[Array, Array, Array]:
     """New queries, keys and values as JAX arrays."""
     keys = jax.random.split(jax.random.key(next(decoder.seeds)), 3)
-    heads = (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
-    return [
-        jax.random.normal(key, (num_tokens, count, HEAD_DIM))
-        for key, count in zip(keys, heads, strict=True)
-    ]
+    shapes = [(num_tokens, count, HEAD_DIM) for count in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)]
+    query, key, value = map(jax.random.normal, keys, shapes)
+    return query, key, value
 
 
-def run(decoder: Decoder, step: str, attention: str, arrays, meta) -> Row:
+def run(decoder: Decoder, step: str, attention: str, arrays: Fresh, meta: TorchSDPAMetadata) -> Row:
     """One call through the layer, compared with JAX and with the oracle."""
     cache = decoder.cross if attention == "encoder_decoder" else decoder.own
     query = to_torch(arrays[0])
@@ -110,10 +121,10 @@ def run(decoder: Decoder, step: str, attention: str, arrays, meta) -> Row:
     out = decoder.layer.forward(query, key, value, held, meta, attn_type=attention)
     tensors, sources = (query, key, value, held.key), (*arrays, cache.key)
     shared = all(
-        tensor is None or tensor.data_ptr() == array.unsafe_buffer_pointer()
+        tensor is None or array is None or tensor.data_ptr() == array.unsafe_buffer_pointer()
         for tensor, array in zip(tensors, sources, strict=True)
     )
-    query, keys, batch, spec = judged(decoder, attention, arrays, cache, meta)
+    query, keys, batch, spec = judged(attention, arrays, cache, meta)
     by_jax = paged_attention(query, keys, batch, spec, backend="xla")
     exact = by_oracle(query, keys, batch, spec)
     ours = np.asarray(to_jax(out))
@@ -123,7 +134,9 @@ def run(decoder: Decoder, step: str, attention: str, arrays, meta) -> Row:
     return Row(step, attention, str(list(query.shape)), shared, from_jax, from_oracle)
 
 
-def by_oracle(query, keys: KVCache, batch, spec) -> np.ndarray:
+def by_oracle(
+    query: Array, keys: KVCache[Array], batch: BatchMetadata[Array], spec: AttentionSpec
+) -> np.ndarray:
     """The float64 result of a call."""
     return reference_attention(
         np.asarray(query),
@@ -136,14 +149,17 @@ def by_oracle(query, keys: KVCache, batch, spec) -> np.ndarray:
     )[0]
 
 
-def judged(decoder: Decoder, attention: str, arrays, cache: KVCache, meta):
+def judged(
+    attention: str, arrays: Fresh, cache: KVCache[Array], meta: TorchSDPAMetadata
+) -> tuple[Array, KVCache[Array], BatchMetadata[Array], AttentionSpec]:
     """The same call for JAX: its own arrays, and the cache that the layer has just written."""
     spec = AttentionSpec(causal=attention == "decoder")
-    if attention != "encoder":
-        # A copy, since XLA may compute the comparison only after the layer's next write.
-        written = to_jax(to_torch(cache), copy=True)
-        return arrays[0], written, to_jax(meta.to_batch(BLOCK_SIZE, attention)), spec
     query, key, value = arrays
+    if attention != "encoder" or key is None or value is None:
+        # A copy, since XLA may compute the comparison only after the layer's next write.
+        tensors: KVCache[Tensor] = to_torch(cache)
+        written: KVCache[Array] = to_jax(tensors, copy=True)
+        return query, written, to_jax(meta.to_batch(BLOCK_SIZE, attention)), spec
     tables = [
         [*range(stop - n, stop)]
         for n, stop in zip(ENCODER_LENS, np.cumsum(ENCODER_LENS), strict=True)

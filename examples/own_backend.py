@@ -1,17 +1,17 @@
 """A backend of your own, held to the oracle. In it every token gathers the keys of its sequence.
 
-    python examples/own_backend.py
-
-To have it found by name, register it in your package's pyproject.toml:
+`python examples/own_backend.py` does so. To have it found by name, register it in pyproject.toml:
 
     [project.entry-points."pagedattn.backends"]
     gathered = "your_package:BACKEND"
 """
 
+# pyright: reportUnknownMemberType=false
 import jax
 import jax.numpy as jnp
 
-from pagedattn import Backend, attention_bias
+from pagedattn import KVCache, attention_bias
+from pagedattn.backend import Backend, Call, Sequences
 from pagedattn.ragged import positions, sequence_ids
 from pagedattn.testing import check_backend
 
@@ -20,13 +20,13 @@ HONOURS = frozenset({"scale", "causal", "sliding_window", "alibi_slopes", "retur
 MOST_KEYS = 1 << 14
 
 
-def refusals(call) -> list[str]:
+def refusals(call: Call) -> list[str]:
     """Why it cannot run a call, judged by sizes alone: the values may not exist yet."""
     told = f"it gathers at most {MOST_KEYS} keys a token, max_blocks allows {call.capacity}"
     return [told] if call.capacity > MOST_KEYS else []
 
 
-def run(call, query, cache, batch):
+def run(call: Call, query: jax.Array, cache: KVCache[jax.Array], batch: Sequences[jax.Array]):
     seqs = sequence_ids(batch.query_start_loc, call.num_tokens)  # -1 for padding tokens
     queries = positions(batch.query_start_loc, batch.seq_lens, call.num_tokens)
     keys = jnp.arange(call.capacity)
@@ -34,7 +34,6 @@ def run(call, query, cache, batch):
     bias = bias.reshape(call.num_tokens, -1, call.capacity)  # one for all heads; ALiBi: one each
     present = (seqs >= 0)[:, None] & (keys < batch.seq_lens[seqs][:, None])
     seen = present[:, None] & (bias > -jnp.inf)
-
     tables = batch.block_tables[seqs]
     key, value = (gathered(call, plane, tables) for plane in (cache.key, cache.value))
     # Values that no query may see can be NaN, and 0 * NaN is NaN: they become 0.
@@ -47,7 +46,7 @@ def run(call, query, cache, batch):
     return out.astype(query.dtype), lse
 
 
-def gathered(call, plane, tables):
+def gathered(call: Call, plane: jax.Array, tables: jax.Array) -> jax.Array:
     """Keys or values `[num_tokens, capacity, num_heads, head_dim]`; unused ids may be anything."""
     pages = plane.at[tables].get(mode="clip", wrap_negative_indices=False)
     pages = pages.reshape(call.num_tokens, call.capacity, call.num_kv_heads, call.head_dim)

@@ -1,10 +1,55 @@
-"""`python -m pagedattn`: what each backend can do on this machine, and why not."""
+"""`python -m pagedattn`: what this machine has, which backends are usable here, what they can do.
 
-import jax
+Exit status: 0; 1 where JAX finds no device or the self-check fails; 2 for a wrong argument.
+"""
+
+import argparse
+import json
+import os
+import sys
 
 from . import __version__
-from .table import cells, render
+from .report.gather import failures, gather
+from .report.text import parts, plain
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m pagedattn",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    check = "hold every usable backend to the oracle; takes some ten seconds"
+    parser.add_argument("--check", action="store_true", help=check)
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--version", action="version", version=__version__)
+    return parser.parse_args()
+
+
+def main() -> int:
+    asked = arguments()
+    found = gather(check=asked.check)
+    show(json.dumps(found, indent=1) if asked.json else screen(parts(found)))
+    return 1 if failures(found) else 0
+
+
+def screen(shown: list) -> str:
+    """The report by rich where it is installed, and plainly where it is not."""
+    try:
+        from .report.colour import coloured
+    except ImportError:
+        return plain(shown)
+    return coloured(shown)
+
+
+def show(text: str) -> None:
+    """Prints; a reader that closes the pipe early, as `head` does, is no error."""
+    try:
+        print(text.rstrip(), flush=True)
+    except BrokenPipeError:
+        # At exit Python would flush standard output again, and fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
 
 if __name__ == "__main__":
-    print(f"pagedattn {__version__}, jax {jax.__version__} on {jax.devices()[0]}\n")
-    print(render(cells()))
+    sys.exit(main())

@@ -1,6 +1,7 @@
 """The two entry points: attention over a paged cache, and over packed keys without one."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
@@ -17,19 +18,64 @@ from .registry import Framework
 from .spec import AttentionSpec
 from .tracing import varying_alike
 
+Query = Float[Array, "num_tokens num_heads head_dim"]  # and out
+Keys = Float[Array, "num_keys num_kv_heads head_dim"]
+Lse = Float[Array, "num_tokens num_heads"]
+Starts = Integer[Any, "num_seqs_plus_1"] | Sequence[int]
+Sinks = Float[Array, "num_heads"]
+Bias = Float[Array, "num_tokens heads max_keys"]
 
+
+class Options(TypedDict, total=False):
+    """The keywords of an attention call that do not change what kind of result it gives."""
+
+    backend: str | Backend | None
+    sinks: Sinks | None
+    bias: Bias | None
+
+
+@overload
+def paged_attention(
+    query: Query,
+    cache: KVCache,
+    batch: BatchMetadata,
+    spec: AttentionSpec = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[Options],
+) -> Query: ...
+@overload
+def paged_attention(
+    query: Query,
+    cache: KVCache,
+    batch: BatchMetadata,
+    spec: AttentionSpec = ...,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Query, Lse]: ...
+@overload
+def paged_attention(
+    query: Query,
+    cache: KVCache,
+    batch: BatchMetadata,
+    spec: AttentionSpec = ...,
+    *,
+    return_lse: bool,
+    **options: Unpack[Options],
+) -> Query | tuple[Query, Lse]: ...
 @takes_any_array
 def paged_attention(
-    query: Float[Array, "num_tokens num_heads head_dim"],
+    query: Query,
     cache: KVCache,
     batch: BatchMetadata,
     spec: AttentionSpec = AttentionSpec(),
     *,
     backend: str | Backend | None = None,
     return_lse: bool = False,
-    sinks: Float[Array, "num_heads"] | None = None,
-    bias: Float[Array, "num_tokens heads max_keys"] | None = None,
-):
+    sinks: Sinks | None = None,
+    bias: Bias | None = None,
+) -> Query | tuple[Query, Lse]:
     """Attention of packed queries over the blocks of a cache.
 
     Prefill, chunked prefill, decode and any mix are this one call: write the new keys and values
@@ -93,14 +139,14 @@ def _run(backend: Backend, call, query, cache, batch, options):
 
 @takes_any_array
 def explain(
-    query,
+    query: Query,
     cache: KVCache,
     batch: BatchMetadata,
-    spec=AttentionSpec(),
+    spec: AttentionSpec = AttentionSpec(),
     *,
-    return_lse=False,
-    sinks=None,
-    bias=None,
+    return_lse: bool = False,
+    sinks: Sinks | None = None,
+    bias: Bias | None = None,
 ) -> choice.Explanation:
     """Why each backend can or cannot run a call, and which one `backend=None` takes.
 
@@ -123,14 +169,14 @@ def explain(
 
 @takes_any_array
 def select_backend(
-    query,
+    query: Query,
     cache: KVCache,
     batch: BatchMetadata,
-    spec=AttentionSpec(),
+    spec: AttentionSpec = AttentionSpec(),
     *,
-    return_lse=False,
-    sinks=None,
-    bias=None,
+    return_lse: bool = False,
+    sinks: Sinks | None = None,
+    bias: Bias | None = None,
 ) -> str:
     """The name of the backend that `backend=None` takes for a call.
 
@@ -163,22 +209,64 @@ def _no_results(call, *_):
 _EMPTY = Backend("empty", frozenset({"return_lse"}), _no_results)
 
 
+@overload
+def ragged_attention(
+    query: Query,
+    key: Keys,
+    value: Keys,
+    query_start_loc: Starts,
+    key_start_loc: Starts,
+    spec: AttentionSpec = ...,
+    *,
+    max_query_len: int,
+    max_key_len: int,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[Options],
+) -> Query: ...
+@overload
+def ragged_attention(
+    query: Query,
+    key: Keys,
+    value: Keys,
+    query_start_loc: Starts,
+    key_start_loc: Starts,
+    spec: AttentionSpec = ...,
+    *,
+    max_query_len: int,
+    max_key_len: int,
+    return_lse: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Query, Lse]: ...
+@overload
+def ragged_attention(
+    query: Query,
+    key: Keys,
+    value: Keys,
+    query_start_loc: Starts,
+    key_start_loc: Starts,
+    spec: AttentionSpec = ...,
+    *,
+    max_query_len: int,
+    max_key_len: int,
+    return_lse: bool,
+    **options: Unpack[Options],
+) -> Query | tuple[Query, Lse]: ...
 @takes_any_array
 def ragged_attention(
-    query: Float[Array, "num_tokens num_heads head_dim"],
-    key: Float[Array, "num_keys num_kv_heads head_dim"],
-    value: Float[Array, "num_keys num_kv_heads head_dim"],
-    query_start_loc: Integer[Any, "num_seqs_plus_1"],
-    key_start_loc: Integer[Any, "num_seqs_plus_1"],
+    query: Query,
+    key: Keys,
+    value: Keys,
+    query_start_loc: Starts,
+    key_start_loc: Starts,
     spec: AttentionSpec = AttentionSpec(),
     *,
     max_query_len: int,
     max_key_len: int,
-    backend: str | None = None,
+    backend: str | Backend | None = None,
     return_lse: bool = False,
-    sinks: Float[Array, "num_heads"] | None = None,
-    bias: Float[Array, "num_tokens heads max_keys"] | None = None,
-):
+    sinks: Sinks | None = None,
+    bias: Bias | None = None,
+) -> Query | tuple[Query, Lse]:
     """Attention of packed queries over packed keys, without a cache (encoders, profiling runs).
 
     Queries are aligned to the end of the keys: the last query of a sequence stands at its last

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .batch import Sequences, in_order
-from .call import Call
+from .batch import Sequences as Sequences
+from .batch import in_order
+from .call import Call as Call
 
 # Options that `around` does for a backend without them, and what the backend must honour for that.
 AROUND = {"sinks": "return_lse"}

@@ -1,17 +1,18 @@
 """What one step attends to: the batch as arrays."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic
 
 import jax
 from jaxtyping import Integer
 
+from .array_type import ArrayT
 from .integers import int32, rising
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Sequences:
+class Sequences(Generic[ArrayT]):
     """What a backend reads of a batch: the keys of each sequence, and the tokens it brings.
 
     Fields:
@@ -23,9 +24,9 @@ class Sequences:
         of the last sequence, or are 0.
     """
 
-    block_tables: Integer[Any, "num_seqs max_blocks"]
-    seq_lens: Integer[Any, "num_seqs"]
-    query_start_loc: Integer[Any, "num_seqs+1"]
+    block_tables: Integer[ArrayT, "num_seqs max_blocks"]
+    seq_lens: Integer[ArrayT, "num_seqs"]
+    query_start_loc: Integer[ArrayT, "num_seqs+1"]
 
     @property
     def num_seqs(self) -> int:
@@ -46,7 +47,7 @@ class Sequences:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class BatchMetadata(Sequences):
+class BatchMetadata(Sequences[ArrayT]):
     """A packed, padded batch of sequences: int32 arrays, and two static integers.
 
     Sequence s brings `query_lens[s]` new tokens, packed one sequence after the other, on top of
@@ -60,8 +61,8 @@ class BatchMetadata(Sequences):
       max_query_len: an upper bound on the query lengths; static.
     """
 
-    slot_mapping: Integer[Any, "num_tokens"]
-    positions: Integer[Any, "num_tokens"]
+    slot_mapping: Integer[ArrayT, "num_tokens"]
+    positions: Integer[ArrayT, "num_tokens"]
     block_size: int = field(metadata={"static": True})
     max_query_len: int = field(metadata={"static": True})
 

@@ -1,18 +1,20 @@
 """The paged cache of one layer."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
 from . import validate
+from .array_type import ArrayT
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class KVCache:
+class KVCache(Generic[ArrayT]):
     """Keys and values of one layer, each `[num_blocks, block_size, num_kv_heads, head_dim]`.
 
     A pytree of two arrays of one floating dtype. Token t of a sequence whose block table row is
@@ -21,8 +23,8 @@ class KVCache:
     return JAX's arrays.
     """
 
-    key: Float[Any, "num_blocks block_size num_kv_heads head_dim"]
-    value: Float[Any, "num_blocks block_size num_kv_heads head_dim"]
+    key: Float[ArrayT, "num_blocks block_size num_kv_heads head_dim"]
+    value: Float[ArrayT, "num_blocks block_size num_kv_heads head_dim"]
 
     @property
     def num_blocks(self) -> int:
@@ -45,13 +47,17 @@ class KVCache:
         return self.num_blocks * self.block_size
 
     @property
-    def dtype(self):
+    def dtype(self) -> Any:
         return self.key.dtype
 
 
 def init_kv_cache(
-    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype=jnp.bfloat16
-) -> KVCache:
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: DTypeLike = jnp.bfloat16,
+) -> KVCache[Array]:
     """A cache of zeros: key and value `[num_blocks, block_size, num_kv_heads, head_dim]`.
 
     Raises:

@@ -33,8 +33,17 @@ def whole(value: Any) -> int | None:
         return None
 
 
+def static(name, value) -> None:
+    """Requires a value that is known when a program is traced."""
+    require(
+        not is_traced(value),
+        f"{name} must be known when the program is traced: name it in static_argnames of jax.jit",
+    )
+
+
 def count(name, value, least=1) -> int:
     """The value as an int, which must be an integer of at least `least`."""
+    static(name, value)
     least_text = f"above {least - 1}" if least else "of at least 0"
     require(is_count(value, least), f"{name} must be an integer {least_text}, got {shown(value)}")
     return operator.index(value)
@@ -42,16 +51,25 @@ def count(name, value, least=1) -> int:
 
 def integers(name, values, ndim) -> np.ndarray:
     """A list, or an array whose values are known, as int64 of `ndim` dimensions."""
-    require(not isinstance(values, Tracer), f"{name} must be known here, but is traced by JAX")
     _not_masked(name, values)
-    array = _read(name, values)
-    if array.size == 0 and array.dtype.kind == "f":  # what NumPy makes of an empty list
-        array = array.astype(np.int64)
+    array = array_of(name, values)
     require(
         is_integer(array.dtype) and array.ndim == ndim,
         f"{name} must be integers of {ndim} dimension(s), got {describe(array)}",
     )
     return _wide(array)
+
+
+def array_of(name, values) -> np.ndarray:
+    """A list, or an array whose values are known, as a NumPy array; of integers if it is empty."""
+    array = _read(name, values)
+    no_values = array.size == 0 and array.dtype.kind == "f"  # what NumPy makes of an empty list
+    return array.astype(np.int64) if no_values else array
+
+
+def of_list(name, values):
+    """A list or a tuple as a NumPy array; other values, records among them, unchanged."""
+    return array_of(name, values) if type(values) in (list, tuple) else values
 
 
 def start_locs(name, starts, count, longest):
@@ -162,6 +180,11 @@ def _read(name, values) -> np.ndarray:
     """Values as a NumPy array. Whatever reading a foreign object raises is the caller's error."""
     try:
         return np.asarray(values)
+    except jax.errors.TracerArrayConversionError:
+        raise InvalidInputError(
+            f"{name} must be known on the host, but JAX traces it: make batches before the jitted "
+            "function, or inside it with batch_from_pool; jnp.stack makes an array of a list"
+        ) from None
     except Exception as error:
         raise InvalidInputError(
             f"{name} must be an array or a list of one dtype, but the values of this "

@@ -68,9 +68,15 @@ class Explanation(dict[str, list[str]]):
         `backend=None` does not take it.
     """
 
-    def __init__(self, reasons, choice: str | None, passed_over: dict[str, list[str]]):
+    def __init__(
+        self,
+        reasons: dict[str, list[str]],
+        choice: str | None,
+        passed_over: dict[str, list[str]],
+    ) -> None:
         super().__init__(reasons)
-        self.choice, self.passed_over = choice, passed_over
+        self.choice: str | None = choice
+        self.passed_over: dict[str, list[str]] = passed_over
 
 
 def explain(call: Call, framework: Framework) -> Explanation:

@@ -4,21 +4,25 @@ import dataclasses
 import functools
 import inspect
 import operator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .checks import is_floating, is_traced
+from .checks import is_floating, is_integer, is_traced, of_list
 from .dlpack import shared
 from .errors import InvalidInputError
 
+Fn = TypeVar("Fn", bound=Callable)
 HOST = 1  # DLPack's device type of the CPU
 
 
-def takes_any_array(fn):
+def takes_any_array(fn: Fn) -> Fn:
     """Lets a function on JAX arrays take torch tensors and other DLPack arrays, without a copy.
+
+    Lists of integers (slots, blocks, starts) are taken too.
 
     A call that shares memory returns only when its results are ready. JAX computes in the
     background, and the owner of the memory, who may write to it next, cannot know of that.
@@ -27,14 +31,20 @@ def takes_any_array(fn):
 
     @functools.wraps(fn)
     def call(*args, **kwargs):
-        taken = [*map(as_jax, names, args), *args[len(names) :]]
-        named = {name: as_jax(name, value) for name, value in kwargs.items()}
+        taken = [*map(argument, names, args), *args[len(names) :]]
+        named = {name: argument(name, value) for name, value in kwargs.items()}
         results = fn(*taken, **named)
         if not _same((*taken, *named.values()), (*args, *kwargs.values())):
             _wait_for(results)
         return results
 
-    return call
+    return cast(Fn, call)
+
+
+def argument(name: str, value: Any):
+    """`as_jax`, and integers in a list as a NumPy array."""
+    array = of_list(name, value)
+    return array if array is not value and is_integer(array.dtype) else as_jax(name, value)
 
 
 def as_jax(name: str, value: Any):

@@ -1,5 +1,6 @@
 """Integers of any dtype as int32, the one that block tables, slots and lengths have."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -7,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Integer
 
-from .checks import int_array, known, require
+from .checks import int_array, known, of_list, require
 
 INT32 = np.iinfo(np.int32)
 
 
-def int32_array(name: str, array: Integer[Any, "..."] | int, ndim: int) -> Int[Array, "..."]:
+def int32_array(
+    name: str, array: Integer[Any, "..."] | Sequence[int] | int, ndim: int
+) -> Int[Array, "..."]:
     """An argument as int32. A value beyond int32 is an error outside jit, and becomes -1 inside.
 
     Raises:
@@ -20,6 +23,7 @@ def int32_array(name: str, array: Integer[Any, "..."] | int, ndim: int) -> Int[A
     """
     if isinstance(array, int):
         array = np.asarray(array)  # a number stands for an array without dimensions
+    array = of_list(name, array)
     int_array(name, array, ndim)
     if isinstance(array, jax.Array) and array.dtype == np.int32:
         return array

@@ -1,27 +1,32 @@
 """Batches from lists: built, validated and padded on the host."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Integer
 
 from . import validate_batch as validate
 from .batch import BatchMetadata
 from .checks import distinct_slots
 from .ragged import PAD_SLOT, sequence_ids, token_positions
 
+Lengths = Sequence[int] | Integer[Any, "n"]
+
 
 def make_batch(
-    query_lens,
-    context_lens,
-    block_tables,
+    query_lens: Lengths,
+    context_lens: Lengths | None,
+    block_tables: Sequence[Lengths] | Integer[Any, "num_seqs max_blocks"],
     *,
     block_size: int,
-    key_lens=None,
+    key_lens: Lengths | None = None,
     pad_tokens: int | None = None,
     pad_seqs: int | None = None,
     pad_blocks: int | None = None,
     max_query_len: int | None = None,
-) -> BatchMetadata:
+) -> BatchMetadata[Array]:
     """Builds and validates a batch on the host from lists or arrays.
 
     Args:

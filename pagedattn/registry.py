@@ -43,9 +43,9 @@ BUILT_IN = {
     "mosaic": BuiltIn("pagedattn.backends.mosaic", None, ON_CUDA),
     "cudnn": BuiltIn("pagedattn.backends.cudnn", None, ON_CUDA),
     "triton": BuiltIn(
-        "pagedattn.backends.triton", "pagedattn_torch.backends.triton", ON_CUDA, "triton"
+        "pagedattn.backends.triton", "pagedattn_torch.backends.triton", ON_CUDA, "cuda"
     ),
-    "xformers": BuiltIn(ACROSS, "pagedattn_torch.backends.xformers", ON_CUDA, "xformers"),
+    "xformers": BuiltIn(ACROSS, "pagedattn_torch.backends.xformers", ON_CUDA, "torch"),
     "sdpa": BuiltIn(ACROSS, "pagedattn_torch.backends.sdpa", extra="torch"),
     "ipex": BuiltIn(ACROSS, "pagedattn_torch.backends.ipex", ("cpu", "xpu"), "ipex"),
     "xla": BuiltIn("pagedattn.backends.xla"),

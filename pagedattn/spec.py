@@ -42,7 +42,7 @@ class AttentionSpec:
     logits_soft_cap: float | None = None
     alibi_slopes: tuple[float, ...] | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "causal", _flag("causal", self.causal))
         for name, convert in _CONVERSIONS.items():
             value = getattr(self, name)

@@ -108,36 +108,34 @@ def cells(explain: Callable = explain) -> list[Cell]:
     ]
 
 
-def render(cells: Sequence[Cell]) -> str:
-    """The table as text: a row for each request, a column for each backend, then the reasons.
+def grouped(cells: Sequence[Cell]) -> tuple[list[tuple[str, ...]], dict[str, int]]:
+    """The table for a screen: rows of texts with a heading, and the numbers of the reasons.
 
-    >>> print(render([Cell(request("lse", "decoder"), "xla", []),
-    ...               Cell(request("lse", "decoder"), "ipex", ["it gives no lse"])]))
-    feature  attention  xla  ipex
-    lse      decoder    yes  no 1
-    <BLANKLINE>
-    1  it gives no lse
+    Features with the same answers share a row, and backends that refuse everything have no column.
+    An answer names the types of attention that a feature works in, where it does not in all.
+
+    >>> rows, notes = grouped([Cell(request("lse", "decoder"), "xla", []),
+    ...                        Cell(request("lse", "encoder"), "xla", ["no time"]),
+    ...                        Cell(request("lse", "decoder"), "ipex", ["no lse"])])
+    >>> rows, notes
+    ([('feature', 'xla'), ('lse', 'decoder, else 1')], {'no time': 1})
     """
-    backends = dict.fromkeys(cell.backend for cell in cells)
+    backends = [*dict.fromkeys(cell.backend for cell in cells if not cell.reasons)]
     notes: dict[str, int] = {}
-    rows: dict[tuple, dict] = {}
-    for cell in cells:
-        row = rows.setdefault((cell.request.feature, cell.request.attn_type), {})
-        row[cell.backend] = _answer(cell.reasons, notes)
-    lines = [
-        (*names, *(row.get(backend, "") for backend in backends)) for names, row in rows.items()
-    ]
-    text = _aligned([("feature", "attention", *backends), *lines])
-    return "\n".join(
-        [*text, *([""] if notes else []), *(f"{i}  {note}" for note, i in notes.items())]
-    )
+    by_answers: dict[tuple[str, ...], list[str]] = {}
+    for feature in dict.fromkeys(cell.request.feature for cell in cells):
+        asked = [cell for cell in cells if cell.request.feature == feature]
+        answers = tuple(_answer([c for c in asked if c.backend == b], notes) for b in backends)
+        by_answers.setdefault(answers, []).append(feature)
+    rows = [(", ".join(features), *answers) for answers, features in by_answers.items()]
+    return [("feature", *backends), *rows], notes
 
 
-def _answer(reasons, notes):
-    numbers = sorted(notes.setdefault(reason, len(notes) + 1) for reason in reasons)
-    return f"no {','.join(map(str, numbers))}" if numbers else "yes"
-
-
-def _aligned(rows):
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+def _answer(cells: Sequence[Cell], notes: dict[str, int]) -> str:
+    """What one backend answers for one feature."""
+    works = [cell.request.attn_type for cell in cells if not cell.reasons]
+    reasons = {reason: None for cell in cells for reason in cell.reasons}
+    numbers = ",".join(str(notes.setdefault(reason, len(notes) + 1)) for reason in reasons)
+    if not numbers:
+        return "yes"
+    return f"{', '.join(works)}, else {numbers}" if works else f"no {numbers}"

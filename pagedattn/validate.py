@@ -154,9 +154,14 @@ def attention(query, cache, batch, spec, return_lse) -> None:
 def _query(query, dtype, num_kv_heads, head_dim, spec):
     an_array("query", query)
     require(
-        query.ndim == 3 and query.shape[2] == head_dim and query.dtype == dtype,
-        f"query must be [num_tokens, num_heads, head_dim] with head_dim {head_dim} and the "
-        f"cache's dtype {dtype}, got {describe(query)}",
+        query.ndim == 3 and query.shape[2] == head_dim,
+        f"query must be [num_tokens, num_heads, head_dim] with head_dim {head_dim}, got "
+        f"{describe(query)}",
+    )
+    require(
+        query.dtype == dtype,
+        f"keys and values of {dtype} do not go with a query of {query.dtype}: make the cache with "
+        "the query's dtype (init_kv_cache(..., dtype=query.dtype)), or cast the query",
     )
     num_heads = query.shape[1]
     require(

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from .checks import MAX_SLOTS, count, integers, is_count, require, shown
+from .checks import MAX_SLOTS, count, integers, is_count, require, shown, static
 from .errors import InvalidInputError
 from .ragged import cdiv
 
@@ -69,6 +69,7 @@ def padding(name: str, needed: int, given) -> int:
     """A padded length: `given`, which must be enough, or else `needed`."""
     if given is None:
         return needed
+    static(name, given)
     require(
         is_count(given, 0) and given >= needed,
         f"{name} must be an integer of at least {needed}, which this batch needs, got "

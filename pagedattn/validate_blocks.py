@@ -1,6 +1,6 @@
 """Checks of the arguments of the index arithmetic (`ragged`), which are returned as int32."""
 
-from .checks import MAX_SLOTS, an_array, count, int_array, known, require, start_locs
+from .checks import MAX_SLOTS, an_array, count, int_array, known, of_list, require, start_locs
 from .integers import int32, int32_array, rising
 
 
@@ -28,6 +28,8 @@ def positions(query_start_loc, seq_lens, num_tokens):
 
 def slots(block_tables, seq_ids, positions, block_size):
     block_size = count("block_size", block_size)
+    block_tables = of_list("block_tables", block_tables)
+    seq_ids, positions = of_list("seq_ids", seq_ids), of_list("positions", positions)
     int_array("block_tables", block_tables, 2)
     block_tables = int32(block_tables)  # no check of values: unused entries may hold anything
     an_array("seq_ids", seq_ids)

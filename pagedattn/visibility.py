@@ -5,10 +5,11 @@ of one framework; others raise InvalidInputError. Masks have shape `[..., q, k]`
 `[..., num_heads, q, k]`. Distances are integers: in bfloat16 they would be wrong from 257 on.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float32, Integer, Shaped
+from jaxtyping import Bool, Float, Float32, Integer, Shaped
 
 from .checks import an_array, count, describe, is_integer, require
 from .ragged import namespace
@@ -46,7 +47,9 @@ def sliding_window_mask(
 
 
 def alibi_bias(
-    query_positions: Queries, key_positions: Keys, slopes
+    query_positions: Queries,
+    key_positions: Keys,
+    slopes: Sequence[float] | Float[Any, "num_heads"],
 ) -> Float32[Any, "*m num_heads q k"]:
     """`-slope * |p - j|` (Press et al., 2022).
 

@@ -20,7 +20,7 @@ def write_kv(
     key: Float[Array, "num_tokens num_kv_heads head_dim"],
     value: Float[Array, "num_tokens num_kv_heads head_dim"],
     slot_mapping: Integer[Any, "num_tokens"],
-) -> KVCache:
+) -> KVCache[Array]:
     """Writes the keys and values of new tokens to their slots; slot -1 writes nothing.
 
     In place when an enclosing `jax.jit` donates the cache; otherwise the cache given stays as it
@@ -45,7 +45,7 @@ def write_kv(
 @takes_any_array
 def copy_blocks(
     cache: KVCache, src: Integer[Any, "num_copies"], dst: Integer[Any, "num_copies"]
-) -> KVCache:
+) -> KVCache[Array]:
     """Copies block `src[i]` to block `dst[i]`, all at once: every source is read as it was before.
 
     -1 copies nothing. Inside jit so does any other block outside the cache.
@@ -67,7 +67,7 @@ def swap_blocks(
     dst_cache: KVCache,
     src: Integer[Any, "num_copies"],
     dst: Integer[Any, "num_copies"],
-) -> KVCache:
+) -> KVCache[Array]:
     """Copies block `src[i]` of one cache to block `dst[i]` of another, and returns the latter.
 
     It is a copy, not an exchange: the name is the usual one for moving blocks to the host and back.
@@ -88,7 +88,7 @@ def swap_blocks(
 
 
 @takes_any_array
-def fill_blocks(cache: KVCache, blocks: Integer[Any, "*n"], value: float = 0.0) -> KVCache:
+def fill_blocks(cache: KVCache, blocks: Integer[Any, "*n"], value: float = 0.0) -> KVCache[Array]:
     """Overwrites blocks with one value: zeros, or NaN to find who still reads them; -1 is skipped.
 
     Raises:

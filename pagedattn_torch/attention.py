@@ -1,7 +1,7 @@
 """The two entry points of pagedattn on torch tensors."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, cast, overload
 
 import torch
 from jaxtyping import Bool, Float, Integer
@@ -34,18 +34,63 @@ from .arrays import (
     tensor,
 )
 
+Query = Float[Tensor, "num_tokens num_heads head_dim"]  # and out
+Keys = Float[Tensor, "num_keys num_kv_heads head_dim"]
+Lse = Float[Tensor, "num_tokens num_heads"]
+Starts = Integer[Any, "num_seqs_plus_1"]
+Sinks = Float[Tensor, "num_heads"]
+Bias = Float[Tensor, "num_tokens heads max_keys"]
 
+
+class Options(TypedDict, total=False):
+    """The keywords of an attention call that do not change what kind of result it gives."""
+
+    backend: str | Backend | None
+    sinks: Sinks | None
+    bias: Bias | None
+
+
+@overload
 def paged_attention(
-    query: Float[Tensor, "num_tokens num_heads head_dim"],
+    query: Query,
+    cache: KVCache,
+    batch: BatchMetadata,
+    spec: AttentionSpec = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[Options],
+) -> Query: ...
+@overload
+def paged_attention(
+    query: Query,
+    cache: KVCache,
+    batch: BatchMetadata,
+    spec: AttentionSpec = ...,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Query, Lse]: ...
+@overload
+def paged_attention(
+    query: Query,
+    cache: KVCache,
+    batch: BatchMetadata,
+    spec: AttentionSpec = ...,
+    *,
+    return_lse: bool,
+    **options: Unpack[Options],
+) -> Query | tuple[Query, Lse]: ...
+def paged_attention(
+    query: Query,
     cache: KVCache,
     batch: BatchMetadata,
     spec: AttentionSpec = AttentionSpec(),
     *,
     backend: str | Backend | None = None,
     return_lse: bool = False,
-    sinks: Float[Tensor, "num_heads"] | None = None,
-    bias: Float[Tensor, "num_tokens heads max_keys"] | None = None,
-):
+    sinks: Sinks | None = None,
+    bias: Bias | None = None,
+) -> Query | tuple[Query, Lse]:
     """`pagedattn.paged_attention` on torch tensors; the batch may hold arrays of any framework.
 
     Values of the batch are checked if they lie on the CPU. On a GPU they are not read, since that
@@ -71,7 +116,7 @@ def paged_attention(
     options = {"sinks": sinks, "bias": bias}
     step = prepare(query, cache, batch, spec, backend=backend, return_lse=return_lse, **options)
     out, lse = step.attend(query, cache, **options)
-    return (out, lse) if return_lse else out
+    return (out, cast(Tensor, lse)) if return_lse else out
 
 
 @dataclass(frozen=True)
@@ -93,16 +138,8 @@ class Step:
     live: Bool[Tensor, "num_tokens"] | None
 
     def attend(
-        self,
-        query: Float[Tensor, "num_tokens num_heads head_dim"],
-        cache: KVCache,
-        *,
-        sinks: Float[Tensor, "num_heads"] | None = None,
-        bias: Float[Tensor, "num_tokens heads max_keys"] | None = None,
-    ) -> tuple[
-        Float[Tensor, "num_tokens num_heads head_dim"],
-        Float[Tensor, "num_tokens num_heads"] | None,
-    ]:
+        self, query: Query, cache: KVCache, *, sinks: Sinks | None = None, bias: Bias | None = None
+    ) -> tuple[Query, Lse | None]:
         """Attention of one layer: out, and lse if the step was prepared with `return_lse`.
 
         Raises:
@@ -120,12 +157,7 @@ class Step:
         return self.run(query, cache, **options)
 
     @torch.no_grad()
-    def run(
-        self, query: Float[Tensor, "num_tokens num_heads head_dim"], cache: KVCache, **options
-    ) -> tuple[
-        Float[Tensor, "num_tokens num_heads head_dim"],
-        Float[Tensor, "num_tokens num_heads"] | None,
-    ]:
+    def run(self, query: Query, cache: KVCache, **options) -> tuple[Query, Lse | None]:
         """`attend` without its checks, for arrays that are known to be like the prepared ones."""
         backend = _EMPTY if self.call.is_empty else self.backend
         with on_device_of(query):  # Triton's and xFormers' kernels start on the current device
@@ -133,15 +165,15 @@ class Step:
 
 
 def prepare(
-    query: Float[Tensor, "num_tokens num_heads head_dim"],
+    query: Query,
     cache: KVCache,
     batch: BatchMetadata,
     spec: AttentionSpec = AttentionSpec(),
     *,
     backend: str | Backend | None = None,
     return_lse: bool = False,
-    sinks: Float[Tensor, "num_heads"] | None = None,
-    bias: Float[Tensor, "num_tokens heads max_keys"] | None = None,
+    sinks: Sinks | None = None,
+    bias: Bias | None = None,
 ) -> Step:
     """Does once what all layers of a step need: checks, chooses the backend, works out the batch.
 
@@ -168,7 +200,14 @@ def prepare(
 
 
 def explain(
-    query, cache, batch, spec=AttentionSpec(), *, return_lse=False, sinks=None, bias=None
+    query: Query,
+    cache: KVCache,
+    batch: BatchMetadata,
+    spec: AttentionSpec = AttentionSpec(),
+    *,
+    return_lse: bool = False,
+    sinks: Sinks | None = None,
+    bias: Bias | None = None,
 ) -> choice.Explanation:
     """Why each torch backend can or cannot run a call, as `pagedattn.explain`.
 
@@ -187,7 +226,14 @@ def explain(
 
 
 def select_backend(
-    query, cache, batch, spec=AttentionSpec(), *, return_lse=False, sinks=None, bias=None
+    query: Query,
+    cache: KVCache,
+    batch: BatchMetadata,
+    spec: AttentionSpec = AttentionSpec(),
+    *,
+    return_lse: bool = False,
+    sinks: Sinks | None = None,
+    bias: Bias | None = None,
 ) -> str:
     """The name of the backend that `backend=None` takes for a call.
 
@@ -205,21 +251,63 @@ def select_backend(
         return choice.select(None, call, Framework.TORCH).name
 
 
+@overload
 def ragged_attention(
-    query: Float[Tensor, "num_tokens num_heads head_dim"],
-    key: Float[Tensor, "num_keys num_kv_heads head_dim"],
-    value: Float[Tensor, "num_keys num_kv_heads head_dim"],
-    query_start_loc: Integer[Any, "num_seqs_plus_1"],
-    key_start_loc: Integer[Any, "num_seqs_plus_1"],
+    query: Query,
+    key: Keys,
+    value: Keys,
+    query_start_loc: Starts,
+    key_start_loc: Starts,
+    spec: AttentionSpec = ...,
+    *,
+    max_query_len: int,
+    max_key_len: int,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[Options],
+) -> Query: ...
+@overload
+def ragged_attention(
+    query: Query,
+    key: Keys,
+    value: Keys,
+    query_start_loc: Starts,
+    key_start_loc: Starts,
+    spec: AttentionSpec = ...,
+    *,
+    max_query_len: int,
+    max_key_len: int,
+    return_lse: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Query, Lse]: ...
+@overload
+def ragged_attention(
+    query: Query,
+    key: Keys,
+    value: Keys,
+    query_start_loc: Starts,
+    key_start_loc: Starts,
+    spec: AttentionSpec = ...,
+    *,
+    max_query_len: int,
+    max_key_len: int,
+    return_lse: bool,
+    **options: Unpack[Options],
+) -> Query | tuple[Query, Lse]: ...
+def ragged_attention(
+    query: Query,
+    key: Keys,
+    value: Keys,
+    query_start_loc: Starts,
+    key_start_loc: Starts,
     spec: AttentionSpec = AttentionSpec(),
     *,
     max_query_len: int,
     max_key_len: int,
-    backend: str | None = None,
+    backend: str | Backend | None = None,
     return_lse: bool = False,
-    sinks: Float[Tensor, "num_heads"] | None = None,
-    bias: Float[Tensor, "num_tokens heads max_keys"] | None = None,
-):
+    sinks: Sinks | None = None,
+    bias: Bias | None = None,
+) -> Query | tuple[Query, Lse]:
     """`pagedattn.ragged_attention` on torch tensors: the same arguments, results and errors.
 
     >>> x, starts = torch.ones(3, 1, 8), torch.tensor([0, 1, 3])

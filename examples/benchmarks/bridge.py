@@ -148,7 +148,7 @@ def print_table(part: str, rows: dict) -> None:
         table.add_column(heading, justify="right")
     for way, row in rows.items():
         table.add_row(way, *(f"{row[value]:,.1f}" for value in values))
-    Console().print(table)
+    Console(markup=False).print(table)
 
 
 def main() -> None:

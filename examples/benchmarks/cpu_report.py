@@ -52,7 +52,9 @@ class Report:
         for decode in (True, False):
             rows = {k: row for k, row in self.data["cases"].items() if row["decode"] is decode}
             if rows:
-                Console(width=200).print(_table(rows, "GB/s of K and V" if decode else "GFLOP/s"))
+                Console(width=200, markup=False).print(
+                    _table(rows, "GB/s of K and V" if decode else "GFLOP/s")
+                )
 
 
 def _table(rows: dict[str, dict], unit: str) -> Table:

@@ -8,9 +8,11 @@ from pathlib import Path
 import jax.numpy as jnp
 from safetensors.flax import load_file, save_file
 
+from pagedattn import InvalidInputError
 from serving.decoder import Decoder
 from serving.families import model_of
 
+CONFIG = "config.json"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Tensors that may be left unused: the angles are computed anew, a tied head is the embedding.
 UNREAD = ("rotary_emb.inv_freq", "lm_head.weight")
@@ -19,12 +21,13 @@ UNREAD = ("rotary_emb.inv_freq", "lm_head.weight")
 def load_checkpoint(directory: Path, dtype=jnp.float32) -> tuple[Decoder, dict]:
     """The model in `directory`, and its parameters, as `dtype` whatever the files store.
 
-    Raises ValueError when the config asks for something that no family computes, or when a tensor
-    of the model is missing or one of the files would not be used.
+    Raises ValueError when the config asks for something that no family computes, or when a file or
+    a tensor of the model is missing or one of the files would not be used.
     """
-    model = read_config(directory / "config.json")
+    model = read_config(directory / CONFIG)
     tensors = {}
     for path in tensor_files(directory):
+        _require_file(path)
         tensors |= {name: tensor.astype(dtype) for name, tensor in load_file(path).items()}
     return model, params_of(model, tensors)
 
@@ -37,12 +40,13 @@ def save_checkpoint(directory: Path, model: Decoder, params: dict, dtype=jnp.bfl
         "model_type": model.model_type,
         "torch_dtype": jnp.dtype(dtype).name,
     }
-    (directory / "config.json").write_text(json.dumps(names | asdict(model), indent=2) + "\n")
+    (directory / CONFIG).write_text(json.dumps(names | asdict(model), indent=2) + "\n")
     tensors = {name: tensor.astype(dtype) for name, tensor in tensors_of(model, params).items()}
     save_file(tensors, directory / WHOLE, metadata={"format": "pt"})
 
 
 def read_config(path: Path) -> Decoder:
+    _require_file(path)
     return model_of(json.loads(path.read_text()))
 
 
@@ -88,6 +92,14 @@ def tensors_of(model: Decoder, params: dict) -> dict:
     for names, layer in zip(layers, params["layers"], strict=True):
         tensors |= {theirs: layer[name] for name, theirs in names.items()}
     return tensors
+
+
+def _require_file(path: Path) -> None:
+    if not path.is_file():
+        raise InvalidInputError(
+            f"expected a checkpoint's folder, with {CONFIG} and {WHOLE} in it, but there is no "
+            f"{path}: `hf download NAME --local-dir {path.parent}` brings one"
+        )
 
 
 def _require_exactly(tensors: dict, expected: set[str]) -> None:

@@ -15,7 +15,7 @@ from serving.parity import Scores, greedy, largest_difference
 from serving.request import Request
 from serving.tokenizer import Tokenizer
 
-console = Console()
+console = Console(markup=False)  # texts hold brackets: pip install 'pagedattn[ipex]'
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def show_backends(outcomes: dict[str, Served], dense: Scores) -> bool:
     same = {name: served.completions == greedy(dense) for name, served in outcomes.items()}
     for name, served in outcomes.items():
         speed = sum(map(len, served.completions.values())) / served.seconds
-        verdict = "[green]identical[/]" if same[name] else "[red]differs[/]"
+        verdict = Text("identical", "green") if same[name] else Text("differs", "red")
         difference = f"{largest_difference(served.scores, dense):.1e}"
         table.add_row(name, f"{speed:,.0f}", str(len(served.owners)), verdict, difference)
     console.print(table)

@@ -2,6 +2,11 @@
 
 import pagedattn_torch as _pagedattn_torch  # noqa: F401  (says how to install torch)
 
-from .arrays import to_jax as to_jax
-from .arrays import to_torch as to_torch
-from .call import torch_call as torch_call
+from .arrays import to_jax, to_torch
+from .call import torch_call
+
+__all__ = [
+    "to_jax",
+    "to_torch",
+    "torch_call",
+]

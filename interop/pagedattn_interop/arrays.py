@@ -1,10 +1,10 @@
 """Arrays crossing between JAX and torch through DLPack."""
 
 import functools
+from typing import Any, overload
 
 import jax
 import torch
-from jaxtyping import PyTree
 
 from pagedattn import InvalidInputError
 from pagedattn.checks import is_traced
@@ -12,7 +12,11 @@ from pagedattn.dlpack import held_dtype, shared
 from pagedattn_torch.arrays import on_device_of
 
 
-def to_torch(x: PyTree, *, copy: bool = False) -> PyTree:
+@overload
+def to_torch(x: jax.Array, *, copy: bool = ...) -> torch.Tensor: ...
+@overload
+def to_torch(x: Any, *, copy: bool = ...) -> Any: ...
+def to_torch(x: Any, *, copy: bool = False) -> Any:
     """JAX arrays as torch tensors over the same memory: an array, or a pytree of arrays.
 
     Writing to the tensor changes the array, which JAX takes for immutable: do so only if nothing
@@ -31,7 +35,11 @@ def to_torch(x: PyTree, *, copy: bool = False) -> PyTree:
     return jax.tree.map(functools.partial(_array_to_torch, copy=copy), x)
 
 
-def to_jax(x: PyTree, *, copy: bool = False) -> PyTree:
+@overload
+def to_jax(x: torch.Tensor, *, copy: bool = ...) -> jax.Array: ...
+@overload
+def to_jax(x: Any, *, copy: bool = ...) -> Any: ...
+def to_jax(x: Any, *, copy: bool = False) -> Any:
     """Torch tensors as JAX arrays over the same memory: a tensor, or a pytree of tensors.
 
     While the array lives, leave the tensor unchanged: JAX takes its arrays for immutable.

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from torch.utils.dlpack import from_dlpack
@@ -27,13 +28,23 @@ from .stream import xla_stream
 TARGET, CAPTURED = "pagedattn_torch_call", "pagedattn_torch_call_captured"
 
 
+@runtime_checkable
+class ShapeAndDtype(Protocol):
+    """What a result is like: `jax.ShapeDtypeStruct`, or an array."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
+
+
 def torch_call(
-    fn: Callable,
-    out: jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct],
+    fn: Callable[..., Any],
+    out: ShapeAndDtype | Sequence[ShapeAndDtype],
     *,
     aliases: Mapping[int, int] | None = None,
     capturable: bool = False,
-) -> Callable:
+) -> Callable[..., Any]:
     """A torch function as a JAX function, usable inside jit, scan and (sequentially) vmap.
 
     XLA hands its buffers to `fn` as tensors by DLPack: inputs are not copied, and must not be

@@ -92,7 +92,7 @@ def init_block_pool(
 
 def batch_from_pool(
     pool: BlockPool, query_lens: Integer[Any, "max_seqs"], *, num_tokens: int, max_query_len: int
-) -> BatchMetadata:
+) -> BatchMetadata[Array]:
     """The batch in which each sequence's last `query_lens[s]` tokens are the new ones.
 
     Append the tokens first. Sequences with no query stand in the batch and cost little.

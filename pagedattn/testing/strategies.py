@@ -8,13 +8,20 @@ from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401  (teaches NumPy the name bfloat16)
 import numpy as np
-from hypothesis import strategies as st
 
-from pagedattn import AttentionSpec, alibi_slopes, features
+from pagedattn import AttentionSpec, BackendUnavailableError, alibi_slopes, features
 from pagedattn.features import OPTIONS, arrays_of, spec_of
 from pagedattn.ragged import cdiv
 
 from .problem import Problem, random_problem
+
+try:
+    from hypothesis import strategies as st
+except ImportError as error:
+    raise BackendUnavailableError(
+        "pagedattn.testing.strategies needs hypothesis, which is not installed: "
+        "pip install 'pagedattn[testing]'"
+    ) from error
 
 DTYPES = tuple(np.dtype(name) for name in features.DTYPES)
 POISONS = (np.nan, np.inf, -np.inf)

@@ -1,7 +1,7 @@
 """What an engine asks a backend for: its classes, the shape of a cache, copies of blocks."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Int
@@ -46,7 +46,7 @@ class AttentionBackend:
         return AttentionState
 
     @classmethod
-    def make_metadata(cls, **fields) -> AttentionMetadata:
+    def make_metadata(cls, **fields: Any) -> AttentionMetadata:
         """A metadata object of this backend."""
         return cls.metadata_cls(**fields)
 

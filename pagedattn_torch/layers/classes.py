@@ -1,5 +1,7 @@
 """The nine classes that engines know: backend, metadata and layer of three systems."""
 
+from typing import ClassVar
+
 from pagedattn.call import Call
 
 from ..backends.ipex import lacks_alibi
@@ -22,8 +24,8 @@ class XFormersBackend(AttentionBackend):
     """xFormers' memory-efficient attention, on CUDA."""
 
     name = "XFORMERS"
-    impl_cls = XFormersImpl
-    metadata_cls = XFormersMetadata
+    impl_cls: ClassVar[type[AttentionImpl]] = XFormersImpl
+    metadata_cls: ClassVar[type[AttentionMetadata]] = XFormersMetadata
 
 
 class TorchSDPAMetadata(AttentionMetadata):
@@ -40,8 +42,8 @@ class TorchSDPABackend(AttentionBackend):
     """PyTorch's scaled_dot_product_attention: every feature, any torch device."""
 
     name = "TORCH_SDPA"
-    impl_cls = TorchSDPABackendImpl
-    metadata_cls = TorchSDPAMetadata
+    impl_cls: ClassVar[type[AttentionImpl]] = TorchSDPABackendImpl
+    metadata_cls: ClassVar[type[AttentionMetadata]] = TorchSDPAMetadata
 
 
 class IpexAttnMetadata(AttentionMetadata):
@@ -64,8 +66,8 @@ class IpexAttnBackend(AttentionBackend):
     """The kernels of Intel's extension for PyTorch, on Intel CPUs and XPUs."""
 
     name = "IPEX"
-    impl_cls = IpexAttnBackendImpl
-    metadata_cls = IpexAttnMetadata
+    impl_cls: ClassVar[type[AttentionImpl]] = IpexAttnBackendImpl
+    metadata_cls: ClassVar[type[AttentionMetadata]] = IpexAttnMetadata
 
     @staticmethod
     def get_kv_cache_stride_order(device_type: str = "cpu") -> tuple[int, ...]:

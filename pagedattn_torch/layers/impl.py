@@ -63,13 +63,14 @@ class AttentionImpl:
         logits_soft_cap: float | None = None,
         attn_type: AttentionType | str = AttentionType.DECODER,
     ):
-        self.num_heads, self.head_size = num_heads, head_size
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.attn_type = AttentionType.of(attn_type)
+        self.num_heads: int = num_heads
+        self.head_size: int = head_size
+        self.num_kv_heads: int = num_heads if num_kv_heads is None else num_kv_heads
+        self.attn_type: AttentionType = AttentionType.of(attn_type)
         slopes: Any = alibi_slopes
         if isinstance(alibi_slopes, Tensor):
             slopes = tensor("alibi_slopes", alibi_slopes, "cpu").tolist()
-        self.specs = {
+        self.specs: dict[AttentionType, AttentionSpec] = {
             kind: AttentionSpec(
                 scale=scale,
                 causal=kind.causal,

@@ -3,8 +3,6 @@
 import functools
 import importlib.util
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -13,11 +11,11 @@ import numpy as np
 import pytest
 from pagedattn_interop import to_torch
 
-import pagedattn
 import pagedattn_torch
 from pagedattn import BackendUnavailableError, KVCache, UnsupportedError, paged_attention
 from pagedattn.features import ARRAYS, ATTENTION_TYPES
-from pagedattn.table import FEATURES, Cell, call, cells, keywords, render, request, requests
+from pagedattn.report.usable import usable
+from pagedattn.table import FEATURES, Cell, call, cells, grouped, keywords, request, requests
 from pagedattn.testing import Problem, assert_attention_close
 
 LAYERS = {
@@ -161,34 +159,25 @@ MISSING = {
 def test_a_backend_that_is_missing_says_so(package):
     if importlib.util.find_spec(package) is not None:
         pytest.skip(f"{package} is installed")
-    text = render(core_cells())
     backend = {"xformers": "xformers", "intel_extension_for_pytorch": "ipex"}[package]
-    assert MISSING[package] in text or f"{backend} runs on" in text  # no device for it here
+    reasons = " ".join(usable()[backend]["jax"])
+    assert MISSING[package] in reasons or f"{backend} runs on" in reasons  # no device for it here
 
 
 def test_notes_are_shared_and_numbered():
     asked = request("lse", "decoder")
-    text = render([Cell(asked, "a", ["x", "y"]), Cell(asked, "b", ["y"]), Cell(asked, "c", [])])
-    assert text.splitlines()[1].split() == ["lse", "decoder", "no", "1,2", "no", "2", "yes"]
-    assert text.splitlines()[-2:] == ["1  x", "2  y"]
-
-
-def test_the_command_prints_it():
-    command = [sys.executable, "-m", "pagedattn"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith(f"pagedattn {pagedattn.__version__}")
-    for word in ("encoder_decoder", "logits_soft_cap", "xla", "sdpa", "yes"):
-        assert word in done.stdout
-
-
-def test_the_command_needs_no_torch():
-    code = (
-        "import runpy, sys; sys.modules.update(torch=None); "
-        "runpy.run_module('pagedattn', run_name='__main__')"
+    encoder = request("lse", "encoder")
+    rows, notes = grouped(
+        [
+            Cell(asked, "a", ["x", "y"]),
+            Cell(encoder, "a", []),
+            Cell(asked, "b", []),
+            Cell(encoder, "b", []),
+            Cell(asked, "c", ["y"]),
+        ]
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "pip install 'pagedattn[torch]'" in done.stdout
+    assert rows == [("feature", "a", "b"), ("lse", "encoder, else 1,2", "yes")]
+    assert notes == {"x": 1, "y": 2}
 
 
 def test_dtypes_are_asked_for():

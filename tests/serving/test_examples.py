@@ -20,7 +20,7 @@ from serving.occupancy import CACHED, FREE, blocks_padded, blocks_used, draw_occ
 from serving.parity import dense_scores, greedy, largest_difference
 from tiny import LIMITS, TINY, greedy_completions, serve, tiny_params, tiny_requests
 
-from pagedattn import available_backends, init_kv_cache, make_batch
+from pagedattn import InvalidInputError, available_backends, init_kv_cache, make_batch
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 WINDOWED = Mistral(**vars(TINY))
@@ -186,3 +186,17 @@ def test_shipped_checkpoint_is_small_and_loads():
     assert (directory / "model.safetensors").stat().st_size <= 8e6
     assert config.vocab_size == 256
     assert 1e6 < sum(leaf.size for leaf in jax.tree.leaves(params)) < 4e6
+
+
+def test_a_folder_without_a_model_says_what_belongs_there(tmp_path):
+    with pytest.raises(InvalidInputError, match="hf download") as error:
+        load_checkpoint(tmp_path / "nowhere")
+    assert str(tmp_path / "nowhere" / "config.json") in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_file_that_a_checkpoint_lacks_is_named(tmp_path, params, name):
+    save_checkpoint(tmp_path, TINY, params)
+    (tmp_path / name).unlink()
+    with pytest.raises(InvalidInputError, match=name):
+        load_checkpoint(tmp_path)

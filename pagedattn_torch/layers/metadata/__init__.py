@@ -1,5 +1,6 @@
 """The metadata of a step: its sequences, as layers take them."""
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any, Self
@@ -15,6 +16,7 @@ from pagedattn import (
     validate_batch,
 )
 from pagedattn.checks import count, int_array, require
+from pagedattn.make_batch import Lengths
 
 from ...arrays import signed, tensor
 from ..attention_type import AttentionType
@@ -107,10 +109,10 @@ class AttentionMetadata:
     attn_bias: list[Tensor] | None = None
     encoder_attn_bias: list[Tensor] | None = None
     cross_attn_bias: list[Tensor] | None = None
-    multi_modal_placeholder_index_maps: dict | None = None
+    multi_modal_placeholder_index_maps: dict[str, Any] | None = None
     enable_kv_scales_calculation: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         all_of(self)
 
     @staticmethod
@@ -151,13 +153,13 @@ class AttentionMetadata:
     @classmethod
     def from_lists(
         cls,
-        query_lens,
-        context_lens,
-        block_tables,
+        query_lens: Lengths,
+        context_lens: Lengths,
+        block_tables: Sequence[Lengths],
         *,
         block_size: int,
-        encoder_lens=None,
-        cross_block_tables=None,
+        encoder_lens: Lengths | None = None,
+        cross_block_tables: Sequence[Lengths] | None = None,
     ) -> Self:
         """From lists with one entry a sequence, prefills first, as `make_batch` takes them.
 
@@ -348,7 +350,9 @@ class AttentionMetadata:
         ]
         return [attention_bias(*pair, spec) for pair in zip(queries, keys, strict=True)]
 
-    def get_seq_len_block_table_args(self, attn_type: AttentionType | str, *, is_prompt: bool):
+    def get_seq_len_block_table_args(
+        self, attn_type: AttentionType | str, *, is_prompt: bool
+    ) -> tuple[Tensor | None, int | None, Tensor | None]:
         """(lengths of the keys, the bound on them, block tables), of prompts or of decodes.
 
         The tables are None for encoders, whose keys are not paged.
@@ -372,7 +376,7 @@ class AttentionMetadata:
         keys = encoder if attn_type is AttentionType.ENCODER_DECODER else self.num_prefill_tokens
         return self.num_prefill_tokens, keys, self.num_decode_tokens
 
-    def asdict_zerocopy(self, skip_fields=frozenset()) -> dict[str, Any]:
+    def asdict_zerocopy(self, skip_fields: Collection[str] = frozenset()) -> dict[str, Any]:
         """The fields by name, tensors shared."""
         names = (field.name for field in fields(self) if field.name not in skip_fields)
         return {name: getattr(self, name) for name in names}

@@ -1,0 +1,34 @@
+"""Everything that the command knows, as plain data: what `--json` prints."""
+
+from typing import Any
+
+from ..table import Cell, cells, grouped
+from . import machine
+from .selfcheck import selfcheck
+from .usable import usable
+
+
+def gather(*, check: bool) -> dict[str, Any]:
+    """Versions, devices, backends, features, and the results of the self-check if it is asked for.
+
+    Where JAX can start no device, `error` says why, and all that needs one is missing.
+    """
+    found: dict[str, Any] = {"versions": machine.versions(), "driver": machine.driver()}
+    try:
+        found["devices"] = machine.devices()
+    except RuntimeError as error:
+        return found | {"error": str(error)}
+    found |= {"backends": usable(), "features": features(cells())}
+    names = [name for name, reasons in found["backends"].items() if reasons.get("jax") == []]
+    return found | ({"check": selfcheck(names)} if check else {})
+
+
+def features(cells: list[Cell]) -> dict[str, Any]:
+    rows, notes = grouped(cells)
+    return {"rows": rows, "reasons": {str(number): reason for reason, number in notes.items()}}
+
+
+def failures(found: dict[str, Any]) -> list[str]:
+    """What a script should stop for: no device, or a backend that computes something else."""
+    wrong = [row for row in found.get("check", ()) if row["result"].startswith("FAILED")]
+    return [*([found["error"]] if "error" in found else []), *(row["result"] for row in wrong)]

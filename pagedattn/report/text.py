@@ -1,0 +1,78 @@
+"""The report as text for a screen of 80 columns: by rich, or plainly where rich is missing."""
+
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from ..features import ATTENTION_TYPES
+
+Table = list[Sequence[str]]  # rows, the heading first
+WIDTH = 79
+TYPES = f"Attention of each type ({', '.join(ATTENTION_TYPES)}) unless some are named."
+
+
+def parts(found: dict[str, Any]) -> list[str | Table]:
+    """Paragraphs and tables, in the order in which they are printed."""
+    versions = found["versions"]
+    here = ", ".join(f"{name} {number}" for name, number in versions.items() if number)
+    absent = ", ".join(name for name, number in versions.items() if not number)
+    shown: list[str | Table] = [here, *([f"Not installed: {absent}"] if absent else [])]
+    if "error" in found:
+        return [*shown, f"JAX finds no device: {found['error']}"]
+    driver = f"NVIDIA driver {found['driver']}" if found["driver"] else "no NVIDIA driver"
+    shown.append(f"Devices: {', '.join(found['devices'])}; {driver}")
+    shown += [backends(found["backends"]), found["features"]["rows"], TYPES]
+    shown += [f"{number}  {reason}" for number, reason in found["features"]["reasons"].items()]
+    if check := found.get("check"):
+        shown += ["Against the float64 oracle:", [list(check[0]), *map(_values, check)]]
+    return shown
+
+
+def backends(usable: dict[str, dict[str, list[str]]]) -> Table:
+    """A row for each backend; the reasons of both frameworks together."""
+    rows: Table = [("backend", "JAX", "torch", "why not")]
+    for name, reasons in usable.items():
+        why = dict.fromkeys(reason for place in reasons.values() for reason in place)
+        marks = (_mark(reasons.get(place)) for place in ("jax", "torch"))
+        rows.append((name, *marks, "; ".join(why)))
+    return rows
+
+
+def _mark(reasons: list[str] | None) -> str:
+    return "-" if reasons is None else "no" if reasons else "yes"
+
+
+def _values(row: dict[str, str]) -> list[str]:
+    return list(row.values())
+
+
+def plain(shown: list[str | Table]) -> str:
+    """The parts with aligned columns, long lines wrapped.
+
+    >>> print(plain(["Some words.", [("a", "b"), ("long", "x")]]))
+    Some words.
+    <BLANKLINE>
+    a     b
+    long  x
+    """
+    return "\n\n".join(_paragraph(p) if isinstance(p, str) else _aligned(p) for p in shown)
+
+
+def _paragraph(text: str) -> str:
+    return textwrap.fill(text, WIDTH, subsequent_indent="  ")
+
+
+def _aligned(rows: Table) -> str:
+    """Columns as wide as their widest entry; a widest column that does not fit is wrapped."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widest = widths.index(max(widths))
+    widths[widest] = min(widths[widest], WIDTH - sum(widths) + widths[widest] - 2 * len(widths))
+    return "\n".join(line for row in rows for line in _lines(row, widths))
+
+
+def _lines(row: Sequence[str], widths: list[int]) -> list[str]:
+    wrapped = [textwrap.wrap(text, width) or [""] for text, width in zip(row, widths, strict=True)]
+    height = max(map(len, wrapped))
+    columns = [column + [""] * (height - len(column)) for column in wrapped]
+    lines = zip(*columns, strict=True)
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]

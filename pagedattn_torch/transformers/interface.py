@@ -1,0 +1,133 @@
+"""The two calls: registering the attention function, and giving a model's pages to it."""
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+
+from pagedattn import UnsupportedError
+
+from .masks import Rows, mask
+from .options import require_supported, spec_of
+from .padded import attend_padded
+from .paged import attend_paged
+
+NAME = "pagedattn"
+# Continuous batching builds no dense mask for an implementation that has this word in its name.
+PAGED_NAME = "pagedattn_flash"
+
+
+def register(*, backend: str | None = None) -> str:
+    """Registers attention by this library with transformers; returns the name.
+
+    Then `model.set_attn_implementation("pagedattn")`, or `attn_implementation="pagedattn"` when
+    the model is loaded. Padding on either side, sliding windows, soft-caps and grouped heads are
+    computed; padding costs nothing, and gets zeros. Everything else that changes the result is
+    refused by name.
+
+    Args:
+      backend: the torch backend that runs, as in `pagedattn_torch.paged_attention`.
+
+    Calls of the model raise:
+      UnsupportedError: training, sinks, biases, other masks, static caches, or what the backend
+        refuses.
+
+    >>> import torch, transformers
+    >>> config = transformers.LlamaConfig(vocab_size=31, hidden_size=32, intermediate_size=32,
+    ...     num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    >>> model = transformers.LlamaForCausalLM(config).eval()
+    >>> model.set_attn_implementation(register())
+    >>> with torch.no_grad():
+    ...     model(torch.tensor([[1, 2, 3]])).logits.shape
+    torch.Size([1, 3, 31])
+    """
+    AttentionInterface.register(NAME, partial(attend, backend=backend))
+    AttentionMaskInterface.register(NAME, mask)
+    return NAME
+
+
+def use_pages(model: PreTrainedModel, *, backend: str | None = None) -> None:
+    """Makes continuous batching of a model (`generate_batch`, ...) read its pages in place.
+
+    transformers' own ways on a CPU gather the keys of a batch for every layer, and mask out those
+    of all other sequences. Layers with a sliding window keep their tokens in a ring: their keys
+    are still gathered, and not masked. `model.set_attn_implementation` undoes it.
+
+    Args:
+      backend: the torch backend that runs, as in `pagedattn_torch.paged_attention`.
+    """
+    # Not by set_attn_implementation: the word in the name would make it look for a flash kernel.
+    AttentionInterface.register(PAGED_NAME, partial(attend_in_pages, backend=backend))
+    AttentionMaskInterface.register(PAGED_NAME, no_mask)
+    model.config._attn_implementation = PAGED_NAME
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Rows | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    *,
+    backend: str | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: `[batch, heads, length, head_dim]` in,
+    `[batch, length, heads, head_dim]` out, and no weights."""
+    require_supported(module, dropout, options)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    out = attend_padded(
+        query,
+        key,
+        value,
+        attention_mask,
+        causal=causal,
+        scaling=scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        backend=backend,
+    )
+    return out, None
+
+
+def attend_in_pages(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool = True,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    cache: PagedAttentionCache | None = None,
+    *,
+    backend: str | None = None,
+    **step: Any,
+) -> tuple[Tensor, None]:
+    """The attention function of continuous batching; `step` is the engine's, alike for all layers.
+
+    Raises:
+      UnsupportedError: it is called outside of continuous batching, or as `attend` does.
+    """
+    require_supported(module, dropout, step)
+    if cache is None:
+        raise UnsupportedError(
+            "use_pages is for continuous batching (generate_batch, ...), and this call brings no "
+            "pages: model.set_attn_implementation(pagedattn_torch.transformers.register()) is for "
+            "generate and forward"
+        )
+    spec = spec_of(scaling, is_causal, sliding_window, softcap)
+    return attend_paged(module.layer_idx, query, key, value, cache, step, spec, backend), None
+
+
+def no_mask(*_: Any, **__: Any) -> None:
+    """The engine's starts say which tokens belong together."""

@@ -1,0 +1,42 @@
+"""The options of transformers' attention: what becomes an `AttentionSpec`, and what is refused."""
+
+from typing import Any
+
+from pagedattn import AttentionSpec, UnsupportedError
+
+# Arguments that change the result and have no counterpart here, and what they are.
+REFUSED = {
+    "s_aux": "attention sinks",
+    "position_bias": "a bias on positions",
+    "output_attentions": "the weights as a result",
+}
+
+
+def require_supported(module: Any, dropout: float, options: dict[str, Any]) -> None:
+    """Refuses, by its name, what would change the result.
+
+    Raises:
+      UnsupportedError: training with dropout, or an option of `REFUSED`.
+    """
+    if dropout:
+        raise UnsupportedError(f"pagedattn is for inference: dropout must be 0, got {dropout}")
+    asked = [f"{name} ({what})" for name, what in REFUSED.items() if _is_set(options.get(name))]
+    if getattr(module, "sinks", None) is not None and not asked:
+        asked = ["sinks (attention sinks)"]
+    if asked:
+        raise UnsupportedError(
+            f"pagedattn does not have {', '.join(asked)}, which {type(module).__name__} asks for: "
+            "set_attn_implementation('sdpa') or 'eager' runs this model"
+        )
+
+
+def spec_of(
+    scaling: float | None, causal: bool, window: int | None, softcap: float | None
+) -> AttentionSpec:
+    return AttentionSpec(
+        scale=scaling, causal=causal, sliding_window=window, logits_soft_cap=softcap
+    )
+
+
+def _is_set(value: Any) -> bool:
+    return value is not None and value is not False

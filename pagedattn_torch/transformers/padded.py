@@ -1,0 +1,58 @@
+"""Attention of a padded batch, as transformers' models hand it to their attention function."""
+
+import torch
+from torch import Tensor
+
+from pagedattn import UnsupportedError
+
+from ..attention import ragged_attention
+from .masks import Rows, rows_of
+from .options import spec_of
+
+
+def attend_padded(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Rows | None,
+    *,
+    causal: bool,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    backend: str | None,
+) -> Tensor:
+    """out `[batch, q_length, num_heads, head_dim]` of `[batch, heads, length, head_dim]`.
+
+    Padding is left out before, and stands as zeros in the result.
+    """
+    if isinstance(mask, Tensor):
+        raise UnsupportedError(
+            f"pagedattn takes masks of two dimensions (1 for tokens, 0 for padding), got "
+            f"{list(mask.shape)}: set_attn_implementation('sdpa') takes this one"
+        )
+    rows = mask or _without_padding(query, key, causal, sliding_window)
+    out = ragged_attention(
+        _packed(query, rows.queries),
+        _packed(key, rows.keys),
+        _packed(value, rows.keys),
+        rows.query_starts,
+        rows.key_starts,
+        spec_of(scaling, rows.causal, rows.window, softcap),
+        max_query_len=rows.max_query_len,
+        max_key_len=rows.max_key_len,
+        backend=backend,
+    )
+    batch, num_heads, length, head_dim = query.shape
+    padded = out.new_zeros(batch * length, num_heads, head_dim)
+    return padded.index_copy_(0, rows.queries, out).view(batch, length, num_heads, head_dim)
+
+
+def _without_padding(query: Tensor, key: Tensor, causal: bool, window: int | None) -> Rows:
+    real = torch.ones(len(key), key.shape[2], dtype=torch.bool, device=key.device)
+    return rows_of(real, query.shape[2], causal, window)
+
+
+def _packed(heads: Tensor, tokens: Tensor) -> Tensor:
+    """`[num_tokens, heads, head_dim]` of the real tokens of `[batch, heads, length, head_dim]`."""
+    return heads.transpose(1, 2).flatten(0, 1)[tokens]

@@ -1,0 +1,127 @@
+"""`python -m pagedattn`: what it prints, that it fits a screen, and how it ends."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+
+import pagedattn
+from pagedattn.report import gather, machine, selfcheck, text
+from pagedattn.report.colour import coloured
+
+COMMAND = [sys.executable, "-m", "pagedattn"]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, check=False)
+
+
+def run_without(module: str, *arguments: str) -> subprocess.CompletedProcess:
+    """The command where a module cannot be imported."""
+    code = (
+        f"import runpy, sys; sys.modules[{module!r}] = None; sys.argv = ['', *{arguments}]; "
+        "runpy.run_module('pagedattn', run_name='__main__')"
+    )
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("printed", [run, lambda: run_without("rich")], ids=["rich", "plain"])
+def test_it_fits_a_screen(printed):
+    done = printed()
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith(f"pagedattn {pagedattn.__version__}")
+    assert max(map(len, lines)) < 80
+    assert len(lines) < 50
+    for word in ("encoder_decoder", "logits_soft_cap", "xla", "sdpa", "yes", "jaxlib", "driver"):
+        assert word in done.stdout
+
+
+@pytest.mark.parametrize("without", ["rich", "torch"])
+def test_commands_to_install_keep_their_brackets(without):
+    missing = {"rich": "ipex", "torch": "torch"}[without]
+    assert f"'pagedattn[{missing}]'" in run_without(without).stdout.split()
+
+
+def test_rich_eats_no_brackets():
+    shown = coloured(["pip install 'pagedattn[ipex]'", [("[bold]a", "b"), ("x[ipex]", "[red]")]])
+    for word in ("pagedattn[ipex]", "[bold]a", "x[ipex]", "[red]"):
+        assert word in shown
+
+
+def test_as_json():
+    found = json.loads(run("--json").stdout)
+    assert found["versions"]["pagedattn"] == pagedattn.__version__
+    assert found["devices"]
+    assert found["backends"]["xla"] == {"jax": []}
+    assert "check" not in found
+
+
+def test_help_and_wrong_arguments():
+    assert "--check" in run("--help").stdout
+    done = run("--nonsense")
+    assert done.returncode == 2
+    assert "--nonsense" in done.stderr
+
+
+def test_a_closed_pipe_is_no_error():
+    writer = subprocess.Popen(COMMAND, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert writer.stdout
+    writer.stdout.close()
+    _, errors = writer.communicate()
+    assert b"Traceback" not in errors
+    assert b"BrokenPipe" not in errors
+    assert writer.returncode == 0
+
+
+def test_the_check_needs_no_hypothesis_and_passes():
+    done = run_without("hypothesis", "--check", "--json")
+    assert done.returncode == 0, done.stderr
+    results = {(row["backend"], row["result"]) for row in json.loads(done.stdout)["check"]}
+    assert ("xla", "ok") in results
+
+
+def test_the_check_finds_a_wrong_backend(monkeypatch):
+    xla = selfcheck.registry.load("xla")
+
+    def wrong(call, query, cache, plan):
+        out, lse = xla.run(call, query, cache, plan)
+        return out * 1.1, lse
+
+    monkeypatch.setattr(
+        selfcheck.registry, "load", lambda name: dataclasses.replace(xla, run=wrong)
+    )
+    row = selfcheck.check("xla", selfcheck.CASES[0])
+    assert row["result"].startswith("FAILED")
+    assert gather.failures({"check": [row]})
+
+
+def test_a_machine_without_a_device(monkeypatch):
+    def devices():
+        raise RuntimeError("no CUDA here")
+
+    monkeypatch.setattr(machine.jax, "devices", devices)
+    found = gather.gather(check=True)
+    assert gather.failures(found) == ["no CUDA here"]
+    assert "JAX finds no device: no CUDA here" in text.plain(text.parts(found))
+
+
+def test_the_driver_is_read_where_linux_has_it(tmp_path):
+    file = tmp_path / "version"
+    file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Tue Jan 14\nGCC 1")
+    assert machine.driver(file) == "570.86.15"
+    assert machine.driver(tmp_path / "none") is None
+
+
+def test_strategies_say_what_to_install():
+    code = (
+        "import sys; sys.modules['hypothesis'] = None; import pagedattn.testing\n"
+        "try: from pagedattn.testing import strategies\n"
+        "except ImportError as error: print(type(error).__name__, error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("BackendUnavailableError")
+    assert "pip install 'pagedattn[testing]'" in done.stdout
