@@ -64,6 +64,23 @@ def test_files_that_pages_name_exist(page):
     assert not missing
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_headings_that_pages_link_to_exist(page):
+    links = re.findall(r"\]\(([\w./-]*)#([\w-]+)\)", page.read_text())
+    pages = {(page.parent / path if path else page, anchor) for path, anchor in links}
+    assert not [
+        (path, anchor)
+        for path, anchor in pages
+        if path.suffix == ".md" and anchor not in anchors(path)
+    ]
+
+
+def anchors(page: Path) -> set[str]:
+    """The names of a page's headings in links, as GitHub and mkdocs make them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def records() -> dict:
     """The records of the backends that can be loaded here."""
     table = registry.BUILT_IN.items()
