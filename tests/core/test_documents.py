@@ -97,13 +97,6 @@ def table_of(page: Path, corner: str) -> dict[str, dict[str, str]]:
     return {row[0].split("`")[0]: dict(zip(header, row, strict=True)) for row in rows}
 
 
-def test_the_table_of_options_is_that_of_the_records():
-    table = table_of(DOCS / "backends.md", "option")
-    assert {"xla", "sdpa"} <= set(records())
-    for name, record in records().items():
-        assert record.honours == {option for option, row in table.items() if row[name] != "no"}
-
-
 def test_backends_are_those_of_the_registry():
     text = (DOCS / "backends.md").read_text()
     needs = table_of(DOCS / "backends.md", "backend")
@@ -120,3 +113,10 @@ def test_the_order_of_choice_is_that_of_the_registry(device):
     assert line
     expected = [name for name in registry.BUILT_IN if not registry.wrong_device(name, device)]
     assert re.findall(r"`(\w+)`", line[1]) == expected
+
+
+def test_the_table_of_options_is_that_of_the_records():
+    table = table_of(DOCS / "backends.md", "option")
+    assert {"xla", "sdpa"} <= set(records())
+    for name, record in records().items():
+        assert record.honours == {option for option, row in table.items() if row[name] != "no"}
