@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pagedattn import BackendUnavailableError, registry
+from pagedattn import registry
 from pagedattn.backend import AROUND
 from pagedattn.registry import Framework, can_load, load
 
