@@ -95,7 +95,7 @@ def explain(
     >>> cache, batch = init_kv_cache(1, 4, 1, 8), make_batch([1], [0], [[0]], block_size=4)
     >>> why = explain(jnp.ones((1, 2, 8), cache.dtype), cache, batch)
     >>> why["xla"], why.choice
-    ([], 'xla')
+    ([], 'numba')
     """
     return choice.explain(_call(query, cache, batch, spec, return_lse), Framework.JAX)
 
@@ -113,7 +113,7 @@ def select_backend(
     >>> from pagedattn import init_kv_cache, make_batch
     >>> cache, batch = init_kv_cache(1, 4, 1, 8), make_batch([1], [0], [[0]], block_size=4)
     >>> select_backend(jnp.ones((1, 2, 8), cache.dtype), cache, batch)
-    'xla'
+    'numba'
     """
     return choice.select(None, _call(query, cache, batch, spec, return_lse), Framework.JAX).name
 

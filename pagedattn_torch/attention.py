@@ -167,7 +167,7 @@ def select_backend(query, cache, batch, spec=AttentionSpec(), *, return_lse=Fals
     >>> cache = KVCache(torch.ones(2, 4, 1, 8), torch.ones(2, 4, 1, 8))
     >>> batch = make_batch([1], [4], [[1, 0]], block_size=4)
     >>> select_backend(torch.ones(1, 2, 8), cache, batch)
-    'sdpa'
+    'numba'
     """
     call, _ = _described(query, cache, batch, spec, return_lse)
     with on_device_of(query):

@@ -293,7 +293,7 @@ def widen_row(typing, source, scale, row, dim, kind):
 
     def code(context, builder, signature, args):
         source, scale, row, dim, _ = args
-        number, factor = signature.args[-1].dtype, spread(builder, args[1])
+        number, factor = signature.args[-1].dtype, spread(builder, scale)
 
         def put(index, numbers):
             place = _at(builder, row, builder.mul(index, _int(4)), VECTOR)

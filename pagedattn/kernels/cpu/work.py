@@ -1,4 +1,4 @@
-"""What threads do with a job: they claim its pieces, and whoever ends a sequence writes its rows."""
+"""What threads do with a job: claim its pieces, and write the rows of a sequence that they end."""
 
 import numpy as np
 from numba import njit
