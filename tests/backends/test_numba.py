@@ -1,6 +1,5 @@
-"""What is the compiled kernel's own: threads, pieces, machine code on disk; the grids do the rest."""
+"""What is the compiled kernel's own: threads, pieces, machine code kept on disk."""
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -225,9 +224,3 @@ def test_processes_may_compile_at_once_and_without_a_folder_to_write_to(tmp_path
     running = [subprocess.Popen(command, env=e, stderr=subprocess.PIPE) for e in environments]
     errors = [process.communicate()[1] for process in running]
     assert [process.returncode for process in running] == [0, 0, 0], errors
-
-
-def test_one_thread_starts_none():
-    """Only the pieces of a job tell how many threads it asks for."""
-    problem = random_problem([1], [3000], SPECS["plain"], **LARGE)
-    check(dataclasses.replace(problem), 1)

@@ -9,7 +9,7 @@ from importlib.metadata import EntryPoint
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import assert_words, good_call, mixed
+from cases import assert_words, good_call
 from pagedattn_interop import to_torch
 
 import pagedattn_torch

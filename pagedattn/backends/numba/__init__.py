@@ -82,7 +82,7 @@ BACKEND = Backend(
 
 
 def with_threads(threads: int) -> Backend:
-    """The backend with a number of threads of its own, as `paged_attention(..., backend=...)` takes.
+    """The backend with a number of threads of its own, to be given as `backend=`.
 
     >>> with_threads(1).name
     'numba'

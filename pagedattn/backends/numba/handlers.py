@@ -163,6 +163,6 @@ def set_rows(frame):
     target = at(item(frame, RESULTS, 0), DATA)
     for i in range(count):
         index = get_int32(at(indices, DATA), i)
-        if 0 <= index and index < num_rows:
+        if index >= 0 and index < num_rows:
             memcpy(target + index * row_bytes, at(rows, DATA) + i * row_bytes, row_bytes)
     return 0

@@ -60,7 +60,7 @@ def keys_of(job, num_queries, seq_len):
 
 @njit(**FAST)
 def is_ours(job, num_queries):
-    return 0 < num_queries and num_queries <= job.longest
+    return num_queries > 0 and num_queries <= job.longest
 
 
 @njit(**FAST)
