@@ -9,6 +9,9 @@ from numba.extending import intrinsic
 
 # Sums in any order and fused products, but NaN and infinity stay what they are.
 FAST = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy", "nogil": True}
+# LLVM would work on a function anew for each level of calls above it: for those that have large
+# ones beneath them Numba puts their text into the caller's.
+WITHIN = FAST | {"inline": "always"}
 
 F = np.float32
 # Cephes (Moshier, 1984-92): exp2 on [-0.5, 0.5] times ln 2, and tanh below 0.625.

@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit
 
 from .memory import get_float32, get_int32, put_float32, put_int64
-from .numbers import FAST, exp, tanh
+from .numbers import FAST, WITHIN, exp, tanh
 from .vectors import KEYS, dots_1, dots_2, dots_4, highest_of, mix_1, mix_2, mix_4, widen_row
 
 CHUNK = 32  # keys; a multiple of KEYS
@@ -39,7 +39,7 @@ def set_offsets(job, table, first, count, keys, values):
         put_int64(values, k, block * job.value_block + slot * job.value_slot)
 
 
-@njit(**FAST)
+@njit(**WITHIN)
 def load_queries(job, kind, piece, queries):
     """The queries times the scale as float32, `[num_kv_heads, num_queries, group, row]`."""
     row = queries
@@ -52,7 +52,7 @@ def load_queries(job, kind, piece, queries):
                 row += job.row_bytes
 
 
-@njit(**FAST)
+@njit(**WITHIN)
 def set_logits(job, kind, queries, rows, plane, offsets, ahead, count, logits):
     """Logits `[rows, CHUNK]` of the keys of a chunk; -inf past the last one."""
     step, dim = job.row_bytes, job.head_dim
@@ -72,7 +72,7 @@ def set_logits(job, kind, queries, rows, plane, offsets, ahead, count, logits):
             put_float32(logits, r * CHUNK + k, NONE)
 
 
-@njit(**FAST)
+@njit(**WITHIN)
 def add_values(job, kind, sums, rows, plane, offsets, ahead, count, weights, kept):
     """`sums = sums * kept + weights @ values`, for the rows of a KV head."""
     step, dim, r = job.row_bytes, job.head_dim, 0
@@ -144,7 +144,7 @@ def mask_and_soften(job, piece, kv_head, first, count, logits, highest, total, k
             soften(at, highest, total, kept, row)
 
 
-@njit(**FAST)
+@njit(**WITHIN)
 def attend(job, kind, piece, queries, sums, highest, total, room):
     """Adds the keys of a piece to the state of its rows; `room` is scratch of `room_bytes`."""
     rows = piece.num_queries * job.group

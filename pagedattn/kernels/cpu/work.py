@@ -5,7 +5,7 @@ from numba import njit
 
 from .job import PIECE, job_at, offset, piece_at
 from .memory import add_at, free, get_float32, give_way, malloc, put_float32
-from .numbers import FAST, exp, log
+from .numbers import FAST, WITHIN, exp, log
 from .vectors import narrow_row
 from .walk import CHUNK, NONE, ZERO, attend, load_queries
 
@@ -14,7 +14,7 @@ USERS, CLAIMED, DONE = map(offset, ("users", "claimed", "done"))
 FINISHED = offset("finished", PIECE)
 
 
-@njit(**FAST)
+@njit(**WITHIN)
 def work(address, kind):
     """Works on pieces until none is left to begin."""
     job = job_at(address)
@@ -54,7 +54,7 @@ def scratch_bytes(job):
     return 2 * job.state_bytes + room
 
 
-@njit(**FAST)
+@njit(**WITHIN)
 def do_piece(job, kind, at, scratch):
     piece = piece_at(at)
     rows = piece.num_queries * job.num_kv_heads * job.group
