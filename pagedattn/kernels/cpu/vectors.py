@@ -17,6 +17,8 @@ ROWS = 4  # rows of a tile: query heads of a group, and tokens
 KEYS = 4 if MANY else 2  # keys of a tile of logits
 SPAN = 4 if MANY else 2  # vectors of a value row in a tile of sums
 
+PAIRS = "+avx512bf16" in FEATURES  # products of pairs of bfloat16, added up in float32
+
 WORD, FLOAT = ir.IntType(64), ir.FloatType()
 VECTOR = ir.VectorType(FLOAT, LANES)
 ZEROS = ir.Constant(VECTOR, [0.0] * LANES)
@@ -77,26 +79,35 @@ def load(builder, pointer, align):
     return value
 
 
-def row_vector(builder, row, index, kind):
-    """LANES numbers of a row of the cache from `index` on, as float32."""
-    number = _number_type(kind)
+def row_vector(builder, row, index, kind, count=LANES):
+    """Numbers of a row of the cache from `index` on, as they are."""
     size = kind.bitwidth // 8
-    pointer = _at(builder, row, builder.mul(index, _int(size)), ir.VectorType(number, LANES))
-    return widened(builder, load(builder, pointer, size), kind)
+    numbers = ir.VectorType(_number_type(kind), count)
+    return load(builder, _at(builder, row, builder.mul(index, _int(size)), numbers), size)
 
 
-def row_end(builder, row, index, end, kind):
+def row_end(builder, row, index, end, kind, count=LANES):
     """The last numbers of a row, and zeros: nothing past the row is read."""
     number, size = _number_type(kind), kind.bitwidth // 8
-    room = cgutils.alloca_once(builder, ir.VectorType(number, LANES))
-    builder.store(ir.Constant(ir.VectorType(number, LANES), None), room)
-    place = builder.bitcast(room, number.as_pointer())
-    with cgutils.for_range(builder, builder.sub(end, index)) as loop:
-        offset = builder.mul(builder.add(index, loop.index), _int(size))
-        builder.store(
-            builder.load(_at(builder, row, offset, number)), builder.gep(place, [loop.index])
-        )
-    return widened(builder, builder.load(room), kind)
+    room = cgutils.alloca_once(builder, ir.VectorType(number, count))
+    builder.store(ir.Constant(ir.VectorType(number, count), None), room)
+    left = builder.mul(builder.sub(end, index), _int(size))
+    source = _at(builder, row, builder.mul(index, _int(size)), ir.IntType(8))
+    cgutils.raw_memcpy(builder, room, source, left, 1)
+    return builder.load(room)
+
+
+def each(builder, row_kind, dim, count, body):
+    """`body(index, take)` along a row, where `take(row)` gives `count` numbers from there on."""
+    stop = along(
+        builder,
+        count,
+        _int(0),
+        dim,
+        lambda i: body(i, lambda row: row_vector(builder, row, i, row_kind, count)),
+    )
+    with builder.if_then(builder.icmp_signed("<", stop, dim), likely=False):
+        body(stop, lambda row: row_end(builder, row, stop, dim, row_kind, count))
 
 
 def along(builder, width, begin, end, body):
@@ -125,11 +136,12 @@ def fused(builder, a, b, c):
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [a, b, c])
 
 
-def spread(builder, number):
+def spread(builder, number, count=LANES):
     """A number in all lanes."""
-    one = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), number, ir.IntType(32)(0))
-    lanes = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
-    return builder.shuffle_vector(one, ir.Constant(VECTOR, ir.Undefined), lanes)
+    empty = ir.Constant(ir.VectorType(FLOAT, count), ir.Undefined)
+    one = builder.insert_element(empty, number, ir.IntType(32)(0))
+    lanes = ir.Constant(ir.VectorType(ir.IntType(32), count), [0] * count)
+    return builder.shuffle_vector(one, empty, lanes)
 
 
 def sums(builder, vectors):
@@ -158,19 +170,50 @@ def _halved(builder, a, b, segment, lanes):
     return builder.fadd(low, high)
 
 
+class BFloat16(ir.HalfType):
+    """LLVM's bfloat, which llvmlite does not know."""
+
+    def __str__(self):
+        return "bfloat"
+
+
+class Products:
+    """How queries and keys of a kind are multiplied: in float32, or as pairs of bfloat16."""
+
+    def __init__(self, kind):
+        self.kind = kind
+        self.pairs = PAIRS and kind == types.uint16
+        self.count = LANES * 2 if self.pairs else LANES
+        self.query_kind = types.uint16 if self.pairs else types.float32
+
+    def operand(self, builder, numbers):
+        """Numbers of the cache or the query, as they are multiplied."""
+        return numbers if self.pairs else widened(builder, numbers, self.kind)
+
+    def add(self, builder, total, a, b):
+        """The total plus the products, LANES sums."""
+        if not self.pairs:
+            return fused(builder, a, b, total)
+        pairs = ir.VectorType(BFloat16(), self.count)
+        kind = ir.FunctionType(VECTOR, [VECTOR, pairs, pairs])
+        name = "llvm.x86.avx512bf16.dpbf16ps.512"
+        function = cgutils.get_or_insert_function(builder.module, kind, name)
+        return builder.call(function, [total, *(builder.bitcast(x, pairs) for x in (a, b))])
+
+
 def _dots(rows):
     """Makes the products of `rows` queries and KEYS keys."""
 
     @intrinsic
-    def dots(typing, query, step, plane, offsets, ahead, dim, logits, width, kind):
-        """Logits `[rows, KEYS]`, `width` apart, of float32 queries and keys at byte offsets.
+    def dots(typing, query, step, plane, offsets, ahead, dim, scale, logits, width, kind):
+        """Logits `[rows, KEYS]`, `width` apart, of queries and of keys at byte offsets.
 
         Keys at the offsets `ahead` are fetched into the cache meanwhile.
         """
 
         def code(context, builder, signature, args):
-            query, step, plane, offsets, ahead, dim, logits, width, _ = args
-            number = signature.args[-1].dtype
+            query, step, plane, offsets, ahead, dim, scale, logits, width, _ = args
+            products = Products(signature.args[-1].dtype)
             tile = [(r, k) for r in range(rows) for k in range(KEYS)]
             totals = {at: cgutils.alloca_once_value(builder, ZEROS) for at in tile}
             keys, later = (
@@ -180,47 +223,37 @@ def _dots(rows):
                 ]
                 for at in (offsets, ahead)
             )
+            starts = [builder.add(query, builder.mul(step, _int(r))) for r in range(rows)]
 
             def add(index, take):
-                keys_here = [take(key, index) for key in keys]
+                taken = [products.operand(builder, take(key)) for key in keys]
                 for row in later:
-                    fetch(builder, row, index, number.bitwidth // 8)
-                for r in range(rows):
-                    start = builder.add(query, builder.mul(step, _int(r)))
-                    start = _at(builder, start, builder.mul(index, _int(4)), VECTOR)
-                    queries = load(builder, start, 4)
-                    for k, key in enumerate(keys_here):
-                        total = builder.load(totals[r, k])
-                        builder.store(fused(builder, queries, key, total), totals[r, k])
+                    fetch(builder, row, index, products.kind.bitwidth // 8)
+                for r, start in enumerate(starts):
+                    row = row_vector(builder, start, index, products.query_kind, products.count)
+                    for k, key in enumerate(taken):
+                        total = products.add(builder, builder.load(totals[r, k]), row, key)
+                        builder.store(total, totals[r, k])
 
-            stop = along(
-                builder,
-                LANES,
-                _int(0),
-                dim,
-                lambda i: add(i, lambda row, i: row_vector(builder, row, i, number)),
-            )
-            with builder.if_then(builder.icmp_signed("<", stop, dim), likely=False):
-                add(stop, lambda row, i: row_end(builder, row, i, dim, number))
+            each(builder, products.kind, dim, products.count, add)
             found = [builder.load(totals[at]) for at in tile]
-            _store_tile(builder, found, rows, logits, width)
+            _store_tile(builder, found, rows, scale, logits, width)
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 8, kind), code
+        arguments = [types.intp] * 6 + [types.float32] + [types.intp] * 2
+        return types.void(*arguments, kind), code
 
     return dots
 
 
-def _store_tile(builder, found, rows, logits, width):
-    per_row = [found[r * KEYS : (r + 1) * KEYS] for r in range(rows)]
+def _store_tile(builder, found, rows, scale, logits, width):
     at_once = min(rows, LANES // KEYS)
     for first in range(0, rows, at_once):
-        group = [vector for row in per_row[first : first + at_once] for vector in row]
-        packed = sums(builder, group)
+        packed = sums(builder, found[first * KEYS : (first + at_once) * KEYS])
+        scales = spread(builder, scale, packed.type.count)
+        packed = builder.fmul(packed, scales)
         for r in range(at_once):
-            picks = ir.Constant(
-                ir.VectorType(ir.IntType(32), KEYS), list(range(r * KEYS, (r + 1) * KEYS))
-            )
+            picks = ir.VectorType(ir.IntType(32), KEYS)(list(range(r * KEYS, (r + 1) * KEYS)))
             row = builder.shuffle_vector(packed, packed, picks)
             place = builder.add(logits, builder.mul(width, _int(4 * (first + r))))
             builder.store(row, _at(builder, place, _int(0), row.type)).align = 4
@@ -270,12 +303,15 @@ def _mix(rows):
                     builder.store(builder.load(totals[at]), places[at]).align = 4
 
             def whole(row, i):
-                return row_vector(builder, row, i, number)
+                return widened(builder, row_vector(builder, row, i, number), number)
+
+            def end(row, i):
+                return widened(builder, row_end(builder, row, i, dim, number), number)
 
             stop = along(builder, SPAN * LANES, _int(0), dim, lambda i: add(i, SPAN, whole))
             stop = along(builder, LANES, stop, dim, lambda i: add(i, 1, whole))
             with builder.if_then(builder.icmp_signed("<", stop, dim), likely=False):
-                add(stop, 1, lambda row, i: row_end(builder, row, i, dim, number))
+                add(stop, 1, end)
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 10, kind), code
@@ -288,25 +324,22 @@ mix_1, mix_2, mix_4 = map(_mix, (1, 2, 4))
 
 
 @intrinsic
-def widen_row(typing, source, scale, row, dim, kind):
-    """`row = source * scale` in float32; zeros up to a whole vector."""
+def set_query(typing, source, row, dim, kind):
+    """A row of queries as `dots` takes it, with zeros up to a whole vector."""
 
     def code(context, builder, signature, args):
-        source, scale, row, dim, _ = args
-        number, factor = signature.args[-1].dtype, spread(builder, scale)
+        source, row, dim, _ = args
+        products = Products(signature.args[-1].dtype)
 
-        def put(index, numbers):
-            place = _at(builder, row, builder.mul(index, _int(4)), VECTOR)
-            builder.store(builder.fmul(numbers, factor), place).align = 4
+        def put(index, take):
+            numbers = products.operand(builder, take(source))
+            offset = builder.mul(index, _int(products.query_kind.bitwidth // 8))
+            builder.store(numbers, _at(builder, row, offset, numbers.type)).align = 2
 
-        stop = along(
-            builder, LANES, _int(0), dim, lambda i: put(i, row_vector(builder, source, i, number))
-        )
-        with builder.if_then(builder.icmp_signed("<", stop, dim), likely=False):
-            put(stop, row_end(builder, source, stop, dim, number))
+        each(builder, products.kind, dim, products.count, put)
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.float32, types.intp, types.intp, kind), code
+    return types.void(types.intp, types.intp, types.intp, kind), code
 
 
 @intrinsic

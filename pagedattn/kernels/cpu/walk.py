@@ -9,7 +9,7 @@ from numba import njit
 
 from .memory import get_float32, get_int32, put_float32, put_int64
 from .numbers import FAST, WITHIN, exp, tanh
-from .vectors import KEYS, dots_1, dots_2, dots_4, highest_of, mix_1, mix_2, mix_4, widen_row
+from .vectors import KEYS, dots_1, dots_2, dots_4, highest_of, mix_1, mix_2, mix_4, set_query
 
 CHUNK = 32  # keys; a multiple of KEYS
 NONE = np.float32(-np.inf)
@@ -41,32 +41,32 @@ def set_offsets(job, table, first, count, keys, values):
 
 @njit(**WITHIN)
 def load_queries(job, kind, piece, queries):
-    """The queries times the scale as float32, `[num_kv_heads, num_queries, group, row]`."""
+    """The queries as `dots` takes them, `[num_kv_heads, num_queries, group, row]`."""
     row = queries
     for kv_head in range(job.num_kv_heads):
         for i in range(piece.num_queries):
             for head in range(kv_head * job.group, (kv_head + 1) * job.group):
                 token = piece.token + i
                 source = job.query + token * job.query_token + head * job.query_head
-                widen_row(source, job.scale, row, job.head_dim, kind)
+                set_query(source, row, job.head_dim, kind)
                 row += job.row_bytes
 
 
 @njit(**WITHIN)
 def set_logits(job, kind, queries, rows, plane, offsets, ahead, count, logits):
     """Logits `[rows, CHUNK]` of the keys of a chunk; -inf past the last one."""
-    step, dim = job.row_bytes, job.head_dim
+    step, dim, scale = job.row_bytes, job.head_dim, job.scale
     for k in range(0, count, KEYS):
         r, at, later = 0, offsets + 8 * k, ahead + 8 * k
         row, out = queries, logits + 4 * k
         while r + 4 <= rows:
-            dots_4(row, step, plane, at, later, dim, out, CHUNK, kind)
+            dots_4(row, step, plane, at, later, dim, scale, out, CHUNK, kind)
             r, row, out = r + 4, row + 4 * step, out + 16 * CHUNK
         if r + 2 <= rows:
-            dots_2(row, step, plane, at, later, dim, out, CHUNK, kind)
+            dots_2(row, step, plane, at, later, dim, scale, out, CHUNK, kind)
             r, row, out = r + 2, row + 2 * step, out + 8 * CHUNK
         if r < rows:
-            dots_1(row, step, plane, at, later, dim, out, CHUNK, kind)
+            dots_1(row, step, plane, at, later, dim, scale, out, CHUNK, kind)
     for r in range(rows):
         for k in range(count, CHUNK):
             put_float32(logits, r * CHUNK + k, NONE)
