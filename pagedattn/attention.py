@@ -160,8 +160,8 @@ def explain(
     >>> from pagedattn import init_kv_cache, make_batch
     >>> cache, batch = init_kv_cache(1, 4, 1, 8), make_batch([1], [0], [[0]], block_size=4)
     >>> why = explain(jnp.ones((1, 2, 8), cache.dtype), cache, batch)
-    >>> why["xla"], why.choice
-    ([], 'xla')
+    >>> why["xla"], why.choice in why
+    ([], True)
     """
     call = _call(query, cache, batch, spec, return_lse, _given(sinks=sinks, bias=bias))
     return choice.explain(call, Framework.JAX)
@@ -184,10 +184,10 @@ def select_backend(
       InvalidInputError: the arguments do not fit together.
       UnsupportedError: no backend can run the call; the text has the reasons.
 
-    >>> from pagedattn import init_kv_cache, make_batch
+    >>> from pagedattn import available_backends, init_kv_cache, make_batch
     >>> cache, batch = init_kv_cache(1, 4, 1, 8), make_batch([1], [0], [[0]], block_size=4)
-    >>> select_backend(jnp.ones((1, 2, 8), cache.dtype), cache, batch)
-    'xla'
+    >>> select_backend(jnp.ones((1, 2, 8), cache.dtype), cache, batch) in available_backends()
+    True
     """
     call = _call(query, cache, batch, spec, return_lse, _given(sinks=sinks, bias=bias))
     return choice.select(None, call, Framework.JAX).name

@@ -46,6 +46,7 @@ BUILT_IN = {
         "pagedattn.backends.triton", "pagedattn_torch.backends.triton", ON_CUDA, "cuda"
     ),
     "xformers": BuiltIn(ACROSS, "pagedattn_torch.backends.xformers", ON_CUDA, "torch"),
+    "numba": BuiltIn("pagedattn.backends.numba", "pagedattn_torch.backends.numba", ("cpu",), "cpu"),
     "sdpa": BuiltIn(ACROSS, "pagedattn_torch.backends.sdpa", extra="torch"),
     "ipex": BuiltIn(ACROSS, "pagedattn_torch.backends.ipex", ("cpu", "xpu"), "ipex"),
     "xla": BuiltIn("pagedattn.backends.xla"),

@@ -243,8 +243,8 @@ def select_backend(
     >>> from pagedattn import make_batch
     >>> cache = KVCache(torch.ones(2, 4, 1, 8), torch.ones(2, 4, 1, 8))
     >>> batch = make_batch([1], [4], [[1, 0]], block_size=4)
-    >>> select_backend(torch.ones(1, 2, 8), cache, batch)
-    'sdpa'
+    >>> select_backend(torch.ones(1, 2, 8), cache, batch) in ("numba", "sdpa")
+    True
     """
     call, _ = _described(query, cache, batch, spec, return_lse, sinks=sinks, bias=bias)
     with on_device_of(query):

@@ -61,7 +61,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 # Those that honour everything, and those that refuse some calls, as `cases.run` allows. Others have
 # test files of their own.
-EVERYTHING = {"cpu": ("xla", "sdpa"), "gpu": ("xla", "sdpa", "triton")}
+EVERYTHING = {"cpu": ("xla", "sdpa", "numba"), "gpu": ("xla", "sdpa", "triton")}
 BACKENDS = [n for n in EVERYTHING[jax.default_backend()] if can_load(n)]
 PARTIAL = [n for n in REFUSING.get(jax.default_backend(), ()) if can_load(n)]
 MODES = ("eager", "jit")

@@ -26,7 +26,8 @@ from pagedattn.registry import can_load
 from pagedattn.testing import batch_of, cache_of, random_problem
 from pagedattn.testing.harness import attend_in_jit
 
-NAMES = [name for name in ("xla", "sdpa", "triton", "xformers", "cudnn") if can_load(name)]
+NAMES = ("xla", "sdpa", "numba", "triton", "xformers", "cudnn")
+NAMES = [name for name in NAMES if can_load(name)]
 HUGE, FAR = 2**31 - 1, 10**6
 SIZES = {"dtype": np.dtype("float16"), "head_dim": 64, "block_size": 16, "poison": None}
 PHASES = {"decode": [1, 1, 1], "chunks": [40, 1, 3]}

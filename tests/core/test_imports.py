@@ -11,7 +11,7 @@ import pytest
 from pagedattn import registry
 
 LAYERS = ("pagedattn", "pagedattn_torch", "pagedattn_interop")
-HEAVY = {"torch", "triton", "hypothesis", "tvm_ffi", "jax_tvm_ffi", "xformers", "pytest"}
+HEAVY = {"numba", "torch", "triton", "hypothesis", "tvm_ffi", "jax_tvm_ffi", "xformers", "pytest"}
 MAY_IMPORT = {
     "pagedattn": {"pagedattn"},
     "pagedattn_torch": {"pagedattn", "pagedattn_torch"},

@@ -1,0 +1,90 @@
+"""Paged attention on a CPU by the library's own compiled kernel, called by XLA itself.
+
+Decode and short queries read the pages in place. XLA calls the machine code on one of its threads,
+and its others help; no Python runs, and nothing waits for the GIL. Sequences with more queries are
+left to another backend, in the same call.
+"""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from ...backend import Backend
+from ...batch import Sequences, in_order
+from ...call import Call
+from ...gradient import with_xla_gradient
+from ...kernels.cpu.call import (
+    HONOURS,
+    LONGEST,
+    long_ones,
+    num_threads,
+    numbers,
+    options,
+    partner,
+    refusals,
+    unfit,
+)
+from ...registry import Framework
+from ...tracing import axes_of, varying
+from .rows import set_rows
+from .targets import ATTENTION, register_kernel
+
+
+def plan(call: Call, batch: Sequences) -> Sequences:
+    """The kernel itself takes starts that fall for those before them."""
+    return batch if call.longest_query <= LONGEST else in_order(batch)
+
+
+def run(call: Call, query, cache, batch: Sequences, threads: int | None = None):
+    return _run(call, query, cache, batch, num_threads() if threads is None else threads)
+
+
+@functools.partial(jax.jit, static_argnames=("call", "threads"))
+def _run(call: Call, query, cache, batch, threads):
+    """out and lse of a call; every element of both is written by the kernel, or by the partner."""
+    register_kernel(call.dtype)
+    given = _of_long_ones(call, query, cache, batch)
+    arrays = query, cache.key, cache.value, batch.block_tables, batch.seq_lens
+    arrays = *arrays, batch.query_start_loc, *given
+    outs = [jax.ShapeDtypeStruct(call.out_shape, query.dtype)]
+    if call.return_lse:
+        outs.append(jax.ShapeDtypeStruct(call.lse_shape, jnp.float32))
+    aliases = {6 + number: number for number in range(len(given))}
+    kernel = jax.ffi.ffi_call(
+        ATTENTION, outs, input_output_aliases=aliases, vmap_method="sequential"
+    )
+    results = kernel(*arrays, floats=numbers(call), integers=options(call, threads))
+    out, *lse = varying(tuple(results), axes_of(arrays))
+    return out, lse[0] if lse else None
+
+
+def _of_long_ones(call, query, cache, batch):
+    """Results in which the kernel overwrites the rows of short queries; () if all are short."""
+    if call.longest_query <= LONGEST:
+        return ()
+    backend = partner(call, Framework.JAX)
+    batch = long_ones(batch)
+    out, lse = backend.run(call, query, cache, backend.plan(call, batch))
+    return (out, lse) if call.return_lse else (out,)
+
+
+BACKEND = Backend(
+    "numba",
+    HONOURS,
+    with_xla_gradient(run),
+    refusals,
+    unfit=unfit,
+    plan=plan,
+    set_rows=set_rows,
+)
+
+
+def with_threads(threads: int) -> Backend:
+    """The backend with a number of threads of its own, to be given as `backend=`.
+
+    >>> with_threads(1).name
+    'numba'
+    """
+    return replace(BACKEND, run=with_xla_gradient(functools.partial(run, threads=threads)))

@@ -1,0 +1,168 @@
+"""The functions that XLA calls: without Python and the GIL, on any of its threads."""
+
+from numba import njit
+
+from ...kernels.cpu.compiled import TASKS
+from ...kernels.cpu.job import job_at
+from ...kernels.cpu.memory import (
+    call_at,
+    free,
+    get_float32,
+    get_int32,
+    get_int64,
+    malloc,
+    memcpy,
+    put_int32,
+    put_int64,
+    symbol,
+)
+from ...kernels.cpu.numbers import FAST
+from ...kernels.cpu.plan import JOB_BYTES, begin
+from ...kernels.cpu.work import end, leave
+from . import frame as ffi
+
+EXTENSION = ffi.Frame.extension_start.offset
+METADATA = ffi.Extension.metadata.offset
+MAJOR, MINOR = (
+    ffi.Metadata.version.offset + field.offset for field in (ffi.Version.major, ffi.Version.minor)
+)
+VERSION = ffi.VERSION
+API, CONTEXT = ffi.Frame.api.offset, ffi.Frame.context.offset
+ARGUMENTS = ffi.Frame.arguments.offset + ffi.Buffers.items.offset
+RESULTS = ffi.Frame.results.offset + ffi.Buffers.items.offset
+NUM_RESULTS = ffi.Frame.results.offset + ffi.Buffers.size.offset
+ATTRIBUTES = ffi.Frame.attributes.offset + ffi.Attributes.items.offset
+DATA, DIMS = ffi.Buffer.data.offset, ffi.Buffer.dims.offset
+ARRAY_DATA, ARRAY_SIZE = ffi.Array.data.offset, ffi.Array.size.offset
+SCHEDULE, ERROR_DESTROY = ffi.Api.schedule.offset, ffi.Api.error_destroy.offset
+
+tasks = symbol(TASKS)
+
+
+@njit(**FAST)
+def at(address, offset):
+    """The word at an offset."""
+    return get_int64(address + offset, 0)
+
+
+@njit(**FAST)
+def item(frame, items, index):
+    """A buffer or an attribute of a frame."""
+    return get_int64(at(frame, items), index)
+
+
+@njit(**FAST)
+def asks_for_metadata(frame):
+    """Whether XLA asks what this function is, which is answered here, rather than calls it."""
+    extension = at(frame, EXTENSION)
+    if extension == 0:
+        return False
+    metadata = at(extension, METADATA)
+    put_int32(metadata + MAJOR, 0, VERSION[0])
+    put_int32(metadata + MINOR, 0, VERSION[1])
+    return True
+
+
+@njit(**FAST)
+def describe(frame, job):
+    """Fills a job from a frame: arrays and sizes from its buffers, options from its attributes."""
+    query, key = item(frame, ARGUMENTS, 0), item(frame, ARGUMENTS, 1)
+    value, tables = item(frame, ARGUMENTS, 2), item(frame, ARGUMENTS, 3)
+    job.query, job.key, job.value = at(query, DATA), at(key, DATA), at(value, DATA)
+    job.tables = at(tables, DATA)
+    job.seq_lens = at(item(frame, ARGUMENTS, 4), DATA)
+    job.starts = at(item(frame, ARGUMENTS, 5), DATA)
+    job.out = at(item(frame, RESULTS, 0), DATA)
+    job.lse = 0
+    if at(frame, NUM_RESULTS) > 1:
+        job.lse = at(item(frame, RESULTS, 1), DATA)
+    job.num_tokens, num_heads = get_int64(at(query, DIMS), 0), get_int64(at(query, DIMS), 1)
+    cache = at(key, DIMS)
+    job.num_blocks, job.block_size = get_int64(cache, 0), get_int64(cache, 1)
+    job.num_kv_heads, job.head_dim = get_int64(cache, 2), get_int64(cache, 3)
+    job.group = num_heads // job.num_kv_heads
+    job.num_seqs, job.max_blocks = get_int64(at(tables, DIMS), 0), get_int64(at(tables, DIMS), 1)
+    numbers, integers = item(frame, ATTRIBUTES, 0), item(frame, ATTRIBUTES, 1)
+    floats, count = at(numbers, ARRAY_DATA), at(numbers, ARRAY_SIZE)
+    job.scale, job.soft_cap = get_float32(floats, 0), get_float32(floats, 1)
+    job.slopes = floats + 8 if count > 2 else 0
+    options = at(integers, ARRAY_DATA)
+    job.causal, job.window = get_int64(options, 0), get_int64(options, 1)
+    job.longest, job.threads = get_int64(options, 2), get_int64(options, 3)
+    job.itemsize = get_int64(options, 4)
+    set_dense_strides(job)
+    return get_int64(tasks(), get_int64(options, 5))
+
+
+@njit(**FAST)
+def set_dense_strides(job):
+    """XLA's arrays are dense."""
+    head = job.head_dim * job.itemsize
+    slot = head * job.num_kv_heads
+    job.query_head, job.key_head, job.value_head = head, head, head
+    job.query_token = slot * job.group
+    job.key_slot, job.value_slot = slot, slot
+    job.key_block, job.value_block = slot * job.block_size, slot * job.block_size
+    job.table_row = 4 * job.max_blocks
+
+
+@njit(**FAST)
+def attention(frame):
+    """Handles a call of attention: this thread works on it, and XLA's others are invited."""
+    if asks_for_metadata(frame):
+        return 0
+    call = malloc(JOB_BYTES)
+    task = describe(frame, job_at(call))
+    job = begin(call)
+    free(call)
+    invite(frame, job, task)
+    call_at(task, job)
+    end(job)
+    return 0
+
+
+@njit(**FAST)
+def invite(frame, job, task):
+    """Hands the job to XLA's thread pool. Whoever comes late finds no work, and harms nothing."""
+    helpers = job_at(job).threads - 1
+    if helpers == 0:
+        return
+    api, request = at(frame, API), malloc(40)
+    put_int64(request, 0, 40)
+    put_int64(request, 1, 0)
+    put_int64(request, 2, at(frame, CONTEXT))
+    put_int64(request, 3, task)
+    put_int64(request, 4, job)
+    for _ in range(helpers):
+        error = call_at(at(api, SCHEDULE), request)
+        if error != 0:
+            destroy(api, error)
+            leave(job)
+    free(request)
+
+
+@njit(**FAST)
+def destroy(api, error):
+    request = malloc(24)
+    put_int64(request, 0, 24)
+    put_int64(request, 1, 0)
+    put_int64(request, 2, error)
+    call_at(at(api, ERROR_DESTROY), request)
+    free(request)
+
+
+@njit(**FAST)
+def set_rows(frame):
+    """Handles the setting of rows, in place: the array is the result too. Others are dropped."""
+    if asks_for_metadata(frame):
+        return 0
+    indices, rows = item(frame, ARGUMENTS, 1), item(frame, ARGUMENTS, 2)
+    count = get_int64(at(indices, DIMS), 0)
+    options = at(item(frame, ATTRIBUTES, 0), ARRAY_DATA)
+    num_rows, row_bytes = get_int64(options, 0), get_int64(options, 1)
+    target = at(item(frame, RESULTS, 0), DATA)
+    for i in range(count):
+        index = get_int32(at(indices, DATA), i)
+        if index >= 0 and index < num_rows:
+            memcpy(target + index * row_bytes, at(rows, DATA) + i * row_bytes, row_bytes)
+    return 0

@@ -1,0 +1,80 @@
+"""The kernel as machine code: C functions, compiled when first needed, and kept on disk.
+
+Where Numba finds no folder that it may write to, they are compiled in each process. The key on disk
+has the CPU, the versions of Numba and of Python, and `sources()`, since Numba itself looks only at
+the file of the function that is called.
+"""
+
+import functools
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from llvmlite import binding
+from numba import cfunc, types
+
+from . import plan, work
+from .memory import BFLOAT16
+
+KINDS = {"bfloat16": BFLOAT16, "float16": np.float16, "float32": np.float32}
+CODES = {dtype: code for code, dtype in enumerate(KINDS)}
+TASKS = "pagedattn_tasks"  # the symbol by which machine code finds the addresses of `task`s
+_tasks = np.zeros(len(CODES), np.intp)
+binding.add_symbol(TASKS, _tasks.ctypes.data)
+NUMBER, NOTHING = types.intp, types.void
+
+
+def machine_code(signature, function: Callable):
+    """A C function. What a closure holds is part of its key on disk: let it hold `sources()`."""
+    try:
+        return cfunc(signature, cache=True)(function)
+    except RuntimeError:  # no folder to write to
+        return cfunc(signature)(function)
+
+
+@functools.cache
+def sources() -> int:
+    """A number that changes with any of the sources that are compiled."""
+    package = Path(__file__).parents[2]
+    folders = package / "kernels/cpu", package / "backends/numba"
+    files = sorted(file for folder in folders for file in folder.glob("*.py"))
+    return int(hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12], 16)
+
+
+@functools.cache
+def task(dtype: str):
+    """`void task(job)`: works on a job of numbers of this kind as long as there is work."""
+    kind, version = KINDS[dtype], sources()
+
+    def task(job):
+        if job != version:
+            work.work(job, kind)
+            work.leave(job)
+
+    compiled = machine_code(NOTHING(NUMBER), task)
+    _tasks[CODES[dtype]] = compiled.address
+    return compiled
+
+
+@functools.cache
+def begin():
+    """`job begin(call)`: see `plan.begin`."""
+    version = sources()
+
+    def begin(call):
+        return plan.begin(call) if call != version else 0
+
+    return machine_code(NUMBER(NUMBER), begin)
+
+
+@functools.cache
+def end():
+    """`void end(job)`: see `work.end`."""
+    version = sources()
+
+    def end(job):
+        if job != version:
+            work.end(job)
+
+    return machine_code(NOTHING(NUMBER), end)

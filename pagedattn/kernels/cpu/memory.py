@@ -1,0 +1,118 @@
+"""Numbers at raw addresses, for code that Numba compiles.
+
+An address is an integer. Elements are counted from an address that stays the same in a loop, so
+that LLVM sees through it and can use vectors.
+"""
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+malloc = types.ExternalFunction("malloc", types.intp(types.uintp))
+free = types.ExternalFunction("free", types.void(types.intp))
+memcpy = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.uintp))
+memset = types.ExternalFunction("memset", types.intp(types.intp, types.int32, types.uintp))
+give_way = types.ExternalFunction("sched_yield", types.int32())
+
+BFLOAT16 = np.uint16  # NumPy has no bfloat16: its bits stand for it
+
+
+def element(builder, context, address, index, kind):
+    """A pointer to element `index` of numbers of a Numba type."""
+    base = builder.inttoptr(address, context.get_data_type(kind).as_pointer())
+    return builder.gep(base, [index])
+
+
+def _getter(kind):
+    @intrinsic
+    def get(typing, address, index):
+        def code(context, builder, signature, args):
+            return builder.load(element(builder, context, *args, kind))
+
+        return kind(types.intp, types.intp), code
+
+    return get
+
+
+def _setter(kind):
+    @intrinsic
+    def put(typing, address, index, number):
+        def code(context, builder, signature, args):
+            builder.store(args[2], element(builder, context, *args[:2], kind))
+            return context.get_dummy_value()
+
+        return types.void(types.intp, types.intp, kind), code
+
+    return put
+
+
+get_int32, get_int64, get_float32 = map(_getter, (types.int32, types.int64, types.float32))
+put_int32, put_int64, put_float32 = map(_setter, (types.int32, types.int64, types.float32))
+
+
+@intrinsic
+def address_of(typing, pointer):
+    """The address that a pointer holds."""
+
+    def code(context, builder, signature, args):
+        return builder.ptrtoint(args[0], ir.IntType(64))
+
+    return types.intp(pointer), code
+
+
+@intrinsic
+def add_at(typing, address, number):
+    """Adds to an int64 that other threads use too, and gives what was there before."""
+
+    def code(context, builder, signature, args):
+        pointer = element(builder, context, args[0], ir.Constant(ir.IntType(64), 0), types.int64)
+        return builder.atomic_rmw("add", pointer, args[1], "seq_cst")
+
+    return types.int64(types.intp, types.int64), code
+
+
+@intrinsic
+def call_at(typing, function, argument):
+    """Calls a C function that takes and returns an address."""
+
+    def code(context, builder, signature, args):
+        word = ir.IntType(64)
+        pointer = builder.inttoptr(args[0], ir.FunctionType(word, [word]).as_pointer())
+        return builder.call(pointer, [args[1]])
+
+    return types.intp(types.intp, types.intp), code
+
+
+def symbol(name):
+    """A function that gives the address which `llvmlite.binding.add_symbol` knows by a name.
+
+    Code on disk holds the name, not the address, which is another in each process.
+    """
+
+    @intrinsic
+    def address(typing):
+        def code(context, builder, signature, args):
+            byte = ir.IntType(8)
+            known = builder.module.globals.get(name)
+            known = known or ir.GlobalVariable(builder.module, byte, name)
+            return builder.ptrtoint(known, ir.IntType(64))
+
+        return types.intp(), code
+
+    return address
+
+
+@intrinsic
+def prefetch(typing, address):
+    """Asks for the cache line of an address, which need not be valid."""
+
+    def code(context, builder, signature, args):
+        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        fetch = builder.module.declare_intrinsic("llvm.prefetch", (byte,), kind)
+        hints = [ir.Constant(word, hint) for hint in (0, 2, 1)]  # to read, keep, data
+        builder.call(fetch, [builder.inttoptr(args[0], byte), *hints])
+        return context.get_dummy_value()
+
+    return types.void(types.intp), code

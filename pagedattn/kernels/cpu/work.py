@@ -1,0 +1,130 @@
+"""What threads do with a job: claim its pieces, and write the rows of a sequence that they end."""
+
+import numpy as np
+from numba import njit
+
+from .job import PIECE, job_at, offset, piece_at
+from .memory import add_at, free, get_float32, give_way, malloc, put_float32
+from .numbers import FAST, WITHIN, exp, log
+from .vectors import narrow_row
+from .walk import CHUNK, NONE, ZERO, attend, load_queries
+
+PIECE_BYTES = PIECE.itemsize
+USERS, CLAIMED, DONE = map(offset, ("users", "claimed", "done"))
+FINISHED = offset("finished", PIECE)
+
+
+@njit(**WITHIN)
+def work(address, kind):
+    """Works on pieces until none is left to begin."""
+    job = job_at(address)
+    scratch = 0
+    number = add_at(address + CLAIMED, 1)
+    while number < job.num_pieces:
+        if scratch == 0:
+            scratch = malloc(scratch_bytes(job))
+        do_piece(job, kind, job.pieces + number * PIECE_BYTES, scratch)
+        add_at(address + DONE, 1)
+        number = add_at(address + CLAIMED, 1)
+    if scratch != 0:
+        free(scratch)
+
+
+@njit(**FAST)
+def leave(address):
+    """Frees the job if nobody else may look at it any more."""
+    if add_at(address + USERS, -1) == 1:
+        free(address)
+
+
+@njit(**FAST)
+def end(address):
+    """Waits for the pieces that other threads have begun, and leaves the job."""
+    job = job_at(address)
+    while add_at(address + DONE, 0) < job.num_pieces:
+        give_way()
+    leave(address)
+
+
+@njit(**FAST)
+def scratch_bytes(job):
+    """Queries, a state, and what `attend` needs, for the most rows that a piece has."""
+    rows = job.state_bytes // (job.row_bytes + 8) // job.num_kv_heads
+    room = 32 * CHUNK + 4 * rows * (CHUNK + 1)
+    return 2 * job.state_bytes + room
+
+
+@njit(**WITHIN)
+def do_piece(job, kind, at, scratch):
+    piece = piece_at(at)
+    rows = piece.num_queries * job.num_kv_heads * job.group
+    state = piece.state if piece.parts > 1 else scratch + job.state_bytes
+    clear(job, rows, state)
+    if piece.first < piece.last:
+        load_queries(job, kind, piece, scratch)
+        highest = state + rows * job.row_bytes
+        room = scratch + 2 * job.state_bytes
+        attend(job, kind, piece, scratch, state, highest, highest + 4 * rows, room)
+    first = at - piece.part * PIECE_BYTES
+    if add_at(first + FINISHED, 1) == piece.parts - 1:
+        if piece.parts > 1:
+            state = piece_at(first).state
+        finish(job, kind, piece, rows, state)
+
+
+@njit(**FAST)
+def clear(job, rows, state):
+    """A state that has seen no key: `[rows, row]` sums, then highest logits, then totals."""
+    row = job.row_bytes // 4
+    for i in range(rows * row):
+        put_float32(state, i, ZERO)
+    for i in range(rows):
+        put_float32(state, rows * row + i, NONE)
+        put_float32(state, rows * (row + 1) + i, ZERO)
+
+
+@njit(**FAST)
+def finish(job, kind, piece, rows, states):
+    """Joins the states of a sequence's pieces, in their order, and writes its rows."""
+    row, group = 0, job.group
+    for kv_head in range(job.num_kv_heads):
+        for i in range(piece.num_queries):
+            for head in range(kv_head * group, (kv_head + 1) * group):
+                index = (piece.token + i) * job.num_kv_heads * group + head
+                write_row(job, kind, piece.parts, rows, row, states, index)
+                row += 1
+
+
+@njit(**FAST)
+def write_row(job, kind, parts, rows, row, states, index):
+    width = job.row_bytes // 4
+    tops, totals = rows * width + row, rows * (width + 1) + row
+    top, total = NONE, ZERO
+    for part in range(parts):
+        top = max(top, get_float32(states + part * job.state_bytes, tops))
+    shift = ZERO if top == NONE else top
+    for part in range(parts):
+        state = states + part * job.state_bytes
+        total += get_float32(state, totals) * exp(get_float32(state, tops) - shift)
+    sums = states
+    if parts > 1:
+        join_sums(job, parts, row, states, tops, shift)
+    over = ZERO if total == ZERO else np.float32(1) / total
+    out = job.out + index * job.head_dim * job.itemsize
+    narrow_row(sums + row * job.row_bytes, over, out, job.head_dim, kind)
+    if job.lse != 0:
+        put_float32(job.lse, index, NONE if total == ZERO else shift + log(total))
+
+
+@njit(**FAST)
+def join_sums(job, parts, row, states, tops, shift):
+    """Adds a row's sums of all parts up in the first one's."""
+    sums = states + row * job.row_bytes
+    factor = exp(get_float32(states, tops) - shift)
+    for d in range(job.head_dim):
+        put_float32(sums, d, get_float32(sums, d) * factor)
+    for part in range(1, parts):
+        state = states + part * job.state_bytes
+        factor, other = exp(get_float32(state, tops) - shift), state + row * job.row_bytes
+        for d in range(job.head_dim):
+            put_float32(sums, d, get_float32(sums, d) + get_float32(other, d) * factor)

@@ -1,0 +1,138 @@
+"""Paged attention of torch tensors on a CPU by the library's own compiled kernel.
+
+Decode and short queries read the pages in place; sequences with more queries are left to sdpa, in
+the same call. The calling thread works itself, outside the GIL, and threads of a pool help: as many
+in all as `torch.get_num_threads()` says.
+"""
+
+import ctypes
+import functools
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedattn import KVCache
+from pagedattn.backend import Backend
+from pagedattn.batch import Sequences, in_order
+from pagedattn.call import Call
+from pagedattn.kernels.cpu import compiled
+from pagedattn.kernels.cpu.call import HONOURS, LONGEST, long_ones, partner, unfit
+from pagedattn.kernels.cpu.call import numbers as numbers_of
+from pagedattn.kernels.cpu.call import refusals as refusals_of
+from pagedattn.kernels.cpu.job import JOB, NO_WINDOW, offset
+from pagedattn.registry import Framework
+
+
+class Plan(NamedTuple):
+    """What the layers of a step share.
+
+    Fields:
+      job: the struct that the kernel takes, without the addresses of a layer's arrays.
+      kept: the arrays whose addresses it has.
+      partner: the backend of long queries, and its plan; None if there are none.
+    """
+
+    job: np.ndarray
+    kept: tuple[Any, ...]
+    partner: tuple[Backend, Any] | None
+
+
+def refusals(call: Call) -> list[str]:
+    strides = call.strides.key[3], call.strides.value[3]
+    if strides == (1, 1):
+        return refusals_of(call)
+    return [*refusals_of(call), f"the cache must have stride 1 along head_dim, got {strides}"]
+
+
+def plan(call: Call, batch: Sequences) -> Plan:
+    arrays = batch.block_tables, batch.seq_lens, batch.query_start_loc
+    tables, lens, starts = (array.contiguous() for array in arrays)
+    numbers = numbers_of(call)
+    job = np.zeros(1, JOB)
+    addresses = {"tables": tables.data_ptr(), "seq_lens": lens.data_ptr()}
+    addresses |= {"starts": starts.data_ptr()}
+    _fill(job, addresses | _sizes(call) | _strides(call) | _options(call, numbers))
+    other = None
+    if call.longest_query > LONGEST:
+        backend = partner(call, Framework.TORCH)
+        other = backend, backend.plan(call, long_ones(in_order(batch)))
+    return Plan(job, (tables, lens, starts, numbers), other)
+
+
+def run(call: Call, query: Tensor, cache: KVCache, plan: Plan):
+    """out and lse of a call; every element is written by the kernel, or by the partner."""
+    if plan.partner is None:
+        out = query.new_empty(call.out_shape)
+        lse = query.new_empty(call.lse_shape, dtype=torch.float32) if call.return_lse else None
+    else:
+        backend, prepared = plan.partner
+        out, lse = backend.run(call, query, cache, prepared)
+    job = plan.job.copy()
+    arrays = {"query": query, "key": cache.key, "value": cache.value, "out": out}
+    _fill(job, {name: array.data_ptr() for name, array in arrays.items()})
+    job["lse"] = 0 if lse is None else lse.data_ptr()
+    _work(call.dtype, job)
+    return out, lse
+
+
+BACKEND = Backend("numba", HONOURS, run, refusals, unfit=unfit, plan=plan)
+
+
+def _fill(job: np.ndarray, fields: Mapping[str, Any]) -> None:
+    for name, value in fields.items():
+        job[name] = value
+
+
+def _sizes(call: Call) -> dict[str, int]:
+    names = "num_tokens", "num_kv_heads", "group", "head_dim", "num_blocks", "block_size"
+    names = *names, "num_seqs", "max_blocks", "itemsize"
+    return {name: getattr(call, name) for name in names}
+
+
+def _strides(call: Call) -> dict[str, int]:
+    query, key, value = call.strides
+    strides = {"query_token": query[0], "query_head": query[1]}
+    for name, plane in (("key", key), ("value", value)):
+        strides |= {f"{name}_block": plane[0], f"{name}_slot": plane[1], f"{name}_head": plane[2]}
+    in_bytes = {name: stride * call.itemsize for name, stride in strides.items()}
+    return in_bytes | {"table_row": 4 * call.max_blocks}
+
+
+def _options(call: Call, numbers: np.ndarray) -> dict[str, Any]:
+    return {
+        "scale": numbers[0],
+        "soft_cap": numbers[1],
+        "slopes": numbers[2:].ctypes.data if len(numbers) > 2 else 0,
+        "causal": call.spec.causal,
+        "window": NO_WINDOW if call.window is None else call.window,
+        "longest": LONGEST,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _work(dtype: str, call: np.ndarray) -> None:
+    """Begins a job, invites helpers, works, and waits for what they have begun.
+
+    Machine code called by ctypes does not hold the GIL. A helper that comes late finds no work; the
+    last one who leaves a job frees it.
+    """
+    task = compiled.task(dtype).ctypes
+    job = compiled.begin().ctypes(call.ctypes.data)
+    for _ in range(ctypes.c_int64.from_address(job + offset("threads")).value - 1):
+        _helpers(torch.get_num_threads()).submit(task, job)
+    task(job)
+    compiled.end().ctypes(job)
+
+
+@functools.cache
+def _helpers(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads - 1, "pagedattn")
+
+
+# The threads of a pool do not live on in a process that was forked.
+os.register_at_fork(after_in_child=_helpers.cache_clear)

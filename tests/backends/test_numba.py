@@ -1,0 +1,226 @@
+"""What is the compiled kernel's own: threads, pieces, machine code kept on disk."""
+
+import os
+import subprocess
+import sys
+import threading
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import SPECS, as_numpy, random_cache, rows, run
+
+from pagedattn import UnsupportedError, explain, paged_attention, write_kv
+from pagedattn.features import DTYPES
+from pagedattn.registry import can_load
+from pagedattn.testing import (
+    assert_attention_close,
+    batch_of,
+    cache_of,
+    random_problem,
+)
+
+if not can_load("numba") or jax.default_backend() != "cpu":
+    pytest.skip("needs numba, and JAX on a CPU", allow_module_level=True)
+
+from pagedattn.backends import numba as backend
+from pagedattn.kernels.cpu.call import LONGEST
+
+LARGE = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "block_size": 16}
+
+
+def attend(problem, threads):
+    query, cache, batch = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
+    chosen = backend.with_threads(threads)
+    return paged_attention(query, cache, batch, problem.spec, backend=chosen, return_lse=True)
+
+
+def check(problem, threads=1):
+    assert_attention_close(*map(np.asarray, attend(problem, threads)), problem)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("options", SPECS)
+def test_long_sequences_are_cut_into_pieces(options, threads):
+    """Enough keys that several threads take part of one sequence; poison behind every end."""
+    check(random_problem([1, 3, 1], [3001, 700, 16], SPECS[options], **LARGE), threads)
+
+
+@pytest.mark.parametrize("head_dim", [1, 7, 16, 24, 80, 96, 256])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_head_dims_with_a_tail(head_dim, dtype):
+    sizes = {"head_dim": head_dim, "dtype": jnp.dtype(dtype)}
+    check(random_problem([1, 2, 1], [33, 70, 1], SPECS["plain"], **sizes))
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8])
+def test_groups(group):
+    check(random_problem([1, 2], [40, 65], SPECS["plain"], num_heads=2 * group, num_kv_heads=2))
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 48, 128])
+def test_block_sizes(block_size):
+    check(random_problem([1, 5], [129, 60], SPECS["all"], block_size=block_size))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_results_do_not_depend_on_threads_beyond_rounding(dtype):
+    problem = random_problem([1], [6000], SPECS["plain"], dtype=jnp.dtype(dtype), **LARGE)
+    alone, together = (np.asarray(attend(problem, n)[0], np.float32) for n in (1, 4))
+    np.testing.assert_allclose(alone, together, rtol=2**-7, atol=1e-4)
+
+
+@pytest.mark.parametrize("query_lens", [[LONGEST, 1], [LONGEST + 1, 1, 2], [40, 0, 1, 30]])
+def test_long_queries_are_left_to_others_in_the_same_call(query_lens):
+    lens = [50 + 7 * n for n in query_lens]
+    for options in ("plain", "all"):
+        problem = random_problem(query_lens, lens, SPECS[options])
+        assert_attention_close(*run(problem, "numba"), problem)
+        assert_attention_close(*run(problem, "numba", "eager"), problem)
+
+
+def test_prefill_is_not_its_work():
+    problem = random_problem([64] * 3, [64] * 3, SPECS["plain"])
+    why = explain(jnp.asarray(problem.query), cache_of(problem), batch_of(problem))
+    assert why["numba"] == []
+    assert "numba" in why.passed_over
+
+
+def test_float64_is_refused():
+    with jax.enable_x64(True):
+        problem = random_problem([1], [3], SPECS["plain"], dtype=np.float64)
+        with pytest.raises(UnsupportedError, match="float64"):
+            attend(problem, 1)
+
+
+def test_programs_may_call_at_once():
+    """Eight Python threads, each with a compiled program of its own, on XLA's one pool."""
+    problems = [random_problem([1, 2], [2500, 90], SPECS[n], **LARGE) for n in ("plain", "all")]
+    failures = []
+
+    def repeat(problem):
+        try:
+            for _ in range(10):
+                check(problem, 3)
+        except BaseException as error:
+            failures.append(error)
+
+    workers = [threading.Thread(target=repeat, args=(problem,)) for problem in problems * 4]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not failures
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_are_set_in_the_memory_that_was_donated(dtype):
+    cache = jax.tree.map(lambda plane: plane.astype(dtype), random_cache(num_blocks=64))
+    before = as_numpy(cache)
+    new = jax.tree.map(lambda x: x.astype(dtype), rows(3, cache))
+    place = [plane.unsafe_buffer_pointer() for plane in (cache.key, cache.value)]
+    slots = jnp.array([5, -1, 200], jnp.int32)
+    got = jax.jit(write_kv, donate_argnums=0)(cache, *new, slots)
+    assert [plane.unsafe_buffer_pointer() for plane in (got.key, got.value)] == place
+    for plane, old, row in zip(as_numpy(got), before, new, strict=True):
+        flat = old.reshape(-1, *old.shape[2:])
+        flat[5], flat[200] = np.asarray(row)[0], np.asarray(row)[2]
+        np.testing.assert_array_equal(plane, old)
+
+
+def test_an_array_that_is_not_donated_stays_as_it_was():
+    cache = jax.tree.map(lambda plane: plane.astype("bfloat16"), random_cache())
+    before = as_numpy(cache)
+    jax.jit(write_kv)(cache, *rows(2, cache), jnp.array([0, 1]))
+    for plane, old in zip(as_numpy(cache), before, strict=True):
+        np.testing.assert_array_equal(plane, old)
+
+
+def test_vmap():
+    problem = random_problem([1, 1], [30, 9], SPECS["plain"])
+    query, cache, batch = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
+    call = partial(paged_attention, cache=cache, batch=batch, backend="numba")
+    both = jax.jit(jax.vmap(lambda query: call(query)))(jnp.stack([query, -query]))
+    for got, given in zip(both, (query, -query), strict=True):
+        np.testing.assert_array_equal(got, call(given))
+
+
+USE = """
+import os, sys
+import jax.numpy as jnp
+from pagedattn import make_batch, paged_attention, init_kv_cache
+batch = make_batch([1], [4], [[0, 1]], block_size=4)
+query = jnp.ones((1, 2, 8), jnp.bfloat16)
+out = paged_attention(query, init_kv_cache(2, 4, 1, 8), batch, backend="numba")
+assert (out == 0).all()
+"""
+TWO_DEVICES = """
+import jax
+from jax.sharding import PartitionSpec as P
+from pagedattn import KVCache
+mesh = jax.make_mesh((2,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
+heads = P(None, "heads", None)
+planes = P(None, None, "heads", None)
+def attend(query, cache, batch):
+    return paged_attention(query, cache, batch, backend="numba")
+rng = __import__("numpy").random.default_rng(0)
+query = jnp.asarray(rng.standard_normal((1, 4, 8)), jnp.bfloat16)
+cache = KVCache(*jnp.asarray(rng.standard_normal((2, 2, 4, 2, 8)), jnp.bfloat16))
+spread = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=(heads, planes, P()), out_specs=heads))
+assert (spread(query, cache, batch) == attend(query, cache, batch)).all()
+"""
+FORKED = """
+import warnings; warnings.simplefilter("ignore")
+import torch, pagedattn_torch
+from pagedattn import KVCache
+torch.set_num_threads(2)
+cache = KVCache(torch.ones(2000, 16, 8, 64), torch.ones(2000, 16, 8, 64))
+batch = make_batch([1], [31000], [list(range(2000))], block_size=16)
+def attend():
+    out = pagedattn_torch.paged_attention(torch.ones(1, 8, 64), cache, batch, backend="numba")
+    assert torch.allclose(out, torch.ones_like(out))
+attend()
+child = os.fork()
+attend()
+if child == 0:
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def in_a_process(code, **environment):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"} | environment
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_several_devices():
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    in_a_process(USE + TWO_DEVICES, **flags)
+
+
+def test_a_process_that_was_forked():
+    in_a_process(USE + FORKED)
+
+
+def test_machine_code_is_kept_on_disk(tmp_path):
+    """The second process finds what the first one compiled, and compiles nothing."""
+    report = "import numba, jax; jax.config.update('jax_platforms', 'cpu')\n"
+    count = "\nfrom pagedattn.kernels.cpu.compiled import task\nprint(task('bfloat16').cache_hits)"
+    for hits in ("0", "1"):
+        done = in_a_process(report + USE + count, NUMBA_CACHE_DIR=str(tmp_path))
+        assert done.stdout.split() == [hits]
+
+
+def test_processes_may_compile_at_once_and_without_a_folder_to_write_to(tmp_path):
+    folders = [str(tmp_path), str(tmp_path), "/proc/nowhere"]
+    environments = [os.environ | {"NUMBA_CACHE_DIR": folder} for folder in folders]
+    command = [sys.executable, "-c", USE]
+    running = [subprocess.Popen(command, env=e, stderr=subprocess.PIPE) for e in environments]
+    errors = [process.communicate()[1] for process in running]
+    assert [process.returncode for process in running] == [0, 0, 0], errors
