@@ -124,10 +124,10 @@ import jax.numpy as jnp
 from pagedattn import Backend
 from pagedattn.backends import xla
 
-def run(call, query, cache, batch):
+def run(call, query, cache, batch, **options):
     if call.num_tokens == 1:
         return jnp.full_like(query, 7.0), None
-    return xla.run(call, query, cache, batch)
+    return xla.run(call, query, cache, batch, **options)
 
 BACKEND = Backend("picky", xla.HONOURS - {"logits_soft_cap"}, run, before=BEFORE)
 """
