@@ -85,7 +85,7 @@ def backends_to_show(model: Decoder, limits: Limits) -> dict[str, str | None]:
         if why_not:
             console.print(f"{name} is left out: {'; '.join(why_not)}", style="dim")
     usable = {name: name for name, why_not in reasons.items() if not why_not}
-    return {f"backend=None ({reasons.choice} by itself)": None} | usable
+    return {"backend=None": None} | usable
 
 
 def make_requests(tokenizer: Tokenizer, longest: int) -> list[Request]:
