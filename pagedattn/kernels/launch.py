@@ -14,7 +14,8 @@ DTYPES = ("float16", "bfloat16", "float32")
 MAX_HEAD_DIM = 256
 # The options that the kernels know.
 HONOURS = frozenset(
-    {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "return_lse"}
+    {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
+    | {"cache_dtype", "sinks", "return_lse"}
 )
 # Up to this query length each sequence gets a fixed number of tiles; beyond, tiles search theirs.
 SHORT_QUERY = 16
