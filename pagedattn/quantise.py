@@ -40,7 +40,7 @@ def quantised(
     if scale is not None:
         wide = wide / xp.asarray(scale, dtype=xp.float32).reshape(-1, 1)
     wide = xp.clip(wide, -bound, bound)
-    if dtype_of(dtype).kind == "i":
+    if dtype_of(dtype) == "int8":
         wide = xp.round(xp.nan_to_num(wide))
     return xp.asarray(wide, dtype=dtype)
 

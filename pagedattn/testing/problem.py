@@ -156,8 +156,8 @@ def random_problem(
 def quantised_problem(problem: Problem, cache_dtype: Any) -> Problem:
     """The problem with caches of eight bits: what they hold is what they are said to hold."""
     dtype, heads = np.dtype(cache_dtype), problem.key_cache.shape[2]
-    sizes = np.float32([0.03, 0.02, 0.05]) * (1 if dtype == np.int8 else 10)
-    scales = np.resize(sizes[:2], heads), sizes[2]
+    step = np.float32(0.01 if dtype == np.int8 else 0.1)
+    scales = np.resize(np.array([3, 2], np.float32), heads) * step, np.array(5, np.float32) * step
     planes = [
         _held(plane, scale, dtype)
         for plane, scale in zip((problem.key_cache, problem.value_cache), scales, strict=True)

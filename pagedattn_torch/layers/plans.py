@@ -44,7 +44,7 @@ class Part(NamedTuple):
         return self if bias is None else self._replace(bias=bias[: self.batch.num_tokens])
 
     @property
-    def options(self) -> dict[str, Tensor]:
+    def options(self) -> dict[str, Any]:
         """The options of `paged_attention` for this part that are arrays."""
         return {} if self.bias is None else {"bias": self.bias}
 

@@ -145,7 +145,7 @@ def _state(
 ) -> tuple[Float[Tensor, "size kv_heads rows head_dim"], Float[Tensor, "size kv_heads rows"]]:
     """Out and lse of a tile's queries over the keys of a part, folded."""
     key, value = (plane[:, :, part.keys] for plane in planes)
-    if call.bias is not None:
+    if call.bias is not None and hidden.added is not None:
         key, value = (zeroed(plane, hidden.added) for plane in (key, value))
     out, lse = kernels.choose(call)(call, query, key, value, hidden.added)
     if hidden.blind is None:
