@@ -7,7 +7,9 @@ from jaxtyping import Bool, Float
 
 from .backend import Backend
 from .batch import Sequences
+from .cache import KVCache
 from .call import Call
+from .quantise import scaled
 from .ragged import arange, namespace
 
 
@@ -23,7 +25,11 @@ def attend(
     """
     own = backend.own(call)
     honoured = {name: array for name, array in options.items() if getattr(own, name)}
-    out, lse = backend.run(own, query, cache, plan, **honoured)
+    # A key's scale is a factor on its logits, a value's one on what is summed.
+    query = scaled(query, cache.key_scale, call.num_kv_heads)
+    planes = KVCache(cache.key, cache.value)
+    out, lse = backend.run(own, query, planes, plan, **honoured)
+    out = scaled(out, cache.value_scale, call.num_kv_heads)
     return (out, lse) if own.sinks == call.sinks else with_sinks(out, lse, options["sinks"], live)
 
 

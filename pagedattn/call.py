@@ -16,8 +16,8 @@ from .checks import is_traced
 from .ragged import cdiv
 from .spec import AttentionSpec
 
-# What a caller may ask for beside the spec: the fields of `Call` that say so.
-KEYWORDS = ("sinks", "bias", "return_lse")
+# What a caller may ask for beside the spec, and what a cache may: the fields of `Call` that say so.
+KEYWORDS = ("cache_dtype", "sinks", "bias", "return_lse")
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -37,6 +37,7 @@ class Layer(NamedTuple):
     dtype: str
     device: str
     strides: Strides
+    cache_dtype: str | None
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Call:
     return_lse: bool = False
     sinks: bool = False  # whether the call brings them
     bias: tuple[int, ...] | None = None  # its shape, if the call brings one
+    cache_dtype: str | None = None  # that of a quantised cache; None: the cache is of `dtype`
 
     @property
     def asked(self) -> tuple[str, ...]:
@@ -92,7 +94,8 @@ class Call:
 
     @property
     def layer(self) -> Layer:
-        return Layer(self.out_shape, self.cache_shape, self.dtype, self.device, self.strides)
+        where = self.device, self.strides
+        return Layer(self.out_shape, self.cache_shape, self.dtype, *where, self.cache_dtype)
 
     @property
     def cache_shape(self) -> tuple[int, int, int, int]:
@@ -175,6 +178,7 @@ def call_of(
         strides=layer.strides,
         spec=spec,
         return_lse=return_lse,
+        cache_dtype=layer.cache_dtype,
         **options_of(sinks, bias),
     )
 
@@ -186,12 +190,14 @@ def options_of(sinks=None, bias=None) -> dict[str, Any]:
 
 def layer_of(query, cache) -> Layer:
     """The facts of a layer's arrays, which may be traced."""
+    dtype, cache_dtype = (str(x.dtype).removeprefix("torch.") for x in (query, cache.key))
     return Layer(
         query_shape=tuple(query.shape),
         cache_shape=tuple(cache.key.shape),
-        dtype=str(query.dtype).removeprefix("torch."),
+        dtype=dtype,
         device=device_of(query),
         strides=Strides(*map(strides_of, (query, cache.key, cache.value))),
+        cache_dtype=None if cache_dtype == dtype else cache_dtype,
     )
 
 

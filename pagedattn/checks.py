@@ -130,17 +130,17 @@ def distinct_slots(slots) -> None:
 
 def is_floating(dtype) -> bool:
     """Whether JAX has this floating dtype; NumPy's long double is one that it has not."""
-    dtype = _numpy_dtype(dtype)
+    dtype = dtype_of(dtype)
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 8
 
 
 def is_integer(dtype) -> bool:
     """Whether it is an integer dtype of eight bits or more: JAX promotes no smaller ones."""
-    dtype = _numpy_dtype(dtype)
+    dtype = dtype_of(dtype)
     return dtype is not None and dtype.kind in "iu"
 
 
-def _numpy_dtype(dtype) -> np.dtype | None:
+def dtype_of(dtype) -> np.dtype | None:
     """A NumPy, JAX or torch dtype as NumPy's, torch's by its name; None if NumPy has none."""
     if isinstance(dtype, jax.Array | np.ndarray | np.generic):
         return None  # NumPy would take an array's own

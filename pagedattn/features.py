@@ -22,8 +22,10 @@ def signed_slopes(num_heads: int) -> tuple[float, ...]:
 
 # Options of a call that are arrays, keywords of `paged_attention`.
 ARRAYS = ("sinks", "bias")
-# Fields of a spec and arrays, alone and together. A function is called with the number of query
-# heads; the arrays of a problem are made with it.
+# Dtypes of caches that any query goes with.
+CACHE_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
+# Fields of a spec, arrays, and a dtype of the cache; alone and together. A function is called with
+# the number of query heads; the arrays of a problem are made with it.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "scale": {"scale": 0.6},
@@ -32,6 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "alibi_slopes": {"alibi_slopes": signed_slopes},
     "sinks": {"sinks": True},
     "bias": {"bias": True},
+    "cache_dtype": {"cache_dtype": "float8_e4m3fn"},
     "causal=False": {"causal": False},
     "causal=False, sliding_window": {"causal": False, "sliding_window": 4},
     "all": {
@@ -41,6 +44,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "alibi_slopes": signed_slopes,
         "sinks": True,
         "bias": True,
+        "cache_dtype": "float8_e5m2",
     },
     "causal=False, all": {
         "causal": False,
@@ -84,7 +88,7 @@ def spec_of(options: str, num_heads: int, **fields: Any) -> AttentionSpec:
     (0.25, -0.5)
     """
     settings = OPTIONS[options] | fields
-    settings = {name: value for name, value in settings.items() if name not in ARRAYS}
+    settings = {n: value for n, value in settings.items() if n not in (*ARRAYS, "cache_dtype")}
     return AttentionSpec(**{name: _for_heads(value, num_heads) for name, value in settings.items()})
 
 

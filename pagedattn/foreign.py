@@ -89,6 +89,7 @@ def _of_others(name, array):
 
 def _host_integers(name, array):
     integers = str(array.dtype).removeprefix("torch.").startswith(("int", "uint"))
+    integers = integers and len(array.shape) < 4  # quantised caches are no tables
     try:
         return integers and array.__dlpack_device__()[0] == HOST
     except Exception as error:  # frameworks have errors of their own for tensors without memory

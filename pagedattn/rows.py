@@ -11,6 +11,8 @@ from .checks import is_traced
 from .ragged import in_range, int32, set_at
 from .registry import Framework, can_load, load, order, wrong_device
 
+WIDENED = ("bfloat16", "float8_e4m3fn", "float8_e5m2")  # what XLA:CPU computes in a wider dtype
+
 
 def set_rows(
     array: Shaped[Any, "*shape"], indices: Integer[Any, "n"], rows: Shaped[Any, "n *row"]
@@ -21,12 +23,12 @@ def set_rows(
     of a slot, or of a block, depending on the shape of a row.
 
     Works in place inside a jit that donates the array, with one exception: XLA:CPU computes
-    bfloat16 in float32, so to set one row it rewrites the whole array (jax-ml/jax#40101 is of that
-    kind), 500 MB for each token. There `Backend.set_rows` of some backend runs instead, if one is
-    installed that has it.
+    bfloat16 in float32, and float8 in float16, so to set one row it rewrites the whole array
+    (jax-ml/jax#40101 is of that kind), 500 MB for each token. There `Backend.set_rows` of some
+    backend runs instead, if one is installed that has it.
     """
     array, indices, rows = jnp.asarray(array), int32(indices), jnp.asarray(rows)
-    if array.dtype == jnp.bfloat16 and is_traced(array) and device_of(array) == "cpu":
+    if array.dtype.name in WIDENED and is_traced(array) and device_of(array) == "cpu":
         for setter in _setters():
             return _differentiable(setter)(array, indices, rows)
     return _scatter(array, indices, rows)

@@ -33,6 +33,7 @@ class Request(NamedTuple):
     dtype: str
     return_lse: bool
     arrays: tuple[str, ...]
+    cache_dtype: str | None
 
 
 class Cell(NamedTuple):
@@ -66,6 +67,7 @@ def request(feature: str, attn_type: str) -> Request:
         feature if feature in DTYPES else "bfloat16",
         feature == "lse",
         arrays_of(options),
+        OPTIONS[options].get("cache_dtype"),
     )
 
 
@@ -85,10 +87,14 @@ def call(request: Request, normal: Callable = jnp.zeros) -> tuple:
         shape = (sum(key_lens), 1, *rows)
     return (
         query,
-        KVCache(normal(shape, request.dtype), normal(shape, request.dtype)),
+        KVCache(*(_plane(normal(shape, request.dtype), request.cache_dtype) for _ in range(2))),
         batch,
         request.spec,
     )
+
+
+def _plane(plane, cache_dtype):
+    return plane if cache_dtype is None else plane.astype(cache_dtype)
 
 
 def keywords(request: Request, normal: Callable = jnp.zeros) -> dict:

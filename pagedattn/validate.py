@@ -25,6 +25,7 @@ from .checks import (
     shown,
     start_locs,
 )
+from .quantise import LARGEST, largest
 from .ragged import cdiv
 from .spec import AttentionSpec
 
@@ -37,7 +38,10 @@ def cache_shape(shape, dtype) -> tuple[int, ...]:
         "num_blocks, block_size, num_kv_heads and head_dim must be integers above 0, and "
         f"num_blocks * block_size must fit int32, got {[*map(shown, shape)]}",
     )
-    require(is_floating(dtype), f"a cache's dtype must be floating, got {shown(dtype)}")
+    require(
+        is_floating(dtype) or largest(dtype) is not None,
+        f"a cache's dtype must be floating or int8, got {shown(dtype)}",
+    )
     return sizes
 
 
@@ -56,6 +60,34 @@ def kv_cache(cache) -> None:
         f"shape and dtype, got {describe(key)} and {describe(value)}",
     )
     cache_shape(tuple(key.shape), key.dtype)
+    scales(cache)
+
+
+def scales(cache) -> None:
+    """Requires scales of quantised caches only, one or one for each KV head, above 0."""
+    for name in ("key_scale", "value_scale"):
+        scale = getattr(cache, name, None)
+        if scale is not None:
+            _scale(f"the cache's {name}", scale, cache)
+
+
+def _scale(name, scale, cache):
+    an_array(name, scale)
+    shapes = ((), (cache.num_kv_heads,))
+    require(
+        tuple(scale.shape) in shapes and is_floating(scale.dtype),
+        f"{name} must be one floating number, or [num_kv_heads] = {shapes[1]}, got "
+        f"{describe(scale)}",
+    )
+    require(
+        largest(cache.dtype) is not None,
+        f"{name} is for a cache of {', '.join(LARGEST)}, this one is {cache.dtype}",
+    )
+    values = known(scale)
+    require(
+        values is None or bool((np.isfinite(values) & (values > 0)).all()),
+        f"{name} must be above 0, got {values}",
+    )
 
 
 def write(cache, key, value, slot_mapping) -> None:
@@ -65,14 +97,27 @@ def write(cache, key, value, slot_mapping) -> None:
     for name, array in (("key", key), ("value", value)):
         an_array(name, array)
         require(
-            array.shape == expected and array.dtype == cache.dtype,
-            f"{name} must be [num_tokens, num_kv_heads, head_dim] = {expected} of the cache's "
-            f"dtype {cache.dtype}, got {describe(array)}",
+            array.shape == expected and _goes_with(array.dtype, cache.dtype),
+            f"{name} must be [num_tokens, num_kv_heads, head_dim] = {expected} of "
+            f"{_dtypes(cache.dtype)}, got {describe(array)}",
         )
     slots = known(slot_mapping)
     if slots is not None:
         ids("slot_mapping", slots[slots != -1], cache.num_slots, "slots, or -1 for no write")
         distinct_slots(slots)
+
+
+def _goes_with(dtype, cache_dtype) -> bool:
+    """Whether queries, keys and values of a dtype go with a cache: its own, or if quantised any."""
+    if largest(cache_dtype) is None:
+        return dtype == cache_dtype
+    return is_floating(dtype) and largest(dtype) is None
+
+
+def _dtypes(cache_dtype) -> str:
+    if largest(cache_dtype) is None:
+        return f"the cache's dtype {cache_dtype}"
+    return f"a floating dtype of 16 bits or more, which a cache of {cache_dtype} goes with"
 
 
 def block_copies(src_cache, dst_cache, src, dst) -> None:
@@ -83,6 +128,8 @@ def block_copies(src_cache, dst_cache, src, dst) -> None:
         "the caches must agree in block_size, num_kv_heads, head_dim and dtype, got "
         f"{describe(src_cache.key)} and {describe(dst_cache.key)}",
     )
+    for name in ("key_scale", "value_scale"):
+        _same_scales(name, getattr(src_cache, name, None), getattr(dst_cache, name, None))
     int_array("src", src, 1)
     int_array("dst", dst, 1)
     require(
@@ -102,6 +149,17 @@ def fill(cache, blocks, value) -> None:
     values = known(blocks)
     if values is not None:
         ids("blocks", values[values != -1], cache.num_blocks, "blocks (or -1)")
+
+
+def _same_scales(name, src, dst):
+    """Blocks are copied as they are held, so they must stand for the same in both caches."""
+    if src is dst:
+        return
+    values = [None if scale is None else known(scale) for scale in (src, dst)]
+    equal = (src is None) == (dst is None) and src.shape == dst.shape
+    if equal and not any(value is None for value in values):
+        equal = (values[0] == values[1]).all()
+    require(equal, f"the caches must agree in {name}, got {values[0]} and {values[1]}")
 
 
 def _known_copies(src, dst, num_src, num_dst):
@@ -159,9 +217,10 @@ def _query(query, dtype, num_kv_heads, head_dim, spec):
         f"{describe(query)}",
     )
     require(
-        query.dtype == dtype,
-        f"keys and values of {dtype} do not go with a query of {query.dtype}: make the cache with "
-        "the query's dtype (init_kv_cache(..., dtype=query.dtype)), or cast the query",
+        _goes_with(query.dtype, dtype),
+        f"keys and values of {dtype} do not go with a query of {query.dtype}, which must be of "
+        f"{_dtypes(dtype)}: make the cache with the query's dtype (init_kv_cache(..., "
+        "dtype=query.dtype)), or cast the query",
     )
     num_heads = query.shape[1]
     require(

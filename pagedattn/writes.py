@@ -10,6 +10,7 @@ from . import validate
 from .cache import KVCache
 from .checks import is_traced
 from .foreign import takes_any_array
+from .quantise import largest, quantised
 from .ragged import PAD_SLOT, in_range, int32
 from .rows import set_rows
 
@@ -22,6 +23,10 @@ def write_kv(
     slot_mapping: Integer[Any, "num_tokens"],
 ) -> KVCache[Array]:
     """Writes the keys and values of new tokens to their slots; slot -1 writes nothing.
+
+    A quantised cache gets them divided by its scales, rounded to the nearest (ties to even) and
+    saturating: what lies beyond its dtype, infinity too, becomes its largest value. NaN stays NaN,
+    in int8 it becomes 0. Keys and values may then be of any floating dtype.
 
     In place when an enclosing `jax.jit` donates the cache; otherwise the cache given stays as it
     was. Inside jit a slot outside the cache is dropped, and which of two tokens with one slot
@@ -37,9 +42,8 @@ def write_kv(
     [0.0, 0.0, 0.0, 1.0]
     """
     validate.write(cache, key, value, slot_mapping)
-    return KVCache(
-        set_rows(cache.key, slot_mapping, key), set_rows(cache.value, slot_mapping, value)
-    )
+    key, value = jnp.asarray(key), jnp.asarray(value)
+    return _set(cache, slot_mapping, key, value)
 
 
 @takes_any_array
@@ -71,7 +75,8 @@ def swap_blocks(
     """Copies block `src[i]` of one cache to block `dst[i]` of another, and returns the latter.
 
     It is a copy, not an exchange: the name is the usual one for moving blocks to the host and back.
-    The caches may lie on different devices, and must agree in all but `num_blocks`.
+    The caches may lie on different devices, and must agree in all but `num_blocks`, in their
+    scales too.
 
     Raises:
       InvalidInputError: as `copy_blocks`; or caches that do not agree.
@@ -81,7 +86,7 @@ def swap_blocks(
     >>> host = swap_blocks(device, host, jnp.array([0, 3]), jnp.array([6, 7]))
     """
     validate.block_copies(src_cache, dst_cache, src, dst)
-    return KVCache(
+    return dst_cache.with_planes(
         _copy(src_cache.key, dst_cache.key, src, dst),
         _copy(src_cache.value, dst_cache.value, src, dst),
     )
@@ -90,6 +95,8 @@ def swap_blocks(
 @takes_any_array
 def fill_blocks(cache: KVCache, blocks: Integer[Any, "*n"], value: float = 0.0) -> KVCache[Array]:
     """Overwrites blocks with one value: zeros, or NaN to find who still reads them; -1 is skipped.
+
+    A quantised cache holds the value as `write_kv` would write it.
 
     Raises:
       InvalidInputError: wrong shapes or dtypes; outside jit also blocks outside the cache.
@@ -100,8 +107,17 @@ def fill_blocks(cache: KVCache, blocks: Integer[Any, "*n"], value: float = 0.0) 
     """
     validate.fill(cache, blocks, value)
     blocks = int32(blocks).ravel()
-    rows = jnp.full((len(blocks), *cache.key.shape[1:]), value, cache.dtype)
-    return KVCache(set_rows(cache.key, blocks, rows), set_rows(cache.value, blocks, rows))
+    dtype = cache.dtype if largest(cache.dtype) is None else jnp.float32
+    rows = jnp.full((len(blocks), *cache.key.shape[1:]), value, dtype)
+    return _set(cache, blocks, rows, rows)
+
+
+def _set(cache, indices, key, value) -> KVCache:
+    key = quantised(key, cache.dtype, cache.key_scale)
+    value = quantised(value, cache.dtype, cache.value_scale)
+    return cache.with_planes(
+        set_rows(cache.key, indices, key), set_rows(cache.value, indices, value)
+    )
 
 
 def _copy(src_plane, dst_plane, src, dst):

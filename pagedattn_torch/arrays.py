@@ -82,7 +82,12 @@ def require_cache(cache: KVCache) -> None:
             f"cache must be a KVCache of torch tensors, got {type(cache).__name__}; "
             "split_kv_cache makes one of a layer's kv_cache"
         )
-    require_tensors(**{"the cache's key": cache.key, "the cache's value": cache.value})
+    require_tensors(**{f"the cache's {k}": v for k, v in vars(cache).items() if v is not None})
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The same memory as bytes, if its elements are bytes: torch copies few kinds of float8."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def require_no_grad(*tensors: Tensor) -> None:

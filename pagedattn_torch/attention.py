@@ -147,7 +147,7 @@ class Step:
             step was prepared with, or it was prepared with other options: sinks, a bias.
         """
         require_no_grad(query, cache.key, cache.value)
-        query = _with_dense_rows(query)
+        query = _with_dense_rows(query, cache)
         expected, got = self.call.layer, layer_of(query, cache)
         require(got == expected, f"the step was prepared for {expected}, got {got}")
         options = _options(query, sinks=sinks, bias=bias)
@@ -333,13 +333,15 @@ def _described(query, cache, batch, spec, return_lse, **options) -> tuple[Call, 
     require(isinstance(batch, BatchMetadata), f"batch is no BatchMetadata: {batch_type}")
     arrays = {"query": query, "key": cache.key, "value": cache.value}
     require_tensors(**arrays)
+    for name in ("key_scale", "value_scale"):
+        _require_beside(query, name, getattr(cache, name))
     require_no_grad(*arrays.values())
     # Checked before the batch moves to the query's device, while values on the CPU can be read.
     tensors = batch_on(batch, None)
     validate.attention(query, cache, tensors, spec, return_lse)
     options = _options(query, **options)
     validate_options.columns(tensors.seq_lens, **options)
-    call = call_of(_with_dense_rows(query), cache, tensors, spec, return_lse, **options)
+    call = call_of(_with_dense_rows(query, cache), cache, tensors, spec, return_lse, **options)
     return call, _owned(batch, query.device)
 
 
@@ -350,11 +352,15 @@ def _options(query, **options) -> dict[str, Tensor]:
     require_no_grad(*given.values())
     validate_options.options(query, **given)
     for name, array in given.items():
-        require(
-            array.device == query.device,
-            f"{name} must lie on the query's {query.device}, got {array.device}",
-        )
+        _require_beside(query, name, array)
     return given
+
+
+def _require_beside(query, name, array):
+    require(
+        array is None or array.device == query.device,
+        f"{name} must lie on the query's {query.device}, got {array is not None and array.device}",
+    )
 
 
 def _owned(batch: BatchMetadata, device) -> Sequences:
@@ -371,9 +377,13 @@ def _owned(batch: BatchMetadata, device) -> Sequences:
     return Sequences(tables, lens, starts)
 
 
-def _with_dense_rows(query: Tensor) -> Tensor:
-    """The query with stride 1 along head_dim, as kernels load it."""
-    return query if query.stride(-1) == 1 else query.contiguous()
+def _with_dense_rows(query: Tensor, cache: KVCache) -> Tensor:
+    """The query with stride 1 along head_dim, as kernels load it.
+
+    Wholly dense if the cache has a scale, by which it is multiplied: the product will be so, too.
+    """
+    dense = query.stride(-1) == 1 and cache.key_scale is None
+    return query if dense else query.contiguous()
 
 
 def _no_results(call, query, *_):

@@ -7,8 +7,9 @@ from jaxtyping import Float, Integer, Shaped
 from torch import Tensor
 
 from pagedattn import KVCache, validate
+from pagedattn.quantise import quantised
 
-from .arrays import on_device_of, require_cache, require_tensors, tensor
+from .arrays import bits, on_device_of, require_cache, require_tensors, tensor
 from .rows import DeviceRows, HostRows, row_index, slot_index
 
 
@@ -21,6 +22,7 @@ def write_kv_(
     """Writes the keys and values of new tokens into the cache, in place; slot -1 writes nothing.
 
     Gradients are not tracked: the cache gets values only, even of tensors that require gradients.
+    A quantised cache gets them as `pagedattn.write_kv` writes them.
 
     Args:
       slot_mapping: an array of any framework.
@@ -54,8 +56,10 @@ def write_rows_(
 ) -> None:
     """`write_kv_` without its checks; never waits for the device."""
     with on_device_of(cache.key):
-        rows.put_(cache.key, key)
-        rows.put_(cache.value, value)
+        key = quantised(key, cache.dtype, cache.key_scale)
+        value = quantised(value, cache.dtype, cache.value_scale)
+        rows.put_(bits(cache.key), bits(key))
+        rows.put_(bits(cache.value), bits(value))
 
 
 @torch.no_grad()
@@ -70,7 +74,8 @@ def set_rows_(
     """
     indices = indices.to(torch.int64)
     flat = array.view(-1, *rows.shape[1:])
-    row_index((indices,), (indices >= 0) & (indices < len(flat))).put_(flat, rows)
+    live = (indices >= 0) & (indices < len(flat))
+    row_index((indices,), live).put_(bits(flat), bits(rows))
     return array
 
 
@@ -111,7 +116,8 @@ def swap_blocks_(
     src, dst = src.to(torch.int64), dst.to(src.device, torch.int64)
     copied = (src >= 0) & (dst >= 0)
     src, dst = src[copied], dst[copied]
-    for source, target in ((src_cache.key, dst_cache.key), (src_cache.value, dst_cache.value)):
+    planes = ((src_cache.key, dst_cache.key), (src_cache.value, dst_cache.value))
+    for source, target in (map(bits, pair) for pair in planes):
         with on_device_of(source):
             blocks = source.index_select(0, src.to(source.device)).to(target.device)
         with on_device_of(target):

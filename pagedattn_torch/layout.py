@@ -106,6 +106,8 @@ def planes(kv_cache: Tensor | KVCache) -> KVCache:
         return kv_cache
     if kv_cache.ndim not in (3, 5) or len(kv_cache) != 2:
         raise _unlike(kv_cache)
+    if kv_cache.dtype is torch.uint8:  # quantised keys and values, of whatever kind
+        kv_cache = kv_cache.view(torch.int8)
     key, value = kv_cache.unbind(0)
     return (
         KVCache(key, value) if key.ndim == 4 else KVCache(key[:, None, None], value[:, None, None])

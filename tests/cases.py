@@ -55,7 +55,7 @@ def run(problem: Problem, backend: str | None, mode: str = "jit") -> tuple[np.nd
     except UnsupportedError as error:
         if not may_refuse(backend):
             raise
-        calls.refuse(error, problem.spec, problem.arrays)
+        calls.refuse(error, problem.spec, _beside(problem))
         out, lse = reference_attention(**arguments(problem))
         return out.astype(problem.query.dtype), lse.astype(np.float32)
     if lse is None:
@@ -63,6 +63,11 @@ def run(problem: Problem, backend: str | None, mode: str = "jit") -> tuple[np.nd
         lse = reference_attention(**arguments(problem))[1].astype(np.float32)
     calls.ran += may_refuse(backend)
     return np.asarray(out), np.asarray(lse)
+
+
+def _beside(problem: Problem) -> list[str]:
+    """What a problem asks for beside its spec."""
+    return [*problem.arrays, *["cache_dtype"] * (problem.key_scale is not None)]
 
 
 def honoured(problem: Problem, backend: str) -> Problem:

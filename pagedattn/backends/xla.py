@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ..backend import Backend
 from ..batch import Sequences
@@ -66,7 +66,8 @@ def run(
 
 
 HONOURS = frozenset(
-    {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes", "bias", "return_lse"}
+    {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
+    | {"cache_dtype", "bias", "return_lse"}
 )
 BACKEND = Backend("xla", HONOURS, run)
 
@@ -142,7 +143,8 @@ def _attend(
     def update(state, keys):
         inside = (keys >= tiles.first_key[:, None]) & (keys < tiles.last_key[:, None])
         slots = _slots(tiles.tables, keys[0], call.block_size)
-        key, value = (_gather(plane, slots, inside) for plane in (cache.key, cache.value))
+        planes = cache.key, cache.value
+        key, value = (_gather(plane, slots, inside, scaled.dtype) for plane in planes)
         visible = visible_mask(tiles.positions, keys, call.spec) & inside[:, None]
         visible, added = visible & tiles.valid[:, :, None], None
         if rows is not None:
@@ -191,11 +193,12 @@ def _slots(
 
 
 def _gather(
-    plane: Float[Array, "num_blocks block_size kv_heads head_dim"],
+    plane: Shaped[Array, "num_blocks block_size kv_heads head_dim"],
     slots: Int[Array, "step chunk"],
     inside: Bool[Array, "step chunk"],
+    dtype,
 ) -> Float[Array, "step kv_heads chunk head_dim"]:
-    """Rows of a cache plane, 0 where no query may look.
+    """Rows of a cache plane in a dtype, 0 where no query may look.
 
     With heads before slots XLA:CPU need not transpose for its matrix products. The zeros are there
     because a NaN would survive a weight of 0.
@@ -205,7 +208,7 @@ def _gather(
     heads = jnp.arange(num_kv_heads)[None, :, None]
     rows = flat.at[slots[:, None], heads].get(mode="clip")
     rows = jnp.where(inside[:, None, :, None], rows, 0)
-    return rows.astype(_wide(plane.dtype))
+    return rows.astype(dtype)
 
 
 def _wide(dtype):

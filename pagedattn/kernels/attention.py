@@ -25,7 +25,7 @@ SIZES = [
 @triton.jit(do_not_specialize=SIZES)
 def attention_kernel(
     query,  # [num_tokens, num_kv_heads * GROUP, HEAD_DIM]
-    key,  # [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM], value alike
+    key,  # [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM], value alike; of any dtype
     value,
     block_tables,  # i32 [num_seqs, max_blocks]
     seq_lens,  # i32 [num_seqs]
@@ -326,8 +326,9 @@ def walk(
             slot_stride * STRIDE_UNIT, BLOCK_SIZE, KEYS, MASKED,
         )  # fmt: skip
         # Keys that no row sees are not read: a NaN there would survive a weight of 0.
-        k = load_slots(key, offsets, dims, inside, HEAD_DIM, DIMS, MASKED)
-        v = load_slots(value, offsets, dims, inside, HEAD_DIM, DIMS, MASKED)
+        # Eight bits become the query's dtype in registers.
+        k = load_slots(key, offsets, dims, inside, HEAD_DIM, DIMS, MASKED).to(q.dtype)
+        v = load_slots(value, offsets, dims, inside, HEAD_DIM, DIMS, MASKED).to(q.dtype)
         products = tl.dot(q, tl.trans(k), input_precision="ieee")
         logits = cap * tanh(products * scale) if SOFT_CAP else products * scale
         distance = positions[:, None] - keys[None, :]

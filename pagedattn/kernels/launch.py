@@ -12,9 +12,11 @@ from ..ragged import cdiv
 
 DTYPES = ("float16", "bfloat16", "float32")
 MAX_HEAD_DIM = 256
+E4M3 = (8, 9)  # the compute capability from which Triton reads float8_e4m3fn
 # The options that the kernels know.
 HONOURS = frozenset(
-    {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "return_lse"}
+    {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
+    | {"cache_dtype", "sinks", "return_lse"}
 )
 # Up to this query length each sequence gets a fixed number of tiles; beyond, tiles search theirs.
 SHORT_QUERY = 16
@@ -63,9 +65,11 @@ class Launch(NamedTuple):
     num_stages: int
 
 
-def refusals(call: Call) -> list[str]:
-    """Why the kernels cannot run a call, whatever the framework."""
+def refusals(call: Call, capability: tuple[int, int] | None) -> list[str]:
+    """Why the kernels cannot run a call on a device of a compute capability (None: no GPU)."""
     reasons = []
+    if call.cache_dtype == "float8_e4m3fn" and capability is not None and capability < E4M3:
+        reasons.append(f"cache_dtype {call.cache_dtype} needs compute capability 8.9")
     if call.dtype not in DTYPES:
         reasons.append(f"the dtype must be one of {', '.join(DTYPES)}, got {call.dtype}")
     if call.head_dim > MAX_HEAD_DIM:

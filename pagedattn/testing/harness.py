@@ -51,7 +51,8 @@ def batch_of(problem: Problem) -> BatchMetadata:
 
 def cache_of(problem: Problem) -> KVCache:
     """The cache of a problem as JAX arrays."""
-    return KVCache(jnp.asarray(problem.key_cache), jnp.asarray(problem.value_cache))
+    names = ("key_cache", "value_cache", "key_scale", "value_scale")
+    return KVCache(*jax.tree.map(jnp.asarray, [getattr(problem, name) for name in names]))
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "backend", "return_lse"))
@@ -145,6 +146,7 @@ def cell_problem(cell: Cell, sizes: dict[str, int]) -> Problem:
         dtype=np.dtype(cell.dtype),
         max_query_len=1 if cell.phase == "decode" else MAX_QUERY_LEN,
         arrays=arrays_of(cell.feature),
+        cache_dtype=OPTIONS[cell.feature].get("cache_dtype"),
     )
 
 

@@ -37,13 +37,18 @@ def visible_keys(query_len: int, seq_len: int, spec: Any) -> np.ndarray:
     return seen
 
 
-def walk(pool: np.ndarray, table: Sequence[int] | np.ndarray, wanted: np.ndarray) -> np.ndarray:
+def walk(
+    pool: np.ndarray,
+    table: Sequence[int] | np.ndarray,
+    wanted: np.ndarray,
+    scale: np.ndarray | None,
+) -> np.ndarray:
     """float64 `[k, num_kv_heads, head_dim]`: the wanted tokens one by one, zeros for the others."""
     block_size = pool.shape[1]
     tokens = np.zeros((len(wanted), *pool.shape[2:]))
     for j in np.flatnonzero(wanted):
         tokens[j] = pool[int(table[j // block_size]), j % block_size].astype(np.float64)
-    return tokens
+    return tokens if scale is None else tokens * np.float64(scale).reshape(-1, 1)
 
 
 def heads(
@@ -56,6 +61,8 @@ def heads(
     spec: Any,
     sinks: np.ndarray | None = None,
     bias: np.ndarray | None = None,
+    key_scale: np.ndarray | None = None,
+    value_scale: np.ndarray | None = None,
 ) -> Iterator[Head]:
     """Every query head of every sequence, with exactly the keys that the contract lets it see."""
     group = query.shape[1] // key_cache.shape[2]
@@ -64,8 +71,8 @@ def heads(
         query_len = rows.stop - rows.start
         visible = visible_keys(query_len, seq_len, spec)
         wanted = wanted_keys(visible, bias, rows)
-        keys = walk(key_cache, block_tables[s], wanted)
-        values = walk(value_cache, block_tables[s], wanted)
+        keys = walk(key_cache, block_tables[s], wanted, key_scale)
+        values = walk(value_cache, block_tables[s], wanted, value_scale)
         p = (seq_len - query_len) + np.arange(query_len)
         distance = np.abs(p[:, None] - np.arange(seq_len)[None, :])
         for h in range(query.shape[1]):
@@ -127,6 +134,8 @@ def reference_attention(
     spec: Any,
     sinks: np.ndarray | None = None,
     bias: np.ndarray | None = None,
+    key_scale: np.ndarray | None = None,
+    value_scale: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Paged attention in float64, slowly and plainly.
 
@@ -141,6 +150,8 @@ def reference_attention(
         spec: an `AttentionSpec`.
         sinks: `[num_heads]`, or None.
         bias: `[num_tokens, num_heads or 1, max_keys]`, or None.
+        key_scale, value_scale: what the caches' keys and values are multiplied by, a number or
+            `[num_kv_heads]`, or None.
 
     Returns:
         out float64, of the shape of `query`, and lse float64 `[num_tokens, num_heads]`; 0 and -inf
@@ -160,7 +171,7 @@ def reference_attention(
     out = np.zeros(query.shape)
     lse = np.full(query.shape[:2], -np.inf)
     args = (query, key_cache, value_cache, block_tables, seq_lens, query_start_loc)
-    for head in heads(*args, spec, sinks, bias):
+    for head in heads(*args, spec, sinks, bias, key_scale, value_scale):
         probability, lse[head.rows, head.index] = softmax(logits(head, spec), head.sink)
         out[head.rows, head.index] = probability @ head.values
     return out, lse

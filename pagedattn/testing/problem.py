@@ -20,13 +20,15 @@ class Problem:
     Args:
         query: `[num_tokens, num_heads, head_dim]`, float32, bfloat16 or float16; rows past the last
             sequence are padding.
-        key_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, dtype of `query`.
+        key_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, dtype of `query` or
+            quantised.
         value_cache: like `key_cache`.
         block_tables: one row of block ids for each sequence; entries past
             `ceil(seq_len / block_size)` may hold anything.
         query_lens: new tokens of each sequence.
         seq_lens: keys of each sequence, the new tokens included.
         spec: an `AttentionSpec`.
+        key_scale, value_scale: float32, of quantised caches: a number or `[num_kv_heads]`, or None.
         max_query_len: static bound to give to `make_batch`; None takes its default.
         sinks: float32 `[num_heads]`, or None.
         bias: `[num_tokens, num_heads or 1, max_keys]`, float32 or dtype of `query`, or None.
@@ -42,6 +44,8 @@ class Problem:
     max_query_len: int | None = None
     sinks: np.ndarray | None = None
     bias: np.ndarray | None = None
+    key_scale: np.ndarray | None = None
+    value_scale: np.ndarray | None = None
 
     @property
     def block_size(self) -> int:
@@ -79,8 +83,7 @@ class Problem:
         query = self.query.copy()
         query[self.query_start_loc[-1] :] = poison
         hidden = ~self.visible_slots[:, :, None, None]
-        key, value = (np.where(hidden, poison, x) for x in (self.key_cache, self.value_cache))
-        key, value = key.astype(query.dtype), value.astype(query.dtype)
+        key, value = (_poisoned(x, hidden, poison) for x in (self.key_cache, self.value_cache))
         return self.replace(query=query, key_cache=key, value_cache=value, **self._hidden(poison))
 
     def _hidden(self, poison: float) -> dict[str, np.ndarray]:
@@ -93,6 +96,13 @@ class Problem:
             seen = oracle.visible_keys(rows.stop - rows.start, int(seq_len), self.spec)[:, None]
             bias[rows, :, :seq_len] = np.where(seen, self.bias[rows, :, :seq_len], poison)
         return {"bias": bias}
+
+
+def _poisoned(plane: np.ndarray, hidden: np.ndarray, poison: float) -> np.ndarray:
+    """The plane with `poison` where it is hidden; int8 has none, and gets its least value."""
+    if plane.dtype == np.int8:
+        return np.where(hidden, np.int8(-128), plane)
+    return np.where(hidden, poison, plane.astype(np.float64)).astype(plane.dtype)
 
 
 def random_problem(
@@ -111,13 +121,15 @@ def random_problem(
     block_tables: Sequence[Sequence[int]] | np.ndarray | None = None,
     max_query_len: int | None = None,
     arrays: Sequence[str] = (),
+    cache_dtype: Any = None,
     seed: int = 0,
 ) -> Problem:
     """A problem with unit normal values and shuffled blocks, poisoned wherever no query looks.
 
     `num_blocks` defaults to three more than are needed; `pad_tokens` is the length of the token
     axis, by default without padding; `block_tables=None` draws tables without sharing; `arrays` are
-    the options of `features.ARRAYS` that it has.
+    the options of `features.ARRAYS` that it has; `cache_dtype` quantises the caches, with a scale
+    for each KV head of the keys, and one of the values.
 
     Example:
         >>> from pagedattn import AttentionSpec
@@ -137,7 +149,26 @@ def random_problem(
     lens = list(query_lens), list(seq_lens)
     problem = Problem(query, key, value, block_tables, *lens, spec, max_query_len)
     problem = problem.replace(**{name: _MAKERS[name](rng, problem) for name in arrays})
+    problem = problem if cache_dtype is None else quantised_problem(problem, cache_dtype)
     return problem if poison is None else problem.poisoned(poison)
+
+
+def quantised_problem(problem: Problem, cache_dtype: Any) -> Problem:
+    """The problem with caches of eight bits: what they hold is what they are said to hold."""
+    dtype, heads = np.dtype(cache_dtype), problem.key_cache.shape[2]
+    step = np.float32(0.01 if dtype == np.int8 else 0.1)
+    scales = np.resize(np.array([3, 2], np.float32), heads) * step, np.array(5, np.float32) * step
+    planes = [
+        _held(plane, scale, dtype)
+        for plane, scale in zip((problem.key_cache, problem.value_cache), scales, strict=True)
+    ]
+    names = ("key_cache", "value_cache", "key_scale", "value_scale")
+    return problem.replace(**dict(zip(names, (*planes, *scales), strict=True)))
+
+
+def _held(plane, scale, dtype):
+    held = plane.astype(np.float32) / scale.reshape(-1, 1)
+    return (np.rint(held) if dtype == np.int8 else held).clip(-127, 127).astype(dtype)
 
 
 def random_sinks(rng: np.random.Generator, problem: Problem) -> np.ndarray:

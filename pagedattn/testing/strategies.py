@@ -50,18 +50,23 @@ KINDS = ("prefill", "chunk", "decode", "empty query", "padding")
 
 
 class Options(NamedTuple):
-    """What a call asks for: its spec, and the names of its arrays (`features.ARRAYS`)."""
+    """What a call asks for: its spec, the names of its arrays (`features.ARRAYS`), its cache."""
 
     spec: AttentionSpec
     arrays: tuple[str, ...] = ()
+    cache_dtype: str | None = None
 
 
 def options_table(num_heads: int) -> dict[str, Options]:
     """Named options that between them use every one, alone and together, and some edges."""
-    return {name: Options(spec_of(name, num_heads), arrays_of(name)) for name in OPTIONS} | {
+    return {name: _options(name, num_heads) for name in OPTIONS} | {
         "sliding_window=1": Options(AttentionSpec(sliding_window=1)),
         "standard alibi_slopes": Options(AttentionSpec(alibi_slopes=alibi_slopes(num_heads))),
     }
+
+
+def _options(name: str, num_heads: int) -> Options:
+    return Options(spec_of(name, num_heads), arrays_of(name), OPTIONS[name].get("cache_dtype"))
 
 
 def options(num_heads: int) -> st.SearchStrategy[Options]:
@@ -151,6 +156,7 @@ def problems(
     bucket: Bucket | None = None,
     spec: AttentionSpec | None = None,
     arrays: Sequence[str] = (),
+    cache_dtype: Any = None,
     dtype: Any = None,
     kinds: Sequence[str] = KINDS,
     cross: bool = False,
@@ -161,7 +167,7 @@ def problems(
 
     Args:
         bucket: static shapes, one of `BUCKETS` by default.
-        spec, arrays: drawn from `options` if there is no spec.
+        spec, arrays, cache_dtype: drawn from `options` if there is no spec.
         dtype: drawn from `dtypes` by default.
         kinds: the kinds of sequences, from `KINDS`; without prefills and chunks `max_query_len`
             is 1, as in a decode step.
@@ -171,7 +177,7 @@ def problems(
     """
     bucket = draw(st.sampled_from(BUCKETS)) if bucket is None else bucket
     if spec is None:
-        spec, arrays = draw(options(bucket.num_heads))
+        spec, arrays, cache_dtype = draw(options(bucket.num_heads))
     dtype = draw(dtypes()) if dtype is None else dtype
     lens = draw(cross_lengths(bucket) if cross else lengths(bucket, kinds))
     query_lens, seq_lens = ([length[i] for length in lens] for i in (0, 1))
@@ -191,6 +197,7 @@ def problems(
         block_tables=draw(tables(lens, bucket, share=share)),
         max_query_len=longest,
         arrays=arrays,
+        cache_dtype=cache_dtype,
         seed=draw(seeds()),
     )
 

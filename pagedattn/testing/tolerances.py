@@ -59,7 +59,8 @@ def expect(problem: Problem) -> Expected:
 
 def arguments(problem: Problem) -> dict[str, Any]:
     """The arguments of the oracle, by name."""
-    names = "query key_cache value_cache block_tables seq_lens query_start_loc spec sinks bias"
+    names = "query key_cache value_cache block_tables seq_lens query_start_loc spec"
+    names += " sinks bias key_scale value_scale"
     return {name: getattr(problem, name) for name in names.split()}
 
 
@@ -77,15 +78,32 @@ def worst_of_sequence(problem: Problem, error: np.ndarray) -> np.ndarray:
 
 
 def plain_attention(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """The formula in the input dtype with a float32 softmax: out and lse, as float64 arrays."""
+    """The formula in the input dtype with a float32 softmax: out and lse, as float64 arrays.
+
+    The scale of quantised keys is a factor on the queries, and that of values on out.
+    """
     spec, dtype = problem.spec, problem.query.dtype
+    value_scale, problem = problem.value_scale, folded(problem)
     out = np.zeros(problem.query.shape)
     lse = np.full(problem.query.shape[:2], -np.inf)
     for head in oracle.heads(**arguments(problem)):
         score = plain_logits(head, spec, dtype)
         probability, lse[head.rows, head.index] = oracle.softmax(score, head.sink)
         out[head.rows, head.index] = plain_matmul(probability, head.values, dtype)
-    return out, lse
+    return scaled(out, value_scale, problem.key_cache.shape[2]).astype(dtype).astype(float), lse
+
+
+def folded(problem: Problem) -> Problem:
+    """The problem with the scale of its keys in its queries, and without that of its values."""
+    query = scaled(problem.query.astype(float), problem.key_scale, problem.key_cache.shape[2])
+    query = query.astype(problem.query.dtype)
+    return problem.replace(query=query, key_scale=None, value_scale=None)
+
+
+def scaled(rows: np.ndarray, scale: np.ndarray | None, num_kv_heads: int) -> np.ndarray:
+    """Rows of query heads times the scale of their KV head."""
+    scale = np.broadcast_to(1.0 if scale is None else scale, num_kv_heads)
+    return rows * np.repeat(scale, rows.shape[1] // num_kv_heads)[:, None]
 
 
 def plain_logits(head: oracle.Head, spec: Any, dtype: Any) -> np.ndarray:

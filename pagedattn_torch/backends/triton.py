@@ -30,7 +30,8 @@ class Plan(NamedTuple):
 
 
 def refusals(call: Call) -> list[str]:
-    reasons = launch.refusals(call)
+    capability = torch.cuda.get_device_capability() if call.device == "cuda" else None
+    reasons = launch.refusals(call, capability)
     if call.strides.key != call.strides.value or call.strides.key[3] != 1:
         reasons.append(
             "key and value of the cache must have the same strides, that of head_dim 1, got "

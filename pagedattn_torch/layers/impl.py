@@ -26,6 +26,7 @@ from .inputs import (
 from .metadata import AttentionMetadata, batches
 from .metadata.derived import held
 from .plans import Part, plan
+from .quantised import as_quantised, cache_dtype
 from .step import LayerStep, likeness
 
 
@@ -39,7 +40,8 @@ class AttentionImpl:
       alibi_slopes, sliding_window, logits_soft_cap: as in `pagedattn.AttentionSpec`; None is off.
         Without causality windows and ALiBi are symmetric; in cross-attention the last query
         stands at the last key.
-      kv_cache_dtype: "auto", the dtype of the keys.
+      kv_cache_dtype: "auto", the dtype of the keys; or a quantised one: "fp8" or "fp8_e4m3",
+        "fp8_e5m2", "int8". `kv_cache` is then of that dtype or of torch.uint8.
       blocksparse_params: only None.
       attn_type: the type that `forward` computes if it is given none.
 
@@ -81,7 +83,11 @@ class AttentionImpl:
             for kind in AttentionType
         }
         self._check_heads()
-        _require_plain_cache(kv_cache_dtype, blocksparse_params)
+        self.cache_dtype = cache_dtype(kv_cache_dtype)
+        if blocksparse_params is not None:
+            raise UnsupportedError(
+                "blocksparse_params must be None: every visible key is attended to"
+            )
 
     @takes_layer
     def forward(
@@ -102,8 +108,11 @@ class AttentionImpl:
         without a context read `key` and `value` as they are given; so do encoders, profiling runs
         and calls without block tables.
 
-        Later engines pass their layer, a module, in front of the query. It is accepted and not
-        used: it only adds the scales of quantised caches.
+        Later engines pass their layer, a module, in front of the query. Of it only the scales of
+        quantised caches are used, `_k_scale` and `_v_scale`.
+
+        A quantised cache holds keys divided by `k_scale`, and values by `v_scale`, rounded and
+        saturating. Prompts then attend to their keys as the cache holds them.
 
         Args:
           query: `[num_tokens, num_heads * head_size]` or `[num_tokens, num_heads, head_size]`, of
@@ -113,7 +122,8 @@ class AttentionImpl:
           kv_cache: see `layout`; None or empty in a profiling run. A token of slot -1 is not
             written: if its sequence has a context, the cache's old values at its position are read.
           attn_metadata: the metadata of the step.
-          k_scale, v_scale: 1.0, as numbers or tensors on the CPU.
+          k_scale, v_scale: of a quantised cache, numbers or tensors on its device, one or one for
+            each KV head; otherwise 1.0, as numbers or tensors on the CPU.
           attn_type: None takes the layer's.
           output: a tensor to write the result to; None allocates one.
 
@@ -132,8 +142,8 @@ class AttentionImpl:
         >>> layer.forward(query, key, value, torch.zeros(2, 2, 4, 2, 8), meta).shape
         torch.Size([3, 16])
         """
-        require_unit_scales(k_scale=k_scale, v_scale=v_scale)
-        call = self._call(query, key, value, kv_cache, attn_metadata, attn_type)
+        scales = k_scale, v_scale
+        call = self._call(query, key, value, kv_cache, attn_metadata, attn_type, scales)
         check_output(output, call.query)
         step = held(attn_metadata).get(call.likeness(self)) or self._step(call, attn_metadata)
         result = step.run(call.query, call.fresh, call.cache).reshape(query.shape)
@@ -170,21 +180,26 @@ class AttentionImpl:
         call = self._call(query, key, value, kv_cache, attn_metadata, attn_type)
         held(attn_metadata)[call.likeness(self)] = self._step(call, attn_metadata)
 
-    def _call(self, query, key, value, kv_cache, attn_metadata, attn_type) -> "_Call":
+    def _call(
+        self, query, key, value, kv_cache, attn_metadata, attn_type, scales=(1.0, 1.0)
+    ) -> "_Call":
         """The arrays of a call, checked, with heads as an axis of their own."""
         kind = self.attn_type if attn_type is None else AttentionType.of(attn_type)
         rows = heads("query", query, self.num_heads, self.head_size)
         fresh = fresh_keys(key, value, (self.num_kv_heads, self.head_size))
         _check_counts(rows, fresh, attn_metadata, kind)
-        cache = self._cache(kv_cache, kind)
+        cache = self._cache(kv_cache, kind, scales)
         require_one_device(query=query, key=key, value=value, kv_cache=cache and cache.key)
         return _Call(kind, rows, fresh, cache)
 
-    def _cache(self, kv_cache, kind) -> KVCache | None:
+    def _cache(self, kv_cache, kind, scales) -> KVCache | None:
         """The cache that a call of this kind reads and writes."""
+        if self.cache_dtype is None:
+            require_unit_scales(**dict(zip(("k_scale", "v_scale"), scales, strict=True)))
         if not kind.cached or is_empty(kv_cache):
             return None
-        return split_kv_cache(kv_cache, self.num_kv_heads, self.head_size)
+        cache = split_kv_cache(kv_cache, self.num_kv_heads, self.head_size)
+        return cache if self.cache_dtype is None else as_quantised(cache, self.cache_dtype, *scales)
 
     def _step(self, call: "_Call", attn_metadata) -> LayerStep:
         """The prepared step of a call. All that can fail fails here, before anything is written."""
@@ -248,13 +263,3 @@ def _check_counts(query, fresh, meta, kind):
         f"attn_metadata expects {expected[0]} query and {expected[1]} key tokens for {kind} "
         f"attention, got {got[0]} and {got[1]}",
     )
-
-
-def _require_plain_cache(kv_cache_dtype, blocksparse_params):
-    if not (isinstance(kv_cache_dtype, str) and kv_cache_dtype == "auto"):
-        raise UnsupportedError(
-            f"kv_cache_dtype must be 'auto', the dtype of the keys, got {shown(kv_cache_dtype)}: "
-            "quantised caches are not supported"
-        )
-    if blocksparse_params is not None:
-        raise UnsupportedError("blocksparse_params must be None: every visible key is attended to")

@@ -16,18 +16,25 @@ from ..arrays import require_no_grad, require_strided, require_tensors
 def takes_layer(forward):
     """A decorator of `forward`: it may also be called as later engines do, with a layer in front.
 
-    Their arguments are (layer, query, key, value, kv_cache, attn_metadata, output). The layer is
-    not used.
+    Their arguments are (layer, query, key, value, kv_cache, attn_metadata, output). Of the layer
+    only the scales of a quantised cache are used.
     """
 
     @functools.wraps(forward)
     def method(self, *args, layer=None, **options):
         if args and _is_layer(args[0]):
-            args, output = args[1:6], args[6:]
+            layer, args, output = args[0], args[1:6], args[6:]
             options |= dict(zip(("output",), output, strict=False))
+        if self.cache_dtype is not None:
+            options = _scales_of(layer) | options
         return forward(self, *args, **options)
 
     return method
+
+
+def _scales_of(layer) -> dict:
+    names = ("k_scale", "v_scale")
+    return {name: getattr(layer, f"_{name}") for name in names if hasattr(layer, f"_{name}")}
 
 
 def _is_layer(value) -> bool:

@@ -25,6 +25,7 @@ from ..rows import DeviceRows, HostRows, slot_index
 from .attention_type import AttentionType
 from .inputs import Fresh
 from .metadata import batches
+from .quantised import like_cache
 from .slots import check_contexts, check_slots, completed
 
 
@@ -50,7 +51,7 @@ class Part(NamedTuple):
     def arrays(self, query: Tensor, fresh: Fresh | None, cache: Any) -> tuple[Tensor, KVCache]:
         """The queries and keys of this part."""
         if self.num_fresh is not None and fresh is not None:
-            cache = packed_cache(*fresh.first(self.num_fresh))
+            cache = like_cache(packed_cache(*fresh.first(self.num_fresh)), cache)
         return query[: self.batch.num_tokens], cache
 
 

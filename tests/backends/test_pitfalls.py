@@ -370,8 +370,8 @@ def test_28_the_scale_is_honoured_in_every_phase(phase):
     check(PHASES[phase], AttentionSpec(scale=0.05, sliding_window=4))
 
 
-def test_29_quantised_caches_are_refused_and_chunking_changes_nothing():
-    for dtype in ("fp8", "fp8_e5m2", "int8"):
+def test_29_unknown_caches_are_refused_and_chunking_changes_nothing():
+    for dtype in ("nvfp4", "int4", torch.float8_e5m2):
         with pytest.raises(UnsupportedError, match="kv_cache_dtype"):
             new_layer(4, 16, kv_cache_dtype=dtype)
     problem = random_problem([16], [16], AttentionSpec(), poison=None)
@@ -458,7 +458,7 @@ def test_37_nothing_is_warned_away():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check(MIXED, AttentionSpec(logits_soft_cap=1.0, alibi_slopes=SIGNED, sliding_window=6))
-        for options in ({"kv_cache_dtype": "fp8"}, {"blocksparse_params": {}}):
+        for options in ({"kv_cache_dtype": "nvfp4"}, {"blocksparse_params": {}}):
             with pytest.raises(UnsupportedError):
                 new_layer(4, 16, **options)
 

@@ -81,8 +81,8 @@ def test_matches_the_oracle(backend, mode, problem):
 @pytest.mark.parametrize("name", options_table(BUCKET.num_heads))
 @given(data=st.data())
 def test_all_options_match_the_oracle(backend, name, data):
-    spec, arrays = options_table(BUCKET.num_heads)[name]
-    problem = data.draw(problems(bucket=BUCKET, spec=spec, arrays=arrays, dtype=np.float32))
+    options = options_table(BUCKET.num_heads)[name]._asdict()
+    problem = data.draw(problems(bucket=BUCKET, dtype=np.float32, **options))
     assert_attention_close(*run(problem, backend), problem, name=backend)
 
 

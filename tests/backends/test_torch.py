@@ -139,7 +139,9 @@ def interleaved(cache: KVCache) -> KVCache:
 
 def by_head(cache: KVCache) -> KVCache:
     """The same values with heads outside of slots in memory."""
-    return KVCache(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in vars(cache).values()))
+    return KVCache(
+        *(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (cache.key, cache.value))
+    )
 
 
 LAYOUTS = {"interleaved": interleaved, "by head": by_head}

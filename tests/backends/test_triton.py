@@ -185,8 +185,9 @@ def test_a_program_is_machine_code_without_line_numbers(monkeypatch):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn", "float8_e5m2", "int8"])
 @pytest.mark.parametrize("max_query_len", [1, 300])
-def test_the_attention_kernel_compiles_for_a_gpu(monkeypatch, max_query_len):
+def test_the_attention_kernel_compiles_for_a_gpu(monkeypatch, max_query_len, cache_dtype):
     """To machine code, without a GPU; the launcher's message is a stand-in's."""
     from pagedattn.backends.triton import program as programs
     from pagedattn.kernels.attention import attention_kernel
@@ -196,9 +197,11 @@ def test_the_attention_kernel_compiles_for_a_gpu(monkeypatch, max_query_len):
     monkeypatch.setattr(programs, "launcher", launcher)
     monkeypatch.setattr(programs, "TAKES_BINARIES", True)
     programs._capability.cache_clear()
-    sizes = call(max_query_len=max_query_len, num_tokens=300)
+    options = {"cache_dtype": cache_dtype, "sinks": cache_dtype is not None}
+    sizes = call(max_query_len=max_query_len, num_tokens=300, **options)
     launch = attention_launch(sizes, tiling(sizes, H200), 256)
     half, whole, number = (np.zeros(1, dtype) for dtype in (np.float16, np.float32, np.int32))
-    arrays = [half] * 3 + [number] * 3 + [whole]
+    plane = half if cache_dtype is None else np.zeros(1, cache_dtype)
+    arrays = [half, plane, plane] + [number] * 3 + [whole] * 2
     message = zlib.decompress(programs.encoded(attention_kernel, arrays, launch, [half, whole]))
     assert b"\x7fELF" in message

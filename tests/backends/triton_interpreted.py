@@ -17,8 +17,9 @@ from hypothesis import given
 from triton import knobs
 from triton.runtime import interpreter
 
-from pagedattn import AttentionSpec, KVCache
+from pagedattn import AttentionSpec, KVCache, around
 from pagedattn.call import call_of
+from pagedattn.features import CACHE_DTYPES
 from pagedattn.kernels.launch import tiling
 from pagedattn.packed import packed_batch
 from pagedattn.testing import (
@@ -42,8 +43,8 @@ INTERPRETED = dataclasses.replace(backend.BACKEND, name="interpreted")
 BY_TRITON = {"backend": INTERPRETED, "return_lse": True}
 
 
-# Two shortcomings of Triton 3.6's interpreter: it asks arrays of one element for an int, which
-# NumPy 2.4 refuses, and multiplies bfloat16 by its bits.
+# Shortcomings of Triton 3.6's interpreter: it asks arrays of one element for an int, which NumPy
+# 2.4 refuses, multiplies bfloat16 by its bits, and takes the bits of integers for it.
 
 
 def patch_lang_tensor(tensor, scope, original=interpreter._patch_lang_tensor):
@@ -55,6 +56,12 @@ def create_dot(self, a, b, d, *precision):
     return interpreter.TensorHandle(float32(a) @ float32(b) + d.data, d.dtype.scalar)
 
 
+def cast_impl(self, source, target, original=interpreter.InterpreterBuilder.cast_impl):
+    if target.scalar == tl.bfloat16 and source.dtype.scalar.is_int():
+        source = interpreter.TensorHandle(source.data.astype(np.float32), tl.float32)
+    return original(self, source, target)
+
+
 def float32(handle):
     if handle.dtype.scalar == tl.bfloat16:
         return (handle.data.astype(np.uint32) << 16).view(np.float32)
@@ -63,17 +70,21 @@ def float32(handle):
 
 interpreter._patch_lang_tensor = patch_lang_tensor
 interpreter.InterpreterBuilder.create_dot = create_dot
+interpreter.InterpreterBuilder.cast_impl = cast_impl
 
 
 def tensor(array: np.ndarray) -> torch.Tensor:
-    if array.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+    if not hasattr(np, array.dtype.name):  # those of ml_dtypes
+        bits = torch.from_numpy(array.view(f"i{array.dtype.itemsize}").copy())
+        return bits.view(getattr(torch, array.dtype.name))
     return torch.from_numpy(np.ascontiguousarray(array))
 
 
 def arrays_of(problem: Problem, **changes):
     """A problem as tensors; `changes` replace fields of the batch."""
-    cache = KVCache(tensor(problem.key_cache), tensor(problem.value_cache))
+    scales = (problem.key_scale, problem.value_scale)
+    scales = (scale if scale is None else torch.as_tensor(scale) for scale in scales)
+    cache = KVCache(tensor(problem.key_cache), tensor(problem.value_cache), *scales)
     batch = dataclasses.replace(batch_on(batch_of(problem), "cpu"), **changes)
     return tensor(problem.query), cache, batch
 
@@ -81,7 +92,8 @@ def arrays_of(problem: Problem, **changes):
 def run(query, cache, batch, spec, **arrays):
     """The backend, without the checks that come before it."""
     call = call_of(query, cache, batch, spec, return_lse=True, **arrays)
-    return backend.run(call, query, cache, backend.plan(call, batch), **arrays)
+    given = (backend.plan(call, batch), around.live_tokens(call, batch), arrays)
+    return around.attend(backend.BACKEND, call, query, cache, *given)
 
 
 @pytest.fixture(autouse=True)
@@ -127,6 +139,13 @@ def test_sinks(name, max_query_len):
     problem = random_problem([1, 2, 1], [300, 64, 0], SPECS[name], arrays=["sinks"])
     assert name == "all" or splits(problem) > 4
     check(problem)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+def test_caches_of_eight_bits(cache_dtype, dtype):
+    check(mixed(SPECS["all"], cache_dtype=cache_dtype, dtype=dtype))
+    check(mixed(cache_dtype=cache_dtype, dtype=dtype, max_query_len=32))
 
 
 @hypothesis.settings(max_examples=25)

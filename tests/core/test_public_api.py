@@ -22,8 +22,11 @@ FUNCTIONS = {
             "scale causal sliding_window logits_soft_cap alibi_slopes",
         ),
         "alibi_slopes": ("num_heads", ""),
-        "KVCache": ("key value", ""),
-        "init_kv_cache": ("num_blocks block_size num_kv_heads head_dim dtype", ""),
+        "KVCache": ("key value key_scale value_scale", ""),
+        "init_kv_cache": (
+            "num_blocks block_size num_kv_heads head_dim dtype",
+            "key_scale value_scale",
+        ),
         "BatchMetadata": None,
         "make_batch": (
             "query_lens context_lens block_tables",

@@ -135,6 +135,26 @@ MUTANTS = {
         "bias + self.added",
         "tests/backends/test_bias.py -k window and sdpa",
     ),
+    "a key's scale left out": Mutant(
+        "query = scaled(query, cache.key_scale, call.num_kv_heads)",
+        "query = query",
+        "tests/backends/test_quantised.py -k scales_of_every_kind and xla and int8",
+    ),
+    "a value's scale of the wrong head": Mutant(
+        "num_kv_heads, num_heads // num_kv_heads, head_dim)\n    product",
+        "num_heads // num_kv_heads, num_kv_heads, head_dim).swapaxes(1, 2)\n    product",
+        "tests/backends/test_quantised.py -k scales_of_every_kind and xla and int8",
+    ),
+    "writes that do not saturate": Mutant(
+        "wide = xp.clip(wide, -bound, bound)",
+        "wide = wide * 1",
+        "tests/core/test_quantised.py -k saturates and jit",
+    ),
+    "int8 rounded to zero": Mutant(
+        "wide = xp.round(xp.nan_to_num(wide))",
+        "wide = xp.nan_to_num(wide)",
+        "tests/core/test_quantised.py -k saturates and jit",
+    ),
     "torch: one key behind the window left in": Mutant(
         "keys > self.rows.contexts[:, None] - self.call.window",
         "keys >= self.rows.contexts[:, None] - self.call.window",

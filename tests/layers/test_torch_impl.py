@@ -330,7 +330,7 @@ def test_encoders_on_a_device():
 
 SIZES = {"num_heads": 4, "head_size": 16, "num_kv_heads": 2}
 UNSUPPORTED = {
-    "kv_cache_dtype": {"kv_cache_dtype": "fp8"},
+    "kv_cache_dtype": {"kv_cache_dtype": "nvfp4"},
     "blocksparse": {"blocksparse_params": {"local_blocks": 4}},
 }
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quantised_cache
 from safetensors.numpy import load_file
 from serving import engine as engine_module
 from serving.checkpoint import load_checkpoint, read_config, save_checkpoint
@@ -200,3 +201,11 @@ def test_a_file_that_a_checkpoint_lacks_is_named(tmp_path, params, name):
     (tmp_path / name).unlink()
     with pytest.raises(InvalidInputError, match=name):
         load_checkpoint(tmp_path)
+
+
+def test_caches_in_eight_bits_cost_the_model_little(monkeypatch):
+    """On two windows of text: int8 the least, float8_e5m2, with two bits of fraction, the most."""
+    monkeypatch.setattr(quantised_cache, "WINDOWS", 2)
+    alike = {dtype: figures[0] for dtype, figures in quantised_cache.main().items()}
+    assert alike["int8"] > alike["float8_e4m3fn"] > alike["float8_e5m2"] > 0.8
+    assert alike["int8"] > 0.95

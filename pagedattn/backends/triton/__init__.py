@@ -52,7 +52,7 @@ BACKEND = Backend(
     "triton",
     HONOURS,
     with_xla_gradient(run),
-    refusals,
+    lambda call: refusals(call, _capability()),
     plan=starts_in_order,
     missing=missing,
 )
@@ -60,9 +60,13 @@ BACKEND = Backend(
 
 @functools.cache
 def _device():
-    device = jax.devices("gpu")[0]
-    major, minor = device.compute_capability.split(".")
-    return device_of(device.core_count, (int(major), int(minor)))
+    return device_of(jax.devices("gpu")[0].core_count, _capability())
+
+
+@functools.cache
+def _capability() -> tuple[int, int]:
+    major, minor = jax.devices("gpu")[0].compute_capability.split(".")
+    return int(major), int(minor)
 
 
 def _start(kernel, arrays, launch: Launch, outs):

@@ -18,7 +18,15 @@ from ...kernels.launch import Launch
 
 # From this version on the launcher takes machine code; older ones take PTX and assemble it.
 TAKES_BINARIES = tuple(map(int, version("jaxlib").split(".")[:3])) >= (0, 11, 2)
-TYPES = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32"}
+TYPES = {
+    "bfloat16": "*bf16",
+    "float16": "*fp16",
+    "float32": "*fp32",
+    "int32": "*i32",
+    "float8_e4m3fn": "*fp8e4nv",
+    "float8_e5m2": "*fp8e5",
+    "int8": "*i8",
+}
 DIVISIBILITY = 16  # bytes: what divides the addresses of XLA's arrays
 
 

@@ -12,7 +12,7 @@ the first key, which is wrong as soon as there is a context.
 from collections.abc import Iterator
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from pagedattn import KVCache
@@ -20,13 +20,15 @@ from pagedattn.backend import Backend
 from pagedattn.batch import Sequences
 from pagedattn.call import Call
 
+from ...arrays import bits
 from ...bias import bias_at, zeroed
 from ...rectangles import fold, fold_bias, unfold
 from . import kernels
 from .parts import Hidden, Part, Rectangle, Turn, rectangles
 
 HONOURS = frozenset(
-    {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes", "bias", "return_lse"}
+    {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
+    | {"cache_dtype", "bias", "return_lse"}
 )
 # Keys and values gathered at a time: few enough to stay in the CPU's cache until SDPA reads them.
 SCRATCH_BYTES = 4 << 20
@@ -107,16 +109,17 @@ def _queries(
 def _gathered(call, turn: Turn, cache, rooms) -> Iterator[Tensor]:
     """Keys and values of a turn as `[size, kv_heads, keys, dim]`."""
     for plane, (room, wide) in zip((cache.key, cache.value), rooms, strict=True):
-        pages = torch.index_select(plane, 0, turn.blocks, out=room[: len(turn.blocks)])
+        pages = room[: len(turn.blocks)]
+        torch.index_select(bits(plane), 0, turn.blocks, out=bits(pages))
         if turn.absent is not None:
-            _clear(pages.flatten(0, 1), turn.absent)
+            _clear(bits(pages).flatten(0, 1), turn.absent)
         if wide is not room:
             pages = wide[: len(turn.blocks)].copy_(pages)
         yield pages.view(turn.size, -1, *plane.shape[2:]).transpose(1, 2)
 
 
 def _clear(
-    rows: Float[Tensor, "slots kv_heads head_dim"],
+    rows: Shaped[Tensor, "slots kv_heads head_dim"],
     absent: Bool[Tensor, "slots"] | Int[Tensor, "num_absent"],
 ) -> None:
     """Zeroes the rows that no query may look at: a NaN there would survive a weight of 0."""

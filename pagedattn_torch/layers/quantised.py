@@ -1,0 +1,64 @@
+"""Quantised caches of layers: what engines call their dtypes, and the scales of a call."""
+
+import functools
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedattn import InvalidInputError, KVCache, UnsupportedError
+from pagedattn.checks import require, shown
+from pagedattn.quantise import largest, quantised
+
+DTYPES = {
+    "auto": None,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+}
+
+
+def cache_dtype(name) -> torch.dtype | None:
+    """The dtype of an engine's `kv_cache_dtype`; None is that of the keys."""
+    if not isinstance(name, str) or name not in DTYPES:
+        raise UnsupportedError(f"kv_cache_dtype must be one of {[*DTYPES]}, got {shown(name)}")
+    return DTYPES[name]
+
+
+def as_quantised(cache: KVCache, dtype: torch.dtype, k_scale, v_scale) -> KVCache:
+    """A layer's cache with its scales; engines allocate bytes where torch has no such dtype.
+
+    Raises:
+      InvalidInputError: a cache of another dtype, or no scale.
+    """
+    require(
+        cache.dtype in (dtype, torch.uint8),
+        f"kv_cache must be {dtype} or torch.uint8, by kv_cache_dtype, got {cache.dtype}",
+    )
+    device = cache.key.device
+    scales = (_scale("k_scale", k_scale, device), _scale("v_scale", v_scale, device))
+    return KVCache(cache.key.view(dtype), cache.value.view(dtype), *scales)
+
+
+def like_cache(packed: KVCache, cache: KVCache | None) -> KVCache:
+    """New keys and values as the cache will hold them: it is of no account who reads which."""
+    if cache is None or largest(cache.dtype) is None:
+        return packed
+    key = quantised(packed.key, cache.dtype, cache.key_scale)
+    value = quantised(packed.value, cache.dtype, cache.value_scale)
+    return cache.with_planes(key, value)
+
+
+def _scale(name, scale, device) -> Tensor:
+    if isinstance(scale, Tensor):
+        return scale.reshape(()) if scale.numel() == 1 else scale
+    if not isinstance(scale, float | int | np.number):
+        raise InvalidInputError(f"{name} must be a number or a tensor, got {shown(scale)}")
+    return _on_device(float(scale), device)
+
+
+@functools.cache
+def _on_device(scale: float, device) -> Tensor:
+    """A scale on a device, made once: copying it to a GPU waits, and no CUDA graph may do so."""
+    return torch.tensor(scale, dtype=torch.float32, device=device)

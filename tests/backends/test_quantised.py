@@ -1,0 +1,75 @@
+"""Attention over caches in eight bits, by the oracle, which is given what they hold."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import SPECS, mixed, run
+
+from pagedattn import KVCache, UnsupportedError, paged_attention, write_kv
+from pagedattn.backend import Backend
+from pagedattn.backends import xla
+from pagedattn.features import CACHE_DTYPES
+from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+def test_any_dtype_of_queries_with_any_of_caches(backend, cache_dtype, dtype):
+    problem = mixed(SPECS["all"], cache_dtype=cache_dtype, dtype=np.dtype(dtype))
+    assert_attention_close(*run(problem, backend), problem, name=backend)
+
+
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+def test_scales_of_every_kind(backend, cache_dtype):
+    problem = mixed(cache_dtype=cache_dtype)
+    heads = np.float32([0.7, 0.01])
+    for scales in ((None, None), (np.float32(0.1), None), (None, heads), (heads, heads)):
+        changed = problem.replace(key_scale=scales[0], value_scale=scales[1])
+        if changed.key_scale is None and cache_dtype != "float8_e5m2":
+            changed = changed.replace(query=changed.query / 100)
+        assert_attention_close(*run(changed, backend), changed, name=backend)
+
+
+def test_what_is_written_is_read(backend):
+    """From floats to the cache to attention, all in one program."""
+    problem = random_problem([5, 9], [5, 9], SPECS["plain"], cache_dtype="int8", num_blocks=6)
+    batch, cache = batch_of(problem), cache_of(problem)
+    rows = np.random.default_rng(0).standard_normal((2, 14, 2, 16)).astype(np.float32)
+
+    @jax.jit
+    def step(query, cache, key, value):
+        cache = write_kv(cache, key, value, batch.slot_mapping)
+        return cache, *paged_attention(query, cache, batch, backend=backend, return_lse=True)
+
+    cache, out, lse = step(jnp.asarray(problem.query), cache, *jnp.asarray(rows))
+    held = problem.replace(key_cache=np.asarray(cache.key), value_cache=np.asarray(cache.value))
+    assert_attention_close(out, lse, held, name=backend)
+
+
+def test_gradients_of_queries(backend):
+    """The same as over a cache of floats that holds the same."""
+    problem = mixed(cache_dtype="int8", poison=None)
+    batch, cache = batch_of(problem), cache_of(problem)
+    floats = [
+        jnp.asarray(plane.astype(np.float32) * scale.reshape(-1, 1))
+        for plane, scale in (
+            (problem.key_cache, problem.key_scale),
+            (problem.value_cache, problem.value_scale),
+        )
+    ]
+
+    def loss(query, cache):
+        return (paged_attention(query, cache, batch, backend=backend) ** 2).sum()
+
+    gradient = jax.jit(jax.grad(loss))
+    query = jnp.asarray(problem.query)
+    want = gradient(query, KVCache(*floats))
+    np.testing.assert_allclose(gradient(query, cache), want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_backend_that_cannot_widen_its_loads_refuses_by_name():
+    poor = Backend("poor", xla.HONOURS - {"cache_dtype"}, xla.run)
+    problem = mixed(cache_dtype="float8_e5m2")
+    with pytest.raises(UnsupportedError, match="cache_dtype: poor does not have it"):
+        run(problem, poor, "eager")
