@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-OURS = ("#c0392b", "#e67e22", "#8e44ad", "#2471a3", "#16a085")  # filled; peers are grey
+OURS = ("#c0392b", "#e67e22", "#8e44ad", "#2471a3", "#16a085", "#7f6000")  # filled; peers are grey
 MARKERS = "ov^<>sDPX*"
 
 
