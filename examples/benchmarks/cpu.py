@@ -41,9 +41,12 @@ def our_jax(backend: str | None) -> Callable:
     return prepare
 
 
-def our_torch(case: Case) -> Callable:
-    cache, batch = KVCache(*case.planes), pagedattn_interop.to_torch(_batch(case))
-    return lambda: pagedattn_torch.paged_attention(case.query, cache, batch, backend="sdpa")
+def our_torch(backend: str) -> Callable:
+    def prepare(case: Case) -> Callable:
+        cache, batch = KVCache(*case.planes), pagedattn_interop.to_torch(_batch(case))
+        return lambda: pagedattn_torch.paged_attention(case.query, cache, batch, backend=backend)
+
+    return prepare
 
 
 def _batch(case):
@@ -52,10 +55,12 @@ def _batch(case):
 
 
 OURS = {
+    "numba, jax.jit": our_jax("numba"),
     "sdpa, jax.jit": our_jax("sdpa"),
     "xla, jax.jit": our_jax("xla"),
     "backend=None, jax.jit": our_jax(None),
-    "sdpa, torch": our_torch,
+    "numba, torch": our_torch("numba"),
+    "sdpa, torch": our_torch("sdpa"),
 }
 
 

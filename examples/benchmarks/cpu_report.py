@@ -18,6 +18,8 @@ from benchmarks.work import HEAD_DIM, HEADS, KV_HEADS
 
 # The ratios that the library aims at: speed of the first contender over that of the second.
 AIMS = {
+    "numba / IPEX": ("numba, jax.jit", "IPEX"),
+    "numba / sdpa": ("numba, jax.jit", "sdpa, jax.jit"),
     "sdpa / IPEX": ("sdpa, jax.jit", "IPEX"),
     "sdpa / dense": ("sdpa, jax.jit", "torch SDPA, dense"),
     "xla / gather": ("xla, jax.jit", "JAX gather + einsum"),
@@ -84,6 +86,7 @@ def machine() -> dict:
     return {
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
         "date": datetime.date.today().isoformat(),
         "heads": f"{HEADS} query heads, {KV_HEADS} KV heads, head_dim {HEAD_DIM}",
         "read_gb_s": round(_read_rate() / 1e9, 1),
@@ -92,7 +95,7 @@ def machine() -> dict:
             for name in ("float32", "bfloat16")
         },
         "versions": {"python": platform.python_version(), "torch": str(torch.__version__)}
-        | {package: version(package) for package in ("jax", "jax-tvm-ffi")},
+        | {package: version(package) for package in ("jax", "jax-tvm-ffi", "numba")},
     }
 
 

@@ -21,6 +21,7 @@ from ..ragged import cdiv, sequence_ids
 from ..visibility import alibi_bias, key_range, visible_mask
 
 TILE = 64  # most query tokens of a tile, and about as many in a step of several tiles
+FEW = 4  # most query tokens of a tile that is computed as a smaller one
 CHUNK = 256  # keys of a chunk
 
 
@@ -57,6 +58,8 @@ def run(
     # On a CPU one tile's chunk stays in the cache, and more tiles at a time gain nothing.
     step = 1 if call.device == "cpu" else TILE // tile
     attend = functools.partial(_attend, call, query, cache, bias)
+    if step == 1 and tile > FEW:
+        attend = functools.partial(_by_size, attend)
     out, lse = jax.lax.map(attend, _grouped(tiles, step))
     out = out.reshape(-1, *call.out_shape[1:])
     lse = lse.reshape(-1, call.num_heads)
@@ -125,6 +128,20 @@ def _rows_of_tokens(
     live, seqs = seqs >= 0, jnp.maximum(seqs, 0)
     offsets = jnp.arange(call.num_tokens, dtype=jnp.int32) - batch.query_start_loc[seqs]
     return _tile_starts(batch, tile)[seqs] * tile + offsets, live
+
+
+def _by_size(attend, tiles: Tiles):
+    """`attend`, of fewer rows where few are valid: decodes among prefills cost what decodes do."""
+
+    def few(tiles):
+        rows = (tiles.tokens, tiles.valid, tiles.positions)
+        smaller = Tiles(*(array[:, :FEW] for array in rows), *tiles[3:])
+        missing = tiles.tokens.shape[1] - FEW
+        return jax.tree.map(
+            lambda x: jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)), attend(smaller)
+        )
+
+    return jax.lax.cond(tiles.valid[:, FEW:].any(), attend, few, tiles)
 
 
 def _attend(

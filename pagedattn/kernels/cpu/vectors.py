@@ -208,7 +208,7 @@ def _dots(rows):
     def dots(typing, query, step, plane, offsets, ahead, dim, scale, logits, width, kind):
         """Logits `[rows, KEYS]`, `width` apart, of queries and of keys at byte offsets.
 
-        Keys at the offsets `ahead` are fetched into the cache meanwhile.
+        What the addresses `ahead` point to, one for each key, is fetched into the cache meanwhile.
         """
 
         def code(context, builder, signature, args):
@@ -216,13 +216,10 @@ def _dots(rows):
             products = Products(signature.args[-1].dtype)
             tile = [(r, k) for r in range(rows) for k in range(KEYS)]
             totals = {at: cgutils.alloca_once_value(builder, ZEROS) for at in tile}
-            keys, later = (
-                [
-                    builder.add(plane, builder.load(_at(builder, at, _int(8 * k), WORD)))
-                    for k in range(KEYS)
-                ]
-                for at in (offsets, ahead)
-            )
+            words = range(0, 8 * KEYS, 8)
+            keys = [builder.load(_at(builder, offsets, _int(at), WORD)) for at in words]
+            keys = [builder.add(plane, key) for key in keys]
+            later = [builder.load(_at(builder, ahead, _int(at), WORD)) for at in words]
             starts = [builder.add(query, builder.mul(step, _int(r))) for r in range(rows)]
 
             def add(index, take):
@@ -283,10 +280,8 @@ def _mix(rows):
                     totals[r, v] = cgutils.alloca_once_value(builder, total)
                 with cgutils.for_range(builder, count) as loop:
                     eight = builder.mul(loop.index, _int(8))
-                    row, later = (
-                        builder.add(plane, builder.load(_at(builder, at, eight, WORD)))
-                        for at in (offsets, ahead)
-                    )
+                    row = builder.add(plane, builder.load(_at(builder, offsets, eight, WORD)))
+                    later = builder.load(_at(builder, ahead, eight, WORD))
                     line = 64 // (number.bitwidth // 8)
                     for start in range(0, span * LANES, line):
                         fetch(builder, later, builder.add(index, _int(start)), number.bitwidth // 8)

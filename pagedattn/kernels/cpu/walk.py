@@ -7,7 +7,7 @@ that a block is read in a row, while the next chunk is fetched into the cache.
 import numpy as np
 from numba import njit
 
-from .memory import get_float32, get_int32, put_float32, put_int64
+from .memory import get_float32, get_int32, get_int64, put_float32, put_int64
 from .numbers import FAST, WITHIN, exp, tanh
 from .vectors import KEYS, dots_1, dots_2, dots_4, highest_of, mix_1, mix_2, mix_4, set_query
 
@@ -37,6 +37,15 @@ def set_offsets(job, table, first, count, keys, values):
         block = min(max(np.int64(get_int32(table, column)), 0), job.num_blocks - 1)
         put_int64(keys, k, block * job.key_block + slot * job.key_slot)
         put_int64(values, k, block * job.value_block + slot * job.value_slot)
+
+
+@njit(**FAST)
+def set_ahead(plane, offsets, head_stride, num_heads, ahead):
+    """The addresses of all heads of a chunk's slots, in the order in which they lie in memory."""
+    for k in range(CHUNK):
+        row = plane + get_int64(offsets, k)
+        for head in range(num_heads):
+            put_int64(ahead, k * num_heads + head, row + head * head_stride)
 
 
 @njit(**WITHIN)
@@ -147,28 +156,40 @@ def mask_and_soften(job, piece, kv_head, first, count, logits, highest, total, k
 @njit(**WITHIN)
 def attend(job, kind, piece, queries, sums, highest, total, room):
     """Adds the keys of a piece to the state of its rows; `room` is scratch of `room_bytes`."""
-    rows = piece.num_queries * job.group
+    rows, heads = piece.num_queries * job.group, job.num_kv_heads
     keys, values = room, room + 8 * CHUNK
     next_keys, next_values = room + 16 * CHUNK, room + 24 * CHUNK
-    kept = room + 32 * CHUNK
+    ahead_keys = room + 32 * CHUNK
+    ahead_values = ahead_keys + 8 * CHUNK * heads
+    kept = ahead_values + 8 * CHUNK * heads
     logits = kept + 4 * rows
     table = job.tables + piece.seq * job.table_row
     count = min(CHUNK, piece.last - piece.first)
-    set_offsets(job, table, piece.first, count, keys, values)
+    set_offsets(job, table, piece.first, count, next_keys, next_values)
     for first in range(piece.first, piece.last, CHUNK):
+        keys, next_keys = next_keys, keys
+        values, next_values = next_values, values
+        count = min(CHUNK, piece.last - first)
         following = min(CHUNK, piece.last - first - CHUNK)
         if following > 0:
             set_offsets(job, table, first + CHUNK, following, next_keys, next_values)
-        else:
-            next_keys, next_values = keys, values
-        for head in range(job.num_kv_heads):
-            skip = head * rows
+            set_ahead(job.key, next_keys, job.key_head, heads, ahead_keys)
+            set_ahead(job.value, next_values, job.value_head, heads, ahead_values)
+        elif first == piece.first:
+            set_ahead(job.key, keys, job.key_head, heads, ahead_keys)
+            set_ahead(job.value, values, job.value_head, heads, ahead_values)
+        for head in range(heads):
+            skip, later = head * rows, 8 * head * CHUNK
             key, value = job.key + head * job.key_head, job.value + head * job.value_head
             tops, totals = highest + 4 * skip, total + 4 * skip
             row, out = queries + skip * job.row_bytes, sums + skip * job.row_bytes
-            set_logits(job, kind, row, rows, key, keys, next_keys, count, logits)
+            set_logits(job, kind, row, rows, key, keys, ahead_keys + later, count, logits)
             mask_and_soften(job, piece, head, first, count, logits, tops, totals, kept)
-            add_values(job, kind, out, rows, value, values, next_values, count, logits, kept)
-        keys, next_keys = next_keys, keys
-        values, next_values = next_values, values
-        count = following
+            later += ahead_values
+            add_values(job, kind, out, rows, value, values, later, count, logits, kept)
+
+
+@njit(**FAST)
+def room_bytes(rows, num_kv_heads):
+    """The scratch that `attend` needs, for this many rows of a KV head."""
+    return 32 * CHUNK + 16 * CHUNK * num_kv_heads + 4 * rows * (CHUNK + 1)

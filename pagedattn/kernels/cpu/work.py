@@ -7,7 +7,7 @@ from .job import PIECE, job_at, offset, piece_at
 from .memory import add_at, free, get_float32, give_way, malloc, put_float32
 from .numbers import FAST, WITHIN, exp, log
 from .vectors import narrow_row
-from .walk import CHUNK, NONE, ZERO, attend, load_queries
+from .walk import NONE, ZERO, attend, load_queries, room_bytes
 
 PIECE_BYTES = PIECE.itemsize
 USERS, CLAIMED, DONE = map(offset, ("users", "claimed", "done"))
@@ -50,8 +50,7 @@ def end(address):
 def scratch_bytes(job):
     """Queries, a state, and what `attend` needs, for the most rows that a piece has."""
     rows = job.state_bytes // (job.row_bytes + 8) // job.num_kv_heads
-    room = 32 * CHUNK + 4 * rows * (CHUNK + 1)
-    return 2 * job.state_bytes + room
+    return 2 * job.state_bytes + room_bytes(rows, job.num_kv_heads)
 
 
 @njit(**WITHIN)
