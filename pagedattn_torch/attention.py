@@ -157,7 +157,7 @@ class Step:
         return self.run(query, cache, **options)
 
     @torch.no_grad()
-    def run(self, query: Query, cache: KVCache, **options) -> tuple[Query, Lse | None]:
+    def run(self, query: Query, cache: KVCache, **options: Tensor) -> tuple[Query, Lse | None]:
         """`attend` without its checks, for arrays that are known to be like the prepared ones."""
         backend = _EMPTY if self.call.is_empty else self.backend
         with on_device_of(query):  # Triton's and xFormers' kernels start on the current device

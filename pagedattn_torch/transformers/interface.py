@@ -23,15 +23,15 @@ def register(*, backend: str | None = None) -> str:
     """Registers attention by this library with transformers; returns the name.
 
     Then `model.set_attn_implementation("pagedattn")`, or `attn_implementation="pagedattn"` when
-    the model is loaded. Padding on either side, sliding windows, soft-caps and grouped heads are
-    computed; padding costs nothing, and gets zeros. Everything else that changes the result is
+    the model is loaded. Padding on either side, sliding windows, soft-caps, sinks and grouped heads
+    are computed; padding costs nothing, and gets zeros. Everything else that changes the result is
     refused by name.
 
     Args:
       backend: the torch backend that runs, as in `pagedattn_torch.paged_attention`.
 
     Calls of the model raise:
-      UnsupportedError: training, sinks, biases, other masks, static caches, or what the backend
+      UnsupportedError: training, biases, other masks, static caches, or what the backend
         refuses.
 
     >>> import torch, transformers
@@ -75,6 +75,7 @@ def attend(
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     *,
     backend: str | None = None,
     **options: Any,
@@ -92,6 +93,7 @@ def attend(
         scaling=scaling,
         sliding_window=sliding_window,
         softcap=softcap,
+        sinks=_values(s_aux),
         backend=backend,
     )
     return out, None
@@ -108,6 +110,7 @@ def attend_in_pages(
     is_causal: bool = True,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     cache: PagedAttentionCache | None = None,
     *,
     backend: str | None = None,
@@ -126,7 +129,14 @@ def attend_in_pages(
             "generate and forward"
         )
     spec = spec_of(scaling, is_causal, sliding_window, softcap)
-    return attend_paged(module.layer_idx, query, key, value, cache, step, spec, backend), None
+    return attend_paged(
+        module.layer_idx, query, key, value, cache, step, spec, _values(s_aux), backend
+    ), None
+
+
+def _values(sinks: Tensor | None) -> Tensor | None:
+    """A layer's sinks as numbers: they are a parameter, and what needs gradients is refused."""
+    return None if sinks is None else sinks.detach()
 
 
 def no_mask(*_: Any, **__: Any) -> None:

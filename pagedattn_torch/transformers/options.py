@@ -6,7 +6,6 @@ from pagedattn import AttentionSpec, UnsupportedError
 
 # Arguments that change the result and have no counterpart here, and what they are.
 REFUSED = {
-    "s_aux": "attention sinks",
     "position_bias": "a bias on positions",
     "output_attentions": "the weights as a result",
 }
@@ -21,8 +20,6 @@ def require_supported(module: Any, dropout: float, options: dict[str, Any]) -> N
     if dropout:
         raise UnsupportedError(f"pagedattn is for inference: dropout must be 0, got {dropout}")
     asked = [f"{name} ({what})" for name, what in REFUSED.items() if _is_set(options.get(name))]
-    if getattr(module, "sinks", None) is not None and not asked:
-        asked = ["sinks (attention sinks)"]
     if asked:
         raise UnsupportedError(
             f"pagedattn does not have {', '.join(asked)}, which {type(module).__name__} asks for: "

@@ -20,6 +20,7 @@ def attend_padded(
     scaling: float | None,
     sliding_window: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
     backend: str | None,
 ) -> Tensor:
     """out `[batch, q_length, num_heads, head_dim]` of `[batch, heads, length, head_dim]`.
@@ -42,6 +43,7 @@ def attend_padded(
         max_query_len=rows.max_query_len,
         max_key_len=rows.max_key_len,
         backend=backend,
+        sinks=sinks,
     )
     batch, num_heads, length, head_dim = query.shape
     padded = out.new_zeros(batch * length, num_heads, head_dim)

@@ -23,6 +23,7 @@ def attend_paged(
     cache: PagedAttentionCache,
     step: dict[str, Any],
     spec: AttentionSpec,
+    sinks: Tensor | None,
     backend: str | None,
 ) -> Tensor:
     """out `[1, num_tokens, num_heads, head_dim]` of packed `[1, heads, num_tokens, head_dim]`.
@@ -34,14 +35,14 @@ def attend_paged(
     queries = query[0].transpose(0, 1)
     if allocator.layer_type != IN_PLACE:
         keys, values = cache.update(key, value, layer, step)  # pyright: ignore[reportAttributeAccessIssue]
-        return _over_copies(queries, keys, values, step, spec, backend)[None]
+        return _over_copies(queries, keys, values, step, spec, sinks, backend)[None]
     pages = KVCache(*allocator.get_cache_for_block_table(layer))
     batch = _batch(step, allocator, pages.block_size, len(queries))
     write_kv_(pages, key[0].transpose(0, 1), value[0].transpose(0, 1), batch.slot_mapping)
-    return paged_attention(queries, pages, batch, spec, backend=backend)[None]
+    return paged_attention(queries, pages, batch, spec, backend=backend, sinks=sinks)[None]
 
 
-def _over_copies(queries, keys, values, step, spec, backend) -> Tensor:
+def _over_copies(queries, keys, values, step, spec, sinks, backend) -> Tensor:
     """Attention over keys that the engine has gathered; it has set the starts of this layer."""
     return ragged_attention(
         queries,
@@ -53,6 +54,7 @@ def _over_copies(queries, keys, values, step, spec, backend) -> Tensor:
         max_query_len=step["max_length_q"],
         max_key_len=step["max_length_k"],
         backend=backend,
+        sinks=sinks,
     )
 
 

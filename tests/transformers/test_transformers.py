@@ -26,7 +26,8 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
-# What each adds: plain, a window on all layers, windows on some and a soft-cap, norms of heads.
+# What each adds: plain, a window on all layers, windows on some and a soft-cap, norms of heads,
+# sinks.
 MODELS = {
     "Llama": {},
     "Mistral": {"sliding_window": 7},
@@ -36,6 +37,7 @@ MODELS = {
         "attn_logit_softcapping": 1.5,
     },
     "Qwen3": {},
+    "GptOss": {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 4},
 }
 IDS = torch.randint(2, 97, (3, 12), generator=torch.Generator().manual_seed(0))
 LEFT = torch.tensor([[0] * 5 + [1] * 7, [1] * 12, [0] + [1] * 11])
@@ -133,14 +135,6 @@ def test_training_is_refused():
     dropping = with_attention("Llama", NAME, attention_dropout=0.1).train()
     with pytest.raises(UnsupportedError, match="dropout"), torch.no_grad():
         dropping(IDS)
-
-
-def test_sinks_are_refused_by_name():
-    options = {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 4}
-    made = model("GptOss", **options)
-    made.set_attn_implementation(NAME)
-    with pytest.raises(UnsupportedError, match="sinks"), torch.no_grad():
-        made(IDS)
 
 
 LENGTHS = (5, 33, 70, 1, 18, 40, 64, 7)
