@@ -1,8 +1,7 @@
 """The functions that XLA calls: without Python and the GIL, on any of its threads."""
 
-from numba import njit
-
 from ...kernels.cpu.compiled import TASKS
+from ...kernels.cpu.compiling import fast
 from ...kernels.cpu.job import job_at
 from ...kernels.cpu.memory import (
     call_at,
@@ -16,7 +15,6 @@ from ...kernels.cpu.memory import (
     put_int64,
     symbol,
 )
-from ...kernels.cpu.numbers import FAST
 from ...kernels.cpu.plan import JOB_BYTES, begin
 from ...kernels.cpu.work import end, leave
 from . import frame as ffi
@@ -39,19 +37,19 @@ SCHEDULE, ERROR_DESTROY = ffi.Api.schedule.offset, ffi.Api.error_destroy.offset
 tasks = symbol(TASKS)
 
 
-@njit(**FAST)
+@fast
 def at(address, offset):
     """The word at an offset."""
     return get_int64(address + offset, 0)
 
 
-@njit(**FAST)
+@fast
 def item(frame, items, index):
     """A buffer or an attribute of a frame."""
     return get_int64(at(frame, items), index)
 
 
-@njit(**FAST)
+@fast
 def asks_for_metadata(frame):
     """Whether XLA asks what this function is, which is answered here, rather than calls it."""
     extension = at(frame, EXTENSION)
@@ -63,7 +61,7 @@ def asks_for_metadata(frame):
     return True
 
 
-@njit(**FAST)
+@fast
 def describe(frame, job):
     """Fills a job from a frame: arrays and sizes from its buffers, options from its attributes."""
     query, key = item(frame, ARGUMENTS, 0), item(frame, ARGUMENTS, 1)
@@ -94,7 +92,7 @@ def describe(frame, job):
     return get_int64(tasks(), get_int64(options, 5))
 
 
-@njit(**FAST)
+@fast
 def set_dense_strides(job):
     """XLA's arrays are dense."""
     head = job.head_dim * job.itemsize
@@ -106,7 +104,7 @@ def set_dense_strides(job):
     job.table_row = 4 * job.max_blocks
 
 
-@njit(**FAST)
+@fast
 def attention(frame):
     """Handles a call of attention: this thread works on it, and XLA's others are invited."""
     if asks_for_metadata(frame):
@@ -121,7 +119,7 @@ def attention(frame):
     return 0
 
 
-@njit(**FAST)
+@fast
 def invite(frame, job, task):
     """Hands the job to XLA's thread pool. Whoever comes late finds no work, and harms nothing."""
     helpers = job_at(job).threads - 1
@@ -141,7 +139,7 @@ def invite(frame, job, task):
     free(request)
 
 
-@njit(**FAST)
+@fast
 def destroy(api, error):
     request = malloc(24)
     put_int64(request, 0, 24)
@@ -151,7 +149,7 @@ def destroy(api, error):
     free(request)
 
 
-@njit(**FAST)
+@fast
 def set_rows(frame):
     """Handles the setting of rows, in place: the array is the result too. Others are dropped."""
     if asks_for_metadata(frame):

@@ -9,12 +9,14 @@ import functools
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from llvmlite import binding
 from numba import cfunc, types
 
 from . import plan, work
+from .compiling import MODE
 from .memory import BFLOAT16
 
 KINDS = {"bfloat16": BFLOAT16, "float16": np.float16, "float32": np.float32}
@@ -25,12 +27,12 @@ binding.add_symbol(TASKS, _tasks.ctypes.data)
 NUMBER, NOTHING = types.intp, types.void
 
 
-def machine_code(signature, function: Callable):
+def machine_code(signature, function: Callable) -> Any:
     """A C function. What a closure holds is part of its key on disk: let it hold `sources()`."""
     try:
-        return cfunc(signature, cache=True)(function)
+        return cfunc(signature, cache=True, **MODE)(function)
     except RuntimeError:  # no folder to write to
-        return cfunc(signature)(function)
+        return cfunc(signature, **MODE)(function)
 
 
 @functools.cache

@@ -1,8 +1,11 @@
 """The structs that threads share: one call, and a piece of its work."""
 
+from typing import Any
+
 import numpy as np
 from numba import from_dtype, types
-from numba.extending import intrinsic
+
+from .compiling import intrinsic
 
 ADDRESSES = ("query", "key", "value", "tables", "seq_lens", "starts", "slopes", "out", "lse")
 SIZES = (
@@ -66,6 +69,6 @@ def _record_at(kind):
 job_at, piece_at = _record_at(job_type), _record_at(piece_type)
 
 
-def offset(name: str, struct: np.dtype = JOB) -> int:
+def offset(name: str, struct: Any = JOB) -> int:
     """Where a field of a struct lies."""
-    return dict(struct.fields or {})[name][1]
+    return struct.fields[name][1]

@@ -7,7 +7,8 @@ that LLVM sees through it and can use vectors.
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
+
+from .compiling import intrinsic
 
 malloc = types.ExternalFunction("malloc", types.intp(types.uintp))
 free = types.ExternalFunction("free", types.void(types.intp))
@@ -28,7 +29,7 @@ def _getter(kind):
     @intrinsic
     def get(typing, address, index):
         def code(context, builder, signature, args):
-            return builder.load(element(builder, context, *args, kind))
+            return builder.load(element(builder, context, args[0], args[1], kind))
 
         return kind(types.intp, types.intp), code
 
@@ -39,7 +40,7 @@ def _setter(kind):
     @intrinsic
     def put(typing, address, index, number):
         def code(context, builder, signature, args):
-            builder.store(args[2], element(builder, context, *args[:2], kind))
+            builder.store(args[2], element(builder, context, args[0], args[1], kind))
             return context.get_dummy_value()
 
         return types.void(types.intp, types.intp, kind), code

@@ -4,14 +4,9 @@ import math
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import types
 
-# Sums in any order and fused products, but NaN and infinity stay what they are.
-FAST = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy", "nogil": True}
-# LLVM would work on a function anew for each level of calls above it: for those that have large
-# ones beneath them Numba puts their text into the caller's.
-WITHIN = FAST | {"inline": "always"}
+from .compiling import fast, intrinsic
 
 F = np.float32
 # Cephes (Moshier, 1984-92): exp2 on [-0.5, 0.5] times ln 2, and tanh below 0.625.
@@ -32,7 +27,7 @@ def _float_of_bits(typing, bits):
     return types.float32(types.int32), code
 
 
-@njit(**FAST)
+@fast
 def exp(x):
     """e ** x for x <= 0, to 1 ulp; exactly 0 at -inf."""
     held = max(x, LEAST)
@@ -43,7 +38,7 @@ def exp(x):
     return F(0) if x < LEAST else (p * r * r + r + ONE) * power
 
 
-@njit(**FAST)
+@fast
 def tanh(x):
     """Also exact near 0, where a soft-cap far above the logits must change nothing."""
     size = abs(x)
@@ -55,6 +50,6 @@ def tanh(x):
     return near if size < F(0.625) else far
 
 
-@njit(**FAST)
+@fast
 def log(x):
     return np.float32(math.log(x))

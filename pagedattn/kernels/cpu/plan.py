@@ -1,11 +1,10 @@
 """A call cut into pieces of about as many keys each, so that all threads have as much to do."""
 
 import numpy as np
-from numba import njit
 
+from .compiling import fast
 from .job import JOB, PIECE, job_at, piece_at
 from .memory import get_int32, malloc, memcpy, memset, put_float32
-from .numbers import FAST
 from .vectors import LANES
 from .walk import CHUNK, NONE, key_range
 
@@ -15,7 +14,7 @@ BYTES_OF_A_THREAD = 1 << 18  # with fewer of them for each, fewer threads are fa
 JOB_BYTES, PIECE_BYTES = JOB.itemsize, PIECE.itemsize
 
 
-@njit(**FAST)
+@fast
 def begin(call):
     """The address of a job with the fields of a call, and its pieces.
 
@@ -42,7 +41,7 @@ def begin(call):
     return address
 
 
-@njit(**FAST)
+@fast
 def sequence(job, seq, token):
     """A sequence's first token, number of tokens and length; the one before ends at `token`."""
     token = min(max(token, np.int64(get_int32(job.starts, seq))), job.num_tokens)
@@ -51,19 +50,19 @@ def sequence(job, seq, token):
     return token, end - token, seq_len
 
 
-@njit(**FAST)
+@fast
 def keys_of(job, num_queries, seq_len):
     """The range of keys that the queries of a sequence see."""
     context = seq_len - num_queries
     return key_range(job, seq_len, context, context + num_queries - 1)
 
 
-@njit(**FAST)
+@fast
 def is_ours(job, num_queries):
     return num_queries > 0 and num_queries <= job.longest
 
 
-@njit(**FAST)
+@fast
 def measure(job):
     """The number of keys to read, and the most queries of a sequence."""
     token, keys, most = np.int64(0), np.int64(0), np.int64(1)
@@ -77,7 +76,7 @@ def measure(job):
     return keys, most
 
 
-@njit(**FAST)
+@fast
 def piece_keys(keys, threads, token_bytes):
     """The most keys of a piece; one thread takes whole sequences."""
     if threads <= 1:
@@ -86,12 +85,12 @@ def piece_keys(keys, threads, token_bytes):
     return CHUNK * (1 + size // CHUNK)
 
 
-@njit(**FAST)
+@fast
 def parts_of(first, last, size):
     return max(1, -(-(last - first) // size))
 
 
-@njit(**FAST)
+@fast
 def count_pieces(job, size):
     """The number of pieces, and of those that are not whole sequences."""
     token, pieces, states = np.int64(0), np.int64(0), np.int64(0)
@@ -106,7 +105,7 @@ def count_pieces(job, size):
     return pieces, states
 
 
-@njit(**FAST)
+@fast
 def set_pieces(job, size):
     """Writes the pieces, and the rows that no sequence owns."""
     token, at, state = np.int64(0), job.pieces, job.partials
@@ -131,7 +130,7 @@ def set_pieces(job, size):
     clear_rows(job, token, job.num_tokens)
 
 
-@njit(**FAST)
+@fast
 def clear_rows(job, first, last):
     """out 0 and lse -inf."""
     heads = job.num_kv_heads * job.group

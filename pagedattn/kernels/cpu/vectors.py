@@ -4,12 +4,16 @@ LLVM does not find these forms from loops: accumulators that stay in registers, 
 float32 once for several rows, and sixteen sums across vectors by one tree of shuffles.
 """
 
+from typing import Any
+
 from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils, config
-from numba.extending import intrinsic
 
-FEATURES = config.CPU_FEATURES or binding.get_host_cpu_features().flatten()  # as Numba does
+from .compiling import intrinsic
+
+NUMBA: Any = config
+FEATURES = NUMBA.CPU_FEATURES or binding.get_host_cpu_features().flatten()  # as Numba does
 LANES = 16 if "+avx512bw" in FEATURES else 8 if "+avx2" in FEATURES else 4
 # Registers bound the tiles: those with AVX-512 and NEON have 32, others 16.
 MANY = LANES != 8
@@ -184,7 +188,7 @@ class Products:
         self.kind = kind
         self.pairs = PAIRS and kind == types.uint16
         self.count = LANES * 2 if self.pairs else LANES
-        self.query_kind = types.uint16 if self.pairs else types.float32
+        self.query_kind: Any = types.uint16 if self.pairs else types.float32
 
     def operand(self, builder, numbers):
         """Numbers of the cache or the query, as they are multiplied."""

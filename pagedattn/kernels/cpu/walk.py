@@ -5,10 +5,10 @@ that a block is read in a row, while the next chunk is fetched into the cache.
 """
 
 import numpy as np
-from numba import njit
 
+from .compiling import fast, within
 from .memory import get_float32, get_int32, get_int64, put_float32, put_int64
-from .numbers import FAST, WITHIN, exp, tanh
+from .numbers import exp, tanh
 from .vectors import KEYS, dots_1, dots_2, dots_4, highest_of, mix_1, mix_2, mix_4, set_query
 
 CHUNK = 32  # keys; a multiple of KEYS
@@ -16,7 +16,7 @@ NONE = np.float32(-np.inf)
 ZERO = np.float32(0)
 
 
-@njit(**FAST)
+@fast
 def key_range(job, seq_len, lowest, highest):
     """The keys that any query from position `lowest` to `highest` may see."""
     first = max(np.int64(0), lowest - job.window + 1)
@@ -24,7 +24,7 @@ def key_range(job, seq_len, lowest, highest):
     return first, max(first, min(seq_len, highest + reach))
 
 
-@njit(**FAST)
+@fast
 def set_offsets(job, table, first, count, keys, values):
     """The byte offsets of `count` keys and values of a sequence from key `first` on.
 
@@ -39,7 +39,7 @@ def set_offsets(job, table, first, count, keys, values):
         put_int64(values, k, block * job.value_block + slot * job.value_slot)
 
 
-@njit(**FAST)
+@fast
 def set_ahead(plane, offsets, head_stride, num_heads, ahead):
     """The addresses of all heads of a chunk's slots, in the order in which they lie in memory."""
     for k in range(CHUNK):
@@ -48,7 +48,7 @@ def set_ahead(plane, offsets, head_stride, num_heads, ahead):
             put_int64(ahead, k * num_heads + head, row + head * head_stride)
 
 
-@njit(**WITHIN)
+@within
 def load_queries(job, kind, piece, queries):
     """The queries as `dots` takes them, `[num_kv_heads, num_queries, group, row]`."""
     row = queries
@@ -61,7 +61,7 @@ def load_queries(job, kind, piece, queries):
                 row += job.row_bytes
 
 
-@njit(**WITHIN)
+@within
 def set_logits(job, kind, queries, rows, plane, offsets, ahead, count, logits):
     """Logits `[rows, CHUNK]` of the keys of a chunk; -inf past the last one."""
     step, dim, scale = job.row_bytes, job.head_dim, job.scale
@@ -81,7 +81,7 @@ def set_logits(job, kind, queries, rows, plane, offsets, ahead, count, logits):
             put_float32(logits, r * CHUNK + k, NONE)
 
 
-@njit(**WITHIN)
+@within
 def add_values(job, kind, sums, rows, plane, offsets, ahead, count, weights, kept):
     """`sums = sums * kept + weights @ values`, for the rows of a KV head."""
     step, dim, r = job.row_bytes, job.head_dim, 0
@@ -95,20 +95,20 @@ def add_values(job, kind, sums, rows, plane, offsets, ahead, count, weights, kep
         mix_1(sums, step, plane, offsets, ahead, count, dim, weights, CHUNK, kept, kind)
 
 
-@njit(**FAST)
+@fast
 def cap_logits(cap, logits, count):
     for k in range(count):
         put_float32(logits, k, cap * tanh(get_float32(logits, k) / cap))
 
 
-@njit(**FAST)
+@fast
 def add_alibi(slope, logits, position, first, count):
     for k in range(count):
         apart = np.float32(np.int32(abs(position - first - k)))
         put_float32(logits, k, get_float32(logits, k) - slope * apart)
 
 
-@njit(**FAST)
+@fast
 def hide(job, logits, position, seq_len, first, count):
     """-inf at the keys of a chunk that a query may not see."""
     begin, end = key_range(job, seq_len, position, position)
@@ -118,7 +118,7 @@ def hide(job, logits, position, seq_len, first, count):
         put_float32(logits, k, NONE)
 
 
-@njit(**FAST)
+@fast
 def soften(logits, highest, total, kept, row):
     """Turns a row's logits into weights; updates its highest logit and its sum of weights."""
     before = get_float32(highest, row)
@@ -135,7 +135,7 @@ def soften(logits, highest, total, kept, row):
     put_float32(kept, row, factor)
 
 
-@njit(**FAST)
+@fast
 def mask_and_soften(job, piece, kv_head, first, count, logits, highest, total, kept):
     """From logits of a chunk and a KV head to weights."""
     context = piece.seq_len - piece.num_queries
@@ -153,7 +153,7 @@ def mask_and_soften(job, piece, kv_head, first, count, logits, highest, total, k
             soften(at, highest, total, kept, row)
 
 
-@njit(**WITHIN)
+@within
 def attend(job, kind, piece, queries, sums, highest, total, room):
     """Adds the keys of a piece to the state of its rows; `room` is scratch of `room_bytes`."""
     rows, heads = piece.num_queries * job.group, job.num_kv_heads
@@ -189,7 +189,7 @@ def attend(job, kind, piece, queries, sums, highest, total, room):
             add_values(job, kind, out, rows, value, values, later, count, logits, kept)
 
 
-@njit(**FAST)
+@fast
 def room_bytes(rows, num_kv_heads):
     """The scratch that `attend` needs, for this many rows of a KV head."""
     return 32 * CHUNK + 16 * CHUNK * num_kv_heads + 4 * rows * (CHUNK + 1)

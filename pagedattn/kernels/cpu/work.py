@@ -1,11 +1,11 @@
 """What threads do with a job: claim its pieces, and write the rows of a sequence that they end."""
 
 import numpy as np
-from numba import njit
 
+from .compiling import fast, within
 from .job import PIECE, job_at, offset, piece_at
 from .memory import add_at, free, get_float32, give_way, malloc, put_float32
-from .numbers import FAST, WITHIN, exp, log
+from .numbers import exp, log
 from .vectors import narrow_row
 from .walk import NONE, ZERO, attend, load_queries, room_bytes
 
@@ -14,7 +14,7 @@ USERS, CLAIMED, DONE = map(offset, ("users", "claimed", "done"))
 FINISHED = offset("finished", PIECE)
 
 
-@njit(**WITHIN)
+@within
 def work(address, kind):
     """Works on pieces until none is left to begin."""
     job = job_at(address)
@@ -30,14 +30,14 @@ def work(address, kind):
         free(scratch)
 
 
-@njit(**FAST)
+@fast
 def leave(address):
     """Frees the job if nobody else may look at it any more."""
     if add_at(address + USERS, -1) == 1:
         free(address)
 
 
-@njit(**FAST)
+@fast
 def end(address):
     """Waits for the pieces that other threads have begun, and leaves the job."""
     job = job_at(address)
@@ -46,14 +46,14 @@ def end(address):
     leave(address)
 
 
-@njit(**FAST)
+@fast
 def scratch_bytes(job):
     """Queries, a state, and what `attend` needs, for the most rows that a piece has."""
     rows = job.state_bytes // (job.row_bytes + 8) // job.num_kv_heads
     return 2 * job.state_bytes + room_bytes(rows, job.num_kv_heads)
 
 
-@njit(**WITHIN)
+@within
 def do_piece(job, kind, at, scratch):
     piece = piece_at(at)
     rows = piece.num_queries * job.num_kv_heads * job.group
@@ -71,7 +71,7 @@ def do_piece(job, kind, at, scratch):
         finish(job, kind, piece, rows, state)
 
 
-@njit(**FAST)
+@fast
 def clear(job, rows, state):
     """A state that has seen no key: `[rows, row]` sums, then highest logits, then totals."""
     row = job.row_bytes // 4
@@ -82,7 +82,7 @@ def clear(job, rows, state):
         put_float32(state, rows * (row + 1) + i, ZERO)
 
 
-@njit(**FAST)
+@fast
 def finish(job, kind, piece, rows, states):
     """Joins the states of a sequence's pieces, in their order, and writes its rows."""
     row, group = 0, job.group
@@ -94,7 +94,7 @@ def finish(job, kind, piece, rows, states):
                 row += 1
 
 
-@njit(**FAST)
+@fast
 def write_row(job, kind, parts, rows, row, states, index):
     width = job.row_bytes // 4
     tops, totals = rows * width + row, rows * (width + 1) + row
@@ -115,7 +115,7 @@ def write_row(job, kind, parts, rows, row, states, index):
         put_float32(job.lse, index, NONE if total == ZERO else shift + log(total))
 
 
-@njit(**FAST)
+@fast
 def join_sums(job, parts, row, states, tops, shift):
     """Adds a row's sums of all parts up in the first one's."""
     sums = states + row * job.row_bytes
