@@ -157,7 +157,7 @@ def quantised_problem(problem: Problem, cache_dtype: Any) -> Problem:
     """The problem with caches of eight bits: what they hold is what they are said to hold."""
     dtype, heads = np.dtype(cache_dtype), problem.key_cache.shape[2]
     step = np.float32(0.01 if dtype == np.int8 else 0.1)
-    scales = np.resize(np.array([3, 2], np.float32), heads) * step, np.array(5, np.float32) * step
+    scales = np.resize(np.array([3, 2], np.float32), heads) * step, np.asarray(5 * step)
     planes = [
         _held(plane, scale, dtype)
         for plane, scale in zip((problem.key_cache, problem.value_cache), scales, strict=True)

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -41,8 +42,9 @@ def numpy_of(cache: KVCache) -> tuple[np.ndarray, np.ndarray]:
 
 
 def attend(problem, **options):
-    query, cache = to_torch((jnp.asarray(problem.query), cache_of(problem)), copy=True)
-    return paged_attention(query, cache, batch_of(problem), problem.spec, **options)
+    arrays = jax.tree.map(jnp.asarray, (problem.query, problem.arrays))
+    (query, arrays), cache = to_torch((arrays, cache_of(problem)), copy=True)
+    return paged_attention(query, cache, batch_of(problem), problem.spec, **arrays, **options)
 
 
 @given(problem=any_phase())
