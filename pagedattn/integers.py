@@ -50,7 +50,7 @@ def int32(values: Integer[Any, "*n"]) -> Int[Array, "*n"]:
     return jnp.where(fits, jnp.asarray(narrow), -1)
 
 
-def rising(starts: Integer[Any, "n"]) -> Int[Array, "n"]:
+def rising(starts: Integer[Any, "n"]) -> Integer[Any, "n"]:
     """Starts of sequences as int32 that never fall; torch's keep their dtype.
 
     Zeros that pad the starts behind the last sequence become the end of that sequence.
