@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import hypothesis
 import jax
 import pytest
-from cases import REFUSING, calls
+from cases import calls
 
 from pagedattn.registry import can_load
 
@@ -59,11 +59,12 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
-# Those that honour everything, and those that refuse some calls, as `cases.run` allows. Others have
-# test files of their own.
-EVERYTHING = {"cpu": ("xla", "sdpa", "numba"), "gpu": ("xla", "sdpa", "triton")}
-BACKENDS = [n for n in EVERYTHING[jax.default_backend()] if can_load(n)]
-PARTIAL = [n for n in REFUSING.get(jax.default_backend(), ()) if can_load(n)]
+# Those that honour every spec, and those that do not. What they may refuse is in `cases.REFUSING`.
+# Others have test files of their own.
+EVERY_SPEC = {"cpu": ("xla", "sdpa", "numba"), "gpu": ("xla", "sdpa", "triton")}
+SOME_SPECS = {"cpu": ("ipex",), "gpu": ()}
+BACKENDS = [n for n in EVERY_SPEC[jax.default_backend()] if can_load(n)]
+PARTIAL = [n for n in SOME_SPECS[jax.default_backend()] if can_load(n)]
 MODES = ("eager", "jit")
 
 

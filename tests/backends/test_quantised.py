@@ -4,13 +4,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SPECS, mixed, run
+from cases import SPECS, may_refuse, mixed, run
 
 from pagedattn import KVCache, UnsupportedError, paged_attention, write_kv
 from pagedattn.backend import Backend
 from pagedattn.backends import xla
 from pagedattn.features import CACHE_DTYPES
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
+
+
+@pytest.fixture
+def backend(backend):
+    """Those that read such caches."""
+    if may_refuse(backend, "cache_dtype"):
+        pytest.skip(f"{backend} refuses caches in eight bits")
+    return backend
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

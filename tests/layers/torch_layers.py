@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from cases import calls
+from cases import asked_of, calls
 from pagedattn_interop import to_torch
 
 from pagedattn import AttentionSpec, UnsupportedError
@@ -31,7 +31,7 @@ class RefusingLayer(IpexAttnBackendImpl):
         except UnsupportedError as error:
             if "cannot run this call" not in str(error):
                 raise
-            calls.refuse(error, self.specs[AttentionType.DECODER])
+            calls.refuse(error, asked_of(self.specs[AttentionType.DECODER]), "ipex")
             if hypothesis.currently_in_test_context():
                 hypothesis.reject()
             pytest.skip(str(error))
