@@ -55,8 +55,9 @@ TYPES = [
 
 def pyright(*arguments) -> dict:
     command = [str(PYRIGHT), "--pythonpath", sys.executable, "--outputjson", *map(str, arguments)]
-    # A package to verify is not looked for in an editable install.
-    places = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "interop")])}
+    # With --verifytypes it asks the first python in PATH for packages, not that of --pythonpath.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    places = {"PATH": path, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "interop")])}
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | places, capture_output=True, text=True, check=False
     )
