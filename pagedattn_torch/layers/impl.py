@@ -83,7 +83,7 @@ class AttentionImpl:
             for kind in AttentionType
         }
         self._check_heads()
-        self.cache_dtype = cache_dtype(kv_cache_dtype)
+        self.cache_dtype: torch.dtype | None = cache_dtype(kv_cache_dtype)
         if blocksparse_params is not None:
             raise UnsupportedError(
                 "blocksparse_params must be None: every visible key is attended to"
