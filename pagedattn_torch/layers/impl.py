@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from pagedattn import AttentionSpec, InvalidInputError, KVCache, UnsupportedError
