@@ -37,7 +37,17 @@ LOGICAL, BY_HEAD, SLOTS_LAST = (0, 1, 2, 3, 4), (0, 1, 3, 2, 4), (0, 1, 3, 4, 2)
 
 
 def tensors(problem):
-    return to_torch((jnp.asarray(problem.query), cache_of(problem)), copy=True)
+    query, cache = jnp.asarray(problem.query), cache_of(problem)
+    if problem.key_scale is None:
+        return to_torch((query, cache), copy=True)
+    scales = to_torch((cache.key_scale, cache.value_scale), copy=True)
+    return to_torch(query, copy=True), KVCache(as_bytes(cache.key), as_bytes(cache.value), *scales)
+
+
+def as_bytes(plane):
+    """A plane in eight bits as a tensor: torch 2.8 takes no float8 by DLPack."""
+    held = torch.from_numpy(np.asarray(plane).view(np.uint8).copy())
+    return held.view(getattr(torch, str(plane.dtype)))
 
 
 def check(problem, layout=lambda cache: cache):
