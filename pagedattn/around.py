@@ -10,7 +10,7 @@ from .batch import Sequences
 from .cache import KVCache
 from .call import Call
 from .quantise import scaled
-from .ragged import arange, namespace
+from .ragged import arange, namespace, wide_dtype
 
 
 def attend(
@@ -51,9 +51,9 @@ def with_sinks(
     xp = namespace(out)
     seen = lse > -xp.inf
     known = xp.where(seen, lse, 0.0)  # -inf - -inf is NaN, in a gradient too
-    sinks = xp.asarray(sinks, dtype=lse.dtype)
+    sinks = xp.asarray(sinks, dtype=lse.dtype)[None]
     total = xp.logaddexp(known, sinks)
     weight = xp.exp(known - total)[..., None]
-    wide = xp.asarray(out, dtype=xp.promote_types(out.dtype, weight.dtype))
+    wide = xp.asarray(out, dtype=wide_dtype(out))
     out = xp.asarray(wide * xp.asarray(weight, dtype=wide.dtype), dtype=out.dtype)
     return out, xp.where(live[:, None], xp.where(seen, total, sinks), -xp.inf)

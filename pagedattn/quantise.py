@@ -5,7 +5,7 @@ from typing import Any
 from jaxtyping import Float, Shaped
 
 from .checks import dtype_of
-from .ragged import namespace
+from .ragged import namespace, wide_dtype
 
 # The largest value of each dtype; what lies beyond is written as it.
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
@@ -38,7 +38,7 @@ def quantised(
     xp = namespace(rows)
     wide = xp.asarray(rows, dtype=xp.float32)
     if scale is not None:
-        wide = wide / xp.asarray(scale, dtype=xp.float32).reshape(-1, 1)
+        wide = wide / xp.asarray(scale, dtype=xp.float32).reshape(*[1] * (rows.ndim - 2), -1, 1)
     wide = xp.clip(wide, -bound, bound)
     if dtype_of(dtype) == "int8":
         wide = xp.round(xp.nan_to_num(wide))
@@ -54,7 +54,7 @@ def scaled(
     if scale is None:
         return rows
     xp, (num_tokens, num_heads, head_dim) = namespace(rows), rows.shape
-    wide = xp.promote_types(rows.dtype, xp.float32)
+    wide = wide_dtype(rows)
     grouped = rows.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    product = xp.asarray(grouped, dtype=wide) * xp.asarray(scale, dtype=wide).reshape(-1, 1, 1)
+    product = xp.asarray(grouped, dtype=wide) * xp.asarray(scale, dtype=wide).reshape(1, -1, 1, 1)
     return xp.asarray(product, dtype=rows.dtype).reshape(rows.shape)

@@ -35,6 +35,18 @@ def namespace(array) -> ModuleType:
     return np if isinstance(array, np.ndarray | np.generic | int | float) else jnp
 
 
+def wide_dtype(array):
+    """The dtype in which floats are computed: float64 for float64, else float32.
+
+    By itself, since JAX told to promote strictly (jax_numpy_dtype_promotion) promotes no halves.
+
+    >>> wide_dtype(np.ones(3, np.float16))
+    <class 'numpy.float32'>
+    """
+    xp = namespace(array)
+    return xp.float64 if array.dtype == xp.float64 else xp.float32
+
+
 def arange(count: int, like: Shaped[Any, "..."]) -> Int[Any, "{count}"]:
     """0, 1, ..., count - 1 as int32, in the framework and on the device of the array `like`.
 

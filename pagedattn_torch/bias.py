@@ -7,7 +7,7 @@ from jaxtyping import Float, Float32, Integer
 from torch import Tensor
 
 from pagedattn.call import Call
-from pagedattn.ragged import cdiv
+from pagedattn.ragged import cdiv, wide_dtype
 from pagedattn.visibility import alibi_bias
 
 ALIGNMENT = 16  # elements: rows of a bias start at multiples of this in memory
@@ -58,7 +58,7 @@ def bias_at(
     num_tokens, _, max_keys = bias.shape
     rows = tokens.clamp(0, num_tokens - 1)[:, :, None]
     values = bias[rows, :, positions.clamp(0, max_keys - 1)[:, None]].permute(0, 3, 1, 2)
-    values = values.to(torch.promote_types(bias.dtype, torch.float32))
+    values = values.to(wide_dtype(bias))
     outside = ((tokens < 0) | (tokens >= num_tokens))[:, :, None] | (positions >= max_keys)[:, None]
     return values.masked_fill(outside[:, None], -torch.inf)
 

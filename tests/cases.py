@@ -9,6 +9,7 @@ import numpy as np
 
 from pagedattn import AttentionSpec, KVCache, UnsupportedError, explain, paged_attention
 from pagedattn.features import signed_slopes, spec_of
+from pagedattn.registry import can_load
 from pagedattn.testing import Problem, batch_of, cache_of, random_problem, reference_attention
 from pagedattn.testing.harness import attend_with_lse
 from pagedattn.testing.tolerances import arguments
@@ -19,6 +20,11 @@ REFUSING = {
     "numba": ("bias", "cache_dtype"),
     "triton": ("bias",),
 }
+if can_load("sdpa"):
+    from pagedattn_interop.backends import takes
+
+    if not takes("float8_e5m2"):
+        REFUSING["sdpa"] = ("cache_dtype",)
 
 SIGNED = signed_slopes(4)  # ALiBi slopes of four heads
 ONE_BY_ONE = ("plain", "scale", "sliding_window", "logits_soft_cap", "alibi_slopes", "causal=False")

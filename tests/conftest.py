@@ -3,6 +3,7 @@
 import inspect
 import os
 from importlib.util import find_spec
+from pathlib import Path
 
 import hypothesis
 import jax
@@ -66,6 +67,8 @@ SOME_SPECS = {"cpu": ("ipex",), "gpu": ()}
 BACKENDS = [n for n in EVERY_SPEC[jax.default_backend()] if can_load(n)]
 PARTIAL = [n for n in SOME_SPECS[jax.default_backend()] if can_load(n)]
 MODES = ("eager", "jit")
+MAPS = Path("/proc/self/maps")
+MANY_MAPS = 30_000  # of the 65 530 that Linux allows a process unless told otherwise
 
 
 @pytest.fixture(params=[*BACKENDS, *PARTIAL])
@@ -79,6 +82,12 @@ def layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """The tests' layers are of the class of each of these backends."""
     torch_layers = pytest.importorskip("torch_layers")
     monkeypatch.setattr(torch_layers, "layer_cls", torch_layers.LAYERS[request.param])
+
+
+def pytest_runtest_teardown():
+    """A compiled program holds about five memory maps; XLA crashes when a process has no more."""
+    if MAPS.exists() and len(MAPS.read_bytes().splitlines()) > MANY_MAPS:
+        jax.clear_caches()
 
 
 @pytest.hookimpl(wrapper=True)

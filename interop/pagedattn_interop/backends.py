@@ -1,10 +1,12 @@
 """Makes backends for torch tensors into backends for JAX arrays."""
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import torch
 from jaxtyping import Array, Int, Shaped
 
 from pagedattn.backend import Backend
@@ -47,9 +49,23 @@ def bridged(backend: Backend) -> Backend:
 
 
 def _not_shared(call: Call) -> list[str]:
-    if call.device in SHARED_DEVICES:
-        return []
-    return [f"torch shares JAX's memory on {' and '.join(SHARED_DEVICES)}, not on {call.device}"]
+    reasons = []
+    if call.device not in SHARED_DEVICES:
+        devices = " and ".join(SHARED_DEVICES)
+        reasons.append(f"torch shares JAX's memory on {devices}, not on {call.device}")
+    if call.cache_dtype and not takes(call.cache_dtype):
+        reasons.append(f"cache_dtype: torch {torch.__version__} takes no {call.cache_dtype} arrays")
+    return reasons
+
+
+@functools.cache
+def takes(dtype: str) -> bool:
+    """Whether torch takes arrays of this dtype by DLPack: float8 came after torch 2.8."""
+    try:
+        torch.from_dlpack(torch.zeros(1, dtype=getattr(torch, dtype)))
+    except (BufferError, RuntimeError):
+        return False
+    return True
 
 
 def _too_little_work(call: Call) -> list[str]:

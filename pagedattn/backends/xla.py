@@ -17,7 +17,7 @@ from ..backend import Backend
 from ..batch import Sequences
 from ..cache import KVCache
 from ..call import Call
-from ..ragged import cdiv, sequence_ids
+from ..ragged import cdiv, sequence_ids, wide_dtype
 from ..visibility import alibi_bias, key_range, visible_mask
 
 TILE = 64  # most query tokens of a tile, and about as many in a step of several tiles
@@ -188,7 +188,7 @@ def _tile_queries(
     step, tile = tiles.tokens.shape
     rows = query.at[tiles.tokens].get(mode="clip")
     rows = jnp.where(tiles.valid[:, :, None, None], rows, 0)
-    rows = rows.astype(_wide(query.dtype))
+    rows = rows.astype(wide_dtype(query))
     rows = rows.reshape(step, tile, call.num_kv_heads, call.group, call.head_dim)
     return rows.transpose(0, 2, 3, 1, 4).reshape(step, call.num_kv_heads, -1, call.head_dim)
 
@@ -226,11 +226,6 @@ def _gather(
     rows = flat.at[slots[:, None], heads].get(mode="clip")
     rows = jnp.where(inside[:, None, :, None], rows, 0)
     return rows.astype(dtype)
-
-
-def _wide(dtype):
-    """The dtype to compute in; a cast, since strict promotion does not mix halves with float32."""
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
 def _logits(

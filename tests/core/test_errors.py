@@ -101,7 +101,7 @@ def test_empty_caches(shape):
         init_kv_cache(*shape)
 
 
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int32, jnp.bool_, jnp.complex64])
+@pytest.mark.parametrize("dtype", [jnp.int16, jnp.int32, jnp.bool_, jnp.complex64])
 def test_caches_of_no_float(dtype):
     with pytest.raises(InvalidInputError, match="floating"):
         init_kv_cache(2, 4, 1, 8, dtype)
@@ -277,8 +277,8 @@ BAD_CALLS = {
         ["cache", "float16"],
     ),
     "integer cache": (
-        change_cache(lambda c: jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.int8), c)),
-        ["float", "int8"],
+        change_cache(lambda c: jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.int32), c)),
+        ["float", "int32"],
     ),
     "block size": (change_cache(cut_blocks), ["blocks of 4", "2"]),
     "too few slopes": (with_slopes(0.5, 0.25), ["alibi_slopes", "4", "2"]),

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from pagedattn.call import Call
+from pagedattn.ragged import wide_dtype
 
 from ...bias import aligned, exact_dtype
 
@@ -52,7 +53,7 @@ def _fused(call, query, key, value, added):
 
 
 def _plain(call, query, key, value, added):
-    wide = torch.promote_types(query.dtype, torch.float32)
+    wide = wide_dtype(query)
     logits = query.to(wide) @ key.to(wide).mT * call.scale
     if (cap := call.spec.logits_soft_cap) is not None:
         logits = cap * torch.tanh(logits / cap)
