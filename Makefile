@@ -15,7 +15,8 @@ WITHOUT_TORCH := tests/pool tests/core/test_batch.py tests/core/test_cache.py te
 # Compiling is two thirds of the tests' time: what one run compiled, in any environment, later ones
 # load.
 KEPT := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.jax_cache JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
-# Without optimisation XLA takes a fifth of the time. test-ipex compiles as users do.
+# Without optimisation XLA takes a fifth of the time. What depends on it runs once more with it.
+OPTIMISED := tests/core/test_cache.py tests/core/test_jit.py tests/backends/test_grids.py
 PLAINLY := XLA_FLAGS="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false \
 	--xla_llvm_disable_expensive_passes=true"
 
@@ -27,8 +28,8 @@ demo: $(DEMO_VENV)/ready
 	$(DEMO_VENV)/bin/python examples/demo.py
 
 test: $(VENV)/ready
-	$(KEPT) $(PLAINLY) OMP_NUM_THREADS=1 \
-		$(BIN)/python -m pytest -q -n 2 --dist worksteal
+	$(KEPT) $(PLAINLY) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
+	$(KEPT) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(OPTIMISED)
 
 # Hours: 20 000 examples a backend, 50 000 hostile calls, mutants, ten minutes of threads.
 test-deep: $(VENV)/ready
@@ -65,8 +66,8 @@ docs: $(DOCS_VENV)/ready
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
 
 test-ipex: $(IPEX_VENV)/ready
-	$(KEPT) OMP_NUM_THREADS=1 $(IPEX_VENV)/bin/python -m pytest -q -n 2 --dist worksteal \
-		--ignore pagedattn_torch/transformers
+	$(KEPT) $(PLAINLY) OMP_NUM_THREADS=1 \
+		$(IPEX_VENV)/bin/python -m pytest -q -n 2 --dist worksteal --ignore pagedattn_torch/transformers
 
 test-gpu:
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -q -n 14 --dist worksteal -p no:benchmark tests
