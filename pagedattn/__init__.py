@@ -4,6 +4,7 @@ from .attention import explain, paged_attention, ragged_attention, select_backen
 from .backend import Backend
 from .batch import BatchMetadata
 from .cache import KVCache, init_kv_cache
+from .cascade import cascade_attention, split_prefix
 from .errors import (
     BackendUnavailableError,
     InvalidInputError,
@@ -43,6 +44,7 @@ __all__ = [
     "attention_bias",
     "available_backends",
     "batch_from_pool",
+    "cascade_attention",
     "causal_mask",
     "copy_blocks",
     "drop_blocks",
@@ -62,6 +64,7 @@ __all__ = [
     "share_blocks",
     "sliding_window_mask",
     "slot_mapping",
+    "split_prefix",
     "swap_blocks",
     "swap_in",
     "swap_out",

@@ -8,7 +8,7 @@ import operator
 
 import numpy as np
 
-from .batch import BatchMetadata
+from . import validate_metadata
 from .checks import (
     MAX_SLOTS,
     an_array,
@@ -26,7 +26,6 @@ from .checks import (
     start_locs,
 )
 from .quantise import LARGEST, largest
-from .ragged import cdiv
 from .spec import AttentionSpec
 
 
@@ -177,36 +176,18 @@ def attention(query, cache, batch, spec, return_lse) -> None:
         isinstance(return_lse, bool), f"return_lse must be True or False, got {shown(return_lse)}"
     )
     kv_cache(cache)
-    for name, value, kind in (("batch", batch, BatchMetadata), ("spec", spec, AttentionSpec)):
-        require(isinstance(value, kind), f"{name} is no {kind.__name__}: {type(value).__name__}")
+    validate_metadata.shapes(batch)
+    require(isinstance(spec, AttentionSpec), f"spec is no AttentionSpec: {type(spec).__name__}")
     _query(query, cache.dtype, cache.num_kv_heads, cache.head_dim, spec)
-    for name in ("block_size", "max_query_len"):
-        size = getattr(batch, name)
-        static = isinstance(size, int | np.integer) and is_count(size, int(name == "block_size"))
-        require(static, f"batch.{name} must be a Python integer, got {shown(size)}")
-    for name in ("block_tables", "seq_lens", "query_start_loc", "slot_mapping", "positions"):
-        int_array(name, getattr(batch, name), 2 if name == "block_tables" else 1)
-    num_seqs = batch.num_seqs
-    require(
-        batch.block_tables.shape[0] == num_seqs and batch.query_start_loc.shape[0] == num_seqs + 1,
-        f"with seq_lens of {num_seqs} sequences, block_tables must have as many rows and "
-        f"query_start_loc one entry more, got {tuple(batch.block_tables.shape)} and "
-        f"{tuple(batch.query_start_loc.shape)}",
-    )
     require(
         query.shape[0] == batch.num_tokens,
         f"query must have the batch's {batch.num_tokens} tokens, got shape {tuple(query.shape)}",
     )
     require(
-        len(batch.slot_mapping) == batch.num_tokens,
-        f"slot_mapping must have the batch's {batch.num_tokens} tokens, got "
-        f"{len(batch.slot_mapping)}",
-    )
-    require(
         batch.block_size == cache.block_size,
         f"the batch was made for blocks of {batch.block_size}, the cache has {cache.block_size}",
     )
-    _batch_values(batch, cache.num_blocks)
+    validate_metadata.values(batch, cache.num_blocks)
 
 
 def _query(query, dtype, num_kv_heads, head_dim, spec):
@@ -233,25 +214,6 @@ def _query(query, dtype, num_kv_heads, head_dim, spec):
         f"alibi_slopes must have one slope for each of the {num_heads} query heads, got "
         f"{len(slopes or ())}",
     )
-
-
-def _batch_values(batch, num_blocks):
-    starts, seq_lens, table = (
-        known(array) for array in (batch.query_start_loc, batch.seq_lens, batch.block_tables)
-    )
-    if starts is not None:
-        start_locs("query_start_loc", starts, batch.num_tokens, batch.max_query_len)
-    if seq_lens is None or table is None:
-        return
-    width = table.shape[1]
-    needed = cdiv(seq_lens, batch.block_size)
-    require(
-        ((seq_lens >= 0) & (needed <= width)).all(),
-        f"seq_lens must be between 0 and what {width} blocks of {batch.block_size} hold, got "
-        f"{seq_lens.tolist()}",
-    )
-    used = table[np.arange(width) < needed[:, None]]
-    ids("block_tables", used, num_blocks, "blocks")
 
 
 def ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens) -> tuple[int, int]:

@@ -136,6 +136,8 @@ CORE = {
     "paged_attention by any": attend(None),
     "ragged_attention": lambda: (pa.ragged_attention, ragged_arguments()),
     "explain": lambda: (pa.explain, {**shared(), "return_lse": False}),
+    "cascade_attention": lambda: (pa.cascade_attention, {**shared(), "backend": "xla"}),
+    "split_prefix": lambda: (pa.split_prefix, {"batch": shared()["batch"]}),
     "merge_states": lambda: (pa.merge_states, state()),
     "attention_bias": fixed(pa.attention_bias, **POSITIONS, spec=pa.AttentionSpec()),
     "causal_mask": fixed(pa.causal_mask, **POSITIONS),

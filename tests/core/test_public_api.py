@@ -42,6 +42,8 @@ FUNCTIONS = {
             "query key value query_start_loc key_start_loc spec",
             "max_query_len max_key_len backend return_lse sinks bias",
         ),
+        "cascade_attention": ("query cache batch spec", "backend sinks"),
+        "split_prefix": ("batch", ""),
         "merge_states": ("out_a lse_a out_b lse_b", ""),
         "attention_bias": ("query_positions key_positions spec", ""),
         "causal_mask": None,

@@ -1,0 +1,126 @@
+"""Attention over a prefix that all sequences share, computed once for all of them."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+
+from . import validate, validate_metadata
+from .attention import Lse, Query, Sinks, paged_attention
+from .backend import Backend
+from .batch import BatchMetadata, in_order, sequences_of
+from .cache import KVCache
+from .errors import UnsupportedError
+from .foreign import takes_any_array
+from .integers import INT32, int32
+from .ragged import PAD_SLOT
+from .spec import AttentionSpec
+from .state import merge_states
+
+
+@takes_any_array
+def cascade_attention(
+    query: Query,
+    cache: KVCache,
+    batch: BatchMetadata,
+    spec: AttentionSpec = AttentionSpec(),
+    *,
+    backend: str | Backend | None = None,
+    sinks: Sinks | None = None,
+) -> tuple[Query, Lse]:
+    """`paged_attention`, which reads the blocks that all sequences begin with only once.
+
+    For 64 sequences behind one system prompt the prompt's keys are read once instead of 64 times.
+    The shared blocks are found in the batch's tables (`split_prefix`), so nothing is traced anew
+    when their number changes; where there are none, it costs a call more.
+
+    Args: as `paged_attention`. `backend` runs both parts: one with all tokens as the queries of one
+      sequence, and one with the rest of each sequence.
+
+    Returns:
+      out and lse, as `paged_attention(..., return_lse=True)` to rounding.
+
+    Raises:
+      UnsupportedError: a window or ALiBi, of which each query sees the prefix differently.
+      InvalidInputError, BackendUnavailableError: as `paged_attention`.
+
+    >>> from pagedattn import init_kv_cache, make_batch
+    >>> cache = init_kv_cache(3, 4, 1, 8, jnp.float32)
+    >>> batch = make_batch([1, 1], [4, 6], [[0, 1], [0, 2]], block_size=4)
+    >>> out, lse = cascade_attention(jnp.ones((2, 2, 8)), cache, batch, backend="xla")
+    >>> out.shape, lse.shape
+    ((2, 2, 8), (2, 2))
+    """
+    validate.attention(query, cache, batch, spec, True)
+    _require_shared_view(spec)
+    prefix, rest = split_prefix(batch)
+    whole = replace(spec, causal=False)  # every query stands behind the prefix
+    of_prefix = paged_attention(query, cache, prefix, whole, backend=backend, return_lse=True)
+    options = {"backend": backend, "sinks": sinks}
+    of_rest = paged_attention(query, cache, rest, spec, return_lse=True, **options)
+    return merge_states(*of_prefix, *of_rest)
+
+
+@takes_any_array
+def split_prefix(batch: BatchMetadata) -> tuple[BatchMetadata, BatchMetadata]:
+    """A batch as two: over the blocks that all its sequences begin with, and over what follows.
+
+    Shared is what the tables begin with alike, in whole blocks that lie before every new token;
+    sequences without new tokens are not asked. For causal attention over the first with
+    `causal=False` and over the second as it is, joined by `merge_states`. Usable in jit; layers of
+    one step can share it.
+
+    Returns:
+      prefix: one sequence that brings all tokens, over the shared blocks.
+      rest: the sequences without these blocks; positions count from the prefix's end.
+
+    Raises:
+      InvalidInputError: not a batch, or arrays in it that do not fit together.
+
+    >>> from pagedattn import make_batch
+    >>> batch = make_batch([1, 1], [4, 6], [[0, 1], [0, 2]], block_size=4)
+    >>> prefix, rest = split_prefix(batch)
+    >>> prefix.seq_lens.tolist(), rest.seq_lens.tolist(), rest.block_tables[:, 0].tolist()
+    ([4], [1, 3], [1, 2])
+    """
+    validate_metadata.shapes(batch)
+    sequences = in_order(sequences_of(batch))
+    blocks, count = _shared_blocks(sequences, batch.block_size)
+    length = count * batch.block_size
+    num_tokens = sequences.query_start_loc[-1:]
+    prefix = replace(
+        batch,
+        block_tables=blocks[None],
+        seq_lens=length[None],
+        query_start_loc=jnp.concatenate([jnp.zeros_like(num_tokens), num_tokens]),
+        slot_mapping=jnp.full(batch.slot_mapping.shape, PAD_SLOT, jnp.int32),
+        max_query_len=max(1, batch.num_tokens),
+    )
+    rest = replace(
+        batch,
+        block_tables=jnp.roll(sequences.block_tables, -count, axis=1),
+        seq_lens=jnp.maximum(sequences.seq_lens - length, 0),
+        positions=jnp.maximum(int32(batch.positions) - length, 0),
+    )
+    return prefix, rest
+
+
+def _shared_blocks(sequences, block_size):
+    """The blocks that the sequences with new tokens begin with alike, and their number."""
+    brings = sequences.query_lens > 0
+    options = {"axis": 0, "where": brings[:, None]}
+    highest = jnp.max(sequences.block_tables, initial=-1, **options)
+    lowest = jnp.min(sequences.block_tables, initial=INT32.max, **options)
+    capacity = sequences.max_blocks * block_size
+    context = jnp.min(sequences.context_lens, where=brings, initial=capacity)
+    columns = jnp.arange(sequences.max_blocks, dtype=jnp.int32)
+    same = (highest == lowest) & (columns < context // block_size)
+    return highest, jnp.cumprod(same, dtype=jnp.int32).sum(dtype=jnp.int32)
+
+
+def _require_shared_view(spec):
+    for name in ("sliding_window", "alibi_slopes"):
+        if getattr(spec, name) is not None:
+            raise UnsupportedError(
+                f"cascade_attention does not have {name}: each query sees the prefix differently; "
+                "use paged_attention"
+            )

@@ -1,0 +1,53 @@
+"""Checks of a batch: shapes and types always, values where they are known on the host."""
+
+import numpy as np
+
+from .batch import BatchMetadata
+from .checks import ids, int_array, is_count, known, require, shown, start_locs
+from .ragged import cdiv
+
+ARRAYS = ("block_tables", "seq_lens", "query_start_loc", "slot_mapping", "positions")
+
+
+def shapes(batch) -> None:
+    """Requires a batch whose arrays are of integers and fit together."""
+    batch_type = type(batch).__name__
+    require(isinstance(batch, BatchMetadata), f"batch is no BatchMetadata: {batch_type}")
+    for name in ("block_size", "max_query_len"):
+        size = getattr(batch, name)
+        static = isinstance(size, int | np.integer) and is_count(size, int(name == "block_size"))
+        require(static, f"batch.{name} must be a Python integer, got {shown(size)}")
+    for name in ARRAYS:
+        int_array(name, getattr(batch, name), 2 if name == "block_tables" else 1)
+    num_seqs = batch.num_seqs
+    require(
+        batch.block_tables.shape[0] == num_seqs and batch.query_start_loc.shape[0] == num_seqs + 1,
+        f"with seq_lens of {num_seqs} sequences, block_tables must have as many rows and "
+        f"query_start_loc one entry more, got {tuple(batch.block_tables.shape)} and "
+        f"{tuple(batch.query_start_loc.shape)}",
+    )
+    require(
+        len(batch.slot_mapping) == batch.num_tokens,
+        f"slot_mapping must have the batch's {batch.num_tokens} tokens, got "
+        f"{len(batch.slot_mapping)}",
+    )
+
+
+def values(batch, num_blocks: int) -> None:
+    """Requires starts, lengths and blocks in range, as far as they are known."""
+    starts, seq_lens, table = (
+        known(array) for array in (batch.query_start_loc, batch.seq_lens, batch.block_tables)
+    )
+    if starts is not None:
+        start_locs("query_start_loc", starts, batch.num_tokens, batch.max_query_len)
+    if seq_lens is None or table is None:
+        return
+    width = table.shape[1]
+    needed = cdiv(seq_lens, batch.block_size)
+    require(
+        ((seq_lens >= 0) & (needed <= width)).all(),
+        f"seq_lens must be between 0 and what {width} blocks of {batch.block_size} hold, got "
+        f"{seq_lens.tolist()}",
+    )
+    used = table[np.arange(width) < needed[:, None]]
+    ids("block_tables", used, num_blocks, "blocks")

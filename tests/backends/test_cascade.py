@@ -1,0 +1,144 @@
+"""`cascade_attention` by the oracle, which knows nothing of shared blocks."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import SPECS, may_refuse
+
+from pagedattn import (
+    AttentionSpec,
+    InvalidInputError,
+    UnsupportedError,
+    cascade_attention,
+    make_batch,
+    merge_states,
+    paged_attention,
+    split_prefix,
+)
+from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
+
+SHARED = 3  # blocks of 4
+BATCHES = {
+    "decode": ([1, 1, 1, 1], [13, 17, 30, 24]),
+    "decode at the prefix's end": ([1, 1], [13, 13]),
+    "chunks": ([4, 1, 0, 6], [16, 13, 3, 40]),
+    "one sequence": ([3], [20]),
+    "one sequence has less": ([1, 1], [9, 30]),
+    "no context": ([5, 1], [5, 14]),
+    "nobody brings tokens": ([0, 0], [13, 14]),
+}
+OPTIONS = {
+    "plain": {},
+    "soft cap": {"spec": SPECS["logits_soft_cap"]},
+    "causal=False": {"spec": SPECS["causal=False"]},
+    "sinks": {"sinks": True},
+    "int8": {"cache_dtype": "int8"},
+    "bfloat16": {"dtype": jnp.bfloat16},
+}
+
+
+def shared(query_lens, seq_lens, shared_blocks=SHARED, **options):
+    """A problem whose sequences begin with the same blocks; what none of them sees is NaN."""
+    spec = options.pop("spec", AttentionSpec())
+    sinks = np.float32([0.5, -1, 2, -np.inf]) if options.pop("sinks", False) else None
+    options = {"num_blocks": 64, "pad_tokens": sum(query_lens) + 2} | options
+    problem = random_problem(query_lens, seq_lens, spec, poison=None, max_query_len=8, **options)
+    problem = problem.replace(sinks=sinks)
+    prefix = max(problem.block_tables, key=len)[:shared_blocks]
+    tables = [[*prefix[: len(row)], *row[shared_blocks:]] for row in problem.block_tables]
+    return problem.replace(block_tables=tables).poisoned()
+
+
+def attend(problem, backend, mode):
+    batch = batch_of(problem)
+
+    def call(query, cache, batch, sinks):
+        return cascade_attention(query, cache, batch, problem.spec, backend=backend, sinks=sinks)
+
+    call = jax.jit(call) if mode == "jit" else call
+    sinks = None if problem.sinks is None else jnp.asarray(problem.sinks)
+    return call(jnp.asarray(problem.query), cache_of(problem), batch, sinks)
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_batches(backend, mode, name):
+    problem = shared(*BATCHES[name])
+    assert_attention_close(*attend(problem, backend, mode), problem, name=backend)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(backend, name):
+    option = {"int8": "cache_dtype", "sinks": "sinks"}.get(name, name)
+    if may_refuse(backend, option):
+        pytest.skip(f"{backend} may refuse {option}")
+    problem = shared(*BATCHES["chunks"], **OPTIONS[name])
+    assert_attention_close(*attend(problem, backend, "jit"), problem, name=backend)
+
+
+def test_one_trace_for_any_number_of_shared_blocks():
+    traces = []
+
+    @jax.jit
+    def call(query, cache, batch):
+        traces.append(1)
+        return cascade_attention(query, cache, batch, backend="xla")
+
+    for count in range(SHARED + 1):
+        changed = shared(*BATCHES["decode"], shared_blocks=count)
+        arrays = jnp.asarray(changed.query), cache_of(changed), batch_of(changed)
+        assert split_prefix(arrays[2])[0].seq_lens.tolist() == [4 * count]
+        assert_attention_close(*call(*arrays), changed)
+    assert len(traces) == 1
+
+
+def test_what_is_shared():
+    """Whole blocks, before every new token, from the first on, of those that bring tokens."""
+
+    def blocks(tables, contexts, queries=(1, 1)):
+        batch = make_batch(queries, contexts, tables, block_size=4)
+        prefix, rest = split_prefix(batch)
+        first = prefix.block_tables[0, : prefix.seq_lens[0] // 4]
+        return first.tolist(), rest.seq_lens.tolist()
+
+    assert blocks([[5, 6, 1], [5, 6, 2]], [9, 8]) == ([5, 6], [2, 1])
+    assert blocks([[5, 6, 1], [5, 6, 2]], [9, 7]) == ([5], [6, 4])
+    assert blocks([[5, 6, 1], [4, 6, 2]], [9, 9]) == ([], [10, 10])
+    assert blocks([[5, 6, 1], [5, 3, 2]], [9, 9]) == ([5], [6, 6])
+    assert blocks([[5, 6, 1], [9, 9, 9]], [9, 9], (1, 0)) == ([5, 6], [2, 1])
+
+
+def test_no_sequences_and_no_blocks():
+    batch = make_batch([], [], [], block_size=4, pad_tokens=2)
+    cache = cache_of(shared(*BATCHES["decode"]))
+    out, lse = cascade_attention(jnp.ones((2, 4, 16)), cache, batch)
+    assert not out.any()
+    assert jnp.isneginf(lse).all()
+
+
+def test_layers_share_a_split():
+    """The two parts by hand, as a model with many layers calls them."""
+    problem = shared(*BATCHES["decode"])
+    query, cache = jnp.asarray(problem.query), cache_of(problem)
+    prefix, rest = split_prefix(batch_of(problem))
+    parts = (
+        paged_attention(query, cache, part, AttentionSpec(causal=causal), return_lse=True)
+        for part, causal in ((prefix, False), (rest, True))
+    )
+    first, second = parts
+    assert_attention_close(*merge_states(*first, *second), problem)
+
+
+@pytest.mark.parametrize("name", ["sliding_window", "alibi_slopes"])
+def test_views_that_differ_are_refused_by_name(name):
+    problem = shared(*BATCHES["decode"])
+    spec = dataclasses.replace(problem.spec, **{name: getattr(SPECS[name], name)})
+    with pytest.raises(UnsupportedError, match=name):
+        attend(problem.replace(spec=spec), None, "eager")
+
+
+def test_not_a_batch():
+    with pytest.raises(InvalidInputError, match="BatchMetadata"):
+        split_prefix(3)
