@@ -12,6 +12,9 @@ SMOKE_VENV := .venv-smoke
 # Tests that need JAX alone.
 WITHOUT_TORCH := tests/pool tests/core/test_batch.py tests/core/test_cache.py tests/core/test_jit.py \
 	tests/core/test_state.py tests/backends/test_properties.py
+# What needs transformers, numba and rich, which the environment of test-ipex does not have.
+NOT_THERE := pagedattn/backends/numba pagedattn/kernels/cpu pagedattn/report/colour.py \
+	pagedattn_torch/backends/numba.py pagedattn_torch/transformers
 # Compiling is two thirds of the tests' time: what one run compiled, in any environment, later ones
 # load.
 KEPT := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.jax_cache JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
@@ -67,7 +70,7 @@ docs: $(DOCS_VENV)/ready
 
 test-ipex: $(IPEX_VENV)/ready
 	$(KEPT) $(PLAINLY) OMP_NUM_THREADS=1 \
-		$(IPEX_VENV)/bin/python -m pytest -q -n 2 --dist worksteal --ignore pagedattn_torch/transformers
+		$(IPEX_VENV)/bin/python -m pytest -q -n 2 --dist worksteal $(NOT_THERE:%=--ignore=%)
 
 test-gpu:
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -q -n 14 --dist worksteal -p no:benchmark tests

@@ -1,5 +1,6 @@
 """Setting rows of an array in place, also where XLA alone would rewrite the whole array."""
 
+import contextlib
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ from jaxtyping import Array, Integer, Shaped
 
 from .call import device_of
 from .checks import is_traced
+from .errors import UnsupportedError
 from .ragged import in_range, int32, set_at
 from .registry import Framework, can_load, load, order, wrong_device
 
@@ -25,12 +27,13 @@ def set_rows(
     Works in place inside a jit that donates the array, with one exception: XLA:CPU computes
     bfloat16 in float32, and float8 in float16, so to set one row it rewrites the whole array
     (jax-ml/jax#40101 is of that kind), 500 MB for each token. There `Backend.set_rows` of some
-    backend runs instead, if one is installed that has it.
+    backend runs instead, if one is installed that has it and takes the dtype.
     """
     array, indices, rows = jnp.asarray(array), int32(indices), jnp.asarray(rows)
     if array.dtype.name in WIDENED and is_traced(array) and device_of(array) == "cpu":
         for setter in _setters():
-            return _differentiable(setter)(array, indices, rows)
+            with contextlib.suppress(UnsupportedError):  # the next one may take the dtype
+                return _differentiable(setter)(array, indices, rows)
     return _scatter(array, indices, rows)
 
 

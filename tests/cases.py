@@ -16,7 +16,7 @@ from pagedattn.testing.tolerances import arguments
 
 # The options that a backend may refuse; any other must honour every one.
 REFUSING = {
-    "ipex": ("alibi_slopes", "bias", "cache_dtype", "return_lse", "sinks"),
+    "ipex": ("alibi_slopes", "bias", "cache_dtype", "return_lse", "sinks", "sliding_window"),
     "numba": ("bias", "cache_dtype"),
     "triton": ("bias",),
 }

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import torch
 from jaxtyping import Array, Int, Shaped
 
+from pagedattn import UnsupportedError
 from pagedattn.backend import Backend
 from pagedattn.call import Call
 from pagedattn.checks import is_traced
@@ -54,8 +55,12 @@ def _not_shared(call: Call) -> list[str]:
         devices = " and ".join(SHARED_DEVICES)
         reasons.append(f"torch shares JAX's memory on {devices}, not on {call.device}")
     if call.cache_dtype and not takes(call.cache_dtype):
-        reasons.append(f"cache_dtype: torch {torch.__version__} takes no {call.cache_dtype} arrays")
+        reasons.append(f"cache_dtype: {_not_taken(call.cache_dtype)}")
     return reasons
+
+
+def _not_taken(dtype) -> str:
+    return f"torch {torch.__version__} takes no {dtype} arrays from JAX; a newer one does"
 
 
 @functools.cache
@@ -104,6 +109,12 @@ class _Attend:
 def set_rows(
     array: Shaped[Array, "*shape"], indices: Int[Array, "n"], rows: Shaped[Array, "n *row"]
 ) -> Shaped[Array, "*shape"]:
-    """`Backend.set_rows` by torch: sets rows of a JAX array in place, inside jit."""
+    """`Backend.set_rows` by torch: sets rows of a JAX array in place, inside jit.
+
+    Raises:
+      UnsupportedError: torch takes no arrays of this dtype.
+    """
+    if not takes(array.dtype.name):
+        raise UnsupportedError(_not_taken(array.dtype))
     out = jax.ShapeDtypeStruct(array.shape, array.dtype)
     return torch_call(set_rows_, out, aliases={0: 0}, capturable=True)(array, indices, rows)

@@ -14,6 +14,7 @@ pytest.importorskip("intel_extension_for_pytorch")
 from hypothesis import given, reject  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from pagedattn_interop import to_torch  # noqa: E402
+from tensors import tensors  # noqa: E402
 from torch_layers import step_of  # noqa: E402
 
 from pagedattn import AttentionSpec, KVCache, UnsupportedError  # noqa: E402
@@ -36,23 +37,13 @@ BF16, F32 = ml_dtypes.bfloat16, np.float32
 LOGICAL, BY_HEAD, SLOTS_LAST = (0, 1, 2, 3, 4), (0, 1, 3, 2, 4), (0, 1, 3, 4, 2)
 
 
-def tensors(problem):
-    query, cache = jnp.asarray(problem.query), cache_of(problem)
-    if problem.key_scale is None:
-        return to_torch((query, cache), copy=True)
-    scales = to_torch((cache.key_scale, cache.value_scale), copy=True)
-    return to_torch(query, copy=True), KVCache(as_bytes(cache.key), as_bytes(cache.value), *scales)
-
-
-def as_bytes(plane):
-    """A plane in eight bits as a tensor: torch 2.8 takes no float8 by DLPack."""
-    held = torch.from_numpy(np.asarray(plane).view(np.uint8).copy())
-    return held.view(getattr(torch, str(plane.dtype)))
+def tensors_of(problem):
+    return tensors((jnp.asarray(problem.query), cache_of(problem)))
 
 
 def check(problem, layout=lambda cache: cache):
     """Runs a problem with its cache in some layout; refusals end the test."""
-    query, cache = tensors(problem)
+    query, cache = tensors_of(problem)
     arrays = to_torch({name: jnp.asarray(array) for name, array in problem.arrays.items()})
     batch = batch_of(problem)
     out = paged_attention(query, layout(cache), batch, problem.spec, backend="ipex", **arrays)
@@ -136,7 +127,7 @@ def test_refuses_these_and_no_others(name, longest, return_lse):
     problem = random_problem([1, 1], [9, 4], spec, max_query_len=longest, **options)
     options = {name: torch.from_numpy(array) for name, array in problem.arrays.items()}
     options["return_lse"] = return_lse
-    reasons = explain(*tensors(problem), batch_of(problem), spec, **options)["ipex"]
+    reasons = explain(*tensors_of(problem), batch_of(problem), spec, **options)["ipex"]
     words = ["alibi_slopes"] * (spec.alibi_slopes is not None and longest > 1)
     words += ["sliding_window=1"] * (spec.sliding_window == 1 and longest > 1)
     names = (*names, *["cache_dtype"] * (cache_dtype is not None))
@@ -147,7 +138,7 @@ def test_refuses_these_and_no_others(name, longest, return_lse):
 
 def test_other_dtypes_and_devices_are_refused():
     problem = random_problem([1], [9], AttentionSpec())
-    query, cache = tensors(problem)
+    query, cache = tensors_of(problem)
     batch = batch_of(problem)
     wide = query.double(), KVCache(cache.key.double(), cache.value.double())
     with pytest.raises(UnsupportedError, match="float64"):
@@ -260,7 +251,7 @@ def test_any_head_dim(head_dim):
 
 @given(problem=problems(bucket=BUCKETS[0], dtype=F32), data=st.data())
 def test_strided_queries(problem, data):
-    query, cache = tensors(problem)
+    query, cache = tensors_of(problem)
     fused = torch.cat([query, query], dim=data.draw(st.sampled_from([1, 2])))
     query = fused[:, : query.shape[1], : query.shape[2]]
     batch = batch_of(problem)
@@ -274,7 +265,7 @@ def test_strided_queries(problem, data):
 @pytest.mark.parametrize("name", SPECS)
 def test_inputs_are_left_alone(phase, name):
     problem = random_problem(*PHASES[phase], SPECS[name])
-    query, cache = tensors(problem)
+    query, cache = tensors_of(problem)
     before = [x.clone() for x in (query, *halves(cache))]
     out = paged_attention(query, cache, batch_of(problem), problem.spec, backend="ipex")
     for now, then in zip((query, *halves(cache)), before, strict=True):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SPECS, good_call, mixed, run
+from cases import SPECS, good_call, may_refuse, mixed, run
 from jax.test_util import check_grads
 
 from pagedattn import (
@@ -27,6 +27,14 @@ from pagedattn.testing import (
 )
 
 PLAIN = SPECS["plain"]
+
+
+@pytest.fixture
+def backend(backend):
+    """Those that give what sinks need."""
+    if may_refuse(backend, "sinks"):
+        pytest.skip(f"{backend} may refuse sinks")
+    return backend
 
 
 def problem_of(sinks, **kwargs):

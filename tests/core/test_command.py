@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytest.importorskip("rich")
+
 import pagedattn
 from pagedattn.report import gather, machine, selfcheck, text
 from pagedattn.report.colour import coloured

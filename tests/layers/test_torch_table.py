@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pagedattn_interop import to_torch
+from tensors import tensors
 
 import pagedattn_torch
 from pagedattn import BackendUnavailableError, KVCache, UnsupportedError, paged_attention
@@ -43,7 +43,7 @@ def problem_of(asked, query, cache, batch, spec, **options):
 
 
 def torch_explain(query, cache, batch, spec, *, return_lse, **options):
-    query, cache, options = to_torch((query, cache, options))
+    query, cache, options = tensors((query, cache, options))
     return pagedattn_torch.explain(query, cache, batch, spec, return_lse=return_lse, **options)
 
 
@@ -59,7 +59,7 @@ def torch_cells():
 
 def forward(layer, asked, query, cache, batch):
     """The request as a forward: keys out of the cache, which is empty before."""
-    query, cache = to_torch((query, cache))
+    query, cache = tensors((query, cache))
     query_lens, key_lens = zip(*asked.lengths, strict=True)
     if asked.attn_type in ENCODERS:
         lens = {"encoder": "encoder_seq_lens", "encoder_only": "seq_lens"}[asked.attn_type]
