@@ -40,6 +40,14 @@ OPTIONS = {
 }
 
 
+@pytest.fixture
+def backend(backend):
+    """Those that give the lse by which parts are merged."""
+    if may_refuse(backend, "return_lse"):
+        pytest.skip(f"{backend} gives no lse")
+    return backend
+
+
 def shared(query_lens, seq_lens, shared_blocks=SHARED, **options):
     """A problem whose sequences begin with the same blocks; what none of them sees is NaN."""
     spec = options.pop("spec", AttentionSpec())
