@@ -40,18 +40,38 @@ SIZES = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-LLAMA3 = {
+THETA = {"rope_theta": 100.0}
+LLAMA3 = THETA | {
     "rope_type": "llama3",
-    "rope_theta": 100.0,
     "factor": 4.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-LINEAR = {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}
+LINEAR = THETA | {"rope_type": "linear", "factor": 2.0}
+YARN = THETA | {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "beta_fast": 2.0,
+    "beta_slow": 0.1,
+    "original_max_position_embeddings": 16,
+    "truncate": False,
+}
 BLOOM = {"vocab_size": 40, "hidden_size": 40, "n_layer": 2, "n_head": 5, "eos_token_id": None}
 LLAMA_3_2 = {"rope_parameters": LLAMA3, "tie_word_embeddings": True, "attention_bias": True}
 SLIDING = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+BY_TURNS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+LOCAL = {"rope_type": "default", "rope_theta": 30.0}
+TWO_ROPES = {"full_attention": LINEAR, "sliding_attention": LOCAL}
+YARN_ABOVE = {"full_attention": YARN, "sliding_attention": THETA | {"rope_type": "default"}}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+NARROW = {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 0.5,
+}
 CONFIGS = {
     "llama": ("Llama", SIZES),
     "llama 3": ("Llama", SIZES | LLAMA_3_2),
@@ -60,6 +80,18 @@ CONFIGS = {
     "qwen2 sliding": ("Qwen2", SIZES | SLIDING),
     "qwen3": ("Qwen3", SIZES | SLIDING | {"attention_bias": True}),
     "gemma2": ("Gemma2", SIZES | {"sliding_window": 6, "query_pre_attn_scalar": 20}),
+    "gemma3": (
+        "Gemma3Text",
+        SIZES | BY_TURNS | {"query_pre_attn_scalar": 20, "rope_parameters": TWO_ROPES},
+    ),
+    "gpt-oss": ("GptOss", SIZES | EXPERTS | {"sliding_window": 6, "rope_parameters": YARN}),
+    "phi3": ("Phi3", SIZES | {"sliding_window": 6}),
+    "qwen3 moe": ("Qwen3Moe", SIZES | NARROW | {"norm_topk_prob": True}),
+    "qwen3 moe sliding": ("Qwen3Moe", SIZES | NARROW | SLIDING),
+    "mixtral": ("Mixtral", SIZES | EXPERTS),
+    "olmo2": ("Olmo2", SIZES),
+    "olmo3": ("Olmo3", SIZES | BY_TURNS | {"rope_parameters": YARN_ABOVE}),
+    "granite": ("Granite", SIZES | MULTIPLIERS),
     "bloom": ("Bloom", BLOOM),
 }
 
@@ -88,16 +120,16 @@ class Theirs:
             return self.model(torch.tensor([list(tokens)])).logits[0].float().numpy()
 
 
-def theirs(name: str, seed: int = 0) -> Theirs:
+def theirs(case: str, seed: int = 0) -> Theirs:
     """A random model in which every parameter counts, norms and biases included."""
-    family, sizes = CONFIGS[name]
+    family, sizes = CONFIGS[case]
     torch.manual_seed(seed)
     config = getattr(transformers, f"{family}Config")(**sizes, initializer_range=0.3)
     config._attn_implementation = "eager"  # the only one of theirs that caps logits
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or name.endswith("bias"):
                 parameter.add_(0.2 * torch.randn_like(parameter))
     return Theirs(model)
 

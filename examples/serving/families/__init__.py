@@ -4,16 +4,28 @@ from pagedattn import InvalidInputError
 from serving.decoder import Decoder
 
 from .bloom import Bloom
-from .gemma2 import Gemma2
-from .llama import Llama, Mistral, Qwen2, Qwen3
+from .gemma import Gemma2, Gemma3
+from .gpt_oss import GptOss
+from .granite import Granite
+from .llama import Llama
+from .mistral import Mistral, Mixtral
+from .olmo import Olmo2, Olmo3
+from .phi3 import Phi3
+from .qwen import Qwen2, Qwen3, Qwen3Moe
 
-FAMILIES = {family.model_type: family for family in (Llama, Mistral, Qwen2, Qwen3, Gemma2, Bloom)}
+LLAMAS = (Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3Moe, Gemma2, Gemma3, Phi3, Olmo2, Olmo3)
+FAMILIES = {family.model_type: family for family in (*LLAMAS, Granite, GptOss, Bloom)}
 
 
 def model_of(raw: dict) -> Decoder:
-    """The model of a parsed `config.json`; InvalidInputError for what is not computed here."""
+    """The model of a parsed `config.json`.
+
+    Raises:
+      InvalidInputError: No family has its `model_type`, or it asks for what is not computed here.
+    """
     name = raw.get("model_type", "")
     family = FAMILIES.get(name)
     if family is None:
-        raise InvalidInputError(f"expected a model_type of {list(FAMILIES)}, got {name!r}")
+        known = ", ".join(FAMILIES)
+        raise InvalidInputError(f"expected a model_type of {known}, got {name!r}")
     return family.from_config(raw)

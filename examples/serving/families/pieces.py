@@ -1,15 +1,11 @@
 """Pieces that the layers of several families share."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 Hidden = Float[Array, "*tokens size"]
 Weight = Float[Array, " size"]
-
-FULL, SLIDING = "full_attention", "sliding_attention"  # the `layer_types` of a config
 
 
 def linear(layer: dict, name: str, x: Hidden) -> Hidden:
@@ -50,15 +46,3 @@ def head_logits(params: dict, hidden: Hidden) -> Hidden:
     """Logits in float32, by the head or by the embedding that it is tied to."""
     head = params.get("lm_head", params["embedding"])
     return jnp.matmul(hidden, head.T, preferred_element_type=jnp.float32)
-
-
-def read_layer_types(raw: dict, default: Callable[[int], str]) -> tuple[str, ...]:
-    """The kind of each layer's attention: the config's, or else `default(index)`.
-
-    Raises ValueError for other kinds than these two.
-    """
-    num_layers = raw["num_hidden_layers"]
-    types = tuple(raw.get("layer_types") or map(default, range(num_layers)))
-    if len(types) != num_layers or not {FULL, SLIDING}.issuperset(types):
-        raise ValueError(f"expected {FULL} or {SLIDING} for {num_layers} layers, got {types}")
-    return types
