@@ -16,6 +16,7 @@ INERT = frozenset(
         "use_cache",
         "transformers_version",
         "initializer_range",
+        "pretraining_tp",
         "bos_token_id",
         "pad_token_id",
         "unk_token_id",

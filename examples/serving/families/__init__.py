@@ -4,6 +4,7 @@ from pagedattn import InvalidInputError
 from serving.decoder import Decoder
 
 from .bloom import Bloom
+from .cohere import Cohere, Cohere2
 from .gemma import Gemma2, Gemma3
 from .gpt_oss import GptOss
 from .granite import Granite
@@ -12,9 +13,11 @@ from .mistral import Mistral, Mixtral
 from .olmo import Olmo2, Olmo3
 from .phi3 import Phi3
 from .qwen import Qwen2, Qwen3, Qwen3Moe
+from .smollm3 import SmolLM3
 
-LLAMAS = (Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3Moe, Gemma2, Gemma3, Phi3, Olmo2, Olmo3)
-FAMILIES = {family.model_type: family for family in (*LLAMAS, Granite, GptOss, Bloom)}
+MIXTURES = (Mixtral, Qwen3Moe, GptOss)
+OTHERS = (Gemma2, Gemma3, Phi3, Olmo2, Olmo3, Granite, SmolLM3, Cohere, Cohere2, Bloom)
+FAMILIES = {f.model_type: f for f in (Llama, Mistral, Qwen2, Qwen3, *MIXTURES, *OTHERS)}
 
 
 def model_of(raw: dict) -> Decoder:

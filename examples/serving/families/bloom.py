@@ -46,7 +46,6 @@ class Bloom(Decoder):
         "bias_dropout_fusion",
         "masked_softmax_fusion",
         "offset_alibi",
-        "pretraining_tp",
         "seq_length",
         "skip_bias_add",
         "slow_but_exact",

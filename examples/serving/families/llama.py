@@ -45,7 +45,6 @@ class Llama(Decoder):
     model_type = "llama"
     architecture = "LlamaForCausalLM"
     required: ClassVar[Mapping[str, tuple]] = {"hidden_act": ("silu",)}
-    ignored: ClassVar[tuple[str, ...]] = ("pretraining_tp",)
 
     @classmethod
     def read(cls, raw: dict) -> dict:
