@@ -65,7 +65,7 @@ def tensor_files(directory: Path) -> Iterable[Path]:
 def names_of(model: Decoder) -> tuple[Names, list[Names]]:
     """The checkpoint's names of tensors by ours: outside the layers, and for each layer."""
     prefixes = (model.layer_prefix.format(index) for index in range(model.num_hidden_layers))
-    layers = [
+    layers: list[Names] = [
         {ours: _prefixed(prefix, theirs) for ours, theirs in model.layer_names().items()}
         for prefix in prefixes
     ]

@@ -29,7 +29,7 @@ from pagedattn import (
 from serving.settings import refuse_others, require
 
 Hidden = Float[Array, "num_tokens hidden_size"]
-Heads = Float[Array, "num_tokens num_heads head_dim"]
+Heads = Float[Array, "num_tokens _ head_dim"]  # of queries, or of keys and values: fewer
 Logits = Float[Array, "num_tokens vocab_size"]
 Tokens = Int[Array, " num_tokens"]
 Sinks = Float[Array, " num_heads"]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from serving.decoder import Heads, Hidden, Logits, Name, Tokens
 
 from .llama import MLP, Llama
-from .pieces import layer_norm, linear
+from .pieces import Features, layer_norm, linear
 from .windowed import FULL, SLIDING, Windowed
 
 
@@ -34,7 +34,7 @@ class Cohere(Windowed):
     def mlp_names(self) -> Mapping[str, Name]:
         return {name: MLP[name] for name in ("gate", "up", "down")}
 
-    def normed(self, x: Hidden, weight) -> Hidden:
+    def normed(self, x: Features, weight) -> Features:
         return layer_norm(x, weight, jnp.zeros_like(weight), self.layer_norm_eps)
 
     def rotate(self, index: int, heads: Heads, positions: Tokens) -> Heads:

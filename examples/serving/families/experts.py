@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .pieces import Hidden, gated_mlp, linear
+from .pieces import Features, gated_mlp, linear
 
 GATED = ("gate", "up", "down")
 Weights = Float[Array, "num_tokens num_experts"]
@@ -34,12 +34,12 @@ def route(logits: Weights, top_k: int, normalised: bool) -> Weights:
 
 def mixture(
     layer: dict,
-    x: Hidden,
+    x: Features,
     top_k: int,
     normalised: bool,
     names: tuple[str, ...],
-    expert: Callable[[dict, Hidden], Hidden],
-) -> Hidden:
+    expert: Callable[[dict, Features], Features],
+) -> Features:
     """The weighted sum of `expert(weights, x)`, where `names` are the layer's stacked weights."""
     weights = route(linear(layer, "router", x), top_k, normalised)
     stacked = {name: layer[name] for name in names}
@@ -47,6 +47,6 @@ def mixture(
     return jnp.einsum("te,eth->th", weights.astype(x.dtype), outputs)
 
 
-def gated_experts(layer: dict, x: Hidden, top_k: int, normalised: bool) -> Hidden:
+def gated_experts(layer: dict, x: Features, top_k: int, normalised: bool) -> Features:
     """The mixture of MLPs such as Llama's."""
     return mixture(layer, x, top_k, normalised, GATED, partial(gated_mlp, activation=jax.nn.silu))

@@ -10,7 +10,7 @@ from pagedattn import AttentionSpec
 from serving.decoder import Hidden, Logits, Name, Tokens
 
 from .llama import HEAD_NORMS, MLP
-from .pieces import gated_mlp, gelu_tanh, rms_norm
+from .pieces import Features, gated_mlp, gelu_tanh, rms_norm
 from .windowed import FULL, SLIDING, Windowed
 
 NORMS = {
@@ -50,7 +50,7 @@ class Gemma2(Windowed):
         scale = jnp.sqrt(self.hidden_size).astype(params["embedding"].dtype)
         return params["embedding"][tokens] * scale
 
-    def normed(self, x: Hidden, weight) -> Hidden:
+    def normed(self, x: Features, weight) -> Features:
         """RMSNorm whose weights are stored as differences from 1."""
         return rms_norm(x, 1 + weight.astype(jnp.float32), self.rms_norm_eps)
 

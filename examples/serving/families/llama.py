@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from serving.decoder import Decoder, Heads, Hidden, Logits, Name, Tokens
 
-from .pieces import biases, gated_mlp, head_logits, linear, rms_norm
+from .pieces import Features, biases, gated_mlp, head_logits, linear, rms_norm
 from .rotary import Scaling, rope, take_rope
 
 ATTENTION = {
@@ -26,7 +26,7 @@ MLP = {
     "up": "mlp.up_proj.weight",
     "down": "mlp.down_proj.weight",
 }
-Flat = Float[Array, "num_tokens num_features"]
+Flat = Float[Array, "num_tokens _"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +68,10 @@ class Llama(Decoder):
     def mlp_names(self) -> Mapping[str, Name]:
         return MLP
 
-    def normed(self, x: Hidden, weight) -> Hidden:
+    def normed(self, x: Features, weight) -> Features:
         return rms_norm(x, weight, self.rms_norm_eps)
 
-    def norm(self, tensors: dict, name: str, x: Hidden) -> Hidden:
+    def norm(self, tensors: dict, name: str, x: Features) -> Features:
         """The norm of that name, or x where there is none."""
         return self.normed(x, tensors[name]) if name in tensors else x
 
