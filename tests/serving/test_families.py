@@ -86,10 +86,10 @@ CONFIGS = {
     "qwen2": ("Qwen2", SIZES),
     "qwen2 sliding": ("Qwen2", SIZES | SLIDING),
     "qwen3": ("Qwen3", SIZES | SLIDING | {"attention_bias": True}),
-    "gemma2": ("Gemma2", SIZES | {"sliding_window": 6, "query_pre_attn_scalar": 20.0}),
+    "gemma2": ("Gemma2", SIZES | {"sliding_window": 6, "query_pre_attn_scalar": 20}),
     "gemma3": (
         "Gemma3Text",
-        SIZES | BY_TURNS | {"query_pre_attn_scalar": 20.0, "rope_parameters": TWO_ROPES},
+        SIZES | BY_TURNS | {"query_pre_attn_scalar": 20, "rope_parameters": TWO_ROPES},
     ),
     "gpt-oss": (
         "GptOss",
