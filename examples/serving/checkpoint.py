@@ -1,7 +1,7 @@
 """Checkpoints as Hugging Face lays them out: `config.json` beside safetensors, whole or sharded."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from safetensors.flax import load_file, save_file
 
 from pagedattn import InvalidInputError
-from serving.decoder import Decoder
+from serving.decoder import Decoder, Name
 from serving.families import model_of
 
+Names = Mapping[str, Name]
 CONFIG = "config.json"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Tensors that may be left unused: the angles are computed anew, a tied head is the embedding.
@@ -61,11 +62,12 @@ def tensor_files(directory: Path) -> Iterable[Path]:
     return [directory / shard for shard in sorted(shards)]
 
 
-def names_of(model: Decoder) -> tuple[dict[str, str], list[dict[str, str]]]:
+def names_of(model: Decoder) -> tuple[Names, list[Names]]:
     """The checkpoint's names of tensors by ours: outside the layers, and for each layer."""
     prefixes = (model.layer_prefix.format(index) for index in range(model.num_hidden_layers))
-    layers = [
-        {n: prefix + theirs for n, theirs in model.layer_names().items()} for prefix in prefixes
+    layers: list[Names] = [
+        {ours: _prefixed(prefix, theirs) for ours, theirs in model.layer_names().items()}
+        for prefix in prefixes
     ]
     return model.outer_names(), layers
 
@@ -78,20 +80,38 @@ def params_of(model: Decoder, tensors: dict) -> dict:
         for name, tensor in tensors.items()
     }
     outer, layers = names_of(model)
-    _require_exactly(tensors, {theirs for names in (outer, *layers) for theirs in names.values()})
-    params = {name: tensors[theirs] for name, theirs in outer.items()}
-    return params | {
-        "layers": [{name: tensors[theirs] for name, theirs in names.items()} for names in layers]
-    }
+    _require_exactly(tensors, {name for names in (outer, *layers) for name in _flat(names)})
+    return _tree(tensors, outer) | {"layers": [_tree(tensors, names) for names in layers]}
 
 
 def tensors_of(model: Decoder, params: dict) -> dict:
     """Tensors by Hugging Face's flat names, from the tree; the inverse of `params_of`."""
     outer, layers = names_of(model)
-    tensors = {theirs: params[name] for name, theirs in outer.items()}
-    for names, layer in zip(layers, params["layers"], strict=True):
-        tensors |= {theirs: layer[name] for name, theirs in names.items()}
+    tensors = {}
+    for names, tree in zip((outer, *layers), (params, *params["layers"]), strict=True):
+        for ours, theirs in names.items():
+            whole = isinstance(theirs, str)
+            tensors |= {theirs: tree[ours]} if whole else dict(zip(theirs, tree[ours], strict=True))
     return tensors
+
+
+def _tree(tensors: dict, names: Names) -> dict:
+    """Tensors by our names; those of several names are stacked along a new first axis."""
+    return {
+        ours: tensors[theirs]
+        if isinstance(theirs, str)
+        else jnp.stack([tensors[each] for each in theirs])
+        for ours, theirs in names.items()
+    }
+
+
+def _prefixed(prefix: str, name: Name) -> Name:
+    return prefix + name if isinstance(name, str) else tuple(prefix + each for each in name)
+
+
+def _flat(names: Names) -> Iterable[str]:
+    for name in names.values():
+        yield from (name,) if isinstance(name, str) else name
 
 
 def _require_file(path: Path) -> None:

@@ -20,16 +20,20 @@ from jaxtyping import Array, Float, Int
 from pagedattn import (
     AttentionSpec,
     BatchMetadata,
+    InvalidInputError,
     KVCache,
     attention_bias,
     paged_attention,
     write_kv,
 )
+from serving.settings import refuse_others, require
 
 Hidden = Float[Array, "num_tokens hidden_size"]
-Heads = Float[Array, "num_tokens num_heads head_dim"]
+Heads = Float[Array, "num_tokens _ head_dim"]  # of queries, or of keys and values: fewer
 Logits = Float[Array, "num_tokens vocab_size"]
 Tokens = Int[Array, " num_tokens"]
+Sinks = Float[Array, " num_heads"]
+Name = str | tuple[str, ...]  # of a tensor of a checkpoint, or of those that make up one of ours
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,19 +57,32 @@ class Decoder:
     architecture: ClassVar[str]
     base_prefix: ClassVar[str] = "model."  # of the names of all tensors but the head's
     layer_prefix: ClassVar[str] = "model.layers.{}."
-    required: ClassVar[Mapping[str, tuple]] = {}  # settings of a config with the accepted values
+    # Settings of a config: other names of fields, accepted values, and what changes nothing here.
+    renamed: ClassVar[Mapping[str, str]] = {}
+    required: ClassVar[Mapping[str, tuple]] = {}
+    ignored: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def from_config(cls, raw: dict) -> Self:
-        """The model of a parsed `config.json`; ValueError if it asks for what is not computed."""
-        for name, accepted in cls.required.items():
-            if raw.get(name, accepted[0]) not in accepted:
-                raise ValueError(f"{cls.model_type}: {name} must be in {accepted}, got {raw[name]}")
+        """The model of a parsed `config.json`.
+
+        Raises:
+          InvalidInputError: It asks for something that the family does not compute.
+        """
+        name = cls.model_type
         if raw.get("quantization_config"):
-            raise ValueError(f"{cls.model_type}: quantized checkpoints are not implemented")
-        known = {field.name for field in fields(cls)} & raw.keys()
-        values: dict[str, Any] = {name: _hashable(raw[name]) for name in known}
+            raise InvalidInputError(f"{name}: quantized checkpoints are not implemented")
+        raw = cls.read({cls.renamed.get(theirs, theirs): value for theirs, value in raw.items()})
+        require(name, raw, cls.required)
+        ours = {field.name for field in fields(cls)}
+        refuse_others(name, raw, {*ours, *cls.ignored, "model_type"})
+        values: dict[str, Any] = {name: _hashable(raw[name]) for name in ours & raw.keys()}
         return cls(**values)
+
+    @classmethod
+    def read(cls, raw: dict) -> dict:
+        """Takes settings out of `raw` that are no fields, and puts in the fields they stand for."""
+        return raw
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
@@ -77,15 +94,20 @@ class Decoder:
         """The checkpoint's names of the tensors outside the layers, by ours."""
         raise NotImplementedError
 
-    def layer_names(self) -> dict[str, str]:
-        """The checkpoint's names of a layer's tensors, without the layer's prefix, by ours."""
+    def layer_names(self) -> Mapping[str, Name]:
+        """The checkpoint's names of a layer's tensors, without the layer's prefix, by ours.
+
+        One called "sinks" is a logit a head that takes weight in attention's softmax.
+        """
         raise NotImplementedError
 
     def embed(self, params: dict, tokens: Tokens) -> Hidden:
         return params["embedding"][tokens]
 
-    def heads(self, layer: dict, hidden: Hidden, positions: Tokens) -> tuple[Heads, Heads, Heads]:
-        """Query, key and value of each token: the part of a layer before attention."""
+    def heads(
+        self, index: int, layer: dict, hidden: Hidden, positions: Tokens
+    ) -> tuple[Heads, Heads, Heads]:
+        """Query, key and value of each token: the part of layer `index` before attention."""
         raise NotImplementedError
 
     def attention_spec(self, index: int) -> AttentionSpec:
@@ -118,14 +140,17 @@ def forward_paged(
 ) -> tuple[Hidden, list[KVCache]]:
     """Last layer's output for new tokens, and the caches, one a layer, after the write."""
 
-    def attend(query: Heads, key: Heads, value: Heads, cache: KVCache, spec: AttentionSpec):
+    def attend(query: Heads, key: Heads, value: Heads, cache: KVCache, spec: AttentionSpec, sinks):
         cache = write_kv(cache, key, value, batch.slot_mapping)
-        return paged_attention(query, cache, batch, spec, backend=backend), cache
+        out = paged_attention(query, cache, batch, spec, backend=backend, sinks=sinks)
+        return out, cache
 
     return _forward(params, model, tokens, batch.positions, caches, attend)
 
 
-def dense_attention(query: Heads, key: Heads, value: Heads, cache: None, spec: AttentionSpec):
+def dense_attention(
+    query: Heads, key: Heads, value: Heads, cache: None, spec: AttentionSpec, sinks: Sinks | None
+):
     """Attention of a whole sequence to itself, by the textbook formula."""
     num_tokens, num_kv_heads, head_dim = key.shape
     grouped = query.reshape(num_tokens, num_kv_heads, -1, head_dim)
@@ -135,16 +160,20 @@ def dense_attention(query: Heads, key: Heads, value: Heads, cache: None, spec: A
     positions = jnp.arange(num_tokens)
     bias = attention_bias(positions, positions, spec)  # [q, k], or [heads, q, k] with ALiBi
     by_head = logits.reshape(-1, num_tokens, num_tokens) + bias
-    weights = jax.nn.softmax(by_head, axis=-1).reshape(logits.shape)
+    if sinks is not None:  # keys after the last, of which no value comes
+        last = jnp.broadcast_to(sinks[:, None, None], (*by_head.shape[:2], 1))
+        by_head = jnp.concatenate([by_head, last], axis=-1)
+    weights = jax.nn.softmax(by_head, axis=-1)[..., :num_tokens].reshape(logits.shape)
     return jnp.einsum("hgqk,khd->qhgd", weights, value).reshape(query.shape), cache
 
 
 def _forward(params: dict, model: Decoder, tokens: Tokens, positions: Tokens, caches, attend):
-    """The decoder around any `attend(query, key, value, cache, spec) -> (out, cache)`."""
+    """The decoder around any `attend(query, key, value, cache, spec, sinks) -> (out, cache)`."""
     hidden, new_caches = model.embed(params, tokens), []
     for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
-        query, key, value = model.heads(layer, hidden, positions)
-        out, cache = attend(query, key, value, cache, model.attention_spec(index))
+        query, key, value = model.heads(index, layer, hidden, positions)
+        spec, sinks = model.attention_spec(index), layer.get("sinks")
+        out, cache = attend(query, key, value, cache, spec, sinks)
         new_caches.append(cache)
         hidden = model.rest(layer, hidden, out.reshape(len(tokens), -1))
     return hidden, new_caches

@@ -15,7 +15,7 @@ from serving.checkpoint import load_checkpoint, read_config, save_checkpoint
 from serving.corpus import END_OF_TOPIC, add_noise, split_topics, windows_at
 from serving.decoder import forward_dense, forward_paged
 from serving.engine import Engine
-from serving.families.llama import Mistral
+from serving.families.mistral import Mistral
 from serving.initial import init_params
 from serving.occupancy import CACHED, FREE, blocks_padded, blocks_used, draw_occupancy
 from serving.parity import dense_scores, greedy, largest_difference
@@ -24,7 +24,7 @@ from tiny import LIMITS, TINY, greedy_completions, serve, tiny_params, tiny_requ
 from pagedattn import InvalidInputError, available_backends, init_kv_cache, make_batch
 
 pytestmark = pytest.mark.usefixtures("exact_products")
-WINDOWED = Mistral(**vars(TINY))
+WINDOWED = Mistral(**vars(TINY), layer_types=("sliding_attention",) * TINY.num_hidden_layers)
 
 
 @pytest.fixture(params=["xla", "sdpa"])

@@ -5,21 +5,27 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from serving.beam import Beam
-from serving.checkpoint import load_checkpoint
+from serving.checkpoint import load_checkpoint, save_checkpoint
 from serving.engine import Engine
+from serving.families import model_of
 from serving.limits import Limits
+from serving.parity import dense_logits
 from serving.preemption import Recompute, Swap
 from serving.prompts import PROMPTS
 from serving.request import Request
 from serving.sampling import GREEDY
 from tiny import greedy_completions, serve
 
+from pagedattn import available_backends
+
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+ROPE_INIT_FUNCTIONS = pytest.importorskip("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 SHIPPED = Path(__file__).parents[2] / "examples" / "models" / "pydoc-llama"
@@ -40,18 +46,39 @@ SIZES = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-LLAMA3 = {
+THETA = {"rope_theta": 100.0}
+LLAMA3 = THETA | {
     "rope_type": "llama3",
-    "rope_theta": 100.0,
     "factor": 4.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-LINEAR = {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}
+LINEAR = THETA | {"rope_type": "linear", "factor": 2.0}
+YARN = THETA | {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "beta_fast": 2.0,
+    "beta_slow": 0.1,
+    "original_max_position_embeddings": 16,
+}
 BLOOM = {"vocab_size": 40, "hidden_size": 40, "n_layer": 2, "n_head": 5, "eos_token_id": None}
+UNTRUNCATED = YARN | {"truncate": False}
 LLAMA_3_2 = {"rope_parameters": LLAMA3, "tie_word_embeddings": True, "attention_bias": True}
 SLIDING = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+BY_TURNS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+LOCAL = {"rope_type": "default", "rope_theta": 30.0}
+TWO_ROPES = {"full_attention": LINEAR, "sliding_attention": LOCAL}
+YARN_ABOVE = {"full_attention": YARN, "sliding_attention": THETA | {"rope_type": "default"}}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+CLAMPED = {"swiglu_limit": 1.0, "swiglu_alpha": 1.3}
+NARROW = {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 0.5,
+}
 CONFIGS = {
     "llama": ("Llama", SIZES),
     "llama 3": ("Llama", SIZES | LLAMA_3_2),
@@ -60,8 +87,100 @@ CONFIGS = {
     "qwen2 sliding": ("Qwen2", SIZES | SLIDING),
     "qwen3": ("Qwen3", SIZES | SLIDING | {"attention_bias": True}),
     "gemma2": ("Gemma2", SIZES | {"sliding_window": 6, "query_pre_attn_scalar": 20}),
+    "gemma3": (
+        "Gemma3Text",
+        SIZES | BY_TURNS | {"query_pre_attn_scalar": 20, "rope_parameters": TWO_ROPES},
+    ),
+    "gpt-oss": (
+        "GptOss",
+        SIZES | EXPERTS | CLAMPED | {"sliding_window": 6} | {"rope_parameters": UNTRUNCATED},
+    ),
+    "phi3": ("Phi3", SIZES | {"sliding_window": 6}),
+    "qwen3 moe": ("Qwen3Moe", SIZES | NARROW | {"norm_topk_prob": True}),
+    "qwen3 moe sliding": ("Qwen3Moe", SIZES | NARROW | SLIDING),
+    "mixtral": ("Mixtral", SIZES | EXPERTS),
+    "olmo2": ("Olmo2", SIZES),
+    "olmo3": ("Olmo3", SIZES | BY_TURNS | {"rope_parameters": YARN_ABOVE}),
+    "granite": ("Granite", SIZES | MULTIPLIERS),
+    "smollm3": ("SmolLM3", SIZES | {"no_rope_layers": [1, 0]}),
+    "cohere": ("Cohere", SIZES | {"rope_parameters": LLAMA3}),
+    "cohere2": ("Cohere2", SIZES | BY_TURNS),
     "bloom": ("Bloom", BLOOM),
 }
+# What published configs say beside their sizes: names from before transformers 5, and odd ones.
+PUBLISHED = {
+    "gemma3_text": {
+        "cache_implementation": "hybrid",
+        "query_pre_attn_scalar": 256,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "rope_theta": 1000000,
+        "sliding_window": 6,
+        "sliding_window_pattern": 2,
+    },
+    "gpt_oss": {
+        "experts_per_token": 4,
+        "initial_context_length": 4096,
+        "num_experts_per_tok": 4,
+        "num_local_experts": 32,
+        "rope_scaling": {k: v for k, v in UNTRUNCATED.items() if k != "rope_theta"},
+        "rope_theta": 150000,
+        "router_aux_loss_coef": 0.9,
+        "sliding_window": 6,
+        "swiglu_limit": 7.0,
+    },
+    "qwen3_moe": {
+        "decoder_sparse_step": 1,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
+    "smollm3": {
+        "max_window_layers": 28,
+        "no_rope_layer_interval": 2,
+        "no_rope_layers": [1, 0],
+        "pretraining_tp": 2,
+        "rope_theta": 5000000.0,
+        "use_sliding_window": False,
+    },
+    "olmo3": {
+        "rope_scaling": {k: v for k, v in YARN.items() if k != "rope_theta"},
+        "rope_theta": 500000,
+        "sliding_window": 6,
+    },
+    "cohere2": {
+        "layer_switch": 4,
+        "order_of_interleaved_layers": "local_attn_first",
+        "position_embedding_type": "rope_gptj",
+        "rope_theta": 50000,
+        "rotary_pct": 1.0,
+        "sliding_window": 6,
+        "sliding_window_pattern": 4,
+        "use_embedding_sharing": True,
+        "use_gated_activation": True,
+        "use_parallel_block": True,
+    },
+    "mistral": {"sliding_window": 6, "rope_theta": 10000.0, "torch_dtype": "bfloat16"},
+    "phi3": {
+        "_name_or_path": "Phi-3-mini-4k-instruct",
+        "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+        "attention_bias": False,
+        "original_max_position_embeddings": 4096,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "sliding_window": 6,
+    },
+}
+# XLA compiles ten times as long as torch, so it serves each option of attention once.
+TORCH = "sdpa" if "sdpa" in available_backends() else "xla"
+BY_XLA = ("llama", "gemma2", "gpt-oss", "bloom")
 
 
 @dataclass(frozen=True)
@@ -88,16 +207,16 @@ class Theirs:
             return self.model(torch.tensor([list(tokens)])).logits[0].float().numpy()
 
 
-def theirs(name: str, seed: int = 0) -> Theirs:
+def theirs(case: str, seed: int = 0) -> Theirs:
     """A random model in which every parameter counts, norms and biases included."""
-    family, sizes = CONFIGS[name]
+    family, sizes = CONFIGS[case]
     torch.manual_seed(seed)
     config = getattr(transformers, f"{family}Config")(**sizes, initializer_range=0.3)
     config._attn_implementation = "eager"  # the only one of theirs that caps logits
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or name.endswith("bias"):
                 parameter.add_(0.2 * torch.randn_like(parameter))
     return Theirs(model)
 
@@ -110,7 +229,7 @@ def shared_prefix_requests() -> list[Request]:
     return [*requests, Request(len(tails), tails[1][:3], 12, GREEDY)]
 
 
-def served(directory: Path, requests, preemption, backend="xla", dtype=jnp.float32):
+def served(directory: Path, requests, preemption, backend=TORCH, dtype=jnp.float32):
     """Completions and the logits behind them, of a batch that shares, and that does not fit."""
     model, params = load_checkpoint(directory, dtype)
     engine = Engine(params, model, LIMITS, backend, preemption)
@@ -138,16 +257,67 @@ def test_a_family_answers_as_transformers_does(tmp_path, name):
     judge, requests = theirs(name), shared_prefix_requests()
     judge.model.save_pretrained(tmp_path)
     policy = SWAP if len(name) % 2 else Recompute
-    completions, scores = served(tmp_path, requests, policy)
+    backend = "xla" if name in BY_XLA else TORCH
+    completions, scores = served(tmp_path, requests, policy, backend)
     assert completions == {request.id: judge.greedy(request) for request in requests}
     check(judge, requests, completions, scores)
 
 
-def test_torch_serves_them_too(tmp_path):
+@pytest.mark.parametrize("name", BY_XLA)
+def test_torch_serves_them_too(tmp_path, name):
     pytest.importorskip("jax_tvm_ffi")
-    judge, requests = theirs("gemma2"), shared_prefix_requests()
+    judge, requests = theirs(name), shared_prefix_requests()
     judge.model.save_pretrained(tmp_path)
     check(judge, requests, *served(tmp_path, requests, Recompute, backend="sdpa"))
+
+
+def test_sinks_and_experts_need_no_cache(tmp_path):
+    judge, (request, *_) = theirs("gpt-oss"), shared_prefix_requests()
+    judge.model.save_pretrained(tmp_path)
+    model, params = load_checkpoint(tmp_path)
+    expected = judge.logits(request.prompt)
+    dense = dense_logits(params, model, jnp.array([request.prompt]))[0]
+    np.testing.assert_allclose(dense, expected, atol=1e-4 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_parameters": LINEAR},
+        {"rope_parameters": LLAMA3},
+        {"rope_parameters": YARN},
+        {"rope_parameters": UNTRUNCATED},
+        {"rope_parameters": YARN | {"attention_factor": 0.7}},
+        {"rope_parameters": YARN | {"beta_fast": 32, "beta_slow": 1, "factor": 0.5}},
+        {"rope_parameters": YARN | {"original_max_position_embeddings": 4096}, "head_dim": 128},
+    ],
+)
+def test_scaled_frequencies_are_those_of_transformers(changes):
+    config = transformers.LlamaConfig(**SIZES | changes)
+    kind = config.rope_parameters["rope_type"]
+    expected, magnitude = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+    model = model_of(json.loads(config.to_json_string()))
+    half = model.head_dim // 2
+    frequencies = model.rope_scaling(model.rope_theta ** (-np.arange(half) / half))
+    np.testing.assert_allclose(frequencies, expected.numpy(), rtol=1e-5)
+    assert model.rope_scaling.magnitude == pytest.approx(magnitude)
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_a_published_config_means_what_transformers_makes_of_it(kind):
+    raw = SIZES | {"model_type": kind} | PUBLISHED[kind]
+    theirs = transformers.AutoConfig.for_model(kind).from_dict(raw)
+    assert model_of(raw) == model_of(json.loads(theirs.to_json_string()))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_is_saved_is_what_was_loaded(tmp_path, name):
+    theirs(name).model.save_pretrained(tmp_path / "theirs")
+    model, params = load_checkpoint(tmp_path / "theirs")
+    save_checkpoint(tmp_path / "ours", model, params, jnp.float32)
+    again, same = load_checkpoint(tmp_path / "ours")
+    assert again == model
+    jax.tree.map(np.testing.assert_array_equal, same, params)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
@@ -155,7 +325,8 @@ def test_bfloat16_errs_no_more_than_transformers_does(tmp_path, name):
     rounded, requests = theirs(name), shared_prefix_requests()
     rounded.model.bfloat16().save_pretrained(tmp_path)
     exact = Theirs(type(rounded.model).from_pretrained(tmp_path, dtype=torch.float32))
-    completions, scores = served(tmp_path, requests, SWAP, dtype=jnp.bfloat16)
+    backend = "xla" if name == "llama" else TORCH
+    completions, scores = served(tmp_path, requests, SWAP, backend, dtype=jnp.bfloat16)
     our_errors, their_errors = [], []
     for request in requests:
         tokens = [*request.prompt, *completions[request.id]]
@@ -197,9 +368,25 @@ def test_a_shard_elsewhere_is_refused(tmp_path):
         ("qwen3", {"model_type": "qwen2"}, "q_norm"),
         ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation"),
         ("bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm"),
-        ("llama", {"model_type": "mamba"}, "model_type"),
+        ("llama", {"model_type": "mamba"}, "llama, mistral, .*gpt_oss, .*bloom, got 'mamba'"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantized"),
+        ("llama", {"hidden_act": "relu"}, "hidden_act"),
+        ("llama", {"sliding_window": 4}, "sliding_window"),
+        ("llama", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ("llama", {"clip_qkv": 8.0, "residual_multiplier": 0.5}, "clip_qkv, residual_multiplier"),
+        ("mistral", {"attention_bias": True}, "attention_bias"),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
+        ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ("qwen3", {"layer_types": ["full_attention", "chunked_attention"]}, "chunked"),
+        ("qwen3 moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
+        ("qwen3 moe", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
+        ("qwen3 moe", {"num_local_experts": 5}, "lacks"),
+        ("smollm3", {"use_sliding_window": True}, "use_sliding_window"),
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm"),
+        ("cohere2", {"use_parallel_block": False}, "use_parallel_block"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3", {"rope_parameters": TWO_ROPES | {"sliding_attention": LINEAR}}, "scaled"),
     ],
 )
 def test_what_is_not_computed_is_refused(tmp_path, saved_as, read_as, message):
@@ -216,7 +403,7 @@ def test_beams_are_those_of_transformers(tmp_path):
     model, params = load_checkpoint(tmp_path)
     model = replace(model, eos_token_id=(3, 5, 8, 13, 21))
     requests = [replace(r, decoding=Beam(3)) for r in shared_prefix_requests()[::2]]
-    engine = Engine(params, model, replace(LIMITS, num_blocks=40), "xla")
+    engine = Engine(params, model, replace(LIMITS, num_blocks=40), TORCH)
     serve(engine, requests)
     how = {"num_beams": 3, "num_return_sequences": 3, "early_stopping": True, "pad_token_id": 39}
     for request in requests:
@@ -233,7 +420,7 @@ def test_the_shipped_model_writes_what_transformers_writes():
         for i, new in ((0, 40), (2, 60), (10, 30), (13, 50))
     ]
     limits = Limits(num_blocks=36, block_size=16, max_seq_len=400, max_seqs=4)
-    engine = Engine(params, model, limits, "xla")
+    engine = Engine(params, model, limits, TORCH)
     serve(engine, requests)
     expected = {request.id: judge.greedy(request) for request in requests}
     assert greedy_completions(engine) == expected

@@ -4,16 +4,31 @@ from pagedattn import InvalidInputError
 from serving.decoder import Decoder
 
 from .bloom import Bloom
-from .gemma2 import Gemma2
-from .llama import Llama, Mistral, Qwen2, Qwen3
+from .cohere import Cohere, Cohere2
+from .gemma import Gemma2, Gemma3
+from .gpt_oss import GptOss
+from .granite import Granite
+from .llama import Llama
+from .mistral import Mistral, Mixtral
+from .olmo import Olmo2, Olmo3
+from .phi3 import Phi3
+from .qwen import Qwen2, Qwen3, Qwen3Moe
+from .smollm3 import SmolLM3
 
-FAMILIES = {family.model_type: family for family in (Llama, Mistral, Qwen2, Qwen3, Gemma2, Bloom)}
+MIXTURES = (Mixtral, Qwen3Moe, GptOss)
+OTHERS = (Gemma2, Gemma3, Phi3, Olmo2, Olmo3, Granite, SmolLM3, Cohere, Cohere2, Bloom)
+FAMILIES = {f.model_type: f for f in (Llama, Mistral, Qwen2, Qwen3, *MIXTURES, *OTHERS)}
 
 
 def model_of(raw: dict) -> Decoder:
-    """The model of a parsed `config.json`; InvalidInputError for what is not computed here."""
+    """The model of a parsed `config.json`.
+
+    Raises:
+      InvalidInputError: No family has its `model_type`, or it asks for what is not computed here.
+    """
     name = raw.get("model_type", "")
     family = FAMILIES.get(name)
     if family is None:
-        raise InvalidInputError(f"expected a model_type of {list(FAMILIES)}, got {name!r}")
+        known = ", ".join(FAMILIES)
+        raise InvalidInputError(f"expected a model_type of {known}, got {name!r}")
     return family.from_config(raw)

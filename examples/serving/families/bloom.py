@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from pagedattn import AttentionSpec, alibi_slopes
 from serving.decoder import Decoder, Heads, Hidden, Logits, Tokens
@@ -22,7 +22,6 @@ OUTER_WEIGHTS = {
     "embedding_norm": "transformer.word_embeddings_layernorm.weight",
     "norm": "transformer.ln_f.weight",
 }
-RENAMED = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
 ANY_LENGTH = 1 << 30  # ALiBi has no last position
 
 
@@ -37,16 +36,26 @@ class Bloom(Decoder):
     architecture = "BloomForCausalLM"
     base_prefix = "transformer."
     layer_prefix = "transformer.h.{}."
-    required: ClassVar[Mapping[str, tuple]] = {"apply_residual_connection_post_layernorm": (False,)}
+    renamed: ClassVar[Mapping[str, str]] = {
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "n_embed": "hidden_size",
+    }
+    ignored: ClassVar[tuple[str, ...]] = (
+        "attention_softmax_in_fp32",
+        "bias_dropout_fusion",
+        "masked_softmax_fusion",
+        "offset_alibi",
+        "seq_length",
+        "skip_bias_add",
+        "slow_but_exact",
+    )
 
     @classmethod
-    def from_config(cls, raw: dict) -> Self:
-        raw = {RENAMED.get(name, name): value for name, value in raw.items()}
-        raw["hidden_size"] = raw.get("hidden_size") or raw["n_embed"]
-        raw["num_key_value_heads"] = raw["num_attention_heads"]
-        raw["head_dim"] = raw["hidden_size"] // raw["num_attention_heads"]
-        raw["max_position_embeddings"] = ANY_LENGTH
-        return super().from_config(raw)
+    def read(cls, raw: dict) -> dict:
+        num_heads = raw["num_attention_heads"]
+        sizes = {"num_key_value_heads": num_heads, "head_dim": raw["hidden_size"] // num_heads}
+        return raw | sizes | {"max_position_embeddings": ANY_LENGTH}
 
     def outer_names(self) -> dict[str, str]:
         names = OUTER_WEIGHTS | biases(OUTER_WEIGHTS, "embedding_norm", "norm")
@@ -65,8 +74,10 @@ class Bloom(Decoder):
     def embed(self, params: dict, tokens: Tokens) -> Hidden:
         return self.norm(params["embedding"][tokens], params, "embedding_norm")
 
-    def heads(self, layer: dict, hidden: Hidden, positions: Tokens) -> tuple[Heads, Heads, Heads]:
-        del positions  # ALiBi brings them in, in attention
+    def heads(
+        self, index: int, layer: dict, hidden: Hidden, positions: Tokens
+    ) -> tuple[Heads, Heads, Heads]:
+        del index, positions  # ALiBi brings them in, in attention
         fused = linear(layer, "query_key_value", self.norm(hidden, layer, "attention_norm"))
         fused = fused.reshape(len(hidden), self.num_attention_heads, 3, self.head_dim)
         return fused[:, :, 0], fused[:, :, 1], fused[:, :, 2]

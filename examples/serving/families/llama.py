@@ -1,147 +1,116 @@
-"""Llama, and the families that change a little of it: Mistral, Qwen2, Qwen3."""
+"""Llama, of which most families change a little: a norm, a projection, the kind of a layer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import jax
+from jaxtyping import Array, Float
 
-from pagedattn import AttentionSpec
-from serving.decoder import Decoder, Heads, Hidden, Logits, Tokens
+from serving.decoder import Decoder, Heads, Hidden, Logits, Name, Tokens
 
-from .pieces import (
-    FULL,
-    SLIDING,
-    biases,
-    gated_mlp,
-    head_logits,
-    linear,
-    read_layer_types,
-    rms_norm,
-)
-from .rotary import Linear, Llama3, read_rope, rope
+from .pieces import Features, biases, gated_mlp, head_logits, linear, rms_norm
+from .rotary import Scaling, rope, take_rope
 
-WEIGHTS = {
+ATTENTION = {
     "attention_norm": "input_layernorm.weight",
     "query": "self_attn.q_proj.weight",
     "key": "self_attn.k_proj.weight",
     "value": "self_attn.v_proj.weight",
     "output": "self_attn.o_proj.weight",
+}
+HEAD_NORMS = {"query_norm": "self_attn.q_norm.weight", "key_norm": "self_attn.k_norm.weight"}
+MLP = {
     "mlp_norm": "post_attention_layernorm.weight",
     "gate": "mlp.gate_proj.weight",
     "up": "mlp.up_proj.weight",
     "down": "mlp.down_proj.weight",
 }
+Flat = Float[Array, "num_tokens _"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Llama(Decoder):
-    """RMSNorm, RoPE, SwiGLU, grouped-query attention."""
+    """RMSNorm, RoPE, SwiGLU, grouped-query attention.
+
+    A family names its tensors; what a layer has no norm for stays as it is.
+    """
 
     intermediate_size: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
-    rope_scaling: Linear | Llama3 | None = None
+    rope_scaling: Scaling | None = None
     attention_bias: bool = False
 
     model_type = "llama"
     architecture = "LlamaForCausalLM"
-    required: ClassVar[Mapping[str, tuple]] = {"hidden_act": ("silu",), "mlp_bias": (False,)}
+    required: ClassVar[Mapping[str, tuple]] = {"hidden_act": ("silu",)}
 
     @classmethod
-    def from_config(cls, raw: dict) -> Self:
-        raw = raw | read_rope(raw)
+    def read(cls, raw: dict) -> dict:
         raw["head_dim"] = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
         if raw.get("num_key_value_heads") is None:
             raw["num_key_value_heads"] = raw["num_attention_heads"]
-        return super().from_config(raw)
+        rope = take_rope(raw)
+        return raw | rope
 
     def outer_names(self) -> dict[str, str]:
         names = {"embedding": "model.embed_tokens.weight", "norm": "model.norm.weight"}
         return names if self.tie_word_embeddings else names | {"lm_head": "lm_head.weight"}
 
-    def layer_names(self) -> dict[str, str]:
+    def layer_names(self) -> Mapping[str, Name]:
+        return {**self.attention_names(), **self.mlp_names()}
+
+    def attention_names(self) -> Mapping[str, Name]:
         biased = ("query", "key", "value", "output") if self.attention_bias else ()
-        return WEIGHTS | biases(WEIGHTS, *biased)
+        return ATTENTION | biases(ATTENTION, *biased)
 
-    def heads(self, layer: dict, hidden: Hidden, positions: Tokens) -> tuple[Heads, Heads, Heads]:
-        query, key, value = self.unrotated(layer, hidden)
-        return self.rotate(query, positions), self.rotate(key, positions), value
+    def mlp_names(self) -> Mapping[str, Name]:
+        return MLP
 
-    def unrotated(self, layer: dict, hidden: Hidden) -> tuple[Heads, Heads, Heads]:
-        """Query, key and value before the rotary position embedding."""
-        x = rms_norm(hidden, layer["attention_norm"], self.rms_norm_eps)
-        query, key, value = (
-            linear(layer, name, x).reshape(len(x), -1, self.head_dim)
-            for name in ("query", "key", "value")
-        )
+    def normed(self, x: Features, weight) -> Features:
+        return rms_norm(x, weight, self.rms_norm_eps)
+
+    def norm(self, tensors: dict, name: str, x: Features) -> Features:
+        """The norm of that name, or x where there is none."""
+        return self.normed(x, tensors[name]) if name in tensors else x
+
+    def heads(
+        self, index: int, layer: dict, hidden: Hidden, positions: Tokens
+    ) -> tuple[Heads, Heads, Heads]:
+        query, key, value = self.project(layer, self.norm(layer, "attention_norm", hidden))
+        query = self.norm_heads(layer, "query_norm", query)
+        key = self.norm_heads(layer, "key_norm", key)
+        query, key, value = (x.reshape(len(x), -1, self.head_dim) for x in (query, key, value))
+        return self.rotate(index, query, positions), self.rotate(index, key, positions), value
+
+    def project(self, layer: dict, x: Hidden) -> tuple[Flat, Flat, Flat]:
+        """Query, key and value, the heads side by side."""
+        query, key, value = (linear(layer, name, x) for name in ("query", "key", "value"))
         return query, key, value
 
-    def rotate(self, heads: Heads, positions: Tokens) -> Heads:
+    def norm_heads(self, layer: dict, name: str, x: Flat) -> Flat:
+        """The norm of that name over as many features as it has: a head's, or all heads'."""
+        groups = x.reshape(len(x), -1, layer[name].size) if name in layer else x
+        return self.norm(layer, name, groups).reshape(x.shape)
+
+    def rotate(self, index: int, heads: Heads, positions: Tokens) -> Heads:
+        del index  # some families rotate otherwise in some layers
         return rope(heads, positions, self.rope_theta, self.rope_scaling)
 
     def rest(self, layer: dict, hidden: Hidden, attended: Hidden) -> Hidden:
-        hidden = hidden + linear(layer, "output", attended)
-        x = rms_norm(hidden, layer["mlp_norm"], self.rms_norm_eps)
-        return hidden + gated_mlp(layer, x, jax.nn.silu)
+        hidden = hidden + self.branch(
+            layer, "attention_post_norm", linear(layer, "output", attended)
+        )
+        x = self.mlp(layer, self.norm(layer, "mlp_norm", hidden))
+        return hidden + self.branch(layer, "mlp_post_norm", x)
+
+    def branch(self, layer: dict, name: str, x: Hidden) -> Hidden:
+        """What attention or the MLP adds, from what it has computed."""
+        return self.norm(layer, name, x)
+
+    def mlp(self, layer: dict, x: Hidden) -> Hidden:
+        return gated_mlp(layer, x, jax.nn.silu)
 
     def logits(self, params: dict, hidden: Hidden) -> Logits:
-        hidden = rms_norm(hidden, params["norm"], self.rms_norm_eps)
-        return head_logits(params, hidden)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mistral(Llama):
-    """Llama with a window in every layer."""
-
-    sliding_window: int | None = None
-
-    model_type = "mistral"
-    architecture = "MistralForCausalLM"
-    required: ClassVar[Mapping[str, tuple]] = {**Llama.required, "attention_bias": (False,)}
-
-    def attention_spec(self, index: int) -> AttentionSpec:
-        del index
-        return AttentionSpec(sliding_window=self.sliding_window)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Qwen2(Llama):
-    """Llama with biased queries, keys and values, and a window in some layers."""
-
-    sliding_window: int | None = None
-    layer_types: tuple[str, ...]
-
-    model_type = "qwen2"
-    architecture = "Qwen2ForCausalLM"
-
-    @classmethod
-    def from_config(cls, raw: dict) -> Self:
-        slides = raw.get("use_sliding_window", False)
-        first = raw.get("max_window_layers", 28) if slides else raw["num_hidden_layers"]
-        types = read_layer_types(raw, lambda index: SLIDING if index >= first else FULL)
-        return super().from_config(raw | {"layer_types": types})
-
-    def layer_names(self) -> dict[str, str]:
-        return WEIGHTS | biases(WEIGHTS, "query", "key", "value")
-
-    def attention_spec(self, index: int) -> AttentionSpec:
-        slides = self.layer_types[index] == SLIDING
-        return AttentionSpec(sliding_window=self.sliding_window if slides else None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Qwen3(Qwen2):
-    """Qwen2 with normalised query and key heads, and biases only on request."""
-
-    model_type = "qwen3"
-    architecture = "Qwen3ForCausalLM"
-
-    def layer_names(self) -> dict[str, str]:
-        norms = {"query_norm": "self_attn.q_norm.weight", "key_norm": "self_attn.k_norm.weight"}
-        return Llama.layer_names(self) | norms
-
-    def unrotated(self, layer: dict, hidden: Hidden) -> tuple[Heads, Heads, Heads]:
-        query, key, value = super().unrotated(layer, hidden)
-        query = rms_norm(query, layer["query_norm"], self.rms_norm_eps)
-        return query, rms_norm(key, layer["key_norm"], self.rms_norm_eps), value
+        return head_logits(params, self.norm(params, "norm", hidden))

@@ -1,18 +1,14 @@
 """Pieces that the layers of several families share."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-Hidden = Float[Array, "*tokens size"]
+Features = Float[Array, "*tokens _"]
 Weight = Float[Array, " size"]
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # the `layer_types` of a config
 
-
-def linear(layer: dict, name: str, x: Hidden) -> Hidden:
+def linear(layer: dict, name: str, x: Features) -> Features:
     """`x @ weight.T`, and the bias where the layer has one."""
     out = x @ layer[name].T
     return out + layer[f"{name}_bias"] if f"{name}_bias" in layer else out
@@ -23,42 +19,30 @@ def biases(names: dict[str, str], *biased: str) -> dict[str, str]:
     return {f"{name}_bias": names[name].removesuffix("weight") + "bias" for name in biased}
 
 
-def rms_norm(x: Hidden, weight: Weight, eps: float) -> Hidden:
+def rms_norm(x: Features, weight: Weight, eps: float) -> Features:
     """RMSNorm, computed in float32 whatever the dtype of x."""
     wide = x.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (weight * normed).astype(x.dtype)
 
 
-def layer_norm(x: Hidden, weight: Weight, bias: Weight, eps: float) -> Hidden:
+def layer_norm(x: Features, weight: Weight, bias: Weight, eps: float) -> Features:
     wide = x.astype(jnp.float32)
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
     variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
     return (weight * centred * jax.lax.rsqrt(variance + eps) + bias).astype(x.dtype)
 
 
-def gated_mlp(layer: dict, x: Hidden, activation) -> Hidden:
+def gated_mlp(layer: dict, x: Features, activation) -> Features:
     gate = activation(linear(layer, "gate", x))
     return linear(layer, "down", gate * linear(layer, "up", x))
 
 
-def gelu_tanh(x: Hidden) -> Hidden:
+def gelu_tanh(x: Features) -> Features:
     return jax.nn.gelu(x, approximate=True)
 
 
-def head_logits(params: dict, hidden: Hidden) -> Hidden:
+def head_logits(params: dict, hidden: Features) -> Features:
     """Logits in float32, by the head or by the embedding that it is tied to."""
     head = params.get("lm_head", params["embedding"])
     return jnp.matmul(hidden, head.T, preferred_element_type=jnp.float32)
-
-
-def read_layer_types(raw: dict, default: Callable[[int], str]) -> tuple[str, ...]:
-    """The kind of each layer's attention: the config's, or else `default(index)`.
-
-    Raises ValueError for other kinds than these two.
-    """
-    num_layers = raw["num_hidden_layers"]
-    types = tuple(raw.get("layer_types") or map(default, range(num_layers)))
-    if len(types) != num_layers or not {FULL, SLIDING}.issuperset(types):
-        raise ValueError(f"expected {FULL} or {SLIDING} for {num_layers} layers, got {types}")
-    return types

@@ -7,12 +7,29 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from pagedattn import InvalidInputError
+
 
 @dataclass(frozen=True, kw_only=True)
-class Linear:
-    """RoPE scaling that slows all angles down by `factor`."""
+class Scaling:
+    """How RoPE serves contexts that are longer, by about `factor`, than those first trained on."""
 
     factor: float
+
+    @property
+    def magnitude(self) -> float:
+        """What the turned heads are multiplied by."""
+        return 1.0
+
+    def __call__(self, frequencies: np.ndarray) -> np.ndarray:
+        """The frequencies instead of these, which fall by one ratio from 1 on."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear(Scaling):
+    """Slows all angles down by `factor`."""
+
     rope_type: str = "linear"
 
     def __call__(self, frequencies: np.ndarray) -> np.ndarray:
@@ -20,14 +37,13 @@ class Linear:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Llama3:
-    """RoPE scaling of Llama 3: slows slow angles down by `factor`, keeps fast ones, blends between.
+class Llama3(Scaling):
+    """Slows slow angles down by `factor`, keeps fast ones, blends between by their turns.
 
     An angle is slow if it makes fewer than `low_freq_factor` turns in the original context, and
     fast if it makes more than `high_freq_factor`.
     """
 
-    factor: float
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
@@ -40,42 +56,93 @@ class Llama3:
         return frequencies * (kept + (1 - kept) / self.factor)
 
 
-SCALINGS = {"linear": Linear, "llama3": Llama3}
+@dataclass(frozen=True, kw_only=True)
+class Yarn(Scaling):
+    """As Llama3, but blends by the number of the frequency, and lengthens the heads.
 
-
-def read_rope(raw: dict) -> dict:
-    """`rope_theta` and `rope_scaling` of a config, wherever older or newer versions keep them.
-
-    Raises ValueError for a rotation that is not implemented.
+    Slow is fewer than `beta_slow` turns, fast is more than `beta_fast`.
     """
-    rope = (raw.get("rope_scaling") or {}) | (raw.get("rope_parameters") or {})
-    theta = rope.pop("rope_theta", raw.get("rope_theta", 10000.0))
-    kind = rope.pop("rope_type", rope.pop("type", "default"))
-    if rope.pop("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ValueError("a partial_rotary_factor is not implemented: extend rope() in rotary.py")
+
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
+    rope_type: str = "yarn"
+
+    @property
+    def magnitude(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 1 + 0.1 * math.log(max(self.factor, 1))
+
+    def __call__(self, frequencies: np.ndarray) -> np.ndarray:
+        fast, slow = (self._index(frequencies, turns) for turns in (self.beta_fast, self.beta_slow))
+        if self.truncate:
+            fast, slow = math.floor(fast), math.ceil(slow)
+        first, last = max(fast, 0), min(slow, 2 * len(frequencies) - 1)
+        slowed = np.clip((np.arange(len(frequencies)) - first) / (last - first or 0.001), 0, 1)
+        return frequencies * (1 - slowed + slowed / self.factor)
+
+    def _index(self, frequencies: np.ndarray, turns: float) -> float:
+        """Where, between the numbers of the frequencies, one makes so many turns."""
+        frequency = 2 * math.pi * turns / self.original_max_position_embeddings
+        return math.log(frequency) / math.log(frequencies[1])
+
+
+SCALINGS = {"linear": Linear, "llama3": Llama3, "yarn": Yarn}
+PLACES = ("rope_scaling", "rope_parameters")  # of older and newer versions of transformers
+LOOSE = ("rope_theta", "partial_rotary_factor")  # beside them, in older versions
+
+
+def take_rope(raw: dict) -> dict:
+    """`rope_theta`, where it is given, and `rope_scaling`; takes out of the config what says so.
+
+    Raises:
+      InvalidInputError: The rotation is not implemented.
+    """
+    rope = {name: raw.pop(name) for name in LOOSE if name in raw}
+    for place in PLACES:
+        rope |= raw.pop(place, None) or {}
+    rope = {name: value for name, value in rope.items() if value is not None}
+    theta = {"rope_theta": rope.pop("rope_theta")} if "rope_theta" in rope else {}
+    older = rope.pop("type", "default")
+    kind = rope.pop("rope_type", older)
+    if rope.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise InvalidInputError(
+            "a partial_rotary_factor is not implemented: extend rope() in rotary.py"
+        )
+    return theta | {"rope_scaling": read_scaling(kind, rope)}
+
+
+def read_scaling(kind: str, values: dict) -> Scaling | None:
     if kind == "default":
-        return {"rope_theta": theta, "rope_scaling": None}
+        return None
     if kind not in SCALINGS:
-        raise ValueError(f"RoPE of type {kind!r} is not implemented: extend SCALINGS in rotary.py")
-    rope.pop("type", None)
+        raise InvalidInputError(
+            f"RoPE of type {kind!r} is not implemented: extend SCALINGS in rotary.py"
+        )
     try:
-        return {"rope_theta": theta, "rope_scaling": SCALINGS[kind](**rope)}
+        return SCALINGS[kind](**values)
     except TypeError as error:
-        raise ValueError(f"RoPE of type {kind!r} does not have the fields of {rope}") from error
+        raise InvalidInputError(
+            f"RoPE of type {kind!r} does not have the fields of {values}"
+        ) from error
 
 
 def rope(
     x: Float[Array, "num_tokens num_heads head_dim"],
     positions: Int[Array, " num_tokens"],
     theta: float,
-    scaling: Linear | Llama3 | None = None,
+    scaling: Scaling | None = None,
 ) -> Float[Array, "num_tokens num_heads head_dim"]:
     """Rotates the pairs (i, i + head_dim / 2) by an angle that grows with the position."""
     half = x.shape[-1] // 2
     frequencies = theta ** (-np.arange(half) / half)
     frequencies = scaling(frequencies) if scaling else frequencies
     angles = (positions[:, None] * jnp.asarray(frequencies, jnp.float32))[:, None, :]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    magnitude = scaling.magnitude if scaling else 1.0
+    cos, sin = magnitude * jnp.cos(angles), magnitude * jnp.sin(angles)
     first, second = jnp.split(x, 2, axis=-1)
     turned = [first * cos - second * sin, second * cos + first * sin]  # in float32
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
