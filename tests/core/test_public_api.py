@@ -43,6 +43,7 @@ FUNCTIONS = {
             "max_query_len max_key_len backend return_lse sinks bias",
         ),
         "merge_states": ("out_a lse_a out_b lse_b", ""),
+        "merge_across": ("out lse axis_name", ""),
         "attention_bias": ("query_positions key_positions spec", ""),
         "causal_mask": None,
         "sliding_window_mask": None,
