@@ -16,6 +16,7 @@ All functions are called inside `jax.shard_map`. A chunk's own keys are attended
 so let a chunk be short beside the context.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -47,6 +48,7 @@ from pagedattn.ragged import cdiv, sequence_ids
 AXIS = "context"
 SPREAD, EVERYWHERE = PartitionSpec(AXIS), PartitionSpec()
 Heads = Float[Array, "num_tokens num_heads head_dim"]
+State = tuple[BlockPool, KVCache]
 
 
 def length_here(
@@ -77,10 +79,8 @@ def grow(
     ok = jax.lax.pmin(growth.ok.astype(jnp.int32), AXIS) > 0
     grown, _ = append_tokens(pool, jnp.where(ok, here, 0), max_new_tokens=max_query_len)
     starts = jnp.append(jnp.int32(0), jnp.cumsum(jnp.where(ok, new, 0), dtype=jnp.int32))
-    seqs, at = (
-        sequence_ids(starts, num_tokens),
-        positions(starts, context + jnp.diff(starts), num_tokens),
-    )
+    seqs = sequence_ids(starts, num_tokens)
+    at = positions(starts, context + jnp.diff(starts), num_tokens)
     before = length_here(at, seqs, size)
     slot_at = jnp.where(length_here(at + 1, seqs, size) > before, before, -1)
     batch = BatchMetadata(
@@ -113,8 +113,12 @@ def attend(
     unmasked = replace(spec, causal=False)
     context = paged_attention(query, cache, batch, unmasked, return_lse=True)
     starts, longest = batch.query_start_loc, batch.max_query_len
-    lengths = {"max_query_len": longest, "max_key_len": longest}
-    new = ragged_attention(query, key, value, starts, starts, spec, **lengths, return_lse=True)
+    new = ragged_attention(
+        *(query, key, value, starts, starts, spec),
+        max_query_len=longest,
+        max_key_len=longest,
+        return_lse=True,
+    )
     return merge_states(*merge_across(*context, AXIS), *new)[0], cache
 
 
@@ -128,32 +132,31 @@ def require_exact(cache: KVCache, spec: AttentionSpec) -> None:
         raise UnsupportedError(f"not with keys spread over devices: {named}")
 
 
-def start(mesh: Mesh, pool: BlockPool, cache: KVCache) -> tuple[BlockPool, KVCache]:
-    """The pool and the cache of one device, made anew on every device of the mesh."""
+def start(mesh: Mesh, make: Callable[[], State]) -> State:
+    """What `make` returns, on every device of the mesh: leaves stacked, and spread over them."""
 
     def stacked():
-        return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (mesh.size, *leaf.shape)), state)
+        return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (mesh.size, *leaf.shape)), make())
 
-    state = pool, cache
     return jax.jit(stacked, out_shardings=NamedSharding(mesh, SPREAD))()
 
 
 @partial(jax.jit, static_argnames=("mesh", "max_query_len", "spec"), donate_argnames="state")
 def step(
     mesh: Mesh,
-    state: tuple[BlockPool, KVCache],
+    state: State,
     heads: tuple[Heads, Heads, Heads],
     new: Int[Array, " max_seqs"],
     max_query_len: int,
     spec: AttentionSpec = AttentionSpec(),
-) -> tuple[tuple[BlockPool, KVCache], Heads, Bool[Array, " max_seqs"]]:
+) -> tuple[State, Heads, Bool[Array, " max_seqs"]]:
     """One layer's step on all devices: what has come of the state, out, and who has grown."""
 
     def on_each(state, heads, new):
         pool, cache = jax.tree.map(lambda leaf: leaf[0], state)
-        sizes = {"num_tokens": len(heads[0]), "max_query_len": max_query_len}
-        pool, batch, ok = grow(pool, new, **sizes)
-        out, cache = attend(*heads, cache, batch, spec)
+        query, key, value = heads
+        pool, batch, ok = grow(pool, new, num_tokens=len(query), max_query_len=max_query_len)
+        out, cache = attend(query, key, value, cache, batch, spec)
         return jax.tree.map(lambda leaf: leaf[None], (pool, cache)), out, ok
 
     specs = (SPREAD, EVERYWHERE, EVERYWHERE)
@@ -164,9 +167,12 @@ def main() -> None:
     """A sequence of 1000 tokens in chunks of 96, on devices that each hold a part of it."""
     mesh = Mesh(np.array(jax.devices()), AXIS)
     num_blocks = cdiv(cdiv(1000, 16), mesh.size)
-    pool = init_block_pool(num_blocks, 16, max_seqs=1, max_blocks=num_blocks)
-    cache = init_kv_cache(num_blocks, 16, num_kv_heads=2, head_dim=64, dtype=jnp.float32)
-    state = start(mesh, pool, cache)
+
+    def make():
+        pool = init_block_pool(num_blocks, 16, max_seqs=1, max_blocks=num_blocks)
+        return pool, init_kv_cache(num_blocks, 16, num_kv_heads=2, head_dim=64, dtype=jnp.float32)
+
+    state = start(mesh, make)
     rng = np.random.default_rng(0)
     query, key, value = (
         jnp.asarray(rng.standard_normal((1000, heads, 64)), jnp.float32) for heads in (8, 2, 2)
@@ -178,8 +184,10 @@ def main() -> None:
         state, out, ok = step(mesh, state, heads, new, max_query_len=96)
         assert ok.all()
         outs.append(np.asarray(out))
-    starts, sizes = jnp.array([0, 1000]), {"max_query_len": 1000, "max_key_len": 1000}
-    want = ragged_attention(query, key, value, starts, starts, AttentionSpec(), **sizes)
+    starts = jnp.array([0, 1000])
+    want = ragged_attention(
+        *(query, key, value, starts, starts), max_query_len=1000, max_key_len=1000
+    )
     error = np.abs(np.concatenate(outs) - np.asarray(want)).max()
     print(f"{mesh.size} devices with {num_blocks} blocks each; largest difference: {error:.1e}")
     assert error < 1e-5

@@ -10,7 +10,7 @@ The devices of a mesh may belong to several processes: examples/multi_process.py
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -113,9 +113,9 @@ def with_kv_heads_for(num_devices: int, model: Decoder, params: dict) -> tuple[D
 def start_over(mesh: Mesh, params: dict, model: Decoder, *prompts_and_seeds, **sizes) -> Generation:
     """`generation.start` on the devices of a mesh: no device ever holds a whole cache."""
     everywhere, pages = (NamedSharding(mesh, spec) for spec in (EVERYWHERE, PAGES))
-    names = {field.name for field in fields(Generation)}
-    shardings: Any = Generation(**dict.fromkeys(names, everywhere) | {"caches": pages})
     begin = partial(start, params, model, *prompts_and_seeds, **sizes)
+    shardings = jax.tree.map(lambda _: everywhere, jax.eval_shape(begin))
+    shardings = replace(shardings, caches=jax.tree.map(lambda _: pages, shardings.caches))
     return jax.jit(begin, out_shardings=shardings)()
 
 

@@ -35,11 +35,13 @@ def mesh_of(num_devices):
 
 
 def start(problem, num_devices, num_blocks=20):
-    sizes = num_blocks, problem.block_size
-    pool = init_block_pool(*sizes, max_seqs=len(problem.seq_lens), max_blocks=16)
-    cache = init_kv_cache(*sizes, *problem.key_cache.shape[2:], problem.query.dtype)
-    cache = jax.tree.map(lambda plane: plane + jnp.nan, cache)  # what nobody wrote
-    return example.start(mesh_of(num_devices), pool, cache)
+    def make():
+        sizes = num_blocks, problem.block_size
+        pool = init_block_pool(*sizes, max_seqs=len(problem.seq_lens), max_blocks=16)
+        cache = init_kv_cache(*sizes, *problem.key_cache.shape[2:], problem.query.dtype)
+        return pool, jax.tree.map(lambda plane: plane + jnp.nan, cache)  # what nobody wrote
+
+    return example.start(mesh_of(num_devices), make)
 
 
 def keys_of(problem, begins, ends):

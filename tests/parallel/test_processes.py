@@ -62,7 +62,8 @@ def start(checkpoint):
     timer.cancel()
     kill()
     for process in started:
-        process.communicate()
+        process.wait()
+        process.stdout.close()
 
 
 @pytest.fixture(scope="module")
