@@ -11,7 +11,7 @@ NEWEST_VENV := .venv-newest
 SMOKE_VENV := .venv-smoke
 # Tests that need JAX alone.
 WITHOUT_TORCH := tests/pool tests/core/test_batch.py tests/core/test_cache.py tests/core/test_jit.py \
-	tests/core/test_state.py tests/backends/test_properties.py
+	tests/core/test_state.py tests/core/test_across.py tests/backends/test_properties.py
 # Compiling is two thirds of the tests' time: what one run compiled, in any environment, later ones
 # load.
 KEPT := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.jax_cache JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
