@@ -20,7 +20,7 @@ from .pool.swapping import Swap, swap_in, swap_out
 from .ragged import positions, slot_mapping
 from .registry import available_backends
 from .spec import AttentionSpec, alibi_slopes
-from .state import merge_states
+from .state import merge_across, merge_states
 from .visibility import alibi_bias, attention_bias, causal_mask, sliding_window_mask
 from .writes import copy_blocks, fill_blocks, swap_blocks, write_kv
 
@@ -55,6 +55,7 @@ __all__ = [
     "init_block_pool",
     "init_kv_cache",
     "make_batch",
+    "merge_across",
     "merge_states",
     "paged_attention",
     "positions",

@@ -87,7 +87,7 @@ def paged_attention(
 
     Several devices: call it inside `jax.shard_map`, with the heads of query and cache spread over
     them, or with a cache and a batch for each. ALiBi slopes and sinks are then those of a device's
-    own heads.
+    own heads. Where each has some keys of every sequence, `merge_across` joins the results.
 
     Args:
       query: the new tokens of all sequences, of the cache's dtype.

@@ -1,9 +1,13 @@
 """Attention states (out, lse) and their merge."""
 
+from collections.abc import Hashable
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .checks import an_array, describe, is_floating, require
+from .errors import InvalidInputError
 from .foreign import takes_any_array
 
 
@@ -35,21 +39,69 @@ def merge_states(
     """
     _check(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     lse_a, lse_b = _marked(lse_a), _marked(lse_b)
-    highest = jnp.maximum(lse_a, lse_b)
-    highest = jnp.where(jnp.isneginf(highest), 0, highest)
-    weight_a, weight_b = jnp.exp(lse_a - highest), jnp.exp(lse_b - highest)
-    total = weight_a + weight_b
-    empty = total == 0
+    shift = _finite(jnp.maximum(lse_a, lse_b))
+    weight_a, weight_b = jnp.exp(lse_a - shift), jnp.exp(lse_b - shift)
     summed = _weighted(out_a, weight_a) + _weighted(out_b, weight_b)
-    out = summed / jnp.where(empty, 1, total)[..., None]
-    lse = jnp.where(empty, -jnp.inf, highest + jnp.log(jnp.where(empty, 1, total)))
+    out, lse = _normalised(summed, weight_a + weight_b, shift)
     return out.astype(out_a.dtype), lse
+
+
+@takes_any_array
+def merge_across(
+    out: Float[Array, "*rows head_dim"],
+    lse: Float[Array, "*rows"],
+    axis_name: Hashable,
+) -> tuple[Float[Array, "*rows head_dim"], Float[Array, "*rows"]]:
+    """`merge_states` over all devices along an axis: each has attended to keys of its own.
+
+    Inside `jax.shard_map`, or any function that names an axis, as `jax.vmap` does. It costs one
+    maximum of `lse` over the devices and two sums, of which that of `out` is in float32. Like
+    theirs, the results are known not to vary along the axis, so no `check_vma=False` is needed.
+
+    Args:
+      out, lse: of this device's keys, as `paged_attention(..., return_lse=True)` gives them. A row
+        that saw none of them has lse -inf (or +inf), and its out is not read.
+      axis_name: the axis of the mesh, or a tuple of several.
+
+    Returns:
+      out in its dtype, and lse, over the keys of all devices and equal on all of them; where no
+      device saw a key, 0 and -inf.
+
+    Raises:
+      InvalidInputError: arrays that do not fit together or are not floating; no such axis here.
+
+    >>> outs, lses = jnp.ones((2, 1, 4, 8)), jnp.zeros((2, 1, 4))  # of two devices
+    >>> merge = jax.vmap(lambda out, lse: merge_across(out, lse, "device"), axis_name="device")
+    >>> out, lse = merge(outs, lses)
+    >>> bool((lse == jnp.log(2)).all())
+    True
+    """
+    _check_part(out, lse, axis_name)
+    lse = _marked(lse)
+    # The shift cancels out of the result, so it needs no gradient; a maximum over devices has none.
+    shift = _finite(jax.lax.pmax(jax.lax.stop_gradient(lse), axis_name))
+    weight = jnp.exp(lse - shift)
+    summed, total = jax.lax.psum((_weighted(out, weight), weight), axis_name)
+    merged, lse = _normalised(summed, total, shift)
+    return merged.astype(out.dtype), lse
 
 
 def _marked(lse):
     """At least float32, and -inf wherever no key was seen."""
     lse = lse if lse.dtype == jnp.float64 else lse.astype(jnp.float32)
     return jnp.where(jnp.isposinf(lse), -jnp.inf, lse)
+
+
+def _finite(highest):
+    """What the lses are shifted by: their maximum, but 0 where all are -inf."""
+    return jnp.where(jnp.isneginf(highest), 0, highest)
+
+
+def _normalised(summed, total, shift):
+    """out and lse of weighted values and weights that are summed up."""
+    empty = total == 0
+    total = jnp.where(empty, 1, total)
+    return summed / total[..., None], jnp.where(empty, -jnp.inf, shift + jnp.log(total))
 
 
 def _weighted(out, weight):
@@ -59,12 +111,31 @@ def _weighted(out, weight):
 
 
 def _check(**arrays):
-    for name, array in arrays.items():
-        an_array(name, array)
-        require(is_floating(array.dtype), f"{name} must be floating, got {describe(array)}")
+    _check_floating(**arrays)
     out_a, lse_a, out_b, lse_b = (array.shape for array in arrays.values())
     require(
         len(out_a) > 0 and out_a == out_b and out_a[:-1] == lse_a == lse_b,
         "merge_states expects two outs of one shape [..., head_dim] and two lses [...], got "
         f"{out_a}, {lse_a}, {out_b}, {lse_b}",
     )
+
+
+def _check_part(out, lse, axis_name):
+    _check_floating(out=out, lse=lse)
+    require(
+        out.ndim > 0 and out.shape[:-1] == lse.shape,
+        f"merge_across expects out [..., head_dim] and lse [...], got {out.shape}, {lse.shape}",
+    )
+    try:
+        jax.lax.axis_size(axis_name)
+    except (NameError, TypeError, ValueError):
+        raise InvalidInputError(
+            "axis_name must name an axis around this call: one of jax.shard_map's mesh, or the "
+            f"axis_name of jax.vmap; got {axis_name!r}"
+        ) from None
+
+
+def _check_floating(**arrays):
+    for name, array in arrays.items():
+        an_array(name, array)
+        require(is_floating(array.dtype), f"{name} must be floating, got {describe(array)}")

@@ -16,7 +16,7 @@ from pagedattn.registry import can_load
 collect_ignore = ["backends/triton_interpreted.py"]
 DEMO = [name for name in ("matplotlib", "optax", "rich", "safetensors") if not find_spec(name)]
 if DEMO:  # the examples cannot be imported
-    collect_ignore += ["serving"]
+    collect_ignore += ["serving", "parallel"]
 
 
 if jax.default_backend() == "gpu":

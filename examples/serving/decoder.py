@@ -9,7 +9,7 @@ cache to pagedattn.
 Parameters are a dict of arrays; weights are `[out, in]`, as Hugging Face stores them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
@@ -130,6 +130,21 @@ def forward_dense(params: dict, model: Decoder, tokens: Tokens) -> Hidden:
     return _forward(params, model, tokens, jnp.arange(len(tokens)), uncached, dense_attention)[0]
 
 
+def cached_attention(
+    query: Heads,
+    key: Heads,
+    value: Heads,
+    cache: KVCache,
+    batch: BatchMetadata,
+    sinks: Sinks | None,
+    spec: AttentionSpec,
+    backend: str | None = None,
+) -> tuple[Heads, KVCache]:
+    """Attention of new tokens, and the cache, to which their keys and values are written first."""
+    cache = write_kv(cache, key, value, batch.slot_mapping)
+    return paged_attention(query, cache, batch, spec, backend=backend, sinks=sinks), cache
+
+
 def forward_paged(
     params: dict,
     model: Decoder,
@@ -137,15 +152,17 @@ def forward_paged(
     caches: list[KVCache],
     batch: BatchMetadata,
     backend: str | None = None,
+    attend: Callable = cached_attention,
 ) -> tuple[Hidden, list[KVCache]]:
-    """Last layer's output for new tokens, and the caches, one a layer, after the write."""
+    """Last layer's output for new tokens, and the caches, one a layer, after the write.
 
-    def attend(query: Heads, key: Heads, value: Heads, cache: KVCache, spec: AttentionSpec, sinks):
-        cache = write_kv(cache, key, value, batch.slot_mapping)
-        out = paged_attention(query, cache, batch, spec, backend=backend, sinks=sinks)
-        return out, cache
+    `attend` is `cached_attention`, or the same over several devices (serving/parallel.py).
+    """
 
-    return _forward(params, model, tokens, batch.positions, caches, attend)
+    def cached(query: Heads, key: Heads, value: Heads, cache: KVCache, spec: AttentionSpec, sinks):
+        return attend(query, key, value, cache, batch, sinks, spec, backend)
+
+    return _forward(params, model, tokens, batch.positions, caches, cached)
 
 
 def dense_attention(

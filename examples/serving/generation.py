@@ -6,6 +6,7 @@ model, samples, and decides which sequences go on. `decode_step` is one such ste
 loop in Python to compare with.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -23,8 +24,10 @@ from pagedattn import (
     init_kv_cache,
 )
 from pagedattn.ragged import cdiv
-from serving.decoder import Decoder, forward_paged
+from serving.decoder import Decoder, cached_attention, forward_paged
 from serving.sampling import pick
+
+STATIC = ("model", "backend", "attend")
 
 
 @jax.tree_util.register_dataclass
@@ -80,7 +83,7 @@ def start(
     )
 
 
-@partial(jax.jit, static_argnames=("model", "max_query_len", "backend"), donate_argnames="state")
+@partial(jax.jit, static_argnames=(*STATIC, "max_query_len"), donate_argnames="state")
 def prefill(
     params: dict,
     model: Decoder,
@@ -88,24 +91,26 @@ def prefill(
     temperature: Float[Array, ""],
     max_query_len: int,
     backend: str | None = None,
+    attend: Callable = cached_attention,
 ) -> Generation:
     """Caches the prompts, of `max_query_len` tokens at most, and appends the first new token."""
-    return _advance(params, model, state, temperature, max_query_len, backend)
+    return _advance(params, model, state, temperature, max_query_len, backend, attend)
 
 
-@partial(jax.jit, static_argnames=("model", "backend"), donate_argnames="state")
+@partial(jax.jit, static_argnames=STATIC, donate_argnames="state")
 def decode_step(
     params: dict,
     model: Decoder,
     state: Generation,
     temperature: Float[Array, ""],
     backend: str | None = None,
+    attend: Callable = cached_attention,
 ) -> Generation:
     """One more token of each live sequence."""
-    return _advance(params, model, state, temperature, 1, backend)
+    return _advance(params, model, state, temperature, 1, backend, attend)
 
 
-@partial(jax.jit, static_argnames=("model", "backend"), donate_argnames="state")
+@partial(jax.jit, static_argnames=STATIC, donate_argnames="state")
 def decode_loop(
     params: dict,
     model: Decoder,
@@ -113,6 +118,7 @@ def decode_loop(
     temperature: Float[Array, ""],
     max_steps: Int[Array, ""],
     backend: str | None = None,
+    attend: Callable = cached_attention,
 ) -> Generation:
     """`decode_step` until every sequence has ended, or `max_steps` times."""
 
@@ -122,18 +128,18 @@ def decode_loop(
 
     def advance(carry):
         step, state = carry
-        return step + 1, _advance(params, model, state, temperature, 1, backend)
+        return step + 1, _advance(params, model, state, temperature, 1, backend, attend)
 
     return jax.lax.while_loop(goes_on, advance, (jnp.int32(0), state))[1]
 
 
-def _advance(params, model, state, temperature, max_query_len, backend) -> Generation:
+def _advance(params, model, state, temperature, max_query_len, backend, attend) -> Generation:
     """Feeds the tokens that are not cached yet, and appends the next token of each sequence."""
     state, new = _grow(state, max_query_len)
     num_tokens = len(new) * max_query_len
     batch = batch_from_pool(state.pool, new, num_tokens=num_tokens, max_query_len=max_query_len)
     tokens = _packed(state.tokens, batch, num_tokens)
-    hidden, caches = forward_paged(params, model, tokens, state.caches, batch, backend)
+    hidden, caches = forward_paged(params, model, tokens, state.caches, batch, backend, attend)
     logits = model.logits(params, hidden[batch.query_start_loc[1:] - 1])
     sample, each = jnp.int32(0), jax.vmap(pick, in_axes=(0, 0, None, 0, None))
     chosen = each(logits, state.seeds, sample, state.lengths, temperature)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -73,6 +74,11 @@ def state():
     }
 
 
+def across(out, lse, axis):
+    """`merge_across` where there is an axis, of which the arrays know nothing."""
+    return jax.vmap(lambda _: pa.merge_across(out, lse, axis), axis_name="x")(jnp.zeros(2))
+
+
 def attend(backend):
     return lambda: (pa.paged_attention, {**shared(), "backend": backend, "return_lse": False})
 
@@ -139,6 +145,7 @@ CORE = {
     "cascade_attention": lambda: (pa.cascade_attention, {**shared(), "backend": "xla"}),
     "split_prefix": lambda: (pa.split_prefix, {"batch": shared()["batch"]}),
     "merge_states": lambda: (pa.merge_states, state()),
+    "merge_across": lambda: (across, {"out": jnp.ones((2, 3)), "lse": jnp.zeros(2), "axis": "x"}),
     "attention_bias": fixed(pa.attention_bias, **POSITIONS, spec=pa.AttentionSpec()),
     "causal_mask": fixed(pa.causal_mask, **POSITIONS),
     "sliding_window_mask": fixed(pa.sliding_window_mask, **POSITIONS, sliding_window=2),

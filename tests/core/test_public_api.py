@@ -45,6 +45,7 @@ FUNCTIONS = {
         "cascade_attention": ("query cache batch spec", "backend sinks"),
         "split_prefix": ("batch", ""),
         "merge_states": ("out_a lse_a out_b lse_b", ""),
+        "merge_across": ("out lse axis_name", ""),
         "attention_bias": ("query_positions key_positions spec", ""),
         "causal_mask": None,
         "sliding_window_mask": None,

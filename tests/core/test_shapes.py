@@ -25,6 +25,7 @@ LEFT_OUT = {
 }
 # Some tests of every kind of function, in less than a minute.
 TESTS = [
+    "tests/core/test_across.py",
     "tests/core/test_batch.py",
     "tests/core/test_cache.py",
     "tests/core/test_state.py",

@@ -1,0 +1,101 @@
+"""Two processes of two devices each: the tokens of one, and the end of one that loses the other."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import jax
+import multi_process as example
+import pytest
+from jax.sharding import Mesh
+from serving import parallel
+from serving.checkpoint import load_checkpoint, save_checkpoint
+from serving.initial import init_params
+from serving.prompts import PROMPTS
+from serving.tokenizer import BYTES
+from tiny import TINY
+
+HEARTBEAT = 8  # seconds
+LIMIT = 300  # seconds of a test, on a busy machine
+alone = pytest.mark.skipif(
+    jax.device_count() > 1 or jax.default_backend() != "cpu", reason="starts processes by itself"
+)
+pytestmark = [alone, pytest.mark.usefixtures("exact_products")]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A tiny model of bytes."""
+    folder, model = tmp_path_factory.mktemp("tiny"), replace(TINY, vocab_size=256)
+    params = jax.tree.map(lambda leaf: 8 * leaf, init_params(model, jax.random.key(0)))
+    save_checkpoint(folder, model, params)
+    return folder
+
+
+@pytest.fixture
+def start(checkpoint):
+    """Starts both processes; none of them outlives the test, nor the limit."""
+    started = []
+
+    def kill():
+        for process in started:
+            process.kill()
+
+    def both(*options):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            coordinator = f"localhost:{free.getsockname()[1]}"
+        command = [sys.executable, example.__file__, f"--coordinator={coordinator}"]
+        command += ["--processes=2", "--cpu-devices=2", f"--model={checkpoint}"]
+        command += ["--prompts=1", "--new-tokens=6", *options]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        started[:] = [subprocess.Popen([*command, f"--process={i}"], **pipes) for i in range(2)]
+        return started
+
+    timer = threading.Timer(LIMIT, kill)
+    timer.start()
+    yield both
+    timer.cancel()
+    kill()
+    for process in started:
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def answer(checkpoint):
+    """What one process says."""
+    model, params = load_checkpoint(checkpoint)
+    mesh, prompts = Mesh(jax.devices()[:1], parallel.AXIS), [BYTES.encode(PROMPTS[0])]
+    (tokens,) = parallel.generate(mesh, model, params, prompts, max_new_tokens=6, num_blocks=256)
+    return repr(BYTES.decode(tokens))
+
+
+def test_both_say_what_one_process_says(start, answer):
+    for process in start():
+        text = process.communicate()[0]
+        assert process.returncode == 0, text
+        assert re.findall(r"-> (.*)$", text, re.MULTILINE) == [answer], text
+
+
+@pytest.mark.parametrize(
+    ("lost", "how"),
+    [
+        pytest.param(1, signal.SIGKILL, id="a process is killed"),
+        pytest.param(0, signal.SIGSTOP, id="the coordinator hangs"),
+    ],
+)
+def test_who_loses_the_other_ends_with_an_error(start, answer, lost, how):
+    """Of a process that is killed the connections close; of one that hangs no heartbeat comes."""
+    processes = start("--rounds=1000000", f"--heartbeat={HEARTBEAT}")
+    other = processes[1 - lost]
+    answers = (line for line in other.stdout if "->" in line)
+    assert next(answers).rstrip().endswith(f"-> {answer}")
+    processes[lost].send_signal(how)
+    text = other.communicate(timeout=HEARTBEAT + 60)[0]  # the rest is for a busy machine
+    assert other.returncode != 0
+    assert "another task died" in text

@@ -1,0 +1,108 @@
+"""Tensor parallel: the tokens of one device, on two and on four."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from serving import parallel
+from serving.decoder import cached_attention
+from serving.families.qwen import Qwen2
+from serving.generation import decode_loop, prefill, start
+from tiny import TINY, tiny_params, tiny_requests
+
+from pagedattn import (
+    AttentionSpec,
+    InvalidInputError,
+    UnsupportedError,
+    init_kv_cache,
+    make_batch,
+)
+
+PROMPTS = [list(request.prompt) for request in tiny_requests((5, 9, 3))]
+NEW, SIZES = 12, {"max_new_tokens": 12, "num_blocks": 30, "block_size": 4}
+several = pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
+
+
+def mesh_of(num_devices):
+    return Mesh(np.array(jax.devices()[:num_devices]), parallel.AXIS)
+
+
+def on_one_device(model, params):
+    state = start(params, model, PROMPTS, [0, 0, 0], **SIZES)
+    state = prefill(params, model, state, 0.0, 9)
+    state = decode_loop(params, model, state, 0.0, NEW)
+    rows = zip(state.tokens.tolist(), state.lengths.tolist(), PROMPTS, strict=True)
+    return [row[len(prompt) : length] for row, length, prompt in rows]
+
+
+@several
+@pytest.mark.parametrize("num_devices", [2, 4], ids=["KV heads for all", "KV heads repeated"])
+def test_tokens_are_those_of_one_device(num_devices):
+    got = parallel.generate(mesh_of(num_devices), TINY, tiny_params(), PROMPTS, **SIZES)
+    assert got == on_one_device(TINY, tiny_params())
+
+
+@several
+def test_a_device_has_a_share_of_weights_and_caches_which_stay_in_place():
+    mesh = mesh_of(4)
+    model, params = parallel.spread(mesh, TINY, tiny_params())
+    state = parallel.start_over(mesh, params, model, PROMPTS, [0, 0, 0], **SIZES)
+    layer = params["layers"][0]
+    shares = {name: layer[name].addressable_shards[0].data.shape for name in layer}
+    assert shares["query"] == (8, 24)
+    assert shares["key"] == (8, 24)  # of 4 KV heads, repeated from 2
+    assert shares["output"] == (24, 8)
+    assert shares["down"] == (24, 10)
+    assert params["embedding"].is_fully_replicated  # of 31 tokens
+    before = pointers(state.caches)
+    assert state.caches[0].key.addressable_shards[0].data.shape == (30, 4, 1, 8)
+    state = prefill(params, model, state, 0.0, 9, attend=parallel.OverHeads(mesh))
+    assert pointers(state.caches) == before
+    state = decode_loop(params, model, state, 0.0, 3, attend=parallel.OverHeads(mesh))
+    assert pointers(state.caches) == before
+
+
+@several
+def test_sinks_go_with_their_heads():
+    mesh = mesh_of(2)
+    rows = jax.random.normal(jax.random.key(0), (3, 5, 4, 8))
+    query, key, value = rows[0], rows[1, :, :2], rows[2, :, :2]
+    batch = make_batch([5], [0], [[1, 0]], block_size=4)
+    cache, sinks = init_kv_cache(2, 4, 2, 8, rows.dtype), np.float32([3, -1, 0, 2])
+    arguments = query, key, value, cache, batch, sinks, AttentionSpec()
+    got, want = (
+        jax.jit(parallel.OverHeads(mesh), static_argnums=6)(*arguments),
+        cached_attention(*arguments),
+    )
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(got[1].key, want[1].key)
+
+
+def pointers(tree):
+    leaves = jax.tree.leaves(tree)
+    return [s.data.unsafe_buffer_pointer() for leaf in leaves for s in leaf.addressable_shards]
+
+
+def test_biases_of_repeated_heads_are_repeated():
+    sizes = {"layer_types": ("full_attention",) * 2}
+    model = Qwen2(**vars(TINY), **sizes)
+    bias = np.arange(16.0)
+    layer = {"key": np.outer(bias, np.ones(24)), "key_bias": bias, "query_bias": np.ones(32)}
+    wider, params = parallel.with_kv_heads_for(4, model, {"layers": [layer]})
+    got, by_head = params["layers"][0], bias.reshape(2, 8)
+    assert wider.num_key_value_heads == 4
+    np.testing.assert_array_equal(got["key_bias"].reshape(4, 8), by_head[[0, 0, 1, 1]])
+    np.testing.assert_array_equal(got["key"][:, 0], got["key_bias"])
+    np.testing.assert_array_equal(got["query_bias"], layer["query_bias"])
+
+
+def test_what_cannot_be_dealt_out_is_refused():
+    for num_devices, kv_heads in ((3, 2), (4, 3)):
+        model = replace(TINY, num_key_value_heads=kv_heads)
+        with pytest.raises(InvalidInputError, match=f"{num_devices} devices"):
+            parallel.with_kv_heads_for(num_devices, model, {"layers": []})
+    spec = AttentionSpec(alibi_slopes=(0.5,) * 4)
+    with pytest.raises(UnsupportedError, match="alibi_slopes"):
+        parallel.OverHeads(mesh_of(1))(*[None] * 6, spec)
