@@ -28,6 +28,7 @@ from .checks import (
 from .quantise import LARGEST, largest
 from .ragged import cdiv
 from .spec import AttentionSpec
+from .visibility import key_range
 
 
 def cache_shape(shape, dtype) -> tuple[int, ...]:
@@ -206,7 +207,7 @@ def attention(query, cache, batch, spec, return_lse) -> None:
         batch.block_size == cache.block_size,
         f"the batch was made for blocks of {batch.block_size}, the cache has {cache.block_size}",
     )
-    _batch_values(batch, cache.num_blocks)
+    _batch_values(batch, cache.num_blocks, spec.sliding_window)
 
 
 def _query(query, dtype, num_kv_heads, head_dim, spec):
@@ -235,7 +236,7 @@ def _query(query, dtype, num_kv_heads, head_dim, spec):
     )
 
 
-def _batch_values(batch, num_blocks):
+def _batch_values(batch, num_blocks, window):
     starts, seq_lens, table = (
         known(array) for array in (batch.query_start_loc, batch.seq_lens, batch.block_tables)
     )
@@ -250,8 +251,24 @@ def _batch_values(batch, num_blocks):
         f"seq_lens must be between 0 and what {width} blocks of {batch.block_size} hold, got "
         f"{seq_lens.tolist()}",
     )
-    used = table[np.arange(width) < needed[:, None]]
+    if window is not None and starts is None:
+        return  # unknown positions: any entry may lie behind the window
+    first = _first_columns(batch.block_size, seq_lens, starts, window)
+    used = table[(np.arange(width) >= first[:, None]) & (np.arange(width) < needed[:, None])]
+    require(
+        not (used == -1).any(),
+        "block_tables must name a block for all keys that the call may see, got -1: release_behind "
+        "takes the widest window of its layers, after their attention",
+    )
     ids("block_tables", used, num_blocks, "blocks")
+
+
+def _first_columns(block_size, seq_lens, starts, window):
+    """The column of the first key that a sequence's queries see; no entry before it is followed."""
+    if window is None:
+        return np.zeros_like(seq_lens)
+    context_lens = seq_lens - np.diff(np.maximum.accumulate(starts))
+    return key_range(context_lens, context_lens, seq_lens, False, window)[0] // block_size
 
 
 def ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens) -> tuple[int, int]:

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import numpy as np
+
 from ..checks import MAX_SLOTS, count, ids, known, require
 from ..integers import int32_array
 from ..ragged import cdiv
@@ -109,7 +111,10 @@ def prefix(seq, blocks, num_tokens, pool):
     if values is not None and tokens is not None:
         room = len(values) * pool.block_size
         require(0 <= tokens <= room, f"num_tokens must be from 0 to {room}, got {tokens}")
-        ids("blocks", values[: cdiv(tokens, pool.block_size)], pool.num_blocks, "blocks")
+        used = values[: cdiv(tokens, pool.block_size)]
+        left = used[np.cumsum(used != -1) > 0]  # the first may have been given back
+        require(len(left) or not tokens, f"blocks must end with a block, got {used.tolist()}")
+        ids("blocks", left, pool.num_blocks, "blocks")
     return seq, blocks, num_tokens
 
 
