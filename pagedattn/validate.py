@@ -267,8 +267,10 @@ def _first_columns(block_size, seq_lens, starts, window):
     """The column of the first key that a sequence's queries see; no entry before it is followed."""
     if window is None:
         return np.zeros_like(seq_lens)
-    context_lens = seq_lens - np.diff(np.maximum.accumulate(starts))
-    return key_range(context_lens, context_lens, seq_lens, False, window)[0] // block_size
+    query_lens = np.diff(np.maximum.accumulate(starts))
+    context_lens = seq_lens - query_lens
+    first, _ = key_range(context_lens, context_lens, seq_lens, False, window)
+    return np.where(query_lens > 0, first, seq_lens) // block_size
 
 
 def ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens) -> tuple[int, int]:

@@ -49,6 +49,15 @@ def growth(num_tokens, max_seqs, max_new_tokens):
     return per_sequence("num_tokens", num_tokens, max_seqs), max_new_tokens
 
 
+def behind(pool_, window, max_new_tokens):
+    """The pool, the window, and how many blocks of a sequence the bound lets it leave behind."""
+    pool_, window = pool(pool_), count("window", window)
+    if max_new_tokens is None:
+        return pool_, window, pool_.max_blocks
+    blocks = cdiv(count("max_new_tokens", max_new_tokens, 0), pool_.block_size)
+    return pool_, window, min(max(blocks, 1), pool_.max_blocks)
+
+
 def batch(query_lens, seq_lens, num_tokens, max_query_len):
     num_tokens = count("num_tokens", num_tokens, 0)
     max_query_len = count("max_query_len", max_query_len, 0)

@@ -38,6 +38,7 @@ from pagedattn import (
     paged_attention,
     ragged_attention,
     release,
+    release_behind,
     share_blocks,
     swap_out,
     write_kv,
@@ -539,6 +540,7 @@ def smoke(backend):
     pool, _ = fork(pool, jnp.array([0]), jnp.array([1]))
     pool, growth = append_tokens(pool, jnp.array([1, 2, 0]))
     pool, _ = share_blocks(release(pool, jnp.array([2]))[0], 2, pool.block_tables[0, :1], 4)
+    pool, _ = release_behind(pool, 2)
     pool = hold_blocks(pool, pool.block_tables[0])
     pool, _ = drop_blocks(pool, pool.block_tables[0])
     host = init_block_pool(9, 4, max_seqs=2, max_blocks=4)

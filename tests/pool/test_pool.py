@@ -63,13 +63,17 @@ class Side:
     def blocks(self, row):
         return [block for block in self.table(row) if block >= 0]
 
-    def forget(self, window):
-        """What a query behind the last token of a row could see of no block is gone."""
+    def forget(self, window, most):
+        """Blocks of which the next query sees no token are gone, `most` of a row at once."""
         for tokens in self.rows:
-            for start in range(0, len(tokens) - BLOCK_SIZE + 1, BLOCK_SIZE):
-                block = range(start, start + BLOCK_SIZE)
-                if not any(len(tokens) - j < window for j in block):
-                    tokens[start : block.stop] = [None] * BLOCK_SIZE
+            behind = [
+                start
+                for start in range(0, len(tokens) - BLOCK_SIZE + 1, BLOCK_SIZE)
+                if not any(len(tokens) - j < window for j in range(start, start + BLOCK_SIZE))
+                and tokens[start] is not None
+            ]
+            for start in behind[:most]:
+                tokens[start : start + BLOCK_SIZE] = [None] * BLOCK_SIZE
 
     def check(self):
         pool = self.pool
@@ -160,12 +164,13 @@ class PoolMachine(RuleBasedStateMachine):
         for row in set(rows) - {-1}:
             side.rows[row] = []
 
-    @rule(window=st.sampled_from([1, 2, 3, 4, 9]))
-    def release_behind(self, window):
+    @rule(window=st.sampled_from([1, 2, 3, 9]), most=st.sampled_from([None, 1]))
+    def release_behind(self, window, most):
         side, before = self.device, self.device.pool.ref_counts
-        side.pool, freed = both(pa.release_behind, side.pool, window=window)
+        bounds = {"window": window, "max_new_tokens": most}  # one token, one block
+        side.pool, freed = both(pa.release_behind, side.pool, **bounds)
         self.poison(freed)
-        side.forget(window)
+        side.forget(window, most)
         freed = sorted(block for block in freed.ravel().tolist() if block >= 0)
         assert freed == np.flatnonzero((before > 0) & (side.pool.ref_counts == 0)).tolist()
 
@@ -391,6 +396,7 @@ ones = jnp.ones(2, jnp.int64)
 def step(pool, _):
     pool, growth = pa.append_tokens(pool, ones, max_new_tokens=1)
     pool, _ = pa.release(pool, jnp.array([1]))
+    pool, _ = pa.release_behind(pool, 1)
     return pool, growth.ok
 pool, ok = jax.lax.scan(step, pool, length=3)
 assert ok.all() and pool.seq_lens.tolist() == [3, 0]

@@ -47,7 +47,7 @@ def step(pool, cache, rows, new, window):
     spec = pa.AttentionSpec(sliding_window=window)
     out = pa.paged_attention(query, cache, batch, spec, backend="xla")
     held = (pool.ref_counts > 0).sum()
-    pool, freed = pa.release_behind(pool, window)
+    pool, freed = pa.release_behind(pool, window, max_new_tokens=NEW)
     cache = pa.fill_blocks(cache, freed, jnp.nan)
     return pool, cache, out, growth.ok.all(), held
 
@@ -184,6 +184,21 @@ def test_an_attention_that_would_see_what_was_given_back_is_refused():
     for spec in (pa.AttentionSpec(), pa.AttentionSpec(sliding_window=7)):
         with pytest.raises(pa.InvalidInputError, match="release_behind"):
             pa.paged_attention(query, cache, batch, spec, backend="xla")
+
+
+def test_what_exceeds_the_static_bound_is_given_back_later():
+    pool = grown((25, 3, 0), 8)
+    for left in (5, 3, 1, 1):  # of seven blocks, two at a time
+        pool, freed = pa.release_behind(pool, 1, max_new_tokens=8)
+        assert freed.shape == (MAX_SEQS, 2)
+        assert int((pool.block_tables[0, :7] >= 0).sum()) == left
+    jax.tree.map(np.testing.assert_array_equal, pool, pa.release_behind(pool, 1)[0])
+
+
+@pytest.mark.parametrize("bound", [-1, True, 2.5])
+def test_a_bound_that_is_none_is_named(bound):
+    with pytest.raises(pa.InvalidInputError, match="max_new_tokens"):
+        pa.release_behind(grown(), 4, max_new_tokens=bound)
 
 
 @pytest.mark.parametrize("window", [0, -3, True, 2.0, None, "4", np.float32(4), 2**40])
