@@ -17,6 +17,7 @@ from .pool.block_pool import BlockPool, batch_from_pool, init_block_pool
 from .pool.growth import Growth, append_tokens
 from .pool.sharing import drop_blocks, fork, hold_blocks, release, share_blocks
 from .pool.swapping import Swap, swap_in, swap_out
+from .pool.windows import release_behind
 from .ragged import positions, slot_mapping
 from .registry import available_backends
 from .spec import AttentionSpec, alibi_slopes
@@ -61,6 +62,7 @@ __all__ = [
     "positions",
     "ragged_attention",
     "release",
+    "release_behind",
     "select_backend",
     "share_blocks",
     "sliding_window_mask",

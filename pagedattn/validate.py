@@ -187,7 +187,7 @@ def attention(query, cache, batch, spec, return_lse) -> None:
         batch.block_size == cache.block_size,
         f"the batch was made for blocks of {batch.block_size}, the cache has {cache.block_size}",
     )
-    validate_metadata.values(batch, cache.num_blocks)
+    validate_metadata.values(batch, cache.num_blocks, spec.sliding_window)
 
 
 def _query(query, dtype, num_kv_heads, head_dim, spec):

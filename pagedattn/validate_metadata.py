@@ -5,6 +5,7 @@ import numpy as np
 from .batch import BatchMetadata
 from .checks import ids, int_array, is_count, known, require, shown, start_locs
 from .ragged import cdiv
+from .visibility import key_range
 
 ARRAYS = ("block_tables", "seq_lens", "query_start_loc", "slot_mapping", "positions")
 
@@ -33,7 +34,7 @@ def shapes(batch) -> None:
     )
 
 
-def values(batch, num_blocks: int) -> None:
+def values(batch, num_blocks: int, window: int | None) -> None:
     """Requires starts, lengths and blocks in range, as far as they are known."""
     starts, seq_lens, table = (
         known(array) for array in (batch.query_start_loc, batch.seq_lens, batch.block_tables)
@@ -49,5 +50,23 @@ def values(batch, num_blocks: int) -> None:
         f"seq_lens must be between 0 and what {width} blocks of {batch.block_size} hold, got "
         f"{seq_lens.tolist()}",
     )
-    used = table[np.arange(width) < needed[:, None]]
+    if window is not None and starts is None:
+        return  # unknown positions: any entry may lie behind the window
+    first = _first_columns(batch.block_size, seq_lens, starts, window)
+    used = table[(np.arange(width) >= first[:, None]) & (np.arange(width) < needed[:, None])]
+    require(
+        not (used == -1).any(),
+        "block_tables must name a block for all keys that the call may see, got -1: release_behind "
+        "takes the widest window of its layers, after their attention",
+    )
     ids("block_tables", used, num_blocks, "blocks")
+
+
+def _first_columns(block_size, seq_lens, starts, window):
+    """The column of the first key that a sequence's queries see; no entry before it is followed."""
+    if window is None:
+        return np.zeros_like(seq_lens)
+    query_lens = np.diff(np.maximum.accumulate(starts))
+    context_lens = seq_lens - query_lens
+    first, _ = key_range(context_lens, context_lens, seq_lens, False, window)
+    return np.where(query_lens > 0, first, seq_lens) // block_size

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Integer
+from jaxtyping import Array, Bool, Int, Integer
 
 from ..batch import BatchMetadata
 from ..ragged import cdiv, positions, sequence_ids, slot_mapping
@@ -29,7 +29,8 @@ class BlockPool:
       num_free: the height of the stack.
       ref_counts: how many rows and holds own each block.
       hold_counts: how many holds (`hold_blocks`) are among them.
-      block_tables: the blocks of each sequence; entries past its length are unspecified.
+      block_tables: the blocks of each sequence; the first ones are -1 where `release_behind` gave
+        them back, entries past its length are unspecified.
       seq_lens: tokens of each sequence.
       block_size: tokens a block; static.
     """
@@ -56,7 +57,7 @@ class BlockPool:
 
     @property
     def seq_blocks(self) -> Int[Array, "max_seqs"]:
-        """How many blocks each sequence owns."""
+        """How many entries of its row each sequence uses: blocks, and -1 for those given back."""
         return cdiv(self.seq_lens, self.block_size)
 
 
@@ -88,6 +89,11 @@ def init_block_pool(
         seq_lens=jnp.zeros(max_seqs, jnp.int32),
         block_size=block_size,
     )
+
+
+def given_back(tables: Int[Array, "*rows max_blocks"]) -> Bool[Array, "*rows max_blocks"]:
+    """True for the -1 that a row begins with: blocks behind a window, see `release_behind`."""
+    return jnp.cumsum(tables != -1, axis=-1, dtype=jnp.int32) == 0
 
 
 def batch_from_pool(

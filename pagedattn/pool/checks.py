@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import numpy as np
+
 from ..checks import MAX_SLOTS, count, ids, known, require
 from ..integers import int32_array
 from ..ragged import cdiv
@@ -45,6 +47,15 @@ def growth(num_tokens, max_seqs, max_new_tokens):
     if max_new_tokens is not None:
         max_new_tokens = count("max_new_tokens", max_new_tokens, 0)
     return per_sequence("num_tokens", num_tokens, max_seqs), max_new_tokens
+
+
+def behind(pool_, window, max_new_tokens):
+    """The pool, the window, and how many blocks of a sequence the bound lets it leave behind."""
+    pool_, window = pool(pool_), count("window", window)
+    if max_new_tokens is None:
+        return pool_, window, pool_.max_blocks
+    blocks = cdiv(count("max_new_tokens", max_new_tokens, 0), pool_.block_size)
+    return pool_, window, min(max(blocks, 1), pool_.max_blocks)
 
 
 def batch(query_lens, seq_lens, num_tokens, max_query_len):
@@ -109,7 +120,10 @@ def prefix(seq, blocks, num_tokens, pool):
     if values is not None and tokens is not None:
         room = len(values) * pool.block_size
         require(0 <= tokens <= room, f"num_tokens must be from 0 to {room}, got {tokens}")
-        ids("blocks", values[: cdiv(tokens, pool.block_size)], pool.num_blocks, "blocks")
+        used = values[: cdiv(tokens, pool.block_size)]
+        left = used[np.cumsum(used != -1) > 0]  # the first may have been given back
+        require(len(left) or not tokens, f"blocks must end with a block, got {used.tolist()}")
+        ids("blocks", left, pool.num_blocks, "blocks")
     return seq, blocks, num_tokens
 
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Int, Integer
 
 from ..ragged import add_at, cdiv, in_range, set_at
 from . import checks as validate
-from .block_pool import BlockPool
+from .block_pool import BlockPool, given_back
 
 
 def fork(
@@ -51,7 +51,8 @@ def share_blocks(
     """Starts unused row `seq` with owned blocks that hold its first `num_tokens` tokens already.
 
     This is prefix sharing: the blocks are another sequence's, or kept by `hold_blocks`. Entries
-    of `blocks` past those tokens may be anything.
+    of `blocks` past those tokens may be anything. The first ones may be -1, for blocks behind the
+    window that `release_behind` gave back.
 
     Returns:
       the pool, and whether it was done: not if the row is in use, or a block is unowned or named
@@ -70,7 +71,9 @@ def share_blocks(
     pool = validate.pool(pool)
     seq, blocks, num_tokens = validate.prefix(seq, blocks, num_tokens, pool)
     used = jnp.arange(len(blocks), dtype=jnp.int32) < cdiv(num_tokens, pool.block_size)
+    used &= ~given_back(blocks)
     made = in_range(seq, pool.max_seqs) & (pool.seq_lens.at[seq].get(mode="clip") == 0)
+    made &= (num_tokens == 0) | used.any()
     made &= (num_tokens >= 0) & (num_tokens <= len(blocks) * pool.block_size)
     made &= ~(used & (_owned(pool, blocks) < 0)).any() & ~_named_before(blocks, used).any()
     table = jnp.full(pool.max_blocks, -1, jnp.int32).at[: len(blocks)].set(blocks)
@@ -178,15 +181,20 @@ def _adopt(pool, rows, tables, lens):
 def _give_back(pool, blocks):
     """Takes one reference from each of the distinct blocks (-1: none); frees those without any."""
     ref_counts = add_at(pool.ref_counts, blocks, -1)
-    freed = (blocks >= 0) & (ref_counts.at[blocks].get(mode="clip") == 0)
+    unowned = (blocks >= 0) & (ref_counts.at[blocks].get(mode="clip") == 0)
+    freed = jnp.where(unowned, blocks, -1)
+    return push_free(replace(pool, ref_counts=ref_counts), freed), freed
+
+
+def push_free(pool: BlockPool, blocks: Int[Array, "n"]) -> BlockPool:
+    """The pool with distinct blocks that nobody owns (-1: none) on its stack of free ones."""
+    freed = blocks >= 0
     at = jnp.where(freed, pool.num_free + jnp.cumsum(freed, dtype=jnp.int32) - 1, -1)
-    pool = replace(
+    return replace(
         pool,
-        ref_counts=ref_counts,
         free_blocks=set_at(pool.free_blocks, at, blocks),
         num_free=pool.num_free + freed.sum(dtype=jnp.int32),
     )
-    return pool, jnp.where(freed, blocks, -1)
 
 
 def _named_before(ids, counted):

@@ -1,15 +1,15 @@
 """Moving sequences between two pools, such as a device's and the host's."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Integer
 
-from ..ragged import in_range
+from ..ragged import cdiv, in_range, set_at
 from . import checks as validate
-from .block_pool import BlockPool
+from .block_pool import BlockPool, given_back
 from .growth import append_tokens
 from .sharing import release
 
@@ -75,16 +75,30 @@ def _move(source, target, seqs, rows):
     known = in_range(seqs, source.max_seqs) & in_range(rows, target.max_seqs)
     known &= ~(same & before & known[None]).any(axis=1)
     known &= target.seq_lens.at[rows].get(mode="clip") == 0
-    lens = jnp.where(known, source.seq_lens.at[seqs].get(mode="clip"), 0)
-    wanted = jnp.zeros(target.max_seqs, jnp.int32)
-    wanted = wanted.at[jnp.where(known, rows, target.max_seqs)].set(lens, mode="drop")
-    target, growth = append_tokens(target, wanted)
-    ok = known & growth.ok.at[rows].get(mode="clip")
+    target, ok = _make_room(source, target, seqs, jnp.where(known, rows, -1))
     src = _owned_blocks(source, jnp.where(ok, seqs, -1))
     dst = _owned_blocks(target, jnp.where(ok, rows, -1))
     most = min(src.shape[1], dst.shape[1])  # further columns of the wider one hold -1 alone
     source, _ = release(source, jnp.where(ok, seqs, -1))
     return source, target, Swap(ok, src[:, :most].ravel(), dst[:, :most].ravel())
+
+
+def _make_room(source, target, seqs, rows):
+    """Makes unused rows (-1: none) of the target as long as rows of the source; and for which.
+
+    What the source gave back behind a window is missing in the target too, and takes no blocks:
+    these rows begin as long as that, and without any block.
+    """
+    lens = source.seq_lens.at[seqs].get(mode="clip")
+    used = jnp.arange(source.max_blocks)[None] < cdiv(lens, source.block_size)[:, None]
+    gone = used & given_back(source.block_tables.at[seqs].get(mode="clip"))
+    missing = gone.sum(axis=1, dtype=jnp.int32) * source.block_size
+    tables, before = set_at(target.block_tables, rows, -1), target.seq_lens
+    target = replace(target, block_tables=tables, seq_lens=set_at(before, rows, missing))
+    wanted = set_at(jnp.zeros_like(before), rows, lens - missing)
+    target, growth = append_tokens(target, wanted)
+    target = replace(target, seq_lens=jnp.where(growth.ok, target.seq_lens, before))
+    return target, (rows >= 0) & growth.ok.at[rows].get(mode="clip")
 
 
 def _owned_blocks(pool, rows):

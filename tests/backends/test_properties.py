@@ -38,6 +38,7 @@ from pagedattn import (
     paged_attention,
     ragged_attention,
     release,
+    release_behind,
     share_blocks,
     swap_out,
     write_kv,
@@ -54,6 +55,7 @@ from pagedattn.testing import (
 )
 from pagedattn.testing.strategies import (
     BUCKETS,
+    GARBAGE,
     POISONS,
     any_phase,
     dtypes,
@@ -189,6 +191,25 @@ def test_poison_behind_every_window(backend, mode, poison):
     problem = random_problem([1, 2, 5], [24, 19, 21], spec, poison=poison, max_query_len=8)
     assert np.isnan(problem.key_cache).mean() > 0.5 or np.isinf(problem.key_cache).mean() > 0.5
     assert_attention_close(*run(problem, backend, mode), problem)
+
+
+@pytest.mark.parametrize("entry", GARBAGE)
+def test_no_entry_behind_every_window_is_followed(backend, mode, entry):
+    """Blocks given back are -1 there; the blocks that ids out of range are clamped to hold NaN."""
+    spec, query_lens, seq_lens = AttentionSpec(sliding_window=6), [1, 2, 5], [24, 19, 21]
+    tables = np.random.default_rng(0).permutation(np.arange(1, 19)).reshape(3, 6)
+    lens = {"block_tables": tables, "num_blocks": 20, "max_query_len": 8}
+    problem = random_problem(query_lens, seq_lens, spec, **lens)
+    assert np.isnan(problem.key_cache[[0, -1]]).all()
+    first = (np.subtract(seq_lens, query_lens) - spec.sliding_window + 1) // problem.block_size
+    assert (first >= 2).all()
+    given_back = jnp.asarray(np.where(np.arange(6) < first[:, None], entry, tables), jnp.int32)
+    batch = dataclasses.replace(batch_of(problem), block_tables=given_back)
+    attend = attend_with_any_lse
+    if mode == "jit":
+        attend = jax.jit(attend, static_argnames=("spec", "backend"))
+    got = attend(jnp.asarray(problem.query), cache_of(problem), batch, spec=spec, backend=backend)
+    assert_attention_close(*got, problem)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -519,6 +540,7 @@ def smoke(backend):
     pool, _ = fork(pool, jnp.array([0]), jnp.array([1]))
     pool, growth = append_tokens(pool, jnp.array([1, 2, 0]))
     pool, _ = share_blocks(release(pool, jnp.array([2]))[0], 2, pool.block_tables[0, :1], 4)
+    pool, _ = release_behind(pool, 2)
     pool = hold_blocks(pool, pool.block_tables[0])
     pool, _ = drop_blocks(pool, pool.block_tables[0])
     host = init_block_pool(9, 4, max_seqs=2, max_blocks=4)

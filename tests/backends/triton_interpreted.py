@@ -180,6 +180,19 @@ def test_block_sizes(block_size, query_lens):
     check(random_problem(query_lens, [150, 33, 1], spec, block_size=block_size))
 
 
+@pytest.mark.parametrize("block_size", [4, 64])
+def test_entries_behind_a_window_are_not_followed(block_size):
+    """-1 there, which is clamped to the first block; that one and the last hold NaN."""
+    spec, lens = AttentionSpec(sliding_window=9), [300, 270]
+    width = -(-300 // block_size)
+    tables = torch.arange(1, 2 * width + 1, dtype=torch.int32).view(2, width)
+    sizes = {"block_size": block_size, "num_blocks": 2 * width + 2, "max_query_len": 2}
+    problem = random_problem([1, 2], lens, spec, block_tables=tables.numpy(), **sizes)
+    assert np.isnan(problem.key_cache[[0, -1]]).all()
+    columns, first = torch.arange(width), (torch.tensor([299, 268]) - 8) // block_size
+    check(problem, block_tables=tables.masked_fill(columns < first[:, None], -1))
+
+
 @pytest.mark.parametrize("name", SPECS)
 def test_split_decode(name):
     """Sequences of every length between no key and many splits' worth."""

@@ -167,6 +167,7 @@ CORE = {
     "hold_blocks": pooled(pa.hold_blocks, blocks=i32(0, 1)),
     "drop_blocks": pooled(pa.drop_blocks, blocks=i32(0, 1)),
     "release": pooled(pa.release, seqs=i32(0, -1)),
+    "release_behind": pooled(pa.release_behind, window=2, max_new_tokens=2),
     "swap_out": lambda: (
         pa.swap_out,
         {"pool": pool(), "host_pool": host(), "seqs": i32(0), "host_seqs": i32(1)},

@@ -69,6 +69,14 @@ MUTANTS = {
     "a block shared twice with one sequence": Mutant(
         " & ~_named_before(blocks, used).any()", "", "tests/pool/test_pool_hostile.py"
     ),
+    "a block given back that the next token sees": Mutant(
+        "pool.seq_lens - window + 1", "pool.seq_lens - window + 2",
+        "tests/pool/test_release_behind.py -k which_blocks",
+    ),
+    "a block that two sequences give back freed twice": Mutant(
+        "unowned & _is_last_naming(pool, blocks)", "unowned",
+        "tests/pool/test_release_behind.py -k others_hold",
+    ),
     "a sequence of less than no tokens": Mutant(
         "made &= (num_tokens >= 0) & (num_tokens <=", "made &= (num_tokens <=",
         "tests/pool/test_pool_hostile.py",

@@ -45,7 +45,7 @@ def row_vector(token):
 
 
 class Side:
-    """A pool, its cache, and the model: the tokens of each row."""
+    """A pool, its cache, and the model: the tokens of each row, None where they were given back."""
 
     def __init__(self, num_blocks):
         sizes = {"max_seqs": MAX_SEQS, "max_blocks": MAX_BLOCKS}
@@ -56,15 +56,33 @@ class Side:
         self.held = []
 
     def table(self, row):
+        """The entries of a row that its tokens stand in; -1 for blocks that were given back."""
         used = -(-len(self.rows[row]) // BLOCK_SIZE)
         return np.asarray(self.pool.block_tables)[row, :used].tolist()
+
+    def blocks(self, row):
+        return [block for block in self.table(row) if block >= 0]
+
+    def forget(self, window, most):
+        """Blocks of which the next query sees no token are gone, `most` of a row at once."""
+        for tokens in self.rows:
+            behind = [
+                start
+                for start in range(0, len(tokens) - BLOCK_SIZE + 1, BLOCK_SIZE)
+                if not any(len(tokens) - j < window for j in range(start, start + BLOCK_SIZE))
+                and tokens[start] is not None
+            ]
+            for start in behind[:most]:
+                tokens[start : start + BLOCK_SIZE] = [None] * BLOCK_SIZE
 
     def check(self):
         pool = self.pool
         assert pool.seq_lens.tolist() == [len(tokens) for tokens in self.rows]
         owners = np.zeros(pool.num_blocks, int)
-        for row in range(MAX_SEQS):
-            np.add.at(owners, self.table(row), 1)
+        for row, tokens in enumerate(self.rows):
+            gone = [token is None for token in tokens[::BLOCK_SIZE]]
+            assert [block == -1 for block in self.table(row)] == gone
+            np.add.at(owners, self.blocks(row), 1)
         np.add.at(owners, np.array(self.held, int), 1)
         assert pool.ref_counts.tolist() == owners.tolist()
         free = pool.free_blocks[: int(pool.num_free)].tolist()
@@ -76,6 +94,8 @@ class Side:
         for row, tokens in enumerate(self.rows):
             slots = [b * BLOCK_SIZE + i for b in self.table(row) for i in range(BLOCK_SIZE)]
             for token, slot in zip(tokens, slots, strict=False):
+                if token is None:
+                    continue
                 np.testing.assert_array_equal((key[slot], value[slot]), row_vector(token))
 
     def grows(self, counts):
@@ -140,21 +160,32 @@ class PoolMachine(RuleBasedStateMachine):
     def release(self, rows):
         side = self.device
         side.pool, freed = both(pa.release, side.pool, i32(*rows))
-        side.cache = both(pa.fill_blocks, side.cache, freed, value=jnp.nan)
-        assert (
-            not np.asarray(side.cache.key)[[b for b in freed.ravel().tolist() if b >= 0]].size
-            or (
-                np.isnan(np.asarray(side.cache.key)[[b for b in freed.ravel().tolist() if b >= 0]])
-            ).all()
-        )
+        self.poison(freed)
         for row in set(rows) - {-1}:
             side.rows[row] = []
+
+    @rule(window=st.sampled_from([1, 2, 3, 9]), most=st.sampled_from([None, 1]))
+    def release_behind(self, window, most):
+        side, before = self.device, self.device.pool.ref_counts
+        bounds = {"window": window, "max_new_tokens": most}  # one token, one block
+        side.pool, freed = both(pa.release_behind, side.pool, **bounds)
+        self.poison(freed)
+        side.forget(window, most)
+        freed = sorted(block for block in freed.ravel().tolist() if block >= 0)
+        assert freed == np.flatnonzero((before > 0) & (side.pool.ref_counts == 0)).tolist()
+
+    def poison(self, freed):
+        side = self.device
+        side.cache = both(pa.fill_blocks, side.cache, freed, value=jnp.nan)
+        freed = [block for block in freed.ravel().tolist() if block >= 0]
+        assert np.isnan(np.asarray(side.cache.key)[freed]).all()
 
     @rule(owner=st.integers(0, MAX_SEQS - 1), row=st.integers(0, MAX_SEQS - 1), data=st.data())
     def share_prefix(self, owner, row, data):
         side = self.device
-        full = len(side.rows[owner]) // BLOCK_SIZE
-        count = data.draw(st.integers(0, full))
+        full = side.table(owner)[: len(side.rows[owner]) // BLOCK_SIZE]
+        ends = [0, *(count + 1 for count, block in enumerate(full) if block >= 0)]
+        count = data.draw(st.sampled_from(ends))
         blocks = i32(*(side.table(owner) + [-1] * MAX_BLOCKS)[:MAX_BLOCKS])
         tokens = side.rows[owner][: count * BLOCK_SIZE]
         side.pool, made = both(
@@ -169,7 +200,7 @@ class PoolMachine(RuleBasedStateMachine):
         side = self.device
         blocks = (side.table(row) + [-1] * MAX_BLOCKS)[:MAX_BLOCKS]
         side.pool = both(pa.hold_blocks, side.pool, i32(*blocks))
-        side.held += side.table(row)
+        side.held += side.blocks(row)
 
     @precondition(lambda self: self.device.held)
     @rule(data=st.data())
@@ -184,7 +215,7 @@ class PoolMachine(RuleBasedStateMachine):
     def swap(self, out, row, other):
         source, target = (self.device, self.host) if out else (self.host, self.device)
         tokens = source.rows[row]
-        need = -(-len(tokens) // BLOCK_SIZE)
+        need = len(source.blocks(row))
         fits = not target.rows[other] and need <= int(target.pool.num_free)
         swap = pa.swap_out if out else pa.swap_in
         self.device.pool, self.host.pool, moved = both(
@@ -203,17 +234,20 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def attend(self):
-        """The last token of every live sequence sees just its own sequence."""
+        """The last token of every live sequence sees just its own, as far as it is left."""
         side = self.device
-        lens = [min(1, len(tokens)) for tokens in side.rows]
+        left = [sum(token is not None for token in tokens) for tokens in side.rows]
+        lens = [min(1, tokens) for tokens in left]
+        gone = [n for n, tokens in zip(left, side.rows, strict=True) if n and None in tokens]
+        spec = pa.AttentionSpec(sliding_window=min(gone, default=CAPACITY))
         batch = pa.batch_from_pool(side.pool, i32(*lens), num_tokens=MAX_SEQS, max_query_len=1)
         query = np.random.default_rng(self.next_token).uniform(-1, 1, (MAX_SEQS, 2, HEAD_DIM))
         query = jnp.asarray(query, jnp.float32)
-        out = pa.paged_attention(query, side.cache, batch, backend="xla")
+        out = pa.paged_attention(query, side.cache, batch, spec, backend="xla")
         expected, _ = reference_attention(
             *(np.asarray(x) for x in (query, side.cache.key, side.cache.value)),
             *(np.asarray(x) for x in (batch.block_tables, batch.seq_lens, batch.query_start_loc)),
-            pa.AttentionSpec(),
+            spec,
         )
         np.testing.assert_allclose(out, expected, atol=1e-5)
 
@@ -362,6 +396,7 @@ ones = jnp.ones(2, jnp.int64)
 def step(pool, _):
     pool, growth = pa.append_tokens(pool, ones, max_new_tokens=1)
     pool, _ = pa.release(pool, jnp.array([1]))
+    pool, _ = pa.release_behind(pool, 1)
     return pool, growth.ok
 pool, ok = jax.lax.scan(step, pool, length=3)
 assert ok.all() and pool.seq_lens.tolist() == [3, 0]

@@ -18,6 +18,7 @@ import pagedattn as pa
 
 MAX_SEQS, MAX_BLOCKS, BLOCK_SIZE, NUM_BLOCKS = 4, 3, 2, 7
 CAPACITY = MAX_BLOCKS * BLOCK_SIZE
+BEHIND = {w: functools.partial(pa.release_behind, window=w) for w in (1, 2, 3, 4, 2**31 - 1)}
 WILD = (-(2**31), -MAX_SEQS, -2, -1, MAX_SEQS, NUM_BLOCKS, 2**31 - 1)
 
 
@@ -51,6 +52,7 @@ def call(function, *args):
 
 
 def owned(pool, row):
+    """The blocks of a row in order, -1 for those behind a window that were given back."""
     return np.asarray(pool.block_tables)[row, : int(pool.seq_blocks[row])].tolist()
 
 
@@ -62,6 +64,10 @@ def check(pool):
     owners = holds.copy()
     for row in range(pool.max_seqs):
         blocks = owned(pool, row)
+        gone = blocks.count(-1)
+        assert blocks[:gone] == [-1] * gone, f"row {row} has a hole: {blocks}"
+        assert gone * pool.block_size <= lens[row], f"row {row} has nowhere to write: {blocks}"
+        blocks = blocks[gone:]
         assert set(blocks) <= set(range(pool.num_blocks)), blocks
         assert len(set(blocks)) == len(blocks), f"row {row} owns a block twice: {blocks}"
         owners[blocks] += 1
@@ -131,6 +137,16 @@ class HostileMachine(RuleBasedStateMachine):
         self.gains(before, freed)
         self.bystanders(before, self.pool, rows)
 
+    @rule(window=st.sampled_from(list(BEHIND)))
+    def release_behind(self, window):
+        before = self.pool
+        self.pool, freed = call(BEHIND[window], before)
+        self.gains(before, freed)
+        assert (self.pool.seq_lens == before.seq_lens).all()
+        for row in range(MAX_SEQS):
+            blocks, gone = owned(before, row), owned(self.pool, row).count(-1)
+            assert owned(self.pool, row) == [-1] * gone + blocks[gone:]
+
     def gains(self, before, freed):
         """What is reported free is what became free, each block once."""
         freed = sorted(block for block in np.ravel(freed).tolist() if block >= 0)
@@ -163,10 +179,24 @@ def three_blocks():
 
 @pytest.mark.parametrize("function", [pa.share_blocks, jax.jit(pa.share_blocks)])
 @pytest.mark.parametrize(
-    ("blocks", "tokens"), [([0, 0], 4), ([1, 0, 1], 6), ([0, 1], 5), ([0, 1], -3), ([3], 2)]
+    ("blocks", "tokens"),
+    [
+        ([0, 0], 4),
+        ([1, 0, 1], 6),
+        ([0, 1], 5),
+        ([0, 1], -3),
+        ([3], 2),
+        ([0, -1], 4),
+        ([0, -1, 1], 6),
+        ([-1], 1),
+        ([-2, 0], 4),
+    ],
 )
 def test_a_prefix_that_cannot_be_is_not_shared(function, blocks, tokens):
-    """A block named twice, more tokens than the blocks hold, fewer than none, a free block."""
+    """A block named twice, more tokens than the blocks hold, fewer than none, a free block, none.
+
+    Only the first blocks may be missing: those of a row that were given back are its first.
+    """
     before = three_blocks()
     try:
         after, made = function(before, 1, i32(blocks), tokens)

@@ -1,0 +1,76 @@
+"""Giving back what lies behind a sliding window while the sequences go on."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from ..ragged import add_at
+from . import checks as validate
+from .block_pool import BlockPool
+from .sharing import push_free
+
+
+def release_behind(
+    pool: BlockPool, window: int, *, max_new_tokens: int | None = None
+) -> tuple[BlockPool, Int[Array, "max_seqs columns"]]:
+    """Gives back the blocks of every sequence that no further token of it sees.
+
+    The next token stands at position `seq_len` at least, and sees the keys from `seq_len - window +
+    1` on. Blocks that end before that key leave their sequence, and become free if nobody else owns
+    or holds them; -1 takes their place in `block_tables`, and no query follows it. So a sequence
+    owns `ceil(window / block_size) + 1` blocks at most, and what it appends until the next call.
+
+    Call it when all layers that share the pool have attended to the step's tokens, which still see
+    keys that it gives back; or, which is the same, before the next `append_tokens`. Each of these
+    layers must have a window, and `window` is the widest of them. Layers without one take a pool,
+    tables and caches of their own. To call it again changes nothing.
+
+    A sequence still has a place in its row for every token that it ever had: `max_blocks *
+    block_size` bounds its length as before.
+
+    Args:
+      window: the `sliding_window` of the layers' `AttentionSpec`; static.
+      max_new_tokens: a static bound on the tokens that a sequence got since the last call, None for
+        what a table row holds. The work is O(max_seqs * blocks of that bound), beside one look at
+        the tables. What exceeds it is given back by later calls.
+
+    Returns:
+      the pool, and the blocks that became free, each once, -1 in place of the others.
+
+    Raises:
+      InvalidInputError: arrays of wrong shapes; a window that is not an integer above 0.
+
+    >>> from pagedattn import append_tokens, init_block_pool
+    >>> pool, _ = append_tokens(init_block_pool(4, 4, max_seqs=2, max_blocks=3), jnp.array([10, 0]))
+    >>> pool, freed = release_behind(pool, 4)  # the next token, at 10, sees 7, 8, 9 and itself
+    >>> pool.block_tables[0].tolist(), int(pool.num_free)
+    ([-1, 1, 2], 2)
+    """
+    pool, window, most = validate.behind(pool, window, max_new_tokens)
+    columns, tables = _columns_behind(pool, window, most), pool.block_tables
+    rows = jnp.arange(pool.max_seqs)[:, None]
+    blocks = tables.at[rows, columns].get(mode="fill", fill_value=-1)
+    tables = tables.at[rows, columns].set(-1, mode="drop")
+    ref_counts = add_at(pool.ref_counts, blocks, -1)
+    unowned = (blocks >= 0) & (ref_counts.at[blocks].get(mode="clip") == 0)
+    freed = jnp.where(unowned & _is_last_naming(pool, blocks), blocks, -1)
+    pool = replace(pool, block_tables=tables, ref_counts=ref_counts)
+    return push_free(pool, freed.ravel()), freed
+
+
+def _columns_behind(pool, window, most):
+    """Up to `most` columns of each row with blocks behind the window; past the row for none."""
+    kept = ((pool.seq_lens - window + 1) // pool.block_size)[:, None]  # that of the first key seen
+    before = jnp.arange(pool.max_blocks, dtype=jnp.int32)[None] < kept
+    gone = (before & (pool.block_tables == -1)).sum(axis=1, dtype=jnp.int32)
+    columns = gone[:, None] + jnp.arange(most, dtype=jnp.int32)[None]
+    return jnp.where(columns < kept, columns, pool.max_blocks)
+
+
+def _is_last_naming(pool, blocks):
+    """True once for each block, however many rows name it; anything for -1."""
+    at = jnp.arange(blocks.size, dtype=jnp.int32).reshape(blocks.shape)
+    named = jnp.where(blocks >= 0, blocks, pool.num_blocks)
+    last = jnp.zeros(pool.num_blocks, jnp.int32).at[named].max(at, mode="drop")
+    return last.at[blocks].get(mode="clip") == at
