@@ -24,7 +24,7 @@ def signed_slopes(num_heads: int) -> tuple[float, ...]:
 ARRAYS = ("sinks", "bias")
 # Dtypes of caches that any query goes with.
 CACHE_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
-# What caches differ in: their dtype, the columns of their values, and whether these are of the keys.
+# What caches differ in: dtype, the columns of the values, whether these are some of the keys'.
 CACHES = ("cache_dtype", "value_dim", "latent")
 # Fields of a spec, arrays, and what caches differ in; alone and together. A function is called with
 # the number of query heads; the arrays of a problem are made with it.

@@ -8,6 +8,7 @@ import operator
 
 import numpy as np
 
+from . import validate_values
 from .batch import BatchMetadata
 from .checks import (
     MAX_SLOTS,
@@ -59,43 +60,8 @@ def kv_cache(cache) -> None:
         f"{describe(key)}",
     )
     cache_shape(tuple(key.shape), key.dtype)
-    _latent(cache) if cache.value is None else _value(cache)
+    validate_values.values(cache)
     scales(cache)
-
-
-def _value(cache):
-    key, value, given = cache.key, cache.value, getattr(cache, "value_dim", None)
-    an_array("the cache's value", value)
-    require(
-        value.ndim == 4 and value.shape[:3] == key.shape[:3] and value.dtype == key.dtype,
-        "a cache's key and value must be [num_blocks, block_size, num_kv_heads, head_dim] and "
-        f"[..., value_dim] of one dtype, got {describe(key)} and {describe(value)}",
-    )
-    value_dim = value.shape[3]
-    require(value_dim > 0, f"a cache's value must have a column at least, got {describe(value)}")
-    require(
-        given is None or (_is_static_count(given) and given == value_dim),
-        f"value_dim of a cache with a value is its last axis, {value_dim}: leave it out, got "
-        f"{shown(given)}",
-    )
-
-
-def _latent(cache):
-    value_dim, head_dim = getattr(cache, "value_dim", None), cache.key.shape[3]
-    require(
-        _is_static_count(value_dim) and value_dim <= head_dim,
-        "a cache without a value needs value_dim, the number of its key's columns that are values: "
-        f"a Python integer from 1 to head_dim = {head_dim}, got {shown(value_dim)}",
-    )
-    require(
-        getattr(cache, "value_scale", None) is None,
-        "value_scale must be None in a latent cache: its values are columns of its keys, whose "
-        "scale is key_scale",
-    )
-
-
-def _is_static_count(value, least=1) -> bool:
-    return isinstance(value, int | np.integer) and is_count(value, least)
 
 
 def scales(cache) -> None:
@@ -128,24 +94,25 @@ def _scale(name, scale, cache):
 def write(cache, key, value, slot_mapping) -> None:
     kv_cache(cache)
     int_array("slot_mapping", slot_mapping, 1)
-    require(
-        cache.value is not None or value is None,
-        f"value must be None for a latent cache: its values are columns of its keys, got "
-        f"{shown(value)}",
-    )
-    rows = ("key", "head_dim", key), ("value", "value_dim", value)
-    for plane, (name, columns, array) in zip(cache.planes, rows, strict=False):
-        an_array(name, array)
-        expected = (*slot_mapping.shape[:1], *plane.shape[2:])
-        require(
-            array.shape == expected and _goes_with(array.dtype, cache.dtype),
-            f"{name} must be [num_tokens, num_kv_heads, {columns}] = {expected} of "
-            f"{_dtypes(cache.dtype)}, got {describe(array)}",
-        )
+    _rows("key", "head_dim", key, cache.key, slot_mapping)
+    if cache.value is None:
+        validate_values.no_value(value)
+    else:
+        _rows("value", "value_dim", value, cache.value, slot_mapping)
     slots = known(slot_mapping)
     if slots is not None:
         ids("slot_mapping", slots[slots != -1], cache.num_slots, "slots, or -1 for no write")
         distinct_slots(slots)
+
+
+def _rows(name, columns, rows, plane, slot_mapping):
+    an_array(name, rows)
+    expected = (*slot_mapping.shape[:1], *plane.shape[2:])
+    require(
+        rows.shape == expected and _goes_with(rows.dtype, plane.dtype),
+        f"{name} must be [num_tokens, num_kv_heads, {columns}] = {expected} of "
+        f"{_dtypes(plane.dtype)}, got {describe(rows)}",
+    )
 
 
 def _goes_with(dtype, cache_dtype) -> bool:
@@ -164,11 +131,7 @@ def _dtypes(cache_dtype) -> str:
 def block_copies(src_cache, dst_cache, src, dst) -> None:
     kv_cache(src_cache)
     kv_cache(dst_cache)
-    require(
-        _block(src_cache) == _block(dst_cache) and src_cache.dtype == dst_cache.dtype,
-        "the caches must agree in block_size, num_kv_heads, head_dim, value_dim and dtype, got "
-        f"{' and '.join(map(_described, (src_cache, dst_cache)))}",
-    )
+    validate_values.same_blocks(src_cache, dst_cache)
     for name in ("key_scale", "value_scale"):
         _same_scales(name, getattr(src_cache, name, None), getattr(dst_cache, name, None))
     int_array("src", src, 1)
@@ -178,17 +141,6 @@ def block_copies(src_cache, dst_cache, src, dst) -> None:
         f"src and dst must be equally long, got {tuple(src.shape)}, {tuple(dst.shape)}",
     )
     _known_copies(known(src), known(dst), src_cache.num_blocks, dst_cache.num_blocks)
-
-
-def _block(cache):
-    """The shape of a block of each plane, and what of one plane is values."""
-    return [plane.shape[1:] for plane in cache.planes], cache.value is None and cache.value_dim
-
-
-def _described(cache) -> str:
-    if cache.value is None:
-        return f"{describe(cache.key)} of value_dim {cache.value_dim}"
-    return f"{describe(cache.key)} with {describe(cache.value)}"
 
 
 def fill(cache, blocks, value) -> None:
@@ -234,7 +186,7 @@ def attention(query, cache, batch, spec, return_lse) -> None:
     _query(query, cache.dtype, cache.num_kv_heads, cache.head_dim, spec)
     for name in ("block_size", "max_query_len"):
         size = getattr(batch, name)
-        static = _is_static_count(size, int(name == "block_size"))
+        static = validate_values.is_static_count(size, int(name == "block_size"))
         require(static, f"batch.{name} must be a Python integer, got {shown(size)}")
     for name in ("block_tables", "seq_lens", "query_start_loc", "slot_mapping", "positions"):
         int_array(name, getattr(batch, name), 2 if name == "block_tables" else 1)

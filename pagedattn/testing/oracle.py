@@ -11,7 +11,8 @@ class Head(NamedTuple):
 
     `rows` is a slice of the token axis; query is `[q, head_dim]`, keys are `[k, head_dim]` and
     values `[k, value_dim]`, both 0 where no query of the sequence looks, distance and visible
-    `[q, k]`. sink is a logit without a value, -inf for none, and bias `[q, k]` is added to the logits.
+    `[q, k]`. sink is a logit without a value, -inf for none, and bias `[q, k]` is added to the
+    logits.
     """
 
     index: int
@@ -174,8 +175,8 @@ def reference_attention(
         >>> out[0, 0, 0], np.exp(lse[0, 0]).round(6)
         (np.float64(1.0), np.float64(4.0))
     """
-    columns = value_dim if value_cache is None else value_cache.shape[3]
-    out = np.zeros((*query.shape[:2], columns))
+    plane = key_cache[..., :value_dim] if value_cache is None else value_cache
+    out = np.zeros((*query.shape[:2], plane.shape[3]))
     lse = np.full(query.shape[:2], -np.inf)
     args = (query, key_cache, value_cache, block_tables, seq_lens, query_start_loc)
     for head in heads(*args, spec, sinks, bias, key_scale, value_scale, value_dim):

@@ -52,8 +52,9 @@ class Problem:
     @property
     def out_shape(self) -> tuple[int, ...]:
         """`[num_tokens, num_heads, value_dim]`."""
-        columns = self.value_dim if self.value_cache is None else self.value_cache.shape[3]
-        return (*self.query.shape[:2], columns)
+        plane = self.value_cache
+        plane = self.key_cache[..., : self.value_dim] if plane is None else plane
+        return (*self.query.shape[:2], plane.shape[3])
 
     @property
     def block_size(self) -> int:
