@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Shaped
 
 from . import validate
 from .array_type import ArrayT
-from .checks import count
+from .checks import count, dtype_of
 
 
 @jax.tree_util.register_dataclass
@@ -106,8 +106,8 @@ def init_kv_cache(
     shape = (num_blocks, block_size, num_kv_heads, head_dim)
     shape = validate.cache_shape(shape, dtype)
     value_dim = shape[3] if value_dim is None else count("value_dim", value_dim)
-    planes = jnp.zeros(shape, dtype), jnp.zeros((*shape[:3], value_dim), dtype)
-    cache = KVCache(*planes, _scale(key_scale), _scale(value_scale))
+    key, value = _zeros(shape, dtype), _zeros((*shape[:3], value_dim), dtype)
+    cache = KVCache(key, value, _scale(key_scale), _scale(value_scale))
     validate.scales(cache)
     return cache
 
@@ -143,9 +143,13 @@ def init_latent_cache(
     """
     shape = validate.cache_shape((num_blocks, block_size, num_kv_heads, head_dim), dtype)
     value_dim = count("value_dim", value_dim)
-    cache = KVCache(jnp.zeros(shape, dtype), None, _scale(key_scale), value_dim=value_dim)
+    cache = KVCache(_zeros(shape, dtype), None, _scale(key_scale), value_dim=value_dim)
     validate.kv_cache(cache)
     return cache
+
+
+def _zeros(shape, dtype):
+    return jnp.zeros(shape, dtype_of(dtype))  # torch's dtypes too
 
 
 def _scale(scale):

@@ -1,7 +1,7 @@
 """What each backend can do on this machine: feature x backend x attention type, from `explain`."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -33,7 +33,9 @@ class Request(NamedTuple):
     dtype: str
     return_lse: bool
     arrays: tuple[str, ...]
-    cache: dict[str, Any]  # `features.CACHES`
+    cache_dtype: str | None = None
+    value_dim: int | None = None
+    latent: bool = False
 
 
 class Cell(NamedTuple):
@@ -67,7 +69,7 @@ def request(feature: str, attn_type: str) -> Request:
         feature if feature in DTYPES else "bfloat16",
         feature == "lse",
         arrays_of(options),
-        cache_of(options),
+        **cache_of(options),
     )
 
 
@@ -89,12 +91,15 @@ def call(request: Request, normal: Callable = jnp.zeros) -> tuple:
 
 
 def _cache(request: Request, shape: tuple[int, ...], normal: Callable) -> KVCache:
-    asked = request.cache
-    dtype, value_dim = asked.get("cache_dtype", request.dtype), asked.get("value_dim", HEAD_DIM)
-    key = normal(shape, request.dtype).astype(dtype)
-    if "latent" in asked:
-        return KVCache(key, None, value_dim=value_dim)
-    return KVCache(key, normal((*shape[:3], value_dim), request.dtype).astype(dtype))
+    columns = (HEAD_DIM,) if request.latent else (HEAD_DIM, request.value_dim or HEAD_DIM)
+    planes = [normal((*shape[:3], width), request.dtype) for width in columns]
+    if request.cache_dtype is not None:
+        planes = [plane.astype(request.cache_dtype) for plane in planes]
+    return (
+        KVCache(planes[0], None, value_dim=request.value_dim)
+        if request.latent
+        else KVCache(*planes)
+    )
 
 
 def keywords(request: Request, normal: Callable = jnp.zeros) -> dict:
