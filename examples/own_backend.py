@@ -35,7 +35,7 @@ def run(call: Call, query: jax.Array, cache: KVCache[jax.Array], batch: Sequence
     present = (seqs >= 0)[:, None] & (keys < batch.seq_lens[seqs][:, None])
     seen = present[:, None] & (bias > -jnp.inf)
     tables = batch.block_tables[seqs]
-    key, value = (gathered(call, plane, tables) for plane in (cache.key, cache.value))
+    key, value = (gathered(call, plane, tables) for plane in cache.planes)
     # Values that no query may see can be NaN, and 0 * NaN is NaN: they become 0.
     value = jnp.where(seen.any(axis=1)[..., None, None], value, 0)
     logits = call.scale * jnp.einsum("thd,tshd->ths", query.astype(float), key, precision="highest")

@@ -3,7 +3,7 @@
 from .attention import explain, paged_attention, ragged_attention, select_backend
 from .backend import Backend
 from .batch import BatchMetadata
-from .cache import KVCache, init_kv_cache
+from .cache import KVCache, init_kv_cache, init_latent_cache
 from .cascade import cascade_attention, split_prefix
 from .errors import (
     BackendUnavailableError,
@@ -55,6 +55,7 @@ __all__ = [
     "hold_blocks",
     "init_block_pool",
     "init_kv_cache",
+    "init_latent_cache",
     "make_batch",
     "merge_across",
     "merge_states",

@@ -27,9 +27,10 @@ def attend(
     honoured = {name: array for name, array in options.items() if getattr(own, name)}
     # A key's scale is a factor on its logits, a value's one on what is summed.
     query = scaled(query, cache.key_scale, call.num_kv_heads)
-    planes = KVCache(cache.key, cache.value)
+    planes = KVCache(cache.key, cache.value, value_dim=cache.value_dim)
     out, lse = backend.run(own, query, planes, plan, **honoured)
-    out = scaled(out, cache.value_scale, call.num_kv_heads)
+    value_scale = cache.key_scale if cache.value is None else cache.value_scale
+    out = scaled(out, value_scale, call.num_kv_heads)
     return (out, lse) if own.sinks == call.sinks else with_sinks(out, lse, options["sinks"], live)
 
 

@@ -18,8 +18,10 @@ from .registry import Framework
 from .spec import AttentionSpec
 from .tracing import varying_alike
 
-Query = Float[Array, "num_tokens num_heads head_dim"]  # and out
+Query = Float[Array, "num_tokens num_heads head_dim"]
+Out = Float[Array, "num_tokens num_heads value_dim"]
 Keys = Float[Array, "num_keys num_kv_heads head_dim"]
+Values = Float[Array, "num_keys num_kv_heads value_dim"]
 Lse = Float[Array, "num_tokens num_heads"]
 Starts = Integer[Any, "num_seqs_plus_1"] | Sequence[int]
 Sinks = Float[Array, "num_heads"]
@@ -43,7 +45,7 @@ def paged_attention(
     *,
     return_lse: Literal[False] = ...,
     **options: Unpack[Options],
-) -> Query: ...
+) -> Out: ...
 @overload
 def paged_attention(
     query: Query,
@@ -53,7 +55,7 @@ def paged_attention(
     *,
     return_lse: Literal[True],
     **options: Unpack[Options],
-) -> tuple[Query, Lse]: ...
+) -> tuple[Out, Lse]: ...
 @overload
 def paged_attention(
     query: Query,
@@ -63,7 +65,7 @@ def paged_attention(
     *,
     return_lse: bool,
     **options: Unpack[Options],
-) -> Query | tuple[Query, Lse]: ...
+) -> Out | tuple[Out, Lse]: ...
 @takes_any_array
 def paged_attention(
     query: Query,
@@ -75,7 +77,7 @@ def paged_attention(
     return_lse: bool = False,
     sinks: Sinks | None = None,
     bias: Bias | None = None,
-) -> Query | tuple[Query, Lse]:
+) -> Out | tuple[Out, Lse]:
     """Attention of packed queries over the blocks of a cache.
 
     Prefill, chunked prefill, decode and any mix are this one call: write the new keys and values
@@ -104,7 +106,8 @@ def paged_attention(
         sequence; -inf hides it, beside what the spec hides. No sequence has more than max_keys.
 
     Returns:
-      out `[num_tokens, num_heads, head_dim]` in the query's dtype; with `return_lse` also lse
+      out `[num_tokens, num_heads, value_dim]` in the query's dtype, value_dim being head_dim unless
+      the cache has values of another width; with `return_lse` also lse
       `f32[num_tokens, num_heads]`. A token that sees no key gets 0 and -inf, or its head's sink; a
       padding token 0 and -inf.
 
@@ -213,7 +216,7 @@ _EMPTY = Backend("empty", frozenset({"return_lse"}), _no_results)
 def ragged_attention(
     query: Query,
     key: Keys,
-    value: Keys,
+    value: Values,
     query_start_loc: Starts,
     key_start_loc: Starts,
     spec: AttentionSpec = ...,
@@ -222,12 +225,12 @@ def ragged_attention(
     max_key_len: int,
     return_lse: Literal[False] = ...,
     **options: Unpack[Options],
-) -> Query: ...
+) -> Out: ...
 @overload
 def ragged_attention(
     query: Query,
     key: Keys,
-    value: Keys,
+    value: Values,
     query_start_loc: Starts,
     key_start_loc: Starts,
     spec: AttentionSpec = ...,
@@ -236,12 +239,12 @@ def ragged_attention(
     max_key_len: int,
     return_lse: Literal[True],
     **options: Unpack[Options],
-) -> tuple[Query, Lse]: ...
+) -> tuple[Out, Lse]: ...
 @overload
 def ragged_attention(
     query: Query,
     key: Keys,
-    value: Keys,
+    value: Values,
     query_start_loc: Starts,
     key_start_loc: Starts,
     spec: AttentionSpec = ...,
@@ -250,12 +253,12 @@ def ragged_attention(
     max_key_len: int,
     return_lse: bool,
     **options: Unpack[Options],
-) -> Query | tuple[Query, Lse]: ...
+) -> Out | tuple[Out, Lse]: ...
 @takes_any_array
 def ragged_attention(
     query: Query,
     key: Keys,
-    value: Keys,
+    value: Values,
     query_start_loc: Starts,
     key_start_loc: Starts,
     spec: AttentionSpec = AttentionSpec(),
@@ -266,7 +269,7 @@ def ragged_attention(
     return_lse: bool = False,
     sinks: Sinks | None = None,
     bias: Bias | None = None,
-) -> Query | tuple[Query, Lse]:
+) -> Out | tuple[Out, Lse]:
     """Attention of packed queries over packed keys, without a cache (encoders, profiling runs).
 
     Queries are aligned to the end of the keys: the last query of a sequence stands at its last

@@ -17,12 +17,15 @@ from .ragged import cdiv
 from .spec import AttentionSpec
 
 # What a caller may ask for beside the spec, and what a cache may: the fields of `Call` that say so.
-KEYWORDS = ("cache_dtype", "sinks", "bias", "return_lse")
+KEYWORDS = ("cache_dtype", "value_dim", "sinks", "bias", "return_lse")
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Strides(NamedTuple):
-    """How arrays lie in memory: elements from one index of an axis to the next, for each axis."""
+    """How arrays lie in memory: elements from one index of an axis to the next, for each axis.
+
+    value is empty where a latent cache has none.
+    """
 
     query: tuple[int, ...]
     key: tuple[int, ...]
@@ -38,6 +41,7 @@ class Layer(NamedTuple):
     device: str
     strides: Strides
     cache_dtype: str | None
+    value_dim: int | None
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class Call:
     sinks: bool = False  # whether the call brings them
     bias: tuple[int, ...] | None = None  # its shape, if the call brings one
     cache_dtype: str | None = None  # that of a quantised cache; None: the cache is of `dtype`
+    value_dim: int | None = None  # columns of the values, if the cache is latent or not head_dim
 
     @property
     def asked(self) -> tuple[str, ...]:
@@ -85,8 +90,13 @@ class Call:
         return 0 in (self.num_tokens, self.num_seqs, self.max_blocks)
 
     @property
+    def out_dim(self) -> int:
+        """Columns of the values, and of out."""
+        return self.value_dim or self.head_dim
+
+    @property
     def out_shape(self) -> tuple[int, int, int]:
-        return self.num_tokens, self.num_heads, self.head_dim
+        return self.num_tokens, self.num_heads, self.out_dim
 
     @property
     def lse_shape(self) -> tuple[int, int]:
@@ -94,12 +104,13 @@ class Call:
 
     @property
     def layer(self) -> Layer:
-        where = self.device, self.strides
-        return Layer(self.out_shape, self.cache_shape, self.dtype, *where, self.cache_dtype)
+        query_shape = self.num_tokens, self.num_heads, self.head_dim
+        shapes, where = (query_shape, self.cache_shape), (self.device, self.strides)
+        return Layer(*shapes, self.dtype, *where, self.cache_dtype, self.value_dim)
 
     @property
     def cache_shape(self) -> tuple[int, int, int, int]:
-        """The shape of the cache's key, and of its value."""
+        """The shape of the cache's key."""
         return self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim
 
     @property
@@ -179,6 +190,7 @@ def call_of(
         spec=spec,
         return_lse=return_lse,
         cache_dtype=layer.cache_dtype,
+        value_dim=layer.value_dim,
         **options_of(sinks, bias),
     )
 
@@ -191,14 +203,24 @@ def options_of(sinks=None, bias=None) -> dict[str, Any]:
 def layer_of(query, cache) -> Layer:
     """The facts of a layer's arrays, which may be traced."""
     dtype, cache_dtype = (str(x.dtype).removeprefix("torch.") for x in (query, cache.key))
+    strides = *map(strides_of, (query, *cache.planes)), ()
     return Layer(
         query_shape=tuple(query.shape),
         cache_shape=tuple(cache.key.shape),
         dtype=dtype,
         device=device_of(query),
-        strides=Strides(*map(strides_of, (query, cache.key, cache.value))),
+        strides=Strides(*strides[:3]),
         cache_dtype=None if cache_dtype == dtype else cache_dtype,
+        value_dim=value_dim_of(cache),
     )
+
+
+def value_dim_of(cache) -> int | None:
+    """The columns of the values; None where those are a plane like the keys."""
+    if cache.value is None:
+        return cache.value_dim
+    value_dim = cache.value.shape[3]
+    return None if value_dim == cache.key.shape[3] else value_dim
 
 
 def device_of(array) -> str:

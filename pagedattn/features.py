@@ -24,7 +24,9 @@ def signed_slopes(num_heads: int) -> tuple[float, ...]:
 ARRAYS = ("sinks", "bias")
 # Dtypes of caches that any query goes with.
 CACHE_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
-# Fields of a spec, arrays, and a dtype of the cache; alone and together. A function is called with
+# What caches differ in: dtype, the columns of the values, whether these are some of the keys'.
+CACHES = ("cache_dtype", "value_dim", "latent")
+# Fields of a spec, arrays, and what caches differ in; alone and together. A function is called with
 # the number of query heads; the arrays of a problem are made with it.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -35,6 +37,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": True},
     "bias": {"bias": True},
     "cache_dtype": {"cache_dtype": "float8_e4m3fn"},
+    "value_dim": {"value_dim": 8},
+    "latent": {"value_dim": 8, "latent": True},
     "causal=False": {"causal": False},
     "causal=False, sliding_window": {"causal": False, "sliding_window": 4},
     "all": {
@@ -45,6 +49,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "sinks": True,
         "bias": True,
         "cache_dtype": "float8_e5m2",
+    },
+    "latent, all": {
+        "scale": 0.4,
+        "sliding_window": 9,
+        "logits_soft_cap": 2.0,
+        "alibi_slopes": signed_slopes,
+        "sinks": True,
+        "bias": True,
+        "cache_dtype": "float8_e4m3fn",
+        "value_dim": 8,
+        "latent": True,
     },
     "causal=False, all": {
         "causal": False,
@@ -88,7 +103,7 @@ def spec_of(options: str, num_heads: int, **fields: Any) -> AttentionSpec:
     (0.25, -0.5)
     """
     settings = OPTIONS[options] | fields
-    settings = {n: value for n, value in settings.items() if n not in (*ARRAYS, "cache_dtype")}
+    settings = {n: value for n, value in settings.items() if n not in (*ARRAYS, *CACHES)}
     return AttentionSpec(**{name: _for_heads(value, num_heads) for name, value in settings.items()})
 
 
@@ -99,6 +114,15 @@ def arrays_of(options: str) -> tuple[str, ...]:
     ('sinks',)
     """
     return tuple(name for name in ARRAYS if name in OPTIONS[options])
+
+
+def cache_of(options: str) -> dict[str, Any]:
+    """What a name in `OPTIONS` asks of the cache.
+
+    >>> cache_of("latent")
+    {'value_dim': 8, 'latent': True}
+    """
+    return {name: value for name, value in OPTIONS[options].items() if name in CACHES}
 
 
 def _for_heads(value: Any | Callable[[int], Any], num_heads: int) -> Any:

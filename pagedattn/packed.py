@@ -11,11 +11,11 @@ from .ragged import PAD_SLOT, arange, namespace, token_positions
 
 def packed_cache(
     key: Float[Any, "num_keys num_kv_heads head_dim"],
-    value: Float[Any, "num_keys num_kv_heads head_dim"],
+    value: Float[Any, "num_keys num_kv_heads value_dim"],
 ) -> KVCache:
-    """A cache over keys and values `[num_keys, num_kv_heads, head_dim]`; one of zeros if empty."""
+    """A cache over packed keys and values; one of zeros if they are empty."""
     if not len(key):
-        key = value = key.sum(0)[None]  # one block of zeros, which no sequence owns
+        key, value = key.sum(0)[None], value.sum(0)[None]  # one block, which no sequence owns
     return KVCache(key[:, None], value[:, None])
 
 

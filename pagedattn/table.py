@@ -7,15 +7,15 @@ import jax.numpy as jnp
 
 from .attention import explain
 from .cache import KVCache
-from .features import ATTENTION_TYPES, DTYPES, OPTIONS, PHASES, arrays_of, spec_of
+from .features import ATTENTION_TYPES, DTYPES, OPTIONS, PHASES, arrays_of, cache_of, spec_of
 from .make_batch import make_batch
 from .packed import packed_batch
 from .ragged import cdiv
 from .spec import AttentionSpec
 
 NUM_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 64, 16
-# Options that set one field. Not causality: that follows from the type of attention.
-SPECS = [name for name, fields in OPTIONS.items() if list(fields) == [name]]
+# Options named by what they set. Not causality: that follows from the type of attention.
+SPECS = [name for name, fields in OPTIONS.items() if name in fields]
 OF_DECODERS = ("prefill", "chunked prefill", "decode")
 KV_HEADS = {"grouped queries": 2, "multi-query": 1}
 FEATURES = ("plain", *OF_DECODERS, *SPECS, *KV_HEADS, "lse", *DTYPES)
@@ -33,7 +33,9 @@ class Request(NamedTuple):
     dtype: str
     return_lse: bool
     arrays: tuple[str, ...]
-    cache_dtype: str | None
+    cache_dtype: str | None = None
+    value_dim: int | None = None
+    latent: bool = False
 
 
 class Cell(NamedTuple):
@@ -67,7 +69,7 @@ def request(feature: str, attn_type: str) -> Request:
         feature if feature in DTYPES else "bfloat16",
         feature == "lse",
         arrays_of(options),
-        OPTIONS[options].get("cache_dtype"),
+        **cache_of(options),
     )
 
 
@@ -85,16 +87,19 @@ def call(request: Request, normal: Callable = jnp.zeros) -> tuple:
         starts = jnp.cumsum(jnp.array((0, *query_lens)))
         batch = packed_batch(len(query), starts, starts, max(query_lens), max(key_lens))
         shape = (sum(key_lens), 1, *rows)
+    return query, _cache(request, shape, normal), batch, request.spec
+
+
+def _cache(request: Request, shape: tuple[int, ...], normal: Callable) -> KVCache:
+    columns = (HEAD_DIM,) if request.latent else (HEAD_DIM, request.value_dim or HEAD_DIM)
+    planes = [normal((*shape[:3], width), request.dtype) for width in columns]
+    if request.cache_dtype is not None:
+        planes = [plane.astype(request.cache_dtype) for plane in planes]
     return (
-        query,
-        KVCache(*(_plane(normal(shape, request.dtype), request.cache_dtype) for _ in range(2))),
-        batch,
-        request.spec,
+        KVCache(planes[0], None, value_dim=request.value_dim)
+        if request.latent
+        else KVCache(*planes)
     )
-
-
-def _plane(plane, cache_dtype):
-    return plane if cache_dtype is None else plane.astype(cache_dtype)
 
 
 def keywords(request: Request, normal: Callable = jnp.zeros) -> dict:

@@ -8,7 +8,7 @@ import operator
 
 import numpy as np
 
-from . import validate_metadata
+from . import validate_metadata, validate_values
 from .checks import (
     MAX_SLOTS,
     an_array,
@@ -45,20 +45,20 @@ def cache_shape(shape, dtype) -> tuple[int, ...]:
 
 
 def kv_cache(cache) -> None:
-    """Requires a key and a value of one shape and one floating dtype."""
+    """Requires a key, and a value that fits it or the number of its columns that are values."""
     require(
         hasattr(cache, "key") and hasattr(cache, "value"),
         f"cache must be a KVCache, got {type(cache).__name__}",
     )
-    key, value = cache.key, cache.value
+    key = cache.key
     an_array("the cache's key", key)
-    an_array("the cache's value", value)
     require(
-        key.ndim == 4 and key.shape == value.shape and key.dtype == value.dtype,
-        "a cache's key and value must be [num_blocks, block_size, num_kv_heads, head_dim] of one "
-        f"shape and dtype, got {describe(key)} and {describe(value)}",
+        key.ndim == 4,
+        "a cache's key must be [num_blocks, block_size, num_kv_heads, head_dim], got "
+        f"{describe(key)}",
     )
     cache_shape(tuple(key.shape), key.dtype)
+    validate_values.values(cache)
     scales(cache)
 
 
@@ -92,18 +92,25 @@ def _scale(name, scale, cache):
 def write(cache, key, value, slot_mapping) -> None:
     kv_cache(cache)
     int_array("slot_mapping", slot_mapping, 1)
-    expected = (*slot_mapping.shape[:1], cache.num_kv_heads, cache.head_dim)
-    for name, array in (("key", key), ("value", value)):
-        an_array(name, array)
-        require(
-            array.shape == expected and _goes_with(array.dtype, cache.dtype),
-            f"{name} must be [num_tokens, num_kv_heads, head_dim] = {expected} of "
-            f"{_dtypes(cache.dtype)}, got {describe(array)}",
-        )
+    _rows("key", "head_dim", key, cache.key, slot_mapping)
+    if cache.value is None:
+        validate_values.no_value(value)
+    else:
+        _rows("value", "value_dim", value, cache.value, slot_mapping)
     slots = known(slot_mapping)
     if slots is not None:
         ids("slot_mapping", slots[slots != -1], cache.num_slots, "slots, or -1 for no write")
         distinct_slots(slots)
+
+
+def _rows(name, columns, rows, plane, slot_mapping):
+    an_array(name, rows)
+    expected = (*slot_mapping.shape[:1], *plane.shape[2:])
+    require(
+        rows.shape == expected and _goes_with(rows.dtype, plane.dtype),
+        f"{name} must be [num_tokens, num_kv_heads, {columns}] = {expected} of "
+        f"{_dtypes(plane.dtype)}, got {describe(rows)}",
+    )
 
 
 def _goes_with(dtype, cache_dtype) -> bool:
@@ -122,11 +129,7 @@ def _dtypes(cache_dtype) -> str:
 def block_copies(src_cache, dst_cache, src, dst) -> None:
     kv_cache(src_cache)
     kv_cache(dst_cache)
-    require(
-        src_cache.key.shape[1:] == dst_cache.key.shape[1:] and src_cache.dtype == dst_cache.dtype,
-        "the caches must agree in block_size, num_kv_heads, head_dim and dtype, got "
-        f"{describe(src_cache.key)} and {describe(dst_cache.key)}",
-    )
+    validate_values.same_blocks(src_cache, dst_cache)
     for name in ("key_scale", "value_scale"):
         _same_scales(name, getattr(src_cache, name, None), getattr(dst_cache, name, None))
     int_array("src", src, 1)
@@ -223,9 +226,11 @@ def ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens) ->
     an_array("key", key)
     an_array("value", value)
     require(
-        key.ndim == 3 and key.shape == value.shape and key.dtype == value.dtype,
-        "key and value must be [num_keys, num_kv_heads, head_dim] of one shape and dtype, got "
-        f"{describe(key)} and {describe(value)}",
+        key.ndim == value.ndim == 3
+        and key.shape[:2] == value.shape[:2]
+        and key.dtype == value.dtype,
+        "key and value must be [num_keys, num_kv_heads, head_dim] and [num_keys, num_kv_heads, "
+        f"value_dim] of one dtype, got {describe(key)} and {describe(value)}",
     )
     require(is_floating(key.dtype), f"key must be floating, got {key.dtype}")
     require(isinstance(spec, AttentionSpec), f"spec is no AttentionSpec: {type(spec).__name__}")

@@ -3,8 +3,9 @@
 import numpy as np
 
 from .batch import BatchMetadata
-from .checks import ids, int_array, is_count, known, require, shown, start_locs
+from .checks import ids, int_array, known, require, shown, start_locs
 from .ragged import cdiv
+from .validate_values import is_static_count
 from .visibility import key_range
 
 ARRAYS = ("block_tables", "seq_lens", "query_start_loc", "slot_mapping", "positions")
@@ -16,7 +17,7 @@ def shapes(batch) -> None:
     require(isinstance(batch, BatchMetadata), f"batch is no BatchMetadata: {batch_type}")
     for name in ("block_size", "max_query_len"):
         size = getattr(batch, name)
-        static = isinstance(size, int | np.integer) and is_count(size, int(name == "block_size"))
+        static = is_static_count(size, int(name == "block_size"))
         require(static, f"batch.{name} must be a Python integer, got {shown(size)}")
     for name in ARRAYS:
         int_array(name, getattr(batch, name), 2 if name == "block_tables" else 1)

@@ -19,7 +19,7 @@ from .rows import set_rows
 def write_kv(
     cache: KVCache,
     key: Float[Array, "num_tokens num_kv_heads head_dim"],
-    value: Float[Array, "num_tokens num_kv_heads head_dim"],
+    value: Float[Array, "num_tokens num_kv_heads value_dim"] | None,
     slot_mapping: Integer[Any, "num_tokens"],
 ) -> KVCache[Array]:
     """Writes the keys and values of new tokens to their slots; slot -1 writes nothing.
@@ -32,6 +32,8 @@ def write_kv(
     was. Inside jit a slot outside the cache is dropped, and which of two tokens with one slot
     wins is not defined; outside jit both are errors.
 
+    A latent cache takes None as value: its values are columns of its keys.
+
     Raises:
       InvalidInputError: wrong shapes or dtypes; outside jit also slots out of range or doubled.
 
@@ -42,7 +44,6 @@ def write_kv(
     [0.0, 0.0, 0.0, 1.0]
     """
     validate.write(cache, key, value, slot_mapping)
-    key, value = jnp.asarray(key), jnp.asarray(value)
     return _set(cache, slot_mapping, key, value)
 
 
@@ -86,10 +87,8 @@ def swap_blocks(
     >>> host = swap_blocks(device, host, jnp.array([0, 3]), jnp.array([6, 7]))
     """
     validate.block_copies(src_cache, dst_cache, src, dst)
-    return dst_cache.with_planes(
-        _copy(src_cache.key, dst_cache.key, src, dst),
-        _copy(src_cache.value, dst_cache.value, src, dst),
-    )
+    planes = zip(src_cache.planes, dst_cache.planes, strict=True)
+    return dst_cache.with_planes(*(_copy(*pair, src, dst) for pair in planes))
 
 
 @takes_any_array
@@ -108,15 +107,18 @@ def fill_blocks(cache: KVCache, blocks: Integer[Any, "*n"], value: float = 0.0) 
     validate.fill(cache, blocks, value)
     blocks = int32(blocks).ravel()
     dtype = cache.dtype if largest(cache.dtype) is None else jnp.float32
-    rows = jnp.full((len(blocks), *cache.key.shape[1:]), value, dtype)
-    return _set(cache, blocks, rows, rows)
+    rows = (jnp.full((len(blocks), *plane.shape[1:]), value, dtype) for plane in cache.planes)
+    return _set(cache, blocks, *rows)
 
 
-def _set(cache, indices, key, value) -> KVCache:
-    key = quantised(key, cache.dtype, cache.key_scale)
-    value = quantised(value, cache.dtype, cache.value_scale)
+def _set(cache, indices, *rows) -> KVCache:
+    """Sets rows of the key and, if there is one, of the value."""
+    held = zip(cache.planes, rows, (cache.key_scale, cache.value_scale), strict=False)
     return cache.with_planes(
-        set_rows(cache.key, indices, key), set_rows(cache.value, indices, value)
+        *(
+            set_rows(plane, indices, quantised(jnp.asarray(new), cache.dtype, scale))
+            for plane, new, scale in held
+        )
     )
 
 

@@ -82,7 +82,9 @@ def require_cache(cache: KVCache) -> None:
             f"cache must be a KVCache of torch tensors, got {type(cache).__name__}; "
             "split_kv_cache makes one of a layer's kv_cache"
         )
-    require_tensors(**{f"the cache's {k}": v for k, v in vars(cache).items() if v is not None})
+    arrays = {f"the cache's {name}": array for name, array in vars(cache).items()}
+    del arrays["the cache's value_dim"]
+    require_tensors(**{name: array for name, array in arrays.items() if array is not None})
 
 
 def bits(tensor: Tensor) -> Tensor:

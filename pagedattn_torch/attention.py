@@ -34,8 +34,10 @@ from .arrays import (
     tensor,
 )
 
-Query = Float[Tensor, "num_tokens num_heads head_dim"]  # and out
+Query = Float[Tensor, "num_tokens num_heads head_dim"]
+Out = Float[Tensor, "num_tokens num_heads value_dim"]
 Keys = Float[Tensor, "num_keys num_kv_heads head_dim"]
+Values = Float[Tensor, "num_keys num_kv_heads value_dim"]
 Lse = Float[Tensor, "num_tokens num_heads"]
 Starts = Integer[Any, "num_seqs_plus_1"]
 Sinks = Float[Tensor, "num_heads"]
@@ -59,7 +61,7 @@ def paged_attention(
     *,
     return_lse: Literal[False] = ...,
     **options: Unpack[Options],
-) -> Query: ...
+) -> Out: ...
 @overload
 def paged_attention(
     query: Query,
@@ -69,7 +71,7 @@ def paged_attention(
     *,
     return_lse: Literal[True],
     **options: Unpack[Options],
-) -> tuple[Query, Lse]: ...
+) -> tuple[Out, Lse]: ...
 @overload
 def paged_attention(
     query: Query,
@@ -79,7 +81,7 @@ def paged_attention(
     *,
     return_lse: bool,
     **options: Unpack[Options],
-) -> Query | tuple[Query, Lse]: ...
+) -> Out | tuple[Out, Lse]: ...
 def paged_attention(
     query: Query,
     cache: KVCache,
@@ -90,7 +92,7 @@ def paged_attention(
     return_lse: bool = False,
     sinks: Sinks | None = None,
     bias: Bias | None = None,
-) -> Query | tuple[Query, Lse]:
+) -> Out | tuple[Out, Lse]:
     """`pagedattn.paged_attention` on torch tensors; the batch may hold arrays of any framework.
 
     Values of the batch are checked if they lie on the CPU. On a GPU they are not read, since that
@@ -101,7 +103,8 @@ def paged_attention(
     Args: as `pagedattn.paged_attention`; query, cache, sinks and bias are tensors on one device.
 
     Returns:
-      out like query; with `return_lse` also lse `f32[num_tokens, num_heads]`.
+      out `[num_tokens, num_heads, value_dim]` in the query's dtype; with `return_lse` also lse
+      `f32[num_tokens, num_heads]`.
 
     Raises:
       InvalidInputError, UnsupportedError, BackendUnavailableError: as the JAX function; also
@@ -139,14 +142,14 @@ class Step:
 
     def attend(
         self, query: Query, cache: KVCache, *, sinks: Sinks | None = None, bias: Bias | None = None
-    ) -> tuple[Query, Lse | None]:
+    ) -> tuple[Out, Lse | None]:
         """Attention of one layer: out, and lse if the step was prepared with `return_lse`.
 
         Raises:
           InvalidInputError: query or cache have other sizes, dtypes or strides than those that the
             step was prepared with, or it was prepared with other options: sinks, a bias.
         """
-        require_no_grad(query, cache.key, cache.value)
+        require_no_grad(query, *cache.planes)
         query = _with_dense_rows(query, cache)
         expected, got = self.call.layer, layer_of(query, cache)
         require(got == expected, f"the step was prepared for {expected}, got {got}")
@@ -157,7 +160,7 @@ class Step:
         return self.run(query, cache, **options)
 
     @torch.no_grad()
-    def run(self, query: Query, cache: KVCache, **options: Tensor) -> tuple[Query, Lse | None]:
+    def run(self, query: Query, cache: KVCache, **options: Tensor) -> tuple[Out, Lse | None]:
         """`attend` without its checks, for arrays that are known to be like the prepared ones."""
         backend = _EMPTY if self.call.is_empty else self.backend
         with on_device_of(query):  # Triton's and xFormers' kernels start on the current device
@@ -255,7 +258,7 @@ def select_backend(
 def ragged_attention(
     query: Query,
     key: Keys,
-    value: Keys,
+    value: Values,
     query_start_loc: Starts,
     key_start_loc: Starts,
     spec: AttentionSpec = ...,
@@ -264,12 +267,12 @@ def ragged_attention(
     max_key_len: int,
     return_lse: Literal[False] = ...,
     **options: Unpack[Options],
-) -> Query: ...
+) -> Out: ...
 @overload
 def ragged_attention(
     query: Query,
     key: Keys,
-    value: Keys,
+    value: Values,
     query_start_loc: Starts,
     key_start_loc: Starts,
     spec: AttentionSpec = ...,
@@ -278,12 +281,12 @@ def ragged_attention(
     max_key_len: int,
     return_lse: Literal[True],
     **options: Unpack[Options],
-) -> tuple[Query, Lse]: ...
+) -> tuple[Out, Lse]: ...
 @overload
 def ragged_attention(
     query: Query,
     key: Keys,
-    value: Keys,
+    value: Values,
     query_start_loc: Starts,
     key_start_loc: Starts,
     spec: AttentionSpec = ...,
@@ -292,11 +295,11 @@ def ragged_attention(
     max_key_len: int,
     return_lse: bool,
     **options: Unpack[Options],
-) -> Query | tuple[Query, Lse]: ...
+) -> Out | tuple[Out, Lse]: ...
 def ragged_attention(
     query: Query,
     key: Keys,
-    value: Keys,
+    value: Values,
     query_start_loc: Starts,
     key_start_loc: Starts,
     spec: AttentionSpec = AttentionSpec(),
@@ -307,7 +310,7 @@ def ragged_attention(
     return_lse: bool = False,
     sinks: Sinks | None = None,
     bias: Bias | None = None,
-) -> Query | tuple[Query, Lse]:
+) -> Out | tuple[Out, Lse]:
     """`pagedattn.ragged_attention` on torch tensors: the same arguments, results and errors.
 
     >>> x, starts = torch.ones(3, 1, 8), torch.tensor([0, 1, 3])
@@ -331,11 +334,10 @@ def _described(query, cache, batch, spec, return_lse, **options) -> tuple[Call, 
     require_cache(cache)
     batch_type = type(batch).__name__
     require(isinstance(batch, BatchMetadata), f"batch is no BatchMetadata: {batch_type}")
-    arrays = {"query": query, "key": cache.key, "value": cache.value}
-    require_tensors(**arrays)
+    require_tensors(query=query)
     for name in ("key_scale", "value_scale"):
         _require_beside(query, name, getattr(cache, name))
-    require_no_grad(*arrays.values())
+    require_no_grad(query, *cache.planes)
     # Checked before the batch moves to the query's device, while values on the CPU can be read.
     tensors = batch_on(batch, None)
     validate.attention(query, cache, tensors, spec, return_lse)

@@ -16,7 +16,7 @@ from .rows import DeviceRows, HostRows, row_index, slot_index
 def write_kv_(
     cache: KVCache,
     key: Float[Tensor, "num_tokens num_kv_heads head_dim"],
-    value: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+    value: Float[Tensor, "num_tokens num_kv_heads value_dim"] | None,
     slot_mapping: Integer[Any, "num_tokens"],
 ) -> KVCache:
     """Writes the keys and values of new tokens into the cache, in place; slot -1 writes nothing.
@@ -25,6 +25,7 @@ def write_kv_(
     A quantised cache gets them as `pagedattn.write_kv` writes them.
 
     Args:
+      value: None for a latent cache.
       slot_mapping: an array of any framework.
 
     Returns:
@@ -39,7 +40,7 @@ def write_kv_(
     tensor([0., 1.])
     """
     require_cache(cache)
-    require_tensors(key=key, value=value)
+    require_tensors(key=key, **({} if value is None else {"value": value}))
     slots = tensor("slot_mapping", slot_mapping)
     validate.write(cache, key, value, slots)
     slots = slots.to(cache.key.device)
@@ -51,15 +52,14 @@ def write_kv_(
 def write_rows_(
     cache: KVCache,
     key: Float[Tensor, "num_tokens num_kv_heads head_dim"],
-    value: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+    value: Float[Tensor, "num_tokens num_kv_heads value_dim"] | None,
     rows: HostRows | DeviceRows,
 ) -> None:
     """`write_kv_` without its checks; never waits for the device."""
     with on_device_of(cache.key):
-        key = quantised(key, cache.dtype, cache.key_scale)
-        value = quantised(value, cache.dtype, cache.value_scale)
-        rows.put_(bits(cache.key), bits(key))
-        rows.put_(bits(cache.value), bits(value))
+        rows.put_(bits(cache.key), bits(quantised(key, cache.dtype, cache.key_scale)))
+        if cache.value is not None and value is not None:
+            rows.put_(bits(cache.value), bits(quantised(value, cache.dtype, cache.value_scale)))
 
 
 @torch.no_grad()
@@ -116,7 +116,7 @@ def swap_blocks_(
     src, dst = src.to(torch.int64), dst.to(src.device, torch.int64)
     copied = (src >= 0) & (dst >= 0)
     src, dst = src[copied], dst[copied]
-    planes = ((src_cache.key, dst_cache.key), (src_cache.value, dst_cache.value))
+    planes = zip(src_cache.planes, dst_cache.planes, strict=True)
     for source, target in (map(bits, pair) for pair in planes):
         with on_device_of(source):
             blocks = source.index_select(0, src.to(source.device)).to(target.device)

@@ -91,7 +91,7 @@ def split_kv_cache(kv_cache: Tensor | KVCache, num_kv_heads: int, head_size: int
     head_size = count("head_size", head_size)
     _require_kv_cache(kv_cache)
     cache = kv_cache if isinstance(kv_cache, KVCache) else _split(kv_cache, num_kv_heads, head_size)
-    if tuple(cache.key.shape[2:]) != (num_kv_heads, head_size):
+    if [tuple(plane.shape[2:]) for plane in cache.planes] != [(num_kv_heads, head_size)] * 2:
         raise _unlike(kv_cache, num_kv_heads, head_size)
     return cache
 
@@ -200,10 +200,11 @@ def _split(kv_cache, num_kv_heads, head_size):
 
 
 def _unlike(kv_cache, num_kv_heads: Any = "num_kv_heads", head_size: Any = "head_size"):
-    shape = kv_cache.key.shape if isinstance(kv_cache, KVCache) else kv_cache.shape
+    held = kv_cache.planes if isinstance(kv_cache, KVCache) else (kv_cache,)
     return InvalidInputError(
         f"kv_cache must be [2, num_blocks, block_size, {num_kv_heads}, {head_size}], or "
-        f"[2, num_blocks, block_size * {num_kv_heads} * {head_size}], got {list(shape)}"
+        f"[2, num_blocks, block_size * {num_kv_heads} * {head_size}], got "
+        + " and ".join(str(list(plane.shape)) for plane in held)
     )
 
 

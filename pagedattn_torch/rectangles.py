@@ -52,7 +52,7 @@ def gather_pages(call: Call, cache: KVCache, batch: Sequences) -> Pages:
     outside = (positions < first_keys(call, batch)[:, None]) | (
         positions >= batch.seq_lens[:, None]
     )
-    key, value = (_rows(plane, blocks, outside) for plane in (cache.key, cache.value))
+    key, value = (_rows(plane, blocks, outside) for plane in cache.planes)
     return Pages(key, value, positions, batch.seq_lens - columns[:, 0] * call.block_size)
 
 

@@ -16,9 +16,12 @@ from pagedattn.testing.tolerances import arguments
 
 # The options that a backend may refuse; any other must honour every one.
 REFUSING = {
-    "ipex": ("alibi_slopes", "bias", "cache_dtype", "return_lse", "sinks", "sliding_window"),
-    "numba": ("bias", "cache_dtype"),
-    "triton": ("bias",),
+    "ipex": (
+        *("alibi_slopes", "bias", "cache_dtype", "return_lse", "sinks", "sliding_window"),
+        "value_dim",
+    ),
+    "numba": ("bias", "cache_dtype", "value_dim"),
+    "triton": ("bias", "value_dim"),
 }
 if can_load("sdpa"):
     from pagedattn_interop.backends import takes
@@ -80,7 +83,9 @@ def asked_of(spec: AttentionSpec) -> list[str]:
 
 def _beside(problem: Problem) -> list[str]:
     """What a problem asks for beside its spec."""
-    return [*problem.arrays, *["cache_dtype"] * (problem.key_scale is not None)]
+    quantised = problem.key_scale is not None
+    other_values = problem.value_cache is None or problem.out_shape != problem.query.shape
+    return [*problem.arrays, *["cache_dtype"] * quantised, *["value_dim"] * other_values]
 
 
 def honoured(problem: Problem, backend: str) -> Problem:

@@ -33,7 +33,7 @@ def xformers_split_k(case: Case) -> Callable:
     query = case.query.unflatten(1, (KV_HEADS, GROUP))[None]
     key, value = (
         plane.flatten(0, 1)[None, :, :, None].expand(-1, -1, -1, GROUP, -1)
-        for plane in (case.cache.key, case.cache.value)
+        for plane in case.cache.planes
     )
 
     def call(index):

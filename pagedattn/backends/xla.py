@@ -41,7 +41,7 @@ class State(NamedTuple):
 
     highest: Float[Array, "step kv_heads rows"]
     total: Float[Array, "step kv_heads rows"]
-    summed: Float[Array, "step kv_heads rows head_dim"]
+    summed: Float[Array, "step kv_heads rows value_dim"]
 
 
 @functools.partial(jax.jit, static_argnames="call")
@@ -52,7 +52,7 @@ def run(
     batch: Sequences,
     *,
     bias: Float[Array, "num_tokens heads max_keys"] | None = None,
-) -> tuple[Float[Array, "num_tokens num_heads head_dim"], Float[Array, "num_tokens num_heads"]]:
+) -> tuple[Float[Array, "num_tokens num_heads value_dim"], Float[Array, "num_tokens num_heads"]]:
     tile = min(TILE, call.longest_query)
     tiles = _tiles(call, batch, tile)
     # On a CPU one tile's chunk stays in the cache, and more tiles at a time gain nothing.
@@ -70,7 +70,7 @@ def run(
 
 HONOURS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
-    | {"cache_dtype", "bias", "return_lse"}
+    | {"cache_dtype", "value_dim", "bias", "return_lse"}
 )
 BACKEND = Backend("xla", HONOURS, run)
 
@@ -150,7 +150,7 @@ def _attend(
     cache: KVCache,
     bias: Float[Array, "num_tokens heads max_keys"] | None,
     tiles: Tiles,
-) -> tuple[Float[Array, "step tile num_heads head_dim"], Float[Array, "step tile num_heads"]]:
+) -> tuple[Float[Array, "step tile num_heads value_dim"], Float[Array, "step tile num_heads"]]:
     """Attention of some tiles."""
     chunk = min(CHUNK, call.capacity)
     num_chunks = cdiv(call.capacity, chunk)
@@ -160,8 +160,8 @@ def _attend(
     def update(state, keys):
         inside = (keys >= tiles.first_key[:, None]) & (keys < tiles.last_key[:, None])
         slots = _slots(tiles.tables, keys[0], call.block_size)
-        planes = cache.key, cache.value
-        key, value = (_gather(plane, slots, inside, scaled.dtype) for plane in planes)
+        key, *rest = (_gather(plane, slots, inside, scaled.dtype) for plane in cache.planes)
+        (value,) = rest or (key[..., : call.out_dim],)
         visible = visible_mask(tiles.positions, keys, call.spec) & inside[:, None]
         visible, added = visible & tiles.valid[:, :, None], None
         if rows is not None:
@@ -177,7 +177,7 @@ def _attend(
         return jax.lax.cond(needed.any(), update, lambda state, _: state, state, keys), None
 
     chunks = jnp.arange(num_chunks, dtype=jnp.int32)
-    state, _ = jax.lax.scan(visit, _no_key_seen(scaled), chunks)
+    state, _ = jax.lax.scan(visit, _no_key_seen(scaled, call.out_dim), chunks)
     return _finish(state, query.dtype, tiles.tokens.shape)
 
 
@@ -251,9 +251,9 @@ def _logits(
 
 
 def _shown(
-    plane: Float[Array, "step kv_heads chunk head_dim"],
+    plane: Float[Array, "step kv_heads chunk dim"],
     added: Float[Array, "step heads tile chunk"],
-) -> Float[Array, "step kv_heads chunk head_dim"]:
+) -> Float[Array, "step kv_heads chunk dim"]:
     """Keys or values, 0 where a bias leaves none to see them: as for those outside."""
     step, heads, _, chunk = added.shape
     kv_heads = plane.shape[1] if heads > 1 else 1
@@ -261,15 +261,16 @@ def _shown(
     return jnp.where(shown[..., None], plane, 0)
 
 
-def _no_key_seen(scaled: Float[Array, "step kv_heads rows head_dim"]) -> State:
+def _no_key_seen(scaled: Float[Array, "step kv_heads rows head_dim"], value_dim: int) -> State:
     empty = jnp.zeros_like(scaled[..., 0])
-    return State(jnp.full_like(empty, -jnp.inf), empty, jnp.zeros_like(scaled))
+    summed = jnp.broadcast_to(empty[..., None], (*empty.shape, value_dim))
+    return State(jnp.full_like(empty, -jnp.inf), empty, summed)
 
 
 def _accumulate(
     state: State,
     logits: Float[Array, "step kv_heads rows chunk"],
-    value: Float[Array, "step kv_heads chunk head_dim"],
+    value: Float[Array, "step kv_heads chunk value_dim"],
 ) -> State:
     # The shift cancels out of the result, so it needs no gradient.
     highest = jax.lax.stop_gradient(jnp.maximum(state.highest, logits.max(axis=3)))
@@ -283,7 +284,7 @@ def _accumulate(
 
 def _finish(
     state: State, dtype, shape: tuple[int, ...]
-) -> tuple[Float[Array, "step tile num_heads head_dim"], Float[Array, "step tile num_heads"]]:
+) -> tuple[Float[Array, "step tile num_heads value_dim"], Float[Array, "step tile num_heads"]]:
     """Normalises, and turns rows back into tokens and heads."""
     step, tile = shape
     empty = state.total == 0

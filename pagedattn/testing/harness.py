@@ -14,6 +14,7 @@ from pagedattn import (
     BatchMetadata,
     KVCache,
     UnsupportedError,
+    features,
     make_batch,
     paged_attention,
 )
@@ -52,7 +53,8 @@ def batch_of(problem: Problem) -> BatchMetadata:
 def cache_of(problem: Problem) -> KVCache:
     """The cache of a problem as JAX arrays."""
     names = ("key_cache", "value_cache", "key_scale", "value_scale")
-    return KVCache(*jax.tree.map(jnp.asarray, [getattr(problem, name) for name in names]))
+    arrays = jax.tree.map(jnp.asarray, [getattr(problem, name) for name in names])
+    return KVCache(*arrays, value_dim=problem.value_dim)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "backend", "return_lse"))
@@ -146,7 +148,7 @@ def cell_problem(cell: Cell, sizes: dict[str, int]) -> Problem:
         dtype=np.dtype(cell.dtype),
         max_query_len=1 if cell.phase == "decode" else MAX_QUERY_LEN,
         arrays=arrays_of(cell.feature),
-        cache_dtype=OPTIONS[cell.feature].get("cache_dtype"),
+        **features.cache_of(cell.feature),
     )
 
 
@@ -156,8 +158,8 @@ def run_cell(backend: str | Backend, cell: Cell, *, jit: bool, sizes: dict[str, 
     try:
         out, lse = attend_with_lse(problem, backend, jit)
         assert_attention_close(out, lse, problem, name=str(backend))
-        if (out.shape, out.dtype) != (problem.query.shape, problem.query.dtype):
-            return f"FAILED: out is {out.dtype}{list(out.shape)}, unlike the query"
+        if (out.shape, out.dtype) != (problem.out_shape, problem.query.dtype):
+            return f"FAILED: out is {out.dtype}{list(out.shape)}, unlike the query and the values"
     except UnsupportedError as error:
         named = [word for word in words(cell) if word in str(error)]
         kind = "refused" if named else "FAILED: the reason names no feature of the cell"

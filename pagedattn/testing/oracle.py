@@ -9,9 +9,10 @@ import numpy as np
 class Head(NamedTuple):
     """What one query head of one sequence sees, in float64.
 
-    `rows` is a slice of the token axis; query is `[q, head_dim]`, keys and values are
-    `[k, head_dim]` with zeros where no query of the sequence looks, distance and visible `[q, k]`.
-    sink is a logit without a value, -inf for none, and bias `[q, k]` is added to the logits.
+    `rows` is a slice of the token axis; query is `[q, head_dim]`, keys are `[k, head_dim]` and
+    values `[k, value_dim]`, both 0 where no query of the sequence looks, distance and visible
+    `[q, k]`. sink is a logit without a value, -inf for none, and bias `[q, k]` is added to the
+    logits.
     """
 
     index: int
@@ -43,7 +44,7 @@ def walk(
     wanted: np.ndarray,
     scale: np.ndarray | None,
 ) -> np.ndarray:
-    """float64 `[k, num_kv_heads, head_dim]`: the wanted tokens one by one, zeros for the others."""
+    """float64 `[k, num_kv_heads, dim]`: the wanted tokens one by one, zeros for the others."""
     block_size = pool.shape[1]
     tokens = np.zeros((len(wanted), *pool.shape[2:]))
     for j in np.flatnonzero(wanted):
@@ -54,7 +55,7 @@ def walk(
 def heads(
     query: np.ndarray,
     key_cache: np.ndarray,
-    value_cache: np.ndarray,
+    value_cache: np.ndarray | None,
     block_tables: Sequence[Sequence[int]] | np.ndarray,
     seq_lens: Sequence[int] | np.ndarray,
     query_start_loc: Sequence[int] | np.ndarray,
@@ -63,6 +64,7 @@ def heads(
     bias: np.ndarray | None = None,
     key_scale: np.ndarray | None = None,
     value_scale: np.ndarray | None = None,
+    value_dim: int | None = None,
 ) -> Iterator[Head]:
     """Every query head of every sequence, with exactly the keys that the contract lets it see."""
     group = query.shape[1] // key_cache.shape[2]
@@ -72,7 +74,10 @@ def heads(
         visible = visible_keys(query_len, seq_len, spec)
         wanted = wanted_keys(visible, bias, rows)
         keys = walk(key_cache, block_tables[s], wanted, key_scale)
-        values = walk(value_cache, block_tables[s], wanted, value_scale)
+        if value_cache is None:
+            values = keys[:, :, :value_dim]
+        else:
+            values = walk(value_cache, block_tables[s], wanted, value_scale)
         p = (seq_len - query_len) + np.arange(query_len)
         distance = np.abs(p[:, None] - np.arange(seq_len)[None, :])
         for h in range(query.shape[1]):
@@ -127,7 +132,7 @@ def softmax(score: np.ndarray, sink: float) -> tuple[np.ndarray, np.ndarray]:
 def reference_attention(
     query: np.ndarray,
     key_cache: np.ndarray,
-    value_cache: np.ndarray,
+    value_cache: np.ndarray | None,
     block_tables: Sequence[Sequence[int]] | np.ndarray,
     seq_lens: Sequence[int] | np.ndarray,
     query_start_loc: Sequence[int] | np.ndarray,
@@ -136,6 +141,7 @@ def reference_attention(
     bias: np.ndarray | None = None,
     key_scale: np.ndarray | None = None,
     value_scale: np.ndarray | None = None,
+    value_dim: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Paged attention in float64, slowly and plainly.
 
@@ -143,7 +149,7 @@ def reference_attention(
         query: `[num_tokens, num_heads, head_dim]`.
         key_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`; only slots that some query
             sees are read, so the rest may hold NaN.
-        value_cache: like `key_cache`.
+        value_cache: like `key_cache`, with value_dim columns; None: they are columns of the keys.
         block_tables: `[num_seqs, max_blocks]` or rows of different length.
         seq_lens: `[num_seqs]`, keys of each sequence, the new tokens included.
         query_start_loc: `[num_seqs + 1]`; rows of `query` from its last value on are padding.
@@ -152,10 +158,11 @@ def reference_attention(
         bias: `[num_tokens, num_heads or 1, max_keys]`, or None.
         key_scale, value_scale: what the caches' keys and values are multiplied by, a number or
             `[num_kv_heads]`, or None.
+        value_dim: without a value_cache the first columns of the keys that are values.
 
     Returns:
-        out float64, of the shape of `query`, and lse float64 `[num_tokens, num_heads]`; 0 and -inf
-        in padding rows, 0 and the sink or -inf in rows that see no key.
+        out float64 `[num_tokens, num_heads, value_dim]`, and lse float64 `[num_tokens, num_heads]`;
+        0 and -inf in padding rows, 0 and the sink or -inf in rows that see no key.
 
     Example:
         >>> import numpy as np
@@ -168,10 +175,11 @@ def reference_attention(
         >>> out[0, 0, 0], np.exp(lse[0, 0]).round(6)
         (np.float64(1.0), np.float64(4.0))
     """
-    out = np.zeros(query.shape)
+    plane = key_cache[..., :value_dim] if value_cache is None else value_cache
+    out = np.zeros((*query.shape[:2], plane.shape[3]))
     lse = np.full(query.shape[:2], -np.inf)
     args = (query, key_cache, value_cache, block_tables, seq_lens, query_start_loc)
-    for head in heads(*args, spec, sinks, bias, key_scale, value_scale):
+    for head in heads(*args, spec, sinks, bias, key_scale, value_scale, value_dim):
         probability, lse[head.rows, head.index] = softmax(logits(head, spec), head.sink)
         out[head.rows, head.index] = probability @ head.values
     return out, lse

@@ -22,7 +22,7 @@ class Problem:
             sequence are padding.
         key_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, dtype of `query` or
             quantised.
-        value_cache: like `key_cache`.
+        value_cache: like `key_cache`, with any number of columns; None in a latent cache.
         block_tables: one row of block ids for each sequence; entries past
             `ceil(seq_len / block_size)` may hold anything.
         query_lens: new tokens of each sequence.
@@ -32,11 +32,12 @@ class Problem:
         max_query_len: static bound to give to `make_batch`; None takes its default.
         sinks: float32 `[num_heads]`, or None.
         bias: `[num_tokens, num_heads or 1, max_keys]`, float32 or dtype of `query`, or None.
+        value_dim: of a latent cache, how many of the keys' columns are the values.
     """
 
     query: np.ndarray
     key_cache: np.ndarray
-    value_cache: np.ndarray
+    value_cache: np.ndarray | None
     block_tables: Sequence[Sequence[int]] | np.ndarray
     query_lens: Sequence[int]
     seq_lens: Sequence[int]
@@ -46,6 +47,14 @@ class Problem:
     bias: np.ndarray | None = None
     key_scale: np.ndarray | None = None
     value_scale: np.ndarray | None = None
+    value_dim: int | None = None
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """`[num_tokens, num_heads, value_dim]`."""
+        plane = self.value_cache
+        plane = self.key_cache[..., : self.value_dim] if plane is None else plane
+        return (*self.query.shape[:2], plane.shape[3])
 
     @property
     def block_size(self) -> int:
@@ -98,8 +107,10 @@ class Problem:
         return {"bias": bias}
 
 
-def _poisoned(plane: np.ndarray, hidden: np.ndarray, poison: float) -> np.ndarray:
+def _poisoned(plane: np.ndarray | None, hidden: np.ndarray, poison: float) -> Any:
     """The plane with `poison` where it is hidden; int8 has none, and gets its least value."""
+    if plane is None:
+        return None
     if plane.dtype == np.int8:
         return np.where(hidden, np.int8(-128), plane)
     return np.where(hidden, poison, plane.astype(np.float64)).astype(plane.dtype)
@@ -122,6 +133,8 @@ def random_problem(
     max_query_len: int | None = None,
     arrays: Sequence[str] = (),
     cache_dtype: Any = None,
+    value_dim: int | None = None,
+    latent: bool = False,
     seed: int = 0,
 ) -> Problem:
     """A problem with unit normal values and shuffled blocks, poisoned wherever no query looks.
@@ -129,7 +142,8 @@ def random_problem(
     `num_blocks` defaults to three more than are needed; `pad_tokens` is the length of the token
     axis, by default without padding; `block_tables=None` draws tables without sharing; `arrays` are
     the options of `features.ARRAYS` that it has; `cache_dtype` quantises the caches, with a scale
-    for each KV head of the keys, and one of the values.
+    for each KV head of the keys, and one of the values; `value_dim` are the columns of the values,
+    by default those of the keys, which hold them if it is a latent cache.
 
     Example:
         >>> from pagedattn import AttentionSpec
@@ -143,11 +157,12 @@ def random_problem(
     if block_tables is None:
         block_tables = random_tables(rng, blocks, num_blocks)
     num_tokens = int(sum(query_lens)) if pad_tokens is None else pad_tokens
-    pool = num_blocks, block_size, num_kv_heads, head_dim
-    shapes = (num_tokens, num_heads, head_dim), pool, pool
+    pool, value_dim = (num_blocks, block_size, num_kv_heads), value_dim or head_dim
+    shapes = (num_tokens, num_heads, head_dim), (*pool, head_dim), (*pool, value_dim)
     query, key, value = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
     lens = list(query_lens), list(seq_lens)
     problem = Problem(query, key, value, block_tables, *lens, spec, max_query_len)
+    problem = problem.replace(value_cache=None, value_dim=value_dim) if latent else problem
     problem = problem.replace(**{name: _MAKERS[name](rng, problem) for name in arrays})
     problem = problem if cache_dtype is None else quantised_problem(problem, cache_dtype)
     return problem if poison is None else problem.poisoned(poison)
@@ -158,12 +173,11 @@ def quantised_problem(problem: Problem, cache_dtype: Any) -> Problem:
     dtype, heads = np.dtype(cache_dtype), problem.key_cache.shape[2]
     step = np.float32(0.01 if dtype == np.int8 else 0.1)
     scales = np.resize(np.array([3, 2], np.float32), heads) * step, np.asarray(5 * step)
-    planes = [
-        _held(plane, scale, dtype)
-        for plane, scale in zip((problem.key_cache, problem.value_cache), scales, strict=True)
-    ]
-    names = ("key_cache", "value_cache", "key_scale", "value_scale")
-    return problem.replace(**dict(zip(names, (*planes, *scales), strict=True)))
+    key = {"key_cache": _held(problem.key_cache, scales[0], dtype), "key_scale": scales[0]}
+    if problem.value_cache is None:
+        return problem.replace(**key)
+    value = _held(problem.value_cache, scales[1], dtype)
+    return problem.replace(**key, value_cache=value, value_scale=scales[1])
 
 
 def _held(plane, scale, dtype):

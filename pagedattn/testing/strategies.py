@@ -3,14 +3,14 @@
 A program is compiled for each shape and spec, so these are drawn from short tables.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401  (teaches NumPy the name bfloat16)
 import numpy as np
 
 from pagedattn import AttentionSpec, BackendUnavailableError, alibi_slopes, features
-from pagedattn.features import OPTIONS, arrays_of, spec_of
+from pagedattn.features import OPTIONS, arrays_of, cache_of, spec_of
 from pagedattn.ragged import cdiv
 
 from .problem import Problem, random_problem
@@ -50,11 +50,14 @@ KINDS = ("prefill", "chunk", "decode", "empty query", "padding")
 
 
 class Options(NamedTuple):
-    """What a call asks for: its spec, the names of its arrays (`features.ARRAYS`), its cache."""
+    """What a call asks for: its spec, the names of its arrays, and what it asks of the cache.
+
+    The latter two are of `features.ARRAYS` and `features.CACHES`.
+    """
 
     spec: AttentionSpec
     arrays: tuple[str, ...] = ()
-    cache_dtype: str | None = None
+    cache: Mapping[str, Any] | None = None
 
 
 def options_table(num_heads: int) -> dict[str, Options]:
@@ -66,7 +69,7 @@ def options_table(num_heads: int) -> dict[str, Options]:
 
 
 def _options(name: str, num_heads: int) -> Options:
-    return Options(spec_of(name, num_heads), arrays_of(name), OPTIONS[name].get("cache_dtype"))
+    return Options(spec_of(name, num_heads), arrays_of(name), cache_of(name))
 
 
 def options(num_heads: int) -> st.SearchStrategy[Options]:
@@ -156,7 +159,7 @@ def problems(
     bucket: Bucket | None = None,
     spec: AttentionSpec | None = None,
     arrays: Sequence[str] = (),
-    cache_dtype: Any = None,
+    cache: Mapping[str, Any] | None = None,
     dtype: Any = None,
     kinds: Sequence[str] = KINDS,
     cross: bool = False,
@@ -167,7 +170,7 @@ def problems(
 
     Args:
         bucket: static shapes, one of `BUCKETS` by default.
-        spec, arrays, cache_dtype: drawn from `options` if there is no spec.
+        spec, arrays, cache: drawn from `options` if there is no spec.
         dtype: drawn from `dtypes` by default.
         kinds: the kinds of sequences, from `KINDS`; without prefills and chunks `max_query_len`
             is 1, as in a decode step.
@@ -177,7 +180,7 @@ def problems(
     """
     bucket = draw(st.sampled_from(BUCKETS)) if bucket is None else bucket
     if spec is None:
-        spec, arrays, cache_dtype = draw(options(bucket.num_heads))
+        spec, arrays, cache = draw(options(bucket.num_heads))
     dtype = draw(dtypes()) if dtype is None else dtype
     lens = draw(cross_lengths(bucket) if cross else lengths(bucket, kinds))
     query_lens, seq_lens = ([length[i] for length in lens] for i in (0, 1))
@@ -197,8 +200,8 @@ def problems(
         block_tables=draw(tables(lens, bucket, share=share)),
         max_query_len=longest,
         arrays=arrays,
-        cache_dtype=cache_dtype,
         seed=draw(seeds()),
+        **(cache or {}),
     )
 
 

@@ -19,7 +19,7 @@ LSE_SPACING = 1 / 16  # of a spacing, for lse only: kernels for half dtypes have
 class Expected(NamedTuple):
     """What a problem must give: exact values and how far off each may be.
 
-    out `[num_tokens, num_heads, head_dim]`, out_error `[num_tokens, num_heads, 1]`,
+    out `[num_tokens, num_heads, value_dim]`, out_error `[num_tokens, num_heads, 1]`,
     lse and lse_error `[num_tokens, num_heads]`, all float64.
     """
 
@@ -60,7 +60,7 @@ def expect(problem: Problem) -> Expected:
 def arguments(problem: Problem) -> dict[str, Any]:
     """The arguments of the oracle, by name."""
     names = "query key_cache value_cache block_tables seq_lens query_start_loc spec"
-    names += " sinks bias key_scale value_scale"
+    names += " sinks bias key_scale value_scale value_dim"
     return {name: getattr(problem, name) for name in names.split()}
 
 
@@ -83,8 +83,10 @@ def plain_attention(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     The scale of quantised keys is a factor on the queries, and that of values on out.
     """
     spec, dtype = problem.spec, problem.query.dtype
-    value_scale, problem = problem.value_scale, folded(problem)
-    out = np.zeros(problem.query.shape)
+    latent = problem.value_cache is None
+    value_scale = problem.key_scale if latent else problem.value_scale
+    problem = folded(problem)
+    out = np.zeros(problem.out_shape)
     lse = np.full(problem.query.shape[:2], -np.inf)
     for head in oracle.heads(**arguments(problem)):
         score = plain_logits(head, spec, dtype)
@@ -159,7 +161,7 @@ def assert_attention_close(
     """Raise AssertionError unless out and lse obey the precision rule.
 
     Args:
-        out: `[num_tokens, num_heads, head_dim]`, any array that numpy reads.
+        out: `[num_tokens, num_heads, value_dim]`, any array that numpy reads.
         lse: `[num_tokens, num_heads]`, or None when the call gave none.
         expected: from `expect`, or the problem itself.
         name: who computed it, for the message.

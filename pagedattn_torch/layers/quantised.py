@@ -37,8 +37,9 @@ def as_quantised(cache: KVCache, dtype: torch.dtype, k_scale, v_scale) -> KVCach
         f"kv_cache must be {dtype} or torch.uint8, by kv_cache_dtype, got {cache.dtype}",
     )
     device = cache.key.device
+    key, value = (plane.view(dtype) for plane in cache.planes)
     scales = (_scale("k_scale", k_scale, device), _scale("v_scale", v_scale, device))
-    return KVCache(cache.key.view(dtype), cache.value.view(dtype), *scales)
+    return KVCache(key, value, *scales)
 
 
 def like_cache(packed: KVCache, cache: KVCache | None) -> KVCache:

@@ -42,7 +42,7 @@ def _sum(results) -> Tensor:
 
 def likeness(layer: Any, kind, query: Tensor, fresh: Fresh | None, cache: KVCache | None):
     """All that two calls of a step must have in common to share what was prepared: a key."""
-    planes = () if cache is None else (cache.key, cache.value)
+    planes = () if cache is None else cache.planes
     arrays = (query, *(fresh or ()), *planes)
     facts = tuple((x.shape, x.stride(), x.dtype, x.device) for x in arrays)
     return type(layer), kind, layer.specs[kind], fresh is None, cache is None, facts

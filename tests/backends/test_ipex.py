@@ -122,15 +122,15 @@ def test_matches_the_oracle_or_is_refused(problem):
 @pytest.mark.parametrize("longest", [1, 4])
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_refuses_these_and_no_others(name, longest, return_lse):
-    spec, names, cache_dtype = options_table(4)[name]
-    options = {"arrays": names, "cache_dtype": cache_dtype}
-    problem = random_problem([1, 1], [9, 4], spec, max_query_len=longest, **options)
+    spec, names, cache = options_table(4)[name]
+    cache = dict(cache or {})
+    problem = random_problem([1, 1], [9, 4], spec, max_query_len=longest, arrays=names, **cache)
     options = {name: torch.from_numpy(array) for name, array in problem.arrays.items()}
     options["return_lse"] = return_lse
     reasons = explain(*tensors_of(problem), batch_of(problem), spec, **options)["ipex"]
     words = ["alibi_slopes"] * (spec.alibi_slopes is not None and longest > 1)
     words += ["sliding_window=1"] * (spec.sliding_window == 1 and longest > 1)
-    names = (*names, *["cache_dtype"] * (cache_dtype is not None))
+    names = (*names, *(name for name in cache if name != "latent"))
     if names or return_lse:
         words = [*names, *["return_lse"] * return_lse]  # unknown to it: it is asked nothing more
     assert sorted(reason.split(":")[0] for reason in reasons) == sorted(words)

@@ -83,6 +83,16 @@ def attend(backend):
     return lambda: (pa.paged_attention, {**shared(), "backend": backend, "return_lse": False})
 
 
+def latent(cache):
+    """The cache's keys alone, with half of their columns as values."""
+    return pa.KVCache(cache.key, None, value_dim=cache.head_dim // 2)
+
+
+def attend_to_latents():
+    cache = latent(shared()["cache"])
+    return pa.paged_attention, {**shared(), "cache": cache, "backend": "xla"}
+
+
 def pooled(function, **arguments):
     return lambda: (function, {"pool": pool(), **arguments})
 
@@ -106,8 +116,21 @@ CORE = {
     ),
     "alibi_slopes": fixed(pa.alibi_slopes, num_heads=4),
     "init_kv_cache": fixed(
-        pa.init_kv_cache, **SIZES, num_kv_heads=1, head_dim=4, dtype=jnp.float32
+        pa.init_kv_cache, **SIZES, num_kv_heads=1, head_dim=4, dtype=jnp.float32, value_dim=3
     ),
+    "init_latent_cache": fixed(
+        pa.init_latent_cache, **SIZES, head_dim=4, value_dim=3, num_kv_heads=1, dtype=jnp.float32
+    ),
+    "write_kv of latents": lambda: (
+        pa.write_kv,
+        {
+            "cache": latent(random_cache()),
+            "key": rows(2, random_cache())[0],
+            "value": None,
+            "slot_mapping": i32(3, 5),
+        },
+    ),
+    "paged_attention to latents": attend_to_latents,
     "write_kv": lambda: (
         pa.write_kv,
         {
@@ -125,6 +148,15 @@ CORE = {
         {
             "src_cache": random_cache(),
             "dst_cache": random_cache(5),
+            "src": i32(0, 1),
+            "dst": i32(1, 2),
+        },
+    ),
+    "swap_blocks of latents": lambda: (
+        pa.swap_blocks,
+        {
+            "src_cache": latent(random_cache()),
+            "dst_cache": latent(random_cache(5)),
             "src": i32(0, 1),
             "dst": i32(1, 2),
         },
@@ -209,6 +241,19 @@ def torch_explain():
     _, arguments = torch_attend(None)()
     del arguments["backend"]
     return pt.explain, arguments
+
+
+def torch_attend_to_latents():
+    attend, arguments = torch_attend("sdpa")()
+    return attend, {**arguments, "cache": latent(arguments["cache"])}
+
+
+def torch_write_latents():
+    arguments = {
+        "cache": tensors(latent(random_cache())),
+        "key": tensors(rows(2, random_cache())[0]),
+    }
+    return pt.write_kv_, {**arguments, "value": None, "slot_mapping": torch.tensor([3, 5])}
 
 
 def torch_write():
@@ -305,6 +350,8 @@ TORCH = {
     "torch paged_attention by any": torch_attend(None),
     "torch ragged_attention": torch_ragged,
     "torch explain": torch_explain,
+    "torch paged_attention to latents": torch_attend_to_latents,
+    "write_kv_ of latents": torch_write_latents,
     "write_kv_": torch_write,
     "copy_blocks_": torch_copy,
     "swap_blocks_": torch_swap,

@@ -270,7 +270,7 @@ BAD_CALLS = {
     ),
     "halves": (
         change_cache(lambda c: KVCache(c.key, c.value[:-1])),
-        ["cache", "one shape"],
+        ["cache", "[..., value_dim]"],
     ),
     "half dtypes": (
         change_cache(lambda c: KVCache(c.key, c.value.astype(jnp.float16))),

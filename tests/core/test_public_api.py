@@ -22,10 +22,14 @@ FUNCTIONS = {
             "scale causal sliding_window logits_soft_cap alibi_slopes",
         ),
         "alibi_slopes": ("num_heads", ""),
-        "KVCache": ("key value key_scale value_scale", ""),
+        "KVCache": ("key value key_scale value_scale value_dim", ""),
         "init_kv_cache": (
             "num_blocks block_size num_kv_heads head_dim dtype",
-            "key_scale value_scale",
+            "key_scale value_scale value_dim",
+        ),
+        "init_latent_cache": (
+            "num_blocks block_size head_dim value_dim dtype",
+            "num_kv_heads key_scale",
         ),
         "BatchMetadata": None,
         "make_batch": (

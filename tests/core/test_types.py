@@ -36,6 +36,10 @@ def uses(query: jax.Array, tensor: torch.Tensor, flag: bool) -> None:
     reveal_type(pagedattn_torch.paged_attention(tensor, pages, batch, return_lse=True))
     reveal_type(cache.key)
     reveal_type(pages.value)
+    reveal_type(pages.planes)
+    latents = pagedattn.init_latent_cache(2, 4, 8, 6)
+    reveal_type(pagedattn.write_kv(latents, query, None, batch.slot_mapping).key)
+    reveal_type(pagedattn.paged_attention(query, latents, batch))
     reveal_type(batch.seq_lens)
     reveal_type(AttentionSpec().scale)
 """
@@ -47,7 +51,10 @@ TYPES = [
     "Tensor",
     "tuple[Tensor, Tensor]",
     "Array",
-    "Tensor",
+    "Tensor | None",
+    "tuple[Tensor, ...]",
+    "Array",
+    "Array",
     "Array",
     "float | None",
 ]

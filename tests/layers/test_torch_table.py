@@ -12,7 +12,7 @@ import pytest
 from tensors import tensors
 
 import pagedattn_torch
-from pagedattn import BackendUnavailableError, KVCache, UnsupportedError, paged_attention
+from pagedattn import BackendUnavailableError, UnsupportedError, paged_attention
 from pagedattn.features import ARRAYS, ATTENTION_TYPES
 from pagedattn.report.usable import usable
 from pagedattn.table import FEATURES, Cell, call, cells, grouped, keywords, request, requests
@@ -24,6 +24,7 @@ LAYERS = {
     "ipex": pagedattn_torch.IpexAttnBackendImpl,
 }
 ENCODERS = ("encoder", "encoder_only")
+NO_LAYER = ("lse", "value_dim", "latent", *ARRAYS)
 
 
 def normal(shape, dtype):
@@ -32,14 +33,15 @@ def normal(shape, dtype):
 
 def random_call(asked):
     query, cache, batch, spec = call(asked, normal)
-    return query, KVCache(cache.key, -cache.value[::-1]), batch, spec
+    value = None if cache.value is None else -cache.value[::-1]
+    return query, cache.with_planes(cache.key, value), batch, spec
 
 
 def problem_of(asked, query, cache, batch, spec, **options):
-    arrays = (np.asarray(x) for x in (query, cache.key, cache.value, batch.block_tables))
+    arrays = jax.tree.map(np.asarray, (query, cache.key, cache.value, batch.block_tables))
     query_lens, key_lens = zip(*asked.lengths, strict=True)
     options = {name: np.asarray(array) for name, array in options.items()}
-    return Problem(*arrays, query_lens, key_lens, spec, **options)
+    return Problem(*arrays, query_lens, key_lens, spec, value_dim=cache.value_dim, **options)
 
 
 def torch_explain(query, cache, batch, spec, *, return_lse, **options):
@@ -109,9 +111,9 @@ def hold(asked, backend, *reasons):
 
 
 @pytest.mark.parametrize("backend", LAYERS)
-@pytest.mark.parametrize("feature", [name for name in FEATURES if name not in ("lse", *ARRAYS)])
+@pytest.mark.parametrize("feature", [name for name in FEATURES if name not in NO_LAYER])
 def test_the_layers_keep_to_the_table(backend, feature):
-    """Through forward, without lse and arrays; a refusal carries every reason of the table."""
+    """Through forward, without what it does not take; a refusal has every reason of the table."""
     for cell in torch_cells():
         asked = cell.request
         if (cell.backend, asked.feature) != (backend, feature):

@@ -141,7 +141,7 @@ def _full(call, query, cache, batch):
     """Prompts of one length fill the rectangle: nothing to pad, to hide or to merge."""
     rows = call.longest_query
     tables = batch.block_tables[:, : cdiv(rows, call.block_size)]
-    key, value = (_pages(plane, tables)[:, :rows] for plane in (cache.key, cache.value))
+    key, value = (_pages(plane, tables)[:, :rows] for plane in cache.planes)
     rectangle = query.reshape(call.num_seqs, rows, *query.shape[1:])
     out, lse = _kernel(call, rectangle, key, value, None, with_lse=call.return_lse)
     return out.reshape(call.out_shape), None if lse is None else lse.reshape(call.lse_shape)
@@ -198,9 +198,7 @@ def _on_new_tokens(
 ]:
     width = call.longest_query + _reach(call)
     rectangle = _rectangle(query, batch, rows, width)
-    key, value = (
-        _new_tokens(call, plane, batch, rows, width) for plane in (cache.key, cache.value)
-    )
+    key, value = (_new_tokens(call, plane, batch, rows, width) for plane in cache.planes)
     return rectangle, *_kernel(call, rectangle, key, value, (rows.count, rows.count))
 
 
@@ -233,8 +231,8 @@ def _first_pages(
 ) -> tuple[Float[Array, "num_seqs capacity num_kv_heads head_dim"], ...]:
     """Keys and values of every sequence, zeros from its key number `key_lens` on."""
     inside = (jnp.arange(call.capacity) < key_lens[:, None])[..., None, None]
-    planes = (cache.key, cache.value)
-    return tuple(jnp.where(inside, _pages(plane, batch.block_tables), 0) for plane in planes)
+    tables = batch.block_tables
+    return tuple(jnp.where(inside, _pages(plane, tables), 0) for plane in cache.planes)
 
 
 def _causal_rows(batch: Sequences, reach: int) -> Rows:

@@ -76,7 +76,7 @@ def on_new_tokens(
     live = tokens.live[:, None, None]  # zeros elsewhere: a NaN would survive a weight of 0
     key, value = (
         jnp.where(live, plane.at[at].get(mode="clip", wrap_negative_indices=False), 0)
-        for plane in (cache.key, cache.value)
+        for plane in cache.planes
     )
     options = {"causal": True, "scale": call.scale, "with_lse": with_lse}
     return _state(query, key, value, (spans, spans), tokens, **options)

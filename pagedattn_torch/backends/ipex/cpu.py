@@ -151,7 +151,7 @@ def _readable(call, cache, batch, spans: Spans) -> Pages:
     if not evenly or strides != call.strides.value or strides[3] != 1:
         return _copied(call, cache, batch, spans)
     shape = (-1, unit, *cache.key.shape[2:])
-    key, value = (plane.view(shape).transpose(1, 2) for plane in (cache.key, cache.value))
+    key, value = (plane.view(shape).transpose(1, 2) for plane in cache.planes)
     numbers = torch.arange(cdiv(int(spans.key_lens.max()), unit), dtype=torch.int32)
     positions = spans.first[:, None] + numbers * unit
     return Pages(key, value, _slots(call, batch, spans.seqs[:, None], positions) // unit)
@@ -166,7 +166,7 @@ def _copied(call, cache, batch, spans: Spans) -> Pages:
     positions = spans.first[owners] + offsets.minimum(spans.key_lens[owners] - 1)
     slots = _slots(call, batch, spans.seqs[owners], positions)
     at = slots // call.block_size, slots % call.block_size
-    key, value = (plane[at].transpose(1, 2).contiguous() for plane in (cache.key, cache.value))
+    key, value = (plane[at].transpose(1, 2).contiguous() for plane in cache.planes)
     numbers = torch.arange(int(counts.max()), dtype=torch.int32)
     return Pages(key, value, _starts(counts)[:-1, None] + numbers)
 

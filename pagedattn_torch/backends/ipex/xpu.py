@@ -99,7 +99,7 @@ def _paged(call, cache, batch):
     behind = (positions >= batch.seq_lens[:, None]).view(-1, 1, 1)
     key, value = (
         plane.flatten(0, 1).index_select(0, rows).masked_fill_(behind, 0).unflatten(0, (-1, size))
-        for plane in (cache.key, cache.value)
+        for plane in cache.planes
     )
     tables = torch.arange(len(key), device=rows.device, dtype=torch.int32).view(-1, count)
     return KVCache(key, value), dataclasses.replace(batch, block_tables=tables)

@@ -28,14 +28,14 @@ from .parts import Hidden, Part, Rectangle, Turn, rectangles
 
 HONOURS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
-    | {"cache_dtype", "bias", "return_lse"}
+    | {"cache_dtype", "value_dim", "bias", "return_lse"}
 )
 # Keys and values gathered at a time: few enough to stay in the CPU's cache until SDPA reads them.
 SCRATCH_BYTES = 4 << 20
 
 
 def plan(call: Call, batch: Sequences) -> list[Rectangle]:
-    token_bytes = 2 * call.num_kv_heads * call.head_dim * _dtype(call).itemsize
+    token_bytes = call.num_kv_heads * (call.head_dim + call.out_dim) * _dtype(call).itemsize
     return rectangles(call, batch, SCRATCH_BYTES // token_bytes)
 
 
@@ -47,7 +47,7 @@ def run(
     *,
     bias: Float[Tensor, "num_tokens heads max_keys"] | None = None,
 ) -> tuple[
-    Float[Tensor, "num_tokens num_heads head_dim"], Float[Tensor, "num_tokens num_heads"] | None
+    Float[Tensor, "num_tokens num_heads value_dim"], Float[Tensor, "num_tokens num_heads"] | None
 ]:
     # The last row is a bin: rectangles write there what they compute for their padding.
     num_rows = call.num_tokens + 1
@@ -69,12 +69,12 @@ def _dtype(call) -> torch.dtype:
 
 
 def _rooms(call: Call, cache: KVCache, plan: list[Rectangle]) -> list[tuple[Tensor, Tensor]]:
-    """Memory for the gathered blocks of keys and of values, in their own dtype and in `_dtype`.
+    """Memory for the gathered blocks of each plane, in its own dtype and in `_dtype`.
 
     All rectangles use it, one after the other: fresh memory for each would cost page faults.
     """
     num_blocks = max((len(turn.blocks) for each in plan for turn in each.turns), default=0)
-    rooms = [cache.key.new_empty(num_blocks, *cache.key.shape[1:]) for _ in range(2)]
+    rooms = [plane.new_empty(num_blocks, *plane.shape[1:]) for plane in cache.planes]
     dtype = _dtype(call)
     return [
         (room, room if room.dtype is dtype else torch.empty_like(room, dtype=dtype))
@@ -107,8 +107,8 @@ def _queries(
 
 
 def _gathered(call, turn: Turn, cache, rooms) -> Iterator[Tensor]:
-    """Keys and values of a turn as `[size, kv_heads, keys, dim]`."""
-    for plane, (room, wide) in zip((cache.key, cache.value), rooms, strict=True):
+    """Keys and values of a turn as `[size, kv_heads, keys, dim]`; of a latent cache the keys."""
+    for plane, (room, wide) in zip(cache.planes, rooms, strict=True):
         pages = room[: len(turn.blocks)]
         torch.index_select(bits(plane), 0, turn.blocks, out=bits(pages))
         if turn.absent is not None:
@@ -141,13 +141,13 @@ def _state(
     part: Part,
     hidden: Hidden,
     query: Float[Tensor, "size kv_heads rows head_dim"],
-    planes: list[Float[Tensor, "size kv_heads keys head_dim"]],
-) -> tuple[Float[Tensor, "size kv_heads rows head_dim"], Float[Tensor, "size kv_heads rows"]]:
+    planes: list[Float[Tensor, "size kv_heads keys _"]],
+) -> tuple[Float[Tensor, "size kv_heads rows value_dim"], Float[Tensor, "size kv_heads rows"]]:
     """Out and lse of a tile's queries over the keys of a part, folded."""
-    key, value = (plane[:, :, part.keys] for plane in planes)
+    planes = [plane[:, :, part.keys] for plane in planes]
     if call.bias is not None and hidden.added is not None:
-        key, value = (zeroed(plane, hidden.added) for plane in (key, value))
-    out, lse = kernels.choose(call)(call, query, key, value, hidden.added)
+        planes = [zeroed(plane, hidden.added) for plane in planes]
+    out, lse = kernels.choose(call)(call, query, planes[0], planes[-1], hidden.added)
     if hidden.blind is None:
         return out, lse
     return out.masked_fill(hidden.blind[..., None], 0), lse.masked_fill(hidden.blind, -torch.inf)
@@ -163,9 +163,9 @@ def _write(call: Call, tokens: Int[Tensor, "size queries"], states, results) -> 
 
 
 def _joined(
-    outs: tuple[Float[Tensor, "size kv_heads rows head_dim"], ...],
+    outs: tuple[Float[Tensor, "size kv_heads rows value_dim"], ...],
     lses: tuple[Float[Tensor, "size kv_heads rows"], ...],
-) -> Float[Tensor, "size kv_heads rows head_dim"]:
+) -> Float[Tensor, "size kv_heads rows value_dim"]:
     """The result for all keys, from the results for disjoint parts of them."""
     if len(outs) == 1:
         return outs[0]

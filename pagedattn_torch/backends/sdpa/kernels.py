@@ -1,7 +1,8 @@
 """Torch's functions for attention of dense rectangles: they return out and log-sum-exps.
 
-query `[size, kv_heads, rows, dim]`, key and value `[size, kv_heads, keys, dim]`; `added` is added
-to the logits, `[size, 1 or kv_heads, rows, keys]` or None.
+query `[size, kv_heads, rows, head_dim]`, key and value `[size, kv_heads, keys, dim]`; `added` is
+added to the logits, `[size, 1 or kv_heads, rows, keys]` or None. Of the value's columns the first
+`call.out_dim` count: in a latent cache it is the key.
 """
 
 from collections.abc import Callable
@@ -24,20 +25,31 @@ def choose(call: Call) -> Callable:
     # Elsewhere SDPA gives no lse, and takes a bias in the queries' dtype: too coarse in halves.
     if not call.adds_to_logits and not call.return_lse:
         return _fused
-    return _efficient if call.device == "cuda" and call.head_dim % 8 == 0 else _plain
+    aligned_rows = call.head_dim % 8 == call.out_dim % 8 == 0
+    return _efficient if call.device == "cuda" and aligned_rows else _plain
 
 
 def _flash_on_cpu(call, query, key, value, added):
-    # F.scaled_dot_product_attention runs this on a CPU; called directly, it gives lse too.
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    # F.scaled_dot_product_attention runs this on a CPU; called directly, it gives lse too. It takes
+    # rows of one width: zeros in keys add nothing to logits, and values give columns that are cut.
+    width = max(key.shape[3], value.shape[3])
+    query, key, value = (_widened(part, width) for part in (query, key, value))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, attn_mask=added, scale=call.scale
     )
+    return out[..., : call.out_dim], lse
+
+
+def _widened(rows, width):
+    missing = width - rows.shape[3]
+    return F.pad(rows, (0, missing)) if missing else rows
 
 
 def _efficient(call, query, key, value, added):
     # A kernel that F.scaled_dot_product_attention may run; called directly, it gives lse too.
     dtype = exact_dtype(query, call)
-    query, key, value = (part.to(dtype) for part in (query, key, value))
+    parts = query, key, value[..., : call.out_dim]
+    query, key, value = (part.to(dtype) for part in parts)
     added = aligned(added, dtype).expand(-1, query.shape[1], -1, -1)
     out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, added, True, scale=call.scale
@@ -47,7 +59,7 @@ def _efficient(call, query, key, value, added):
 
 def _fused(call, query, key, value, added):
     added = None if added is None else added.to(query.dtype)
-    scale = call.scale
+    scale, value = call.scale, value[..., : call.out_dim]
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=added, scale=scale)
     return out, out.new_zeros(out.shape[:3], dtype=torch.float32)
 
@@ -60,4 +72,4 @@ def _plain(call, query, key, value, added):
     logits = logits if added is None else logits + added
     lse = logits.logsumexp(dim=3)
     weights = (logits - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
-    return weights @ value.to(wide), lse
+    return weights @ value[..., : call.out_dim].to(wide), lse

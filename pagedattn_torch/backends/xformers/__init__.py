@@ -128,7 +128,7 @@ def _paged(call, query, cache, batch):
     missing = call.longest_query - batch.query_lens
     rectangle = Rectangle(call, batch, -missing, range(call.longest_query))
     grouped = _grouped(rectangle.of(query).flatten(0, 1), call.num_kv_heads)
-    key, value = (_expanded(plane.flatten(0, 1), grouped) for plane in (cache.key, cache.value))
+    key, value = (_expanded(plane.flatten(0, 1), grouped) for plane in cache.planes)
     mask = paged_mask(call, batch)
     out, lse = _attend(_split_k(call), call, grouped, key, value, mask)
     room = _room(call, query)
