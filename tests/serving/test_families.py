@@ -123,8 +123,7 @@ PUBLISHED = {
         "initial_context_length": 4096,
         "num_experts_per_tok": 4,
         "num_local_experts": 32,
-        "rope_scaling": {k: v for k, v in UNTRUNCATED.items() if k != "rope_theta"},
-        "rope_theta": 150000,
+        "rope_theta": 150000,  # and no scaling: its own stands
         "router_aux_loss_coef": 0.9,
         "sliding_window": 6,
         "swiglu_limit": 7.0,

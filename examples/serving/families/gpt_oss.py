@@ -11,6 +11,7 @@ from serving.decoder import Hidden, Name
 
 from .experts import mixture
 from .llama import MLP
+from .rotary import Scaling, Yarn
 from .windowed import FULL, SLIDING, Windowed
 
 EXPERTS = {
@@ -19,6 +20,7 @@ EXPERTS = {
     "down": "mlp.experts.down_proj",
     "down_bias": "mlp.experts.down_proj_bias",
 }
+YARN = Yarn(factor=32.0, original_max_position_embeddings=4096, truncate=False)
 ROUTER = {"router": "mlp.router.weight", "router_bias": "mlp.router.bias"}
 
 
@@ -32,6 +34,7 @@ class GptOss(Windowed):
     swiglu_limit: float = 7.0
     rms_norm_eps: float = 1e-5
     rope_theta: float = 150000.0
+    rope_scaling: Scaling | None = YARN
     attention_bias: bool = True
 
     model_type = "gpt_oss"

@@ -96,7 +96,7 @@ LOOSE = ("rope_theta", "partial_rotary_factor")  # beside them, in older version
 
 
 def take_rope(raw: dict) -> dict:
-    """`rope_theta`, where it is given, and `rope_scaling`; takes out of the config what says so.
+    """`rope_theta` and `rope_scaling`, where given; takes out of the config what says so.
 
     Raises:
       InvalidInputError: The rotation is not implemented.
@@ -106,13 +106,15 @@ def take_rope(raw: dict) -> dict:
         rope |= raw.pop(place, None) or {}
     rope = {name: value for name, value in rope.items() if value is not None}
     theta = {"rope_theta": rope.pop("rope_theta")} if "rope_theta" in rope else {}
-    older = rope.pop("type", "default")
+    older = rope.pop("type", None)
     kind = rope.pop("rope_type", older)
     if rope.pop("partial_rotary_factor", 1.0) != 1.0:
         raise InvalidInputError(
             "a partial_rotary_factor is not implemented: extend rope() in rotary.py"
         )
-    return theta | {"rope_scaling": read_scaling(kind, rope)}
+    if kind is None and not rope:
+        return theta
+    return theta | {"rope_scaling": read_scaling(kind or "default", rope)}
 
 
 def read_scaling(kind: str, values: dict) -> Scaling | None:

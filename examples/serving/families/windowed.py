@@ -61,7 +61,7 @@ def split_ropes(raw: dict) -> dict:
     if SLIDING not in by_type:
         return raw
     local = take_rope({"rope_parameters": by_type[SLIDING]})
-    if local["rope_scaling"]:
+    if local.get("rope_scaling"):
         raise InvalidInputError(f"a RoPE of {SLIDING} that is scaled is not implemented")
     own = {"rope_local_base_freq": local["rope_theta"]} if "rope_theta" in local else {}
     return raw | own | {"rope_parameters": by_type.get(FULL)}
