@@ -19,11 +19,7 @@ from jax import Array
 import pagedattn as pa
 
 WIDTH, HEADS = 64, 4
-NOPE, ROPE, VALUE = (
-    16,
-    8,
-    16,
-)  # columns of a head: unrotated and rotary ones of its keys, its values
+NOPE, ROPE, VALUE = 16, 8, 16  # columns of a head: its keys' unrotated and rotary ones, its values
 QUERY_LATENT, LATENT = 24, 32
 NUM_BLOCKS, BLOCK_SIZE = 16, 4
 SCALE = (NOPE + ROPE) ** -0.5  # of the heads: absorbed queries are wider, but the same products
@@ -41,14 +37,14 @@ class Weights(NamedTuple):
     out: Array  # [HEADS, VALUE, WIDTH]
 
 
-SHAPES = Weights(
+SHAPES = (
     (WIDTH, QUERY_LATENT),
     (QUERY_LATENT, HEADS, NOPE + ROPE),
     (WIDTH, LATENT + ROPE),
     (HEADS, LATENT, NOPE),
     (HEADS, LATENT, VALUE),
     (HEADS, VALUE, WIDTH),
-)
+)  # of the fields of `Weights`
 
 
 def random_weights(key: Array) -> Weights:

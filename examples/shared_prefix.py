@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
 
 
 def parsed(arguments):
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Decoding behind a shared prompt.")
     parser.add_argument("--seqs", type=int, default=64)
     parser.add_argument("--prefix", type=int, default=8192, help="shared tokens")
     parser.add_argument("--suffix", type=int, default=128, help="tokens of each sequence's own")
@@ -57,9 +57,9 @@ def step(options) -> tuple[jax.Array, KVCache, object]:
     heads, kv_heads = options.heads
     shape = (shared + options.seqs * own, BLOCK_SIZE, kv_heads, options.head_dim)
     keys = jax.random.split(jax.random.key(0), 3)
-    planes = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys[:2])
+    key, value = (jax.random.normal(each, shape, jnp.bfloat16) for each in keys[:2])
     query = jax.random.normal(keys[2], (options.seqs, heads, options.head_dim), jnp.bfloat16)
-    return query, KVCache(*planes), batch
+    return query, KVCache(key, value), batch
 
 
 def medians(runs, repeats: int) -> dict[str, float]:

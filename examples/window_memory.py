@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 from matplotlib.figure import Figure
-from serving.families.gemma2 import Gemma2
+from serving.families.gemma import Gemma2
 from serving.initial import init_params
 from serving.occupancy import FREE, Owners, draw_owners
 
@@ -115,7 +115,7 @@ def step(params: dict, gives_back: bool, state: State, tokens, new, max_query_le
     hidden, caches = MODEL.embed(params, tokens), []
     for index, (layer, cache) in enumerate(zip(params["layers"], state.caches, strict=True)):
         batch, spec = batches[GROUPS.index(WINDOWS[index])], MODEL.attention_spec(index)
-        query, key_rows, value_rows = MODEL.heads(layer, hidden, batch.positions)
+        query, key_rows, value_rows = MODEL.heads(index, layer, hidden, batch.positions)
         caches.append(write_kv(cache, key_rows, value_rows, batch.slot_mapping))
         out = paged_attention(query, caches[-1], batch, spec)
         hidden = MODEL.rest(layer, hidden, out.reshape(len(tokens), -1))
