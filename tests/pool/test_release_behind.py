@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import assert_same
 from hypothesis import given
 
 import pagedattn as pa
@@ -123,7 +124,7 @@ def test_which_blocks_are_behind(window, kept):
     assert freed.shape == pool.block_tables.shape
     again, freed = pa.release_behind(pool, window)
     assert (freed == -1).all()
-    jax.tree.map(np.testing.assert_array_equal, pool, again)
+    assert_same(pool, again)
 
 
 def test_blocks_that_others_hold_are_not_freed():
@@ -166,7 +167,7 @@ def test_a_swap_that_finds_no_room_changes_nothing():
     assert not swap.ok.any()
     assert host_after.seq_lens.tolist() == [0, 0, 0]
     assert int(host_after.num_free) == 1
-    jax.tree.map(np.testing.assert_array_equal, pool, after)
+    assert_same(pool, after)
 
 
 def test_a_row_is_as_long_as_its_table_all_the_same():
@@ -192,7 +193,7 @@ def test_what_exceeds_the_static_bound_is_given_back_later():
         pool, freed = pa.release_behind(pool, 1, max_new_tokens=8)
         assert freed.shape == (MAX_SEQS, 2)
         assert int((pool.block_tables[0, :7] >= 0).sum()) == left
-    jax.tree.map(np.testing.assert_array_equal, pool, pa.release_behind(pool, 1)[0])
+    assert_same(pool, pa.release_behind(pool, 1)[0])
 
 
 @pytest.mark.parametrize("bound", [-1, True, 2.5])
