@@ -59,7 +59,10 @@ def alibi_bias(
     >>> alibi_bias(np.array([2]), np.arange(3), (0.5,))
     array([[[-1. , -0.5, -0. ]]], dtype=float32)
     """
-    slopes = slopes if hasattr(slopes, "ndim") else slopes_of("slopes", slopes)
+    if hasattr(slopes, "ndim"):
+        an_array("slopes", slopes)
+    else:
+        slopes = slopes_of("slopes", slopes)
     apart = -_float32(abs(distance(*_checked(query_positions, key_positions))))
     slopes = _float32_like(apart, slopes).reshape(*[1] * (apart.ndim - 2), -1, 1, 1)
     return apart[..., None, :, :] * slopes
