@@ -15,5 +15,5 @@ def test_it_is_short():
 def test_it_agrees_with_the_oracle_and_refuses_what_it_does_not_honour():
     cells = check_backend(own_backend.BACKEND, dtypes=["float32"], verbose=False)
     refused = {cell.feature for cell in cells if cell.result != "ok"}
-    lacking = {"logits_soft_cap", "bias", "cache_dtype"}
+    lacking = {"logits_soft_cap", "bias", "cache_dtype", "value_dim"}
     assert refused == {name for name, fields in OPTIONS.items() if lacking & set(fields)}
