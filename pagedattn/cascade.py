@@ -33,8 +33,10 @@ def cascade_attention(
     The shared blocks are found in the batch's tables (`split_prefix`), so nothing is traced anew
     when their number changes; where there are none, it costs a call more.
 
-    Args: as `paged_attention`. `backend` runs both parts: one with all tokens as the queries of one
-      sequence, and one with the rest of each sequence.
+    Args:
+      backend: runs both parts: all tokens as the queries of one sequence over the shared blocks,
+        and the rest of each sequence.
+      query, cache, batch, spec, sinks: as in `paged_attention`.
 
     Returns:
       out and lse, as `paged_attention(..., return_lse=True)` to rounding.
