@@ -37,7 +37,7 @@ class KVCache(Generic[ArrayT]):
     key: Shaped[ArrayT, "num_blocks block_size num_kv_heads head_dim"]
     value: Shaped[ArrayT, "num_blocks block_size num_kv_heads value_dim"] | None
     key_scale: Float[ArrayT, "*heads"] | None = None
-    value_scale: Float[ArrayT, "*heads"] | None = None
+    value_scale: Float[ArrayT, "*value_heads"] | None = None
     value_dim: int | None = field(default=None, metadata={"static": True})
 
     def with_planes(self, key: ArrayT, value: ArrayT | None = None) -> "KVCache[ArrayT]":
@@ -82,7 +82,7 @@ def init_kv_cache(
     dtype: DTypeLike = jnp.bfloat16,
     *,
     key_scale: Float[Array, "*heads"] | float | None = None,
-    value_scale: Float[Array, "*heads"] | float | None = None,
+    value_scale: Float[Array, "*value_heads"] | float | None = None,
     value_dim: int | None = None,
 ) -> KVCache[Array]:
     """A cache of zeros: key and value `[num_blocks, block_size, num_kv_heads, head_dim]`.

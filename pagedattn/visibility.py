@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Integer, Shaped
 
-from .checks import an_array, count, describe, is_integer, require
+from .checks import an_array, count, describe, is_floating, is_integer, require
 from .ragged import namespace
 from .spec import AttentionSpec, slopes_of
 
@@ -59,10 +59,7 @@ def alibi_bias(
     >>> alibi_bias(np.array([2]), np.arange(3), (0.5,))
     array([[[-1. , -0.5, -0. ]]], dtype=float32)
     """
-    if hasattr(slopes, "ndim"):
-        an_array("slopes", slopes)
-    else:
-        slopes = slopes_of("slopes", slopes)
+    slopes = _slopes(slopes, query_positions)
     apart = -_float32(abs(distance(*_checked(query_positions, key_positions))))
     slopes = _float32_like(apart, slopes).reshape(*[1] * (apart.ndim - 2), -1, 1, 1)
     return apart[..., None, :, :] * slopes
@@ -163,6 +160,22 @@ def _checked(query, key):
         f"{tuple(query.shape)} and {tuple(key.shape)}",
     )
     return _native(query), _native(key)
+
+
+def _slopes(slopes, positions):
+    if not hasattr(slopes, "ndim"):
+        return slopes_of("slopes", slopes)
+    an_array("slopes", slopes)
+    numbers = is_floating(slopes.dtype) or is_integer(slopes.dtype)
+    require(
+        slopes.ndim == 1 and numbers,
+        f"slopes must be numbers [num_heads], got {describe(slopes)}",
+    )
+    require(
+        hasattr(positions, "new_tensor") or not hasattr(slopes, "new_tensor"),
+        "slopes must be of the positions' framework, got a torch tensor",
+    )
+    return slopes
 
 
 def _native(array):

@@ -66,7 +66,7 @@ def run(problem: Problem, backend: str | None, mode: str = "jit") -> tuple[np.nd
     except UnsupportedError as error:
         if backend not in REFUSING:
             raise
-        calls.refuse(error, asked_of(problem.spec) + _beside(problem), backend)
+        calls.refuse(error, asked_of(problem.spec) + beside(problem), backend)
         out, lse = reference_attention(**arguments(problem))
         return out.astype(problem.query.dtype), lse.astype(np.float32)
     if lse is None:
@@ -81,7 +81,7 @@ def asked_of(spec: AttentionSpec) -> list[str]:
     return [f.name for f in dataclasses.fields(spec) if getattr(spec, f.name) != f.default]
 
 
-def _beside(problem: Problem) -> list[str]:
+def beside(problem: Problem) -> list[str]:
     """What a problem asks for beside its spec."""
     quantised = problem.key_scale is not None
     other_values = problem.value_cache is None or problem.out_shape != problem.query.shape

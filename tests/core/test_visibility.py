@@ -103,3 +103,13 @@ def test_slopes_fit_a_spec():
 def test_slopes_of_no_heads(num_heads):
     with pytest.raises(InvalidInputError, match="num_heads"):
         alibi_slopes(num_heads)
+
+
+@pytest.mark.parametrize(
+    "slopes",
+    [np.ones((2, 3), np.float32), np.array(["a"]), torch.ones(4)],
+    ids=["two axes", "text", "another framework"],
+)
+def test_slopes_that_do_not_go_with_the_positions(slopes):
+    with pytest.raises(InvalidInputError, match="slopes"):
+        alibi_bias(np.arange(3), np.arange(5), slopes)
