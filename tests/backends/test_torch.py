@@ -12,6 +12,7 @@ import torch
 from cases import SPECS, mixed, random_cache, rows, run
 from hypothesis import given
 from pagedattn_interop import to_torch
+from tensors import tensors
 
 from pagedattn import InvalidInputError, KVCache, UnsupportedError
 from pagedattn.testing import (
@@ -43,7 +44,7 @@ def numpy_of(cache: KVCache) -> tuple[np.ndarray, np.ndarray]:
 
 def attend(problem, **options):
     arrays = jax.tree.map(jnp.asarray, (problem.query, problem.arrays))
-    (query, arrays), cache = to_torch((arrays, cache_of(problem)), copy=True)
+    (query, arrays), cache = tensors((arrays, cache_of(problem)))
     return paged_attention(query, cache, batch_of(problem), problem.spec, **arrays, **options)
 
 

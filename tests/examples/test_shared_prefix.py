@@ -1,5 +1,9 @@
 """The comparison of attention with and without a shared prefix."""
 
+import pytest
+
+pytest.importorskip("rich")
+
 import shared_prefix
 
 
