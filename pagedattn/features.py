@@ -26,6 +26,15 @@ ARRAYS = ("sinks", "bias")
 CACHE_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 # What caches differ in: dtype, the columns of the values, whether these are some of the keys'.
 CACHES = ("cache_dtype", "value_dim", "latent")
+# All that goes together with causal attention over any cache.
+EVERY = {
+    "scale": 0.4,
+    "sliding_window": 9,
+    "logits_soft_cap": 2.0,
+    "alibi_slopes": signed_slopes,
+    "sinks": True,
+    "bias": True,
+}
 # Fields of a spec, arrays, and what caches differ in; alone and together. A function is called with
 # the number of query heads; the arrays of a problem are made with it.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -41,26 +50,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "latent": {"value_dim": 8, "latent": True},
     "causal=False": {"causal": False},
     "causal=False, sliding_window": {"causal": False, "sliding_window": 4},
-    "all": {
-        "scale": 0.4,
-        "sliding_window": 9,
-        "logits_soft_cap": 2.0,
-        "alibi_slopes": signed_slopes,
-        "sinks": True,
-        "bias": True,
-        "cache_dtype": "float8_e5m2",
-    },
-    "latent, all": {
-        "scale": 0.4,
-        "sliding_window": 9,
-        "logits_soft_cap": 2.0,
-        "alibi_slopes": signed_slopes,
-        "sinks": True,
-        "bias": True,
-        "cache_dtype": "float8_e4m3fn",
-        "value_dim": 8,
-        "latent": True,
-    },
+    "all": EVERY | {"cache_dtype": "float8_e5m2"},
+    "latent, all": EVERY | {"cache_dtype": "float8_e4m3fn", "value_dim": 8, "latent": True},
     "causal=False, all": {
         "causal": False,
         "scale": 0.4,
