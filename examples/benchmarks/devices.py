@@ -1,0 +1,239 @@
+"""What several devices gain: the same work on one of them and on all, in one run.
+
+    export PYTHONPATH=examples:. XLA_PYTHON_CLIENT_PREALLOCATE=false
+    python -m benchmarks.devices [-o docs/results] [-k attention]
+
+Heads are spread in "attention" and "decode loop" (serving/parallel.py), keys in "context"
+(examples/context_parallel.py). `--small` is for machines without GPUs: it shows that all of it
+runs, and its times mean nothing.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from serving.families.llama import Llama
+from serving.generation import Generation, decode_loop
+from serving.initial import init_params
+from serving.parallel import AXIS, EVERYWHERE, HEADS, PAGES, OverHeads, spec_of, start_over
+
+from pagedattn import (
+    AttentionSpec,
+    KVCache,
+    append_tokens,
+    make_batch,
+    merge_across,
+    paged_attention,
+)
+from pagedattn.ragged import cdiv
+
+LAYERS = 8  # calls of attention in one program
+STEPS = 10  # of the decode loop
+CALLS = 20
+BLOCK_SIZE = 16
+
+
+class Sizes(NamedTuple):
+    """Of a Llama, named as in its config.json."""
+
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    vocab_size: int
+
+    def model(self) -> Llama:
+        return Llama(**self._asdict(), max_position_embeddings=1 << 17)
+
+    @property
+    def block(self) -> tuple[int, int, int]:
+        return BLOCK_SIZE, self.num_key_value_heads, self.head_dim
+
+
+LLAMA_8B = Sizes(32, 8, 128, 4096, 14336, 32, 128256)
+SMALL = Sizes(8, 2, 16, 64, 128, 2, 256)
+
+
+def seconds_a_call(call: Callable) -> float:
+    """When calls are enqueued faster than the device computes them; the median of some."""
+    jax.block_until_ready(call())
+    times = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        for _ in range(CALLS):
+            result = call()
+        jax.block_until_ready(result)
+        times.append((time.perf_counter() - begin) / CALLS)
+    return statistics.median(times)
+
+
+def random_cache(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]) -> KVCache:
+    def make():
+        keys = jax.random.split(jax.random.key(0))
+        return KVCache(*(jax.random.normal(key, shape, jnp.bfloat16) for key in keys))
+
+    return jax.jit(make, out_shardings=NamedSharding(mesh, spec))()
+
+
+def shuffled(num_seqs: int, length: int):
+    """Decodes of sequences whose blocks lie anywhere in the cache."""
+    blocks = np.random.default_rng(0).permutation(num_seqs * cdiv(length, BLOCK_SIZE))
+    tables, ones = blocks.reshape(num_seqs, -1).tolist(), [1] * num_seqs
+    return make_batch(ones, [length - 1] * num_seqs, tables, block_size=BLOCK_SIZE)
+
+
+def layers_of(call: Callable) -> Callable:
+    """Calls of which each waits for the one before, as the layers of a model do."""
+
+    @jax.jit
+    def program(query, cache, batch):
+        for _ in range(LAYERS):
+            query, cache, batch = jax.lax.optimization_barrier((query, cache, batch))
+            query = call(query, cache, batch)
+        return query
+
+    return program
+
+
+def attention(mesh: Mesh, sizes: Sizes, num_seqs: int, length: int) -> float:
+    """Seconds of a layer's attention, its heads spread."""
+    cache = random_cache(mesh, PAGES, (num_seqs * cdiv(length, BLOCK_SIZE), *sizes.block))
+    return a_layer(mesh, sizes, num_seqs, length, cache, paged_attention, HEADS, PAGES)
+
+
+def context(mesh: Mesh, sizes: Sizes, num_seqs: int, length: int) -> float:
+    """Seconds of a layer's attention, the keys of each sequence spread."""
+    here, spread = cdiv(length, mesh.size), PartitionSpec(AXIS)
+    num_blocks = mesh.size * num_seqs * cdiv(here, BLOCK_SIZE)
+    cache = random_cache(mesh, spread, (num_blocks, *sizes.block))
+
+    def attend(query, cache, batch):
+        spec = AttentionSpec(causal=False)
+        return merge_across(*paged_attention(query, cache, batch, spec, return_lse=True), AXIS)[0]
+
+    return a_layer(mesh, sizes, num_seqs, here, cache, attend, EVERYWHERE, spread)
+
+
+def a_layer(mesh, sizes, num_seqs, length, cache, attend, heads, pages) -> float:
+    """Seconds of `attend` on decodes over so many keys a device, in a program of many layers."""
+    query = jnp.ones((num_seqs, sizes.num_attention_heads, sizes.head_dim), jnp.bfloat16)
+    ins = heads, pages, EVERYWHERE
+    program = layers_of(jax.shard_map(attend, mesh=mesh, in_specs=ins, out_specs=heads))
+    query = jax.device_put(query, NamedSharding(mesh, heads))
+    batch = jax.device_put(shuffled(num_seqs, length), NamedSharding(mesh, EVERYWHERE))
+    return seconds_a_call(lambda: program(query, cache, batch)) / LAYERS
+
+
+def loop(mesh: Mesh, sizes: Sizes, num_seqs: int, length: int) -> float:
+    """Seconds of a token of the whole model in one compiled program."""
+    model, params = made_on(mesh, sizes)
+    state = state_after(mesh, model, params, num_seqs, length, max_new_tokens=4 * STEPS)
+    run = partial(decode_loop, params, model, attend=OverHeads(mesh))
+    state = jax.block_until_ready(run(state, 0.0, STEPS))
+    begin = time.perf_counter()
+    jax.block_until_ready(run(state, 0.0, 2 * STEPS))
+    return (time.perf_counter() - begin) / (2 * STEPS)
+
+
+def made_on(mesh: Mesh, sizes: Sizes) -> tuple[Llama, dict]:
+    """A Llama of random weights, each made on the devices that hold it."""
+    model = sizes.model()
+    shapes = jax.eval_shape(partial(init_params, model), jax.random.key(0))
+
+    def place(path, leaf):
+        return NamedSharding(mesh, spec_of(path[-1].key))
+
+    def make(key, shapes, shardings):
+        def random(leaf, key):
+            return 0.02 * jax.random.normal(key, leaf.shape, jnp.bfloat16)
+
+        leaves, tree = jax.tree.flatten(shapes)
+        keys = jax.random.split(key, len(leaves))
+        program = jax.jit(
+            lambda keys: tree.unflatten(map(random, leaves, keys)), out_shardings=shardings
+        )
+        return program(keys)
+
+    shardings = jax.tree_util.tree_map_with_path(place, shapes)
+    layers = shapes.pop("layers")
+    keys = jax.random.split(jax.random.key(0), len(layers) + 1)
+    of_layers = shardings.pop("layers")
+    params = make(keys[0], shapes, shardings)
+    params["layers"] = [make(*each) for each in zip(keys[1:], layers, of_layers, strict=True)]
+    return model, params
+
+
+def state_after(mesh, model, params, num_seqs, length, max_new_tokens) -> Generation:
+    """Sequences of which all but the last token are cached, as random keys and values."""
+    prompts = [[1] * length] * num_seqs
+    sizes = {
+        "max_new_tokens": max_new_tokens,
+        "num_blocks": num_seqs * cdiv(length + max_new_tokens, BLOCK_SIZE),
+        "block_size": BLOCK_SIZE,
+    }
+    state = start_over(mesh, params, model, prompts, list(range(num_seqs)), **sizes)
+    grow = jax.jit(partial(append_tokens, max_new_tokens=length))
+    pool, _ = grow(state.pool, jnp.full(num_seqs, length - 1, jnp.int32))
+    shape = state.caches[0].key.shape
+    del state.caches[:]
+    caches = [random_cache(mesh, PAGES, shape) for _ in params["layers"]]
+    return replace(state, pool=pool, caches=caches)
+
+
+WORK = {
+    "attention": (attention, (64, 4096), (4, 64)),
+    "context": (context, (1, 1 << 20), (1, 1024)),
+    "decode loop": (loop, (64, 4096), (4, 64)),
+}
+
+
+def measured(names: list[str], small: bool) -> dict[str, dict[str, float]]:
+    """Seconds of each work on one device and on all."""
+    results = {}
+    for name in names:
+        work, *shapes = WORK[name]
+        num_seqs, length = shapes[small]
+        meshes = [Mesh(np.array(jax.devices()[:n]), AXIS) for n in (1, jax.device_count())]
+        one, all_ = (work(mesh, SMALL if small else LLAMA_8B, num_seqs, length) for mesh in meshes)
+        results[f"{name}, {num_seqs} x {length}"] = {"one": one, "all": all_}
+        print(
+            f"{name}: {one * 1e6:.1f} us on one, {all_ * 1e6:.1f} us on all, {one / all_:.2f}",
+            flush=True,
+        )
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("-o", "--out", type=Path, help="folder for the report")
+    parser.add_argument("-k", "--only", default="", help="work whose name contains this")
+    parser.add_argument("--small", action="store_true", help="sizes for a CPU")
+    arguments = parser.parse_args()
+    about = {
+        "device": jax.devices()[0].device_kind,
+        "devices": jax.device_count(),
+        "versions": {name: version(name) for name in ("jax", "jaxlib")},
+        "small": arguments.small,
+    }
+    print(about)
+    seconds = measured([name for name in WORK if arguments.only in name], arguments.small)
+    if arguments.out:
+        report = arguments.out / "devices.json"
+        report.write_text(json.dumps({"machine": about, "seconds": seconds}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""What options cost or gain on one GPU: eight bits, sinks, shared prefixes, latent caches.
+
+    export PYTHONPATH=examples:. XLA_PYTHON_CLIENT_PREALLOCATE=false
+    python -m benchmarks.options [-o docs/results]
+
+Each is a decode of 64 sequences in bfloat16 in `jax.jit`, beside the same without the option.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.devices import LAYERS, layers_of, seconds_a_call, shuffled
+from pagedattn import (
+    KVCache,
+    cascade_attention,
+    make_batch,
+    paged_attention,
+)
+
+SEQS, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 64, 4096, 32, 8, 128
+SHARED, OWN = 8192, 128
+LATENT, VALUES, LATENT_HEADS = 576, 512, 128
+
+
+class Timed(NamedTuple):
+    """Microseconds of a call, and the bytes of keys and values that it must read."""
+
+    microseconds: float
+    read: int
+
+
+def timed(call: Callable, query, cache, batch, num_keys: int) -> Timed:
+    program = layers_of(call)
+    seconds = seconds_a_call(lambda: program(query, cache, batch)) / LAYERS
+    slots = cache.num_blocks * cache.block_size
+    held = sum(plane.nbytes for plane in cache.planes)
+    return Timed(seconds * 1e6, held * num_keys // slots)
+
+
+def random_cache(num_blocks: int, dtype=jnp.bfloat16) -> KVCache:
+    @jax.jit
+    def make():
+        shape = num_blocks, 16, KV_HEADS, HEAD_DIM
+        keys = jax.random.split(jax.random.key(0))
+        return KVCache(*(jax.random.normal(key, shape).astype(dtype) for key in keys))
+
+    return make()
+
+
+def queries(heads: int = HEADS, size: int = HEAD_DIM):
+    return jax.random.normal(jax.random.key(1), (SEQS, heads, size), jnp.bfloat16)
+
+
+def decode(dtype) -> Timed:
+    cache = random_cache(SEQS * LENGTH // 16, dtype)
+    return timed(paged_attention, queries(), cache, shuffled(SEQS, LENGTH), SEQS * LENGTH)
+
+
+def sinks() -> Timed:
+    call = partial(paged_attention, sinks=jnp.zeros(HEADS, jnp.float32))
+    cache = random_cache(SEQS * LENGTH // 16)
+    return timed(call, queries(), cache, shuffled(SEQS, LENGTH), SEQS * LENGTH)
+
+
+def behind_prefix(call: Callable) -> Timed:
+    prefix, own = SHARED // 16, OWN // 16
+    tables = [
+        [*range(prefix), *range(prefix + i * own, prefix + i * own + own)] for i in range(SEQS)
+    ]
+    batch = make_batch([1] * SEQS, [SHARED + OWN - 1] * SEQS, tables, block_size=16)
+    cache = random_cache(prefix + SEQS * own)
+    return timed(call, queries(), cache, batch, SHARED + SEQS * OWN)
+
+
+def cascade(query, cache, batch):
+    return cascade_attention(query, cache, batch)[0]
+
+
+def latent(backend: str) -> Timed:
+    """A latent cache of which the first columns are the values; out is as narrow as they are."""
+    key = jax.random.normal(jax.random.key(0), (SEQS * LENGTH // 16, 16, 1, LATENT), jnp.bfloat16)
+    pad = [(0, 0), (0, 0), (0, LATENT - VALUES)]
+
+    def call(query, cache, batch):
+        return jnp.pad(paged_attention(query, cache, batch, backend=backend), pad)
+
+    cache = KVCache(key, None, value_dim=VALUES)
+    query = queries(LATENT_HEADS, LATENT)
+    return timed(call, query, cache, shuffled(SEQS, LENGTH), SEQS * LENGTH)
+
+
+WORK = {
+    "decode": partial(decode, jnp.bfloat16),
+    "decode, float8_e4m3fn": partial(decode, jnp.float8_e4m3fn),
+    "decode, float8_e5m2": partial(decode, jnp.float8_e5m2),
+    "decode, int8": partial(decode, jnp.int8),
+    "decode, sinks": sinks,
+    "shared prefix": partial(behind_prefix, paged_attention),
+    "shared prefix, cascade_attention": partial(behind_prefix, cascade),
+    "latent cache, sdpa": partial(latent, "sdpa"),
+    "latent cache, triton": partial(latent, "triton"),
+}
+
+
+def copy_speed() -> float:
+    """TB/s of a copy on the device, read and written."""
+    source = jnp.zeros(1 << 31, jnp.uint8)
+    copy = jax.jit(lambda x: x + jnp.uint8(1))
+    return 2 * source.nbytes / seconds_a_call(lambda: copy(source)) / 1e12
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("-o", "--out", type=Path, help="folder for the report")
+    parser.add_argument("-k", "--only", default="", help="work whose name contains this")
+    arguments = parser.parse_args()
+    names = [name for name in WORK if arguments.only in name]
+    about = {
+        "device": jax.devices()[0].device_kind,
+        "copy_tb_s": round(copy_speed(), 3),
+        "versions": {name: version(name) for name in ("jax", "jaxlib")},
+    }
+    print(about)
+    rows = {}
+    for name in names:
+        try:
+            rows[name] = WORK[name]()._asdict()
+        except Exception as error:
+            rows[name] = {"refused": str(error).partition("\n")[0]}
+        print(f"{name:34}{rows[name]}", flush=True)
+    if arguments.out:
+        report = {"machine": about, "work": rows}
+        (arguments.out / "options.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
