@@ -63,10 +63,10 @@ def _paragraph(text: str) -> str:
 
 
 def _aligned(rows: Table) -> str:
-    """Columns as wide as their widest entry; a widest column that does not fit is wrapped."""
+    """Columns as wide as their widest entry; where they do not fit, the widest are wrapped."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    widest = widths.index(max(widths))
-    widths[widest] = min(widths[widest], WIDTH - sum(widths) + widths[widest] - 2 * len(widths))
+    while sum(widths) + 2 * (len(widths) - 1) > WIDTH:
+        widths[widths.index(max(widths))] -= 1
     return "\n".join(line for row in rows for line in _lines(row, widths))
 
 

@@ -119,6 +119,7 @@ def plainly(problem):
     return attend
 
 
+@pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize("jit", [False, True])
 def test_gradients_are_those_of_the_plain_formula(backend, jit):
     """Of the query, and of the latents, which get them as keys and as values."""

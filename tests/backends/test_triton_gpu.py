@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases import SPECS, mixed
 
+import pagedattn_torch
 from pagedattn import AttentionSpec, KVCache, paged_attention
 from pagedattn.testing import (
     Problem,
@@ -26,7 +27,6 @@ from pagedattn_torch.arrays import batch_on
 if not torch.cuda.is_available() or jax.default_backend() != "gpu":
     pytest.skip("needs a CUDA device that both JAX and torch see", allow_module_level=True)
 
-backend = pytest.importorskip("pagedattn_torch.triton")
 PLAIN = AttentionSpec()
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
 
@@ -40,7 +40,10 @@ def tensor(array: np.ndarray) -> torch.Tensor:
 def call(problem: Problem, **changes):
     cache = KVCache(tensor(problem.key_cache), tensor(problem.value_cache))
     batch = dataclasses.replace(batch_on(batch_of(problem), "cuda"), **changes)
-    return tensor(problem.query), cache, batch, problem.spec, True
+    return tensor(problem.query), cache, batch, problem.spec
+
+
+by_triton = functools.partial(pagedattn_torch.paged_attention, backend="triton", return_lse=True)
 
 
 @pytest.mark.parametrize("jit", [True, False])
@@ -54,7 +57,7 @@ def test_every_feature_in_jax(jit):
 @pytest.mark.parametrize("name", SPECS)
 def test_every_feature_in_torch(name, max_query_len, dtype):
     problem = mixed(SPECS[name], dtype=dtype, max_query_len=max_query_len)
-    assert_attention_close(*backend.run(*call(problem)), problem)
+    assert_attention_close(*by_triton(*call(problem)), problem)
 
 
 @pytest.mark.parametrize("block_size", [1, 12, 128])
@@ -65,7 +68,7 @@ def test_sizes(query_lens, head_dim, block_size):
     spec = AttentionSpec(logits_soft_cap=20.0)
     sizes = {"head_dim": head_dim, "block_size": block_size, "dtype": ml_dtypes.bfloat16}
     problem = random_problem(query_lens, [900, 1, 333], spec, num_heads=14, **sizes)
-    assert_attention_close(*backend.run(*call(problem)), problem)
+    assert_attention_close(*by_triton(*call(problem)), problem)
 
 
 @pytest.mark.parametrize("spec", [PLAIN, AttentionSpec(sliding_window=100)])
@@ -79,13 +82,13 @@ def test_cuda_graph(spec):
     for table, problem in zip(tables, problems, strict=True):
         for row, ids in zip(table, problem.block_tables, strict=True):
             row[: len(ids)] = ids
-    query, cache, batch, _, _ = call(problems[0].replace(block_tables=tables[0]))
-    arrays = query, cache, batch, spec, True
-    backend.run(*arrays)
+    query, cache, batch, _ = call(problems[0].replace(block_tables=tables[0]))
+    arrays = query, cache, batch, spec
+    by_triton(*arrays)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = backend.run(*arrays)
+        results = by_triton(*arrays)
     for problem, table in zip(problems[::-1], tables[::-1], strict=True):
         query.copy_(tensor(problem.query))
         cache.key.copy_(tensor(problem.key_cache))
@@ -128,7 +131,7 @@ def test_inside_scan_and_grad():
 def test_a_cache_of_more_than_two_to_the_31_elements(query_lens):
     sizes = {"head_dim": 128, "num_kv_heads": 8, "num_heads": 16, "block_size": 16}
     problem = random_problem(query_lens, [700, 44], PLAIN, dtype=np.float16, **sizes)
-    query, cache, batch, spec, _ = call(problem)
+    query, cache, batch, spec = call(problem)
     far = (1 << 31) // cache.key[0].numel() + 5
     planes = []
     for plane in (cache.key, cache.value):
@@ -136,14 +139,14 @@ def test_a_cache_of_more_than_two_to_the_31_elements(query_lens):
         big[far:] = plane
         planes.append(big)
     moved = dataclasses.replace(batch, block_tables=batch.block_tables + far)
-    assert_attention_close(*backend.run(query, KVCache(*planes), moved, spec, True), problem)
+    assert_attention_close(*by_triton(query, KVCache(*planes), moved, spec), problem)
 
 
 @pytest.mark.parametrize("query_lens", [[1, 1, 1], [20, 1, 3]])
 def test_bad_values_stay_inside_the_arrays(query_lens):
     """The cache lies between guards of NaN; ids, lengths and starts are out of their range."""
     problem = random_problem(query_lens, [90, 50, 7], PLAIN, poison=None)
-    query, cache, batch, spec, _ = call(problem)
+    query, cache, batch, spec = call(problem)
     guarded = []
     for plane in (cache.key, cache.value):
         room = torch.full((3 * len(plane), *plane.shape[1:]), torch.nan, device="cuda")
@@ -153,21 +156,22 @@ def test_bad_values_stay_inside_the_arrays(query_lens):
     wild[:, ::2], wild[1] = len(cache.key), -3
     long = torch.full_like(batch.seq_lens, 10**6)
     bad = dataclasses.replace(batch, block_tables=wild, seq_lens=long)
-    out, lse = backend.run(query, KVCache(*guarded), bad, spec, True)
+    out, lse = by_triton(query, KVCache(*guarded), bad, spec)
     assert out.isfinite().all()
     assert lse.isfinite().all()
     starts = torch.tensor([-5, 30, 10**6, 7], dtype=torch.int32, device="cuda")
-    backend.run(query, KVCache(*guarded), dataclasses.replace(bad, query_start_loc=starts), spec, 1)
+    by_triton(query, KVCache(*guarded), dataclasses.replace(bad, query_start_loc=starts), spec)
     torch.cuda.synchronize()
 
 
 def test_new_sizes_do_not_recompile():
     def compiled():
-        kernel = backend.attention_kernel
+        from pagedattn.kernels.attention import attention_kernel as kernel
+
         return sum(len(cache[0]) for cache in kernel.device_caches.values())
 
     def decode(lens, **sizes):
-        backend.run(*call(random_problem([1] * len(lens), lens, PLAIN, max_query_len=1, **sizes)))
+        by_triton(*call(random_problem([1] * len(lens), lens, PLAIN, max_query_len=1, **sizes)))
 
     decode([100, 30, 9])
     before = compiled()

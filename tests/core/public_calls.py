@@ -24,9 +24,14 @@ def pool():
     return pa.hold_blocks(grown, grown.block_tables[0, :1])
 
 
-@functools.cache
 def shared():
-    """What does not change: JAX arrays."""
+    """What does not change: JAX arrays, where new ones lie (see conftest's `on_cpu`)."""
+    return shared_on(jax.config.jax_default_device)
+
+
+@functools.cache
+def shared_on(device):
+    del device
     query, cache, batch, spec = good_call()
     return {"query": query, "cache": cache, "batch": batch, "spec": spec}
 

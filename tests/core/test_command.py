@@ -127,3 +127,11 @@ def test_strategies_say_what_to_install():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("BackendUnavailableError")
     assert "pip install 'pagedattn[testing]'" in done.stdout
+
+
+def test_a_table_of_many_columns_fits():
+    """As on a machine with a GPU, whose backends are more."""
+    rows = [[f"{'a long word ' * n}{i}" for i, n in enumerate((1, 5, 9, 1, 3))]] * 2
+    lines = text.plain([rows]).splitlines()
+    assert max(map(len, lines)) <= text.WIDTH
+    assert " ".join(lines).count("long") == 2 * 19

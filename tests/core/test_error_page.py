@@ -42,6 +42,7 @@ def test_the_page_is_current():
     assert (DOCS / "errors.md").read_text() == error_page.page(), "run: python docs/error_page.py"
 
 
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("name", CALLS)
 def test_what_bad_calls_raise_stands_on_the_page(name):
     templates = re.findall(r"^- `` (.*) ``  $", (DOCS / "errors.md").read_text(), re.MULTILINE)

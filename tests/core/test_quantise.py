@@ -71,7 +71,7 @@ def test_a_write_rounds_to_the_nearest_and_saturates(way, scale, cache_dtype, dt
     if way == "torch":
         key_, cache = tensors((jnp.asarray(key), cache))
         written = write_kv_(cache, key_, key_, torch.from_numpy(slots))
-        planes = [plane.float().numpy() for plane in (written.key, written.value)]
+        planes = [plane.float().cpu().numpy() for plane in (written.key, written.value)]
     else:
         write = jax.jit(write_kv) if way == "jit" else write_kv
         written = write(cache, jnp.asarray(key), jnp.asarray(key), slots)
@@ -109,12 +109,13 @@ def test_blocks_are_copied_bit_for_bit_with_their_scales(cache_dtype):
     assert copied.value_scale is cache.value_scale
     other = tensors(cache)
     copy_blocks_(other, torch.tensor([0, 1]), torch.tensor([1, 2]))
-    same(other.key.float(), copied.key)
+    same(other.key.float().cpu(), copied.key)
     swapped = swap_blocks(cache, fill_blocks(cache, jnp.arange(3)), jnp.array([2]), jnp.array([0]))
     assert (np.asarray(swapped.key)[0] == want[2]).all()
     assert swapped.value_scale is cache.value_scale
 
 
+@pytest.mark.usefixtures("on_cpu")  # on a GPU nothing waits to read scales
 def test_caches_of_other_scales_do_not_swap():
     ids = jnp.array([0])
     others = empty("int8", 2.0, 1.0), empty("int8", [1.0, 1.0], 1.0)

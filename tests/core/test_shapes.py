@@ -70,7 +70,18 @@ def _overlap(name: str, other: str) -> bool:
 def run_hooked(*arguments) -> subprocess.CompletedProcess:
     """pytest under the hook, which conftest.py spares the tests of errors."""
     option = f"--jaxtyping-packages={','.join([*modules(), 'test_shapes.checked'])}"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", option]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:benchmark",
+        option,
+    ]
     # beartype looks at one entry of a list, chosen at random: inside Hypothesis' strategies, too.
     command += ["-W", "ignore:Do not use the `random` module", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", reason="transformers is missing")
+transformers = pytest.importorskip("transformers", minversion="5.23")
 
 from transformers import ContinuousBatchingConfig, GenerationConfig  # noqa: E402
 from transformers.generation.continuous_batching.cache import PagedAttentionCache  # noqa: E402

@@ -45,6 +45,7 @@ def test_of_prompts_chunks_and_decodes(monkeypatch, lens, hidden):
     assert_attention_close(layer.forward(*step), None, problem)
 
 
+@pytest.mark.usefixtures("on_cpu")
 def test_what_is_got_can_be_set():
     problem = mixed(SPECS["all"], pad_tokens=None)
     layer, step = layer_of(problem), step_of(problem)
@@ -89,6 +90,7 @@ def test_parts_of_the_metadata_have_theirs():
     assert meta.decode_metadata.attn_bias == biases[1:]
 
 
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(
     "biases", [[torch.zeros(3, 3)], [torch.zeros(3, 3), torch.zeros(1, 8)], [None, None],
                [torch.zeros(3, 3).int()] * 2, [torch.zeros(3, 3, 3)] * 2],

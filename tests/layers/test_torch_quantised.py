@@ -35,7 +35,7 @@ def quantised_step(name, lens=([6, 7, 1, 4], [6, 19, 22, 5]), bytes_=False):
     step = step_of(problem)
     planes = [
         written(np.nan_to_num(plane), scale, name)
-        for plane, scale in zip(step.kv_cache.numpy(), SCALES.values(), strict=True)
+        for plane, scale in zip(step.kv_cache.cpu().numpy(), SCALES.values(), strict=True)
     ]
     cache = torch.from_numpy(np.stack(planes).view(np.uint8))
     cache = cache if bytes_ else cache.view(DTYPES[name])
@@ -43,7 +43,7 @@ def quantised_step(name, lens=([6, 7, 1, 4], [6, 19, 22, 5]), bytes_=False):
         key_cache=held(problem.key_cache, SCALES["k_scale"], name),
         value_cache=held(problem.value_cache, SCALES["v_scale"], name),
     )
-    return step._replace(kv_cache=cache), old
+    return step._replace(kv_cache=cache.to(step.query.device)), old
 
 
 @pytest.mark.parametrize("bytes_", [False, True])
@@ -54,10 +54,10 @@ def test_writes_and_reads(name, bytes_):
     layer = layer_of(problem, kv_cache_dtype=name)
     got = layer.forward(*step, **SCALES)
     assert_attention_close(got, None, problem)
-    want = written(step.key.numpy(), SCALES["k_scale"], name)
+    want = written(step.key.cpu().numpy(), SCALES["k_scale"], name)
     slots = batch_of(problem).slot_mapping
     flat = step.kv_cache[0].flatten(0, 1).view(torch.uint8)[torch.tensor(slots.tolist())]
-    assert (flat.numpy() == want.view(np.uint8)).all()
+    assert (flat.cpu().numpy() == want.view(np.uint8)).all()
 
 
 @pytest.mark.parametrize("how", ["numbers", "tensors", "the layer's"])

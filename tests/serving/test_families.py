@@ -24,7 +24,7 @@ from tiny import greedy_completions, serve
 from pagedattn import available_backends
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", minversion="5.23")
 ROPE_INIT_FUNCTIONS = pytest.importorskip("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
 
 pytestmark = pytest.mark.usefixtures("exact_products")
