@@ -21,7 +21,8 @@ from .state import merge_states
 def cascade_attention(
     query: Query,
     cache: KVCache,
-    batch: BatchMetadata,
+    prefix: BatchMetadata,
+    rest: BatchMetadata,
     spec: AttentionSpec = AttentionSpec(),
     *,
     backend: str | Backend | None = None,
@@ -30,13 +31,14 @@ def cascade_attention(
     """`paged_attention`, which reads the blocks that all sequences begin with only once.
 
     For 64 sequences behind one system prompt the prompt's keys are read once instead of 64 times.
-    The shared blocks are found in the batch's tables (`split_prefix`), so nothing is traced anew
-    when their number changes; where there are none, it costs a call more.
+    Nothing is traced anew when the number of shared blocks changes; where there are none, it costs
+    a call more.
 
     Args:
+      query, cache, spec, sinks: as in `paged_attention`.
+      prefix, rest: the batch as `split_prefix` cuts it: once a step, for all layers.
       backend: runs both parts: all tokens as the queries of one sequence over the shared blocks,
         and the rest of each sequence.
-      query, cache, batch, spec, sinks: as in `paged_attention`.
 
     Returns:
       out and lse, as `paged_attention(..., return_lse=True)` to rounding.
@@ -48,13 +50,13 @@ def cascade_attention(
     >>> from pagedattn import init_kv_cache, make_batch
     >>> cache = init_kv_cache(3, 4, 1, 8, jnp.float32)
     >>> batch = make_batch([1, 1], [4, 6], [[0, 1], [0, 2]], block_size=4)
-    >>> out, lse = cascade_attention(jnp.ones((2, 2, 8)), cache, batch, backend="xla")
+    >>> query, parts = jnp.ones((2, 2, 8)), split_prefix(batch)
+    >>> out, lse = cascade_attention(query, cache, *parts, backend="xla")
     >>> out.shape, lse.shape
     ((2, 2, 8), (2, 2))
     """
-    validate.attention(query, cache, batch, spec, True)
+    validate.attention(query, cache, rest, spec, True)
     _require_shared_view(spec)
-    prefix, rest = split_prefix(batch)
     whole = replace(spec, causal=False)  # every query stands behind the prefix
     of_prefix = paged_attention(query, cache, prefix, whole, backend=backend, return_lse=True)
     options = {"backend": backend, "sinks": sinks}
@@ -67,9 +69,7 @@ def split_prefix(batch: BatchMetadata) -> tuple[BatchMetadata, BatchMetadata]:
     """A batch as two: over the blocks that all its sequences begin with, and over what follows.
 
     Shared is what the tables begin with alike, in whole blocks that lie before every new token;
-    sequences without new tokens are not asked. For causal attention over the first with
-    `causal=False` and over the second as it is, joined by `merge_states`. Usable in jit; layers of
-    one step can share it.
+    sequences without new tokens are not asked. For `cascade_attention`; usable in jit.
 
     Returns:
       prefix: one sequence that brings all tokens, over the shared blocks.

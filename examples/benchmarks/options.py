@@ -37,8 +37,10 @@ class Timed(NamedTuple):
     read: int
 
 
-def timed(call: Callable, query, cache, batch, num_keys: int) -> Timed:
-    program = layers_of(call)
+def timed(call: Callable, query, cache, batch, num_keys: int, prepare=lambda batch: batch) -> Timed:
+    """`prepare` makes of a batch, once for all layers, what the call is given."""
+    layers = layers_of(call)
+    program = jax.jit(lambda query, cache, batch: layers(query, cache, prepare(batch)))
     seconds = seconds_a_call(lambda: program(query, cache, batch)) / LAYERS
     slots = cache.num_blocks * cache.block_size
     held = sum(plane.nbytes for plane in cache.planes)
@@ -70,18 +72,18 @@ def sinks() -> Timed:
     return timed(call, queries(), cache, shuffled(SEQS, LENGTH), SEQS * LENGTH)
 
 
-def behind_prefix(call: Callable) -> Timed:
+def behind_prefix(call: Callable, **options) -> Timed:
     prefix, own = SHARED // 16, OWN // 16
     tables = [
         [*range(prefix), *range(prefix + i * own, prefix + i * own + own)] for i in range(SEQS)
     ]
     batch = make_batch([1] * SEQS, [SHARED + OWN - 1] * SEQS, tables, block_size=16)
     cache = random_cache(prefix + SEQS * own)
-    return timed(call, queries(), cache, batch, SHARED + SEQS * OWN)
+    return timed(call, queries(), cache, batch, SHARED + SEQS * OWN, **options)
 
 
 def cascade(query, cache, batch):
-    return cascade_attention(query, cache, batch)[0]
+    return cascade_attention(query, cache, *batch)[0]
 
 
 def latent(backend: str) -> Timed:
@@ -104,7 +106,7 @@ WORK = {
     "decode, int8": partial(decode, jnp.int8),
     "decode, sinks": sinks,
     "shared prefix": partial(behind_prefix, paged_attention),
-    "shared prefix, cascade_attention": partial(behind_prefix, cascade),
+    "shared prefix, cascade_attention": partial(behind_prefix, cascade, prepare=split_prefix),
     "latent cache, sdpa": partial(latent, "sdpa"),
     "latent cache, triton": partial(latent, "triton"),
 }

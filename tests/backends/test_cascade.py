@@ -14,8 +14,6 @@ from pagedattn import (
     UnsupportedError,
     cascade_attention,
     make_batch,
-    merge_states,
-    paged_attention,
     split_prefix,
 )
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
@@ -64,7 +62,8 @@ def attend(problem, backend, mode):
     batch = batch_of(problem)
 
     def call(query, cache, batch, sinks):
-        return cascade_attention(query, cache, batch, problem.spec, backend=backend, sinks=sinks)
+        parts = split_prefix(batch)
+        return cascade_attention(query, cache, *parts, problem.spec, backend=backend, sinks=sinks)
 
     call = jax.jit(call) if mode == "jit" else call
     sinks = None if problem.sinks is None else jnp.asarray(problem.sinks)
@@ -92,7 +91,7 @@ def test_one_trace_for_any_number_of_shared_blocks():
     @jax.jit
     def call(query, cache, batch):
         traces.append(1)
-        return cascade_attention(query, cache, batch, backend="xla")
+        return cascade_attention(query, cache, *split_prefix(batch), backend="xla")
 
     for count in range(SHARED + 1):
         changed = shared(*BATCHES["decode"], shared_blocks=count)
@@ -121,22 +120,9 @@ def test_what_is_shared():
 def test_no_sequences_and_no_blocks():
     batch = make_batch([], [], [], block_size=4, pad_tokens=2)
     cache = cache_of(shared(*BATCHES["decode"]))
-    out, lse = cascade_attention(jnp.ones((2, 4, 16)), cache, batch)
+    out, lse = cascade_attention(jnp.ones((2, 4, 16)), cache, *split_prefix(batch))
     assert not out.any()
     assert jnp.isneginf(lse).all()
-
-
-def test_layers_share_a_split():
-    """The two parts by hand, as a model with many layers calls them."""
-    problem = shared(*BATCHES["decode"])
-    query, cache = jnp.asarray(problem.query), cache_of(problem)
-    prefix, rest = split_prefix(batch_of(problem))
-    parts = (
-        paged_attention(query, cache, part, AttentionSpec(causal=causal), return_lse=True)
-        for part, causal in ((prefix, False), (rest, True))
-    )
-    first, second = parts
-    assert_attention_close(*merge_states(*first, *second), problem)
 
 
 @pytest.mark.parametrize("name", ["sliding_window", "alibi_slopes"])

@@ -98,6 +98,12 @@ def attend_to_latents():
     return pa.paged_attention, {**shared(), "cache": cache, "backend": "xla"}
 
 
+def cascade():
+    given = dict(shared())
+    parts = dict(zip(("prefix", "rest"), pa.split_prefix(given.pop("batch")), strict=True))
+    return given | parts | {"backend": "xla"}
+
+
 def pooled(function, **arguments):
     return lambda: (function, {"pool": pool(), **arguments})
 
@@ -179,7 +185,7 @@ CORE = {
     "paged_attention by any": attend(None),
     "ragged_attention": lambda: (pa.ragged_attention, ragged_arguments()),
     "explain": lambda: (pa.explain, {**shared(), "return_lse": False}),
-    "cascade_attention": lambda: (pa.cascade_attention, {**shared(), "backend": "xla"}),
+    "cascade_attention": lambda: (pa.cascade_attention, cascade()),
     "split_prefix": lambda: (pa.split_prefix, {"batch": shared()["batch"]}),
     "merge_states": lambda: (pa.merge_states, state()),
     "merge_across": lambda: (across, {"out": jnp.ones((2, 3)), "lse": jnp.zeros(2), "axis": "x"}),

@@ -46,7 +46,7 @@ FUNCTIONS = {
             "query key value query_start_loc key_start_loc spec",
             "max_query_len max_key_len backend return_lse sinks bias",
         ),
-        "cascade_attention": ("query cache batch spec", "backend sinks"),
+        "cascade_attention": ("query cache prefix rest spec", "backend sinks"),
         "split_prefix": ("batch", ""),
         "merge_states": ("out_a lse_a out_b lse_b", ""),
         "merge_across": ("out lse axis_name", ""),
