@@ -10,6 +10,8 @@ from .call import Call as Call
 
 # Options that `around` does for a backend without them, and what the backend must honour for that.
 AROUND = {"sinks": "return_lse"}
+# How a reason ends that only says that a backend knows nothing of an option.
+LACKS = "does not have it"
 
 
 def _nothing(*_) -> list[str]:
@@ -64,7 +66,7 @@ class Backend:
         """The reasons why it cannot run a call, options that it does not know first of all."""
         unknown = [option for option in call.asked if self._lacks(option)]
         if unknown:
-            return [f"{option}: {self.name} does not have it" for option in unknown]
+            return [f"{option}: {self.name} {LACKS}" for option in unknown]
         return self.refusals(self.own(call))
 
     def why_passed_over(self, call: Call) -> list[str]:

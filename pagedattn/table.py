@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from .attention import explain
+from .backend import LACKS
 from .cache import KVCache
 from .features import ATTENTION_TYPES, DTYPES, OPTIONS, PHASES, arrays_of, cache_of, spec_of
 from .make_batch import make_batch
@@ -123,13 +124,14 @@ def grouped(cells: Sequence[Cell]) -> tuple[list[tuple[str, ...]], dict[str, int
     """The table for a screen: rows of texts with a heading, and the numbers of the reasons.
 
     Features with the same answers share a row, and backends that refuse everything have no column.
-    An answer names the types of attention that a feature works in, where it does not in all.
+    A feature works partly where some types of attention are refused. That a backend knows nothing
+    of an option is no reason with a number.
 
     >>> rows, notes = grouped([Cell(request("lse", "decoder"), "xla", []),
     ...                        Cell(request("lse", "encoder"), "xla", ["no time"]),
     ...                        Cell(request("lse", "decoder"), "ipex", ["no lse"])])
     >>> rows, notes
-    ([('feature', 'xla'), ('lse', 'decoder, else 1')], {'no time': 1})
+    ([('feature', 'xla'), ('lse', 'partly 1')], {'no time': 1})
     """
     backends = [*dict.fromkeys(cell.backend for cell in cells if not cell.reasons)]
     notes: dict[str, int] = {}
@@ -144,9 +146,10 @@ def grouped(cells: Sequence[Cell]) -> tuple[list[tuple[str, ...]], dict[str, int
 
 def _answer(cells: Sequence[Cell], notes: dict[str, int]) -> str:
     """What one backend answers for one feature."""
-    works = [cell.request.attn_type for cell in cells if not cell.reasons]
-    reasons = {reason: None for cell in cells for reason in cell.reasons}
-    numbers = ",".join(str(notes.setdefault(reason, len(notes) + 1)) for reason in reasons)
-    if not numbers:
+    refused = [cell for cell in cells if cell.reasons]
+    if not refused:
         return "yes"
-    return f"{', '.join(works)}, else {numbers}" if works else f"no {numbers}"
+    reasons = {reason: None for cell in refused for reason in cell.reasons}
+    told = [reason for reason in reasons if not reason.endswith(LACKS)]
+    numbers = ",".join(str(notes.setdefault(reason, len(notes) + 1)) for reason in told)
+    return f"{'no' if len(refused) == len(cells) else 'partly'} {numbers}".strip()

@@ -8,7 +8,7 @@ from ..features import ATTENTION_TYPES
 
 Table = list[Sequence[str]]  # rows, the heading first
 WIDTH = 79
-TYPES = f"Attention of each type ({', '.join(ATTENTION_TYPES)}) unless some are named."
+TYPES = f"Attention of each type ({', '.join(ATTENTION_TYPES)}); partly: not of all."
 
 
 def parts(found: dict[str, Any]) -> list[str | Table]:

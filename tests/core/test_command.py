@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 
+import jax
 import pytest
 
 pytest.importorskip("rich")
@@ -45,6 +46,8 @@ def test_it_fits_a_screen(printed):
 @pytest.mark.parametrize("without", ["rich", "torch"])
 def test_commands_to_install_keep_their_brackets(without):
     missing = {"rich": "ipex", "torch": "torch"}[without]
+    if missing == "ipex" and jax.default_backend() == "gpu":
+        pytest.skip("no command would make ipex run on it")
     assert f"'pagedattn[{missing}]'" in run_without(without).stdout.split()
 
 

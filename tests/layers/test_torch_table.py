@@ -178,7 +178,7 @@ def test_notes_are_shared_and_numbered():
             Cell(asked, "c", ["y"]),
         ]
     )
-    assert rows == [("feature", "a", "b"), ("lse", "encoder, else 1,2", "yes")]
+    assert rows == [("feature", "a", "b"), ("lse", "partly 1,2", "yes")]
     assert notes == {"x": 1, "y": 2}
 
 
