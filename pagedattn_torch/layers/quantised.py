@@ -1,6 +1,7 @@
 """Quantised caches of layers: what engines call their dtypes, and the scales of a call."""
 
 import functools
+import math
 
 import numpy as np
 import torch
@@ -52,10 +53,15 @@ def like_cache(packed: KVCache, cache: KVCache | None) -> KVCache:
 
 
 def _scale(name, scale, device) -> Tensor:
-    if isinstance(scale, Tensor):
+    if isinstance(scale, Tensor) and scale.device == device:
         return scale.reshape(()) if scale.numel() == 1 else scale
+    if isinstance(scale, Tensor):
+        one = scale.device.type == "cpu" and scale.numel() == 1
+        require(one, f"{name} must lie on the cache's {device}, got a tensor on {scale.device}")
+        scale = scale.item()
     if not isinstance(scale, float | int | np.number):
         raise InvalidInputError(f"{name} must be a number or a tensor, got {shown(scale)}")
+    require(0 < scale < math.inf, f"{name} must be positive and finite, got {scale}")
     return _on_device(float(scale), device)
 
 
