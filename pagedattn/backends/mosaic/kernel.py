@@ -145,24 +145,17 @@ class Job(NamedTuple):
 def tiles_of_program(shape: Shape, programs: int, me, arrays: Arrays, begin, visit):
     """Visits the tiles of this program: back and forth over all, so that long ones are shared.
 
-    Each program begins elsewhere in its list: while some wait for the memory, as in decodes, others
-    multiply.
-
     `begin(job)` gives what the first visit starts with, `visit(job, following, has_next, started)`
     what the next one does.
     """
     total = arrays.count[0] * shape.num_kv_heads
 
-    def of_round(number):
-        column = jnp.where(lax.rem(number, 2) == 0, me, programs - 1 - me)
-        return number * programs + column
+    def nth(index):
+        column = jnp.where(lax.rem(index, 2) == 0, me, programs - 1 - me)
+        return index * programs + column
 
     rounds = cdiv(total, programs)
-    rounds = jnp.where(of_round(rounds - 1) < total, rounds, rounds - 1)
-    first_round = lax.div(me * rounds, jnp.int32(programs))
-
-    def nth(index):
-        return of_round(lax.rem(index + first_round, jnp.maximum(rounds, 1)))
+    rounds = jnp.where(nth(rounds - 1) < total, rounds, rounds - 1)
 
     def look_up(index):
         row = lax.div(nth(index), jnp.int32(shape.num_kv_heads))
