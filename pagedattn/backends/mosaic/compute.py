@@ -14,8 +14,7 @@ from jax import lax
 from . import scores
 from .results import store
 from .scores import LAYOUT, Softmax
-from .shape import UNIT, WARPGROUP, Shape
-from .tiles import num_units
+from .shape import WARPGROUP, Shape
 
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
@@ -89,27 +88,6 @@ class Walk:
         """The results of all steps, but for the values of the last."""
         size = (WARPGROUP, self.shape.head_dim)
         carry = plgpu.layout_cast(jnp.zeros(size, jnp.float32), LAYOUT), state, weights
-        return lax.cond(self.has_rows(), lambda: self.steps(carry), lambda: self.pass_steps(carry))
-
-    def has_rows(self):
-        """Whether the tile has rows for this warpgroup: a decode leaves the second without."""
-        tile, first = self.job.tile, self.warpgroup * (WARPGROUP // UNIT)
-        return tile.first_unit + first < num_units(self.shape, tile.query_len)
-
-    def pass_steps(self, carry):
-        """Leaves the matrix unit to the other warpgroup."""
-
-        def step(step, _):
-            self.await_keys_and_turn(step)
-            self.pass_turn()
-            plgpu.barrier_wait(self.barriers.value_full.at[self.value_slot(step - 1)])
-            plgpu.barrier_arrive(self.barriers.key_free.at[self.key_slot(step)])
-            plgpu.barrier_arrive(self.barriers.value_free.at[self.value_slot(step - 1)])
-
-        lax.fori_loop(1, self.blocks.count, step, None)
-        return carry
-
-    def steps(self, carry):
         begin = jnp.int32(1)
         for end, masked in self.stretches():
             step = functools.partial(self.step, masked=masked)
