@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-import torch
 from torch.utils.dlpack import from_dlpack
 
 from pagedattn import BackendUnavailableError
@@ -84,6 +83,7 @@ def torch_call(
     >>> twice = torch_call(lambda x: x * 2, jax.ShapeDtypeStruct((3,), jnp.float32))
     >>> jax.jit(twice)(jnp.arange(3.0)).tolist()
     [0.0, 2.0, 4.0]
+    >>> import torch
     >>> add = torch_call(torch.add, jax.ShapeDtypeStruct((3,), jnp.float32), takes_out=True)
     >>> add(jnp.arange(3.0), jnp.ones(3)).tolist()
     [1.0, 2.0, 3.0]
