@@ -47,6 +47,8 @@ class Backend:
         returns the array; rows whose index is out of range are dropped. None if it has no such way.
       takes_out: whether `run` takes the keyword `out`: memory for the results, out and lse (None
         unless `call.return_lse`), which it may fill and return in place of memory of its own.
+      plans_any: whether `plan` takes arrays of any framework. For a torch backend that JAX calls,
+        XLA then computes it, once for all layers of a program.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Backend:
     before: str | None = None
     set_rows: Callable[..., Any] | None = None
     takes_out: bool = False
+    plans_any: bool = False
 
     def __str__(self) -> str:
         return self.name

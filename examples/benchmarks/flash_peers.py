@@ -69,7 +69,7 @@ def _paged(case: Case, block_size: int | None) -> list[Paged]:
     """The table sets of a case, in blocks of its own size or copied to those of another."""
     if block_size is None:
         tables = [batch.block_tables.clamp(min=0) for batch in case.batches]
-        parts = [(case.cache.key, case.cache.value, part) for part in tables]
+        parts = [(*case.cache.planes, part) for part in tables]
     else:
         parts = [
             _copied(case, batch.block_tables.clamp(min=0), block_size) for batch in case.batches

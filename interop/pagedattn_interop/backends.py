@@ -82,8 +82,9 @@ def _too_little_work(call: Call) -> list[str]:
 
 
 def _by_xla(backend, call: Call, arrays):
-    query = arrays[0]
-    leaves, treedef = jax.tree.flatten(arrays)
+    query, cache, batch, options = arrays
+    plan = backend.plan(call, batch) if backend.plans_any else batch
+    leaves, treedef = jax.tree.flatten((query, cache, plan, options))
     outs = [jax.ShapeDtypeStruct(call.out_shape, query.dtype)]
     if call.return_lse:
         outs.append(jax.ShapeDtypeStruct(call.lse_shape, jnp.float32))
@@ -101,8 +102,9 @@ class _Attend:
     call: Call
 
     def __call__(self, *leaves, out=None):
-        query, cache, batch, options = jax.tree.unflatten(self.treedef, leaves)
-        plan = self.backend.plan(self.call, batch)
+        query, cache, plan, options = jax.tree.unflatten(self.treedef, leaves)
+        if not self.backend.plans_any:
+            plan = self.backend.plan(self.call, plan)
         if out is not None:
             options["out"] = (*out, None)[:2]
         out, lse = self.backend.run(self.call, query, cache, plan, **options)

@@ -159,6 +159,20 @@ def test_garbage_in_a_batch_leads_nowhere(stand_in):
     assert len(stand_in.seen) == 24
 
 
+@pytest.mark.parametrize("block_size", [4, 128])
+@pytest.mark.parametrize("name", ["plain", "sliding_window", "two-sided window"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_xla_and_torch_plan_alike(phase, name, block_size):
+    problem = problem_of(phase, FLASH_SPECS[name], block_size=block_size)
+    query, cache, batch = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
+    call = call_of(query, cache, batch, problem.spec)
+    by_xla = flash.plan(call, batch)
+    for got, want in zip(by_xla, flash.plan(call, to_torch(batch)), strict=True):
+        assert got.dtype == jnp.int32
+        assert want.dtype is torch.int32
+        np.testing.assert_array_equal(got, want)
+
+
 def on_a_cpu(name):
     """The backend for JAX arrays, said to run on a CPU."""
     return bridged(dataclasses.replace(flash.BACKEND, name=name, missing=list))

@@ -14,20 +14,19 @@ their source, is kept from them:
 - Head sizes whose rows do not divide a tile would be loaded past it. They are refused.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.functional import pad
 
 from pagedattn import KVCache
 from pagedattn.backend import Backend
 from pagedattn.batch import Sequences
 from pagedattn.call import Call
-from pagedattn.ragged import arange
+from pagedattn.integers import rising
+from pagedattn.ragged import arange, namespace
 
-from ...arrays import rising
 from ...rectangles import first_keys
 from .forward import forward, why_unusable
 
@@ -41,9 +40,9 @@ SHORT = 64  # no tile has fewer keys
 class Plan(NamedTuple):
     """What the layers of a step share; the last sequence is the padding, which has no keys."""
 
-    starts: Int[Tensor, "num_seqs_plus_2"]
-    lens: Int[Tensor, "num_seqs_plus_1"]
-    tables: Int[Tensor, "num_seqs_plus_1 pages"]
+    starts: Int[Any, "num_seqs_plus_2"]
+    lens: Int[Any, "num_seqs_plus_1"]
+    tables: Int[Any, "num_seqs_plus_1 pages"]
 
 
 def refusals(call: Call) -> list[str]:
@@ -97,40 +96,42 @@ def page_size(call: Call) -> int:
 
 
 def plan(call: Call, batch: Sequences) -> Plan:
+    """Of arrays of any framework."""
     # Inside jit nobody has checked the batch: nothing in it may lead out of the arrays.
-    starts = rising(batch.query_start_loc.clamp(0, call.num_tokens))
-    lens = batch.seq_lens.clamp(0, call.capacity)
+    starts = rising(_clipped(batch.query_start_loc, call.num_tokens))
+    lens = _clipped(batch.seq_lens, call.capacity)
     if call.window is None:
         tables = _pages(call, batch)
     else:
-        first = first_keys(call, batch).clamp(max=call.capacity)
+        first = _clipped(first_keys(call, batch), call.capacity)
         tables = _slots(call, batch, first)
-        lens = (lens - first).clamp(0, tables.shape[1])
-    return Plan(
-        pad(starts, (0, 1), value=call.num_tokens), pad(lens, (0, 1)), pad(tables, (0, 0, 0, 1))
-    )
+        lens = _clipped(lens - first, tables.shape[1])
+    join = namespace(lens).concatenate
+    padding = starts[:1] * 0 + call.num_tokens, lens[:1] * 0, tables[:1]
+    return Plan(*(join(pair) for pair in zip((starts, lens, tables), padding, strict=True)))
 
 
-def _pages(call: Call, batch: Sequences) -> Int[Tensor, "num_seqs pages"]:
+def _pages(call: Call, batch: Sequences) -> Int[Any, "num_seqs pages"]:
     """The pages of each sequence's blocks."""
-    blocks, parts = _known(call, batch.block_tables), call.block_size // page_size(call)
+    blocks = _clipped(batch.block_tables, call.num_blocks - 1)
+    parts = call.block_size // page_size(call)
     if parts == 1:
         return blocks
-    return (blocks[..., None] * parts + arange(parts, blocks)).flatten(1)
+    return (blocks[..., None] * parts + arange(parts, blocks)).reshape(call.num_seqs, -1)
 
 
 def _slots(
-    call: Call, batch: Sequences, first: Int[Tensor, "num_seqs"]
-) -> Int[Tensor, "num_seqs {call.max_keys}"]:
+    call: Call, batch: Sequences, first: Int[Any, "num_seqs"]
+) -> Int[Any, "num_seqs {call.max_keys}"]:
     """The slots of each sequence's keys, from the first that a query sees."""
     numbers = first[:, None] + arange(call.max_keys, first)
-    columns = (numbers // call.block_size).clamp(max=call.max_blocks - 1)
-    blocks = _known(call, batch.block_tables.gather(1, columns.long()))
-    return blocks * call.block_size + numbers % call.block_size
+    columns = _clipped(numbers // call.block_size, call.max_blocks - 1)
+    blocks = batch.block_tables[arange(call.num_seqs, first)[:, None], columns]
+    return _clipped(blocks, call.num_blocks - 1) * call.block_size + numbers % call.block_size
 
 
-def _known(call: Call, blocks: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
-    return blocks.clamp(0, call.num_blocks - 1)
+def _clipped(numbers: Int[Any, "*n"], most: int) -> Int[Any, "*n"]:
+    return namespace(numbers).clip(numbers, 0, most)
 
 
 def run(
@@ -179,4 +180,5 @@ BACKEND = Backend(
     plan=plan,
     missing=lambda: why_unusable(),
     takes_out=True,
+    plans_any=True,
 )
