@@ -1,5 +1,6 @@
 """torch_call with takes_out: torch writes its results into XLA's own buffers."""
 
+import dataclasses
 import functools
 import time
 
@@ -8,9 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from cases import good_call
 from hypothesis import given
 from hypothesis import strategies as st
 from pagedattn_interop import to_torch, torch_call
+from pagedattn_interop.backends import bridged
+
+from pagedattn import paged_attention
+from pagedattn_torch.backends import sdpa
 
 DEVICE = to_torch(jnp.zeros(1)).device
 ROW = jax.ShapeDtypeStruct((4,), jnp.float32)
@@ -191,6 +197,26 @@ def test_the_cost_of_a_call_does_not_grow_with_its_result():
         return best_time(jax.jit(writing(write_one, out)), jnp.ones(1))
 
     assert cost(2**25) < cost(2**10) + 1e-3
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="elsewhere sdpa has a spare row")
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_sdpa_writes_xlas_buffers(return_lse):
+    seen = []
+
+    def spy(*arguments, out):
+        results = sdpa.run(*arguments, out=out)
+        seen.append([part.data_ptr() for part in results if part is not None])
+        return results
+
+    backend = bridged(dataclasses.replace(sdpa.BACKEND, name="spy", run=spy))
+    query, cache, batch, spec = good_call()
+    options = {"backend": backend, "return_lse": return_lse}
+    call = jax.jit(
+        lambda query, cache, batch: paged_attention(query, cache, batch, spec, **options)
+    )
+    results = call(query, cache, batch)
+    assert seen[-1] == [pointer(part) for part in jax.tree.leaves(results)]
 
 
 @functools.cache
