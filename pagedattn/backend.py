@@ -47,6 +47,10 @@ class Backend:
         of a third party that names none runs only when it is named.
       set_rows: `set_rows(array, indices, rows)` sets rows in place where XLA itself cannot, and
         returns the array; rows whose index is out of range are dropped. None if it has no such way.
+      takes_out: whether `run` takes the keyword `out`: memory for the results, out and lse (None
+        unless `call.return_lse`), which it may fill and return in place of memory of its own.
+      plans_any: whether `plan` takes arrays of any framework. For a torch backend that JAX calls,
+        XLA then computes it, once for all layers of a program.
     """
 
     name: str
@@ -58,6 +62,8 @@ class Backend:
     missing: Callable[[], list[str]] = _nothing
     before: str | None = None
     set_rows: Callable[..., Any] | None = None
+    takes_out: bool = False
+    plans_any: bool = False
 
     def __str__(self) -> str:
         return self.name

@@ -42,6 +42,7 @@ ON_CUDA = ("cuda",)
 BUILT_IN = {
     "mosaic": BuiltIn("pagedattn.backends.mosaic", None, ON_CUDA),
     "cudnn": BuiltIn("pagedattn.backends.cudnn", None, ON_CUDA),
+    "flash": BuiltIn(ACROSS, "pagedattn_torch.backends.flash", ON_CUDA, "flash"),
     "triton": BuiltIn(
         "pagedattn.backends.triton", "pagedattn_torch.backends.triton", ON_CUDA, "cuda"
     ),

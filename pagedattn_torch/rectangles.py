@@ -4,6 +4,7 @@ All sizes follow from shapes: nothing here reads a length, which would wait for 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -31,8 +32,11 @@ class Pages:
     lens: Int[Tensor, "num_seqs"]
 
 
-def first_keys(call: Call, batch: Sequences) -> Int[Tensor, "num_seqs"]:
-    """The position of the first key of each sequence that any of its queries sees: `[num_seqs]`."""
+def first_keys(call: Call, batch: Sequences) -> Int[Any, "num_seqs"]:
+    """The position of the first key of each sequence that any of its queries sees: `[num_seqs]`.
+
+    In arrays of any framework.
+    """
     context_lens = batch.context_lens
     return key_range(context_lens, context_lens, batch.seq_lens, False, call.window)[0]
 

@@ -105,6 +105,7 @@ OURS = {
     "triton, torch graph": in_graph(our_torch("triton")),
     "cudnn, jax.jit": in_jit(cudnn),
     "xformers, jax.jit": in_jit(our_jax("xformers")),
+    "flash, jax.jit": in_jit(our_jax("flash")),
     "backend=None, jax.jit": in_jit(our_jax(None)),
 }
 PEERS = {name: in_graph(peer) for name, peer in TORCH_PEERS.items()}

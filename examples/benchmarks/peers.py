@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.case import Case
+from benchmarks.flash_peers import FLASH
 from benchmarks.work import HEAD_DIM, HEADS, KV_HEADS
 from pagedattn_torch.backends.xformers.fmha import fmha
 
@@ -203,6 +204,7 @@ TORCH_PEERS = {
     "torch gather + SDPA": torch_gather,
     "torch SDPA cuDNN, dense": torch_dense(SDPBackend.CUDNN_ATTENTION),
     "torch SDPA FLASH, dense": torch_dense(SDPBackend.FLASH_ATTENTION),
+    **FLASH,
 }
 JAX_PEERS = {
     "JAX gather + cuDNN": jax_gather,

@@ -82,12 +82,14 @@ def _too_little_work(call: Call) -> list[str]:
 
 
 def _by_xla(backend, call: Call, arrays):
-    query = arrays[0]
-    leaves, treedef = jax.tree.flatten(arrays)
+    query, cache, batch, options = arrays
+    plan = backend.plan(call, batch) if backend.plans_any else batch
+    leaves, treedef = jax.tree.flatten((query, cache, plan, options))
     outs = [jax.ShapeDtypeStruct(call.out_shape, query.dtype)]
     if call.return_lse:
         outs.append(jax.ShapeDtypeStruct(call.lse_shape, jnp.float32))
-    out, *lse = torch_call(_Attend(backend, treedef, call), outs, capturable=True)(*leaves)
+    attend, takes_out = _Attend(backend, treedef, call), backend.takes_out
+    out, *lse = torch_call(attend, outs, capturable=True, takes_out=takes_out)(*leaves)
     return out, lse[0] if lse else None
 
 
@@ -99,9 +101,12 @@ class _Attend:
     treedef: Any
     call: Call
 
-    def __call__(self, *leaves):
-        query, cache, batch, options = jax.tree.unflatten(self.treedef, leaves)
-        plan = self.backend.plan(self.call, batch)
+    def __call__(self, *leaves, out=None):
+        query, cache, plan, options = jax.tree.unflatten(self.treedef, leaves)
+        if not self.backend.plans_any:
+            plan = self.backend.plan(self.call, plan)
+        if out is not None:
+            options["out"] = (*out, None)[:2]
         out, lse = self.backend.run(self.call, query, cache, plan, **options)
         return (out, lse) if self.call.return_lse else out
 

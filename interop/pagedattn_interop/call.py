@@ -21,7 +21,7 @@ except ImportError as error:
 
 from . import ending
 from .failure import CallError, text_of
-from .functions import Function, function_of, hold, named
+from .functions import Form, Function, function_of, hold, named
 from .results import run
 from .stream import xla_stream
 
@@ -44,11 +44,13 @@ def torch_call(
     *,
     aliases: Mapping[int, int] | None = None,
     capturable: bool = False,
+    takes_out: bool = False,
 ) -> Callable[..., Any]:
     """A torch function as a JAX function, usable inside jit, scan and (sequentially) vmap.
 
     XLA hands its buffers to `fn` as tensors by DLPack: inputs are not copied, and must not be
-    written unless aliased. What `fn` returns is copied into XLA's output buffers.
+    written unless aliased. What `fn` returns is copied into XLA's output buffers, unless it writes
+    there itself: `takes_out`.
 
     `fn` is kept alive by the JAX function, and by compiled programs that call it (JAX keeps these
     until `jax.clear_caches()`). Equal functions are taken for one, as static arguments are.
@@ -67,6 +69,10 @@ def torch_call(
         its own that torch may free. Temporaries are safe: replays go on writing to them, so memory
         that `fn` allocates during a capture is kept as long as `fn`. A function may be in only one
         captured call at a time.
+      takes_out: `fn` takes the keyword `out`, as torch's own functions do: XLA's output buffers, a
+        tensor, or a tuple of them if `out` here is a sequence. It writes all of them, and returns
+        them or None; they hold anything before, and what it returns from elsewhere is copied there.
+        It must write to no other memory, and cannot resize them.
 
     Raises:
       InvalidInputError: `fn` cannot be called or hashed.
@@ -77,18 +83,23 @@ def torch_call(
     >>> twice = torch_call(lambda x: x * 2, jax.ShapeDtypeStruct((3,), jnp.float32))
     >>> jax.jit(twice)(jnp.arange(3.0)).tolist()
     [0.0, 2.0, 4.0]
+    >>> import torch
+    >>> add = torch_call(torch.add, jax.ShapeDtypeStruct((3,), jnp.float32), takes_out=True)
+    >>> add(jnp.arange(3.0), jnp.ones(3)).tolist()
+    [1.0, 2.0, 3.0]
     """
-    outs = tuple(out) if isinstance(out, Sequence) else (out,)
+    single = not isinstance(out, Sequence)
+    outs = (out,) if single else tuple(out)
     aliases = dict(aliases or {})
-    in_place = set(aliases.values()) == set(range(len(outs)))
-    function = function_of(fn, len(outs), in_place, capturable)
+    writes = takes_out or set(aliases.values()) == set(range(len(outs)))
+    function = function_of(fn, Form(len(outs), takes_out, single, writes, capturable))
     target = CAPTURED if capturable else TARGET
     call = jax.ffi.ffi_call(target, outs, input_output_aliases=aliases, vmap_method="sequential")
 
     def called(*arrays):
         results = hold(call(*arrays, function=function), function)
         results = varying(results, axes_of(arrays))
-        return tuple(results) if isinstance(out, Sequence) else results[0]
+        return results[0] if single else tuple(results)
 
     return called
 
@@ -110,11 +121,12 @@ def _enter(name: str, *buffers):
 def _call(function: Function, buffers):
     # Given a capsule, torch need not ask for the buffer's device: a quarter of the cost of a call.
     tensors = [from_dlpack(buffer.__dlpack__()) for buffer in buffers]
-    arguments, outs = tensors[: -function.num_outs], tensors[-function.num_outs :]
+    num_outs = function.form.num_outs
+    arguments, outs = tensors[:-num_outs], tensors[-num_outs:]
     device = outs[0].device
     on_stream = device.type != "cpu"
     with xla_stream(device, function.pools) if on_stream else contextlib.nullcontext():
-        run(function.fn, arguments, outs, function.in_place)
+        run(function, arguments, outs)
 
 
 def _register(target, **options):

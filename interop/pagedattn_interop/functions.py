@@ -4,11 +4,30 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from pagedattn import InvalidInputError
+
+
+class Form(NamedTuple):
+    """How a torch function is called.
+
+    Fields:
+      num_outs: how many results it has.
+      takes_out: whether it is given their memory, as the keyword `out`.
+      single: whether that is a tensor, rather than a tuple of them.
+      writes: whether it may have written all results itself, and return None.
+      capturable: whether XLA may capture what it launches.
+    """
+
+    num_outs: int
+    takes_out: bool
+    single: bool
+    writes: bool
+    capturable: bool
 
 
 class Function(str):
@@ -19,15 +38,12 @@ class Function(str):
     callback by value; a number would leak 16 bytes at every call.
 
     Fields:
-      fn: the function.
-      num_outs: how many results it has.
-      in_place: whether all results are aliased arguments, so that it may return None.
+      fn, form: the function, and how it is called.
       pools: by device, the memory that captured calls allocate from; None if not capturable.
     """
 
     fn: Callable
-    num_outs: int
-    in_place: bool
+    form: Form
     pools: dict | None
 
 
@@ -37,20 +53,20 @@ _by_meaning: weakref.WeakValueDictionary[tuple, Function] = weakref.WeakValueDic
 _lock = threading.Lock()
 
 
-def function_of(fn, num_outs: int, in_place: bool, capturable: bool) -> Function:
-    """The Function of a function and its settings: the same one for equal ones while it lives."""
+def function_of(fn, form: Form) -> Function:
+    """The Function of a function and its form: the same one for equal ones while it lives."""
     if not callable(fn) or not isinstance(fn, Hashable):
         raise InvalidInputError(f"torch_call expects a function that can be hashed, got {fn!r}")
-    meaning = (fn, num_outs, in_place, capturable)
+    meaning = (fn, form)
     with _lock:
         return _by_meaning.get(meaning) or _by_meaning.setdefault(meaning, _new(*meaning))
 
 
-def _new(fn, num_outs, in_place, capturable):
+def _new(fn, form):
     name = next(_names)
     function = Function(name)
-    function.fn, function.num_outs, function.in_place = fn, num_outs, in_place
-    function.pools = {} if capturable else None
+    function.fn, function.form = fn, form
+    function.pools = {} if form.capturable else None
     _by_name[name] = weakref.ref(function, lambda _: _by_name.pop(name))
     return function
 

@@ -4,20 +4,29 @@ import torch
 
 from pagedattn import InvalidInputError
 
+from .functions import Form, Function
 
-def run(fn, arguments, outs, in_place):
-    """Runs fn and fills `outs`; if `in_place`, fn may have written to all of them itself."""
+
+def run(function: Function, arguments, outs):
+    """Runs a function and fills `outs`, where it has not written to them itself."""
+    fn, form = function.fn, function.form
     with torch.no_grad():
-        results = fn(*arguments)
-        if results is None and in_place:
+        results = fn(*arguments, **_given(form, outs))
+        if results is None and form.writes:
             return
         results = list(results) if isinstance(results, tuple | list) else [results]
         _check(fn, outs, results)
-        if len(outs) > 1 or in_place:
+        if len(outs) > 1 or form.writes:
             results = _apart(results, outs)
         for result, out in zip(results, outs, strict=True):
             if not _same(result, out):
                 out.copy_(result)
+
+
+def _given(form: Form, outs):
+    if not form.takes_out:
+        return {}
+    return {"out": outs[0] if form.single else tuple(outs)}
 
 
 def _apart(results, outs):

@@ -12,6 +12,7 @@ from pagedattn import registry
 
 LAYERS = ("pagedattn", "pagedattn_torch", "pagedattn_interop")
 HEAVY = {"numba", "torch", "triton", "hypothesis", "tvm_ffi", "jax_tvm_ffi", "xformers", "pytest"}
+HEAVY |= {"cutlass", "flash_attn"}
 MAY_IMPORT = {
     "pagedattn": {"pagedattn"},
     "pagedattn_torch": {"pagedattn", "pagedattn_torch"},

@@ -81,7 +81,7 @@ FUNCTIONS = {
     "pagedattn_interop": {
         "to_torch": None,
         "to_jax": None,
-        "torch_call": ("fn out", "aliases capturable"),
+        "torch_call": ("fn out", "aliases capturable takes_out"),
     },
 }
 NAMES = [(module, name) for module, names in FUNCTIONS.items() for name in names]

@@ -35,14 +35,16 @@ def lacks_alibi(call: Call) -> bool:
     return device is not None and not why_unusable() and device.lacks_alibi(call)
 
 
-def run(call: Call, query: Tensor, cache, batch):
-    out = query.new_zeros(call.out_shape)
-    DEVICES[call.device].attend(call, query, cache, batch, out)
+def run(
+    call: Call, query: Tensor, cache, batch, *, out: tuple[Tensor, Tensor | None] | None = None
+):
+    result = query.new_zeros(call.out_shape) if out is None else out[0].zero_()
+    DEVICES[call.device].attend(call, query, cache, batch, result)
     # The operators leave NaN or garbage in rows that see no key.
-    return out.masked_fill_(~_seeing(call, batch)[:, None, None], 0), None
+    return result.masked_fill_(~_seeing(call, batch)[:, None, None], 0), None
 
 
-BACKEND = Backend("ipex", HONOURS, run, refusals, missing=lambda: why_unusable())
+BACKEND = Backend("ipex", HONOURS, run, refusals, missing=lambda: why_unusable(), takes_out=True)
 
 
 def _seeing(call: Call, batch) -> Tensor:

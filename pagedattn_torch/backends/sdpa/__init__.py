@@ -46,26 +46,42 @@ def run(
     plan: list[Rectangle],
     *,
     bias: Float[Tensor, "num_tokens heads max_keys"] | None = None,
+    out: tuple[Tensor, Tensor | None] | None = None,
 ) -> tuple[
     Float[Tensor, "num_tokens num_heads value_dim"], Float[Tensor, "num_tokens num_heads"] | None
 ]:
-    # The last row is a bin: rectangles write there what they compute for their padding.
-    num_rows = call.num_tokens + 1
-    out = query.new_zeros(num_rows, *call.out_shape[1:])
-    lse = query.new_full((num_rows, call.num_heads), -torch.inf, dtype=torch.float32)
+    results = _results(call, query, out)
     rooms = _rooms(call, cache, plan)
     for rectangle in plan:
-        _attend(call, rectangle, query, cache, bias, rooms, (out, lse))
-    return out[:-1], lse[:-1] if call.return_lse else None
+        _attend(call, rectangle, query, cache, bias, rooms, results)
+    result, lse = (part[: call.num_tokens] for part in results)
+    return result, lse if call.return_lse else None
 
 
-BACKEND = Backend("sdpa", HONOURS, run, plan=plan)
+BACKEND = Backend("sdpa", HONOURS, run, plan=plan, takes_out=True)
 
 
 def _dtype(call) -> torch.dtype:
     """The dtype to compute in: on a CPU float16 is several times slower than float32."""
     slow = call.device == "cpu" and call.dtype == "float16"
     return torch.float32 if slow else getattr(torch, call.dtype)
+
+
+def _results(call: Call, query, out) -> tuple[Tensor, Tensor]:
+    """Memory for out and lse, filled as for tokens that see no key.
+
+    Not on a CPU it has one row more, a bin: rectangles write there what they compute for their
+    padding, since to leave that out they would have to wait for the device.
+    """
+    num_rows = call.num_tokens + (call.device != "cpu")
+    given = out if out is not None and call.device == "cpu" else (None, None)
+    shapes = (num_rows, *call.out_shape[1:]), (num_rows, call.num_heads)
+    dtypes = query.dtype, torch.float32
+    result, lse = (
+        query.new_empty(shape, dtype=dtype) if part is None else part
+        for part, shape, dtype in zip(given, shapes, dtypes, strict=True)
+    )
+    return result.zero_(), lse.fill_(-torch.inf)
 
 
 def _rooms(call: Call, cache: KVCache, plan: list[Rectangle]) -> list[tuple[Tensor, Tensor]]:
@@ -157,9 +173,16 @@ def _write(call: Call, tokens: Int[Tensor, "size queries"], states, results) -> 
     """Joins the states of a tile's queries, and writes them to the rows of their tokens."""
     outs, lses = zip(*states, strict=True)
     out, lse = results
-    out[tokens] = unfold(_joined(outs, lses), tokens.shape[1]).to(out.dtype)
+    _put(call, out, tokens, _joined(outs, lses))
     if call.return_lse:
-        lse[tokens] = unfold(torch.stack(lses).logsumexp(0), tokens.shape[1]).to(lse.dtype)
+        _put(call, lse, tokens, torch.stack(lses).logsumexp(0))
+
+
+def _put(call: Call, result, tokens: Int[Tensor, "size queries"], folded) -> None:
+    rows = unfold(folded, tokens.shape[1])
+    if call.device == "cpu" and not (live := tokens < call.num_tokens).all():
+        tokens, rows = tokens[live], rows[live]
+    result[tokens] = rows.to(result.dtype)
 
 
 def _joined(
