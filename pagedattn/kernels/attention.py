@@ -19,14 +19,15 @@ SIZES = [
     *("window", "num_tokens", "num_seqs", "num_kv_heads", "num_blocks", "max_blocks"),
     *("table_stride", "query_token_stride", "query_head_stride"),
     *("block_stride", "slot_stride", "head_stride"),
+    *("value_block_stride", "value_slot_stride", "value_head_stride"),
 ]
 
 
 @triton.jit(do_not_specialize=SIZES)
 def attention_kernel(
     query,  # [num_tokens, num_kv_heads * GROUP, HEAD_DIM]
-    key,  # [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM], value alike; of any dtype
-    value,
+    key,  # [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM]; of any dtype
+    value,  # [num_blocks, BLOCK_SIZE, num_kv_heads, VALUE_DIM]; any array when LATENT
     block_tables,  # i32 [num_seqs, max_blocks]
     seq_lens,  # i32 [num_seqs]
     query_start_loc,  # i32 [num_seqs + 1]
@@ -41,15 +42,23 @@ def attention_kernel(
     num_blocks,
     max_blocks,
     table_stride,
-    query_token_stride,  # this and the next four strides count units of STRIDE_UNIT elements
+    query_token_stride,  # this and the next strides count units of STRIDE_UNIT elements
     query_head_stride,
     block_stride,
     slot_stride,
     head_stride,
-    out,  # [splits, num_tokens, num_heads, HEAD_DIM]
+    value_block_stride,
+    value_slot_stride,
+    value_head_stride,
+    out,  # [splits, num_tokens, num_heads, VALUE_DIM]
     lse,  # f32 [splits, num_tokens, num_heads]
     HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr,  # HEAD_DIM padded to a power of two
+    DIMS: tl.constexpr,  # columns of the keys' first tile
+    REST: tl.constexpr,  # columns of their second tile, or 0
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIMS: tl.constexpr,  # columns of the values' tile
+    LATENT: tl.constexpr,  # the values are the keys' first tile
+    ALIKE: tl.constexpr,  # the values have the keys' strides
     BLOCK_SIZE: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,  # tells the compiler what divides the strides: loads are then wide
     GROUP: tl.constexpr,
@@ -105,13 +114,13 @@ def attention_kernel(
     row = (tl.program_id(1) * num_tokens + token) * num_heads + head
     query += token * (query_token_stride * STRIDE_UNIT)
     query += head.to(tl.int64) * (query_head_stride * STRIDE_UNIT)
-    out += row * HEAD_DIM
+    out += row * VALUE_DIM
     lse += row
     alibi_slopes += head
     sinks += head
     has_sinks = seq < num_seqs  # padding has none
     key += kv_head.to(tl.int64) * (head_stride * STRIDE_UNIT)
-    value += kv_head.to(tl.int64) * (head_stride * STRIDE_UNIT)
+    value += kv_head.to(tl.int64) * (value_head_stride * STRIDE_UNIT)
     table = block_tables + seq.to(tl.int64) * table_stride
     num_tile_heads = GROUP - skipped_heads
 
@@ -119,11 +128,11 @@ def attention_kernel(
         if seq == num_seqs:
             # The programs past the last sequence store the rows of all padding tokens, in turns.
             stride = (num_tiles - num_seqs * TILES_A_SEQ) * TOKENS
-            nothing = tl.zeros([ROWS, DIMS], tl.float32)
+            nothing = tl.zeros([ROWS, VALUE_DIMS], tl.float32)
             for skipped in range(0, query_len - first, stride):
                 store_rows(
                     out, lse, nothing, nothing_seen(ROWS), skipped, query_len - first,
-                    num_heads, num_tile_heads, HEAD_DIM, DIMS, TOKENS, HEADS, ROWS,
+                    num_heads, num_tile_heads, VALUE_DIM, VALUE_DIMS, TOKENS, HEADS, ROWS,
                 )  # fmt: skip
             return
     if first >= query_len:
@@ -135,16 +144,19 @@ def attention_kernel(
                 query, key, value, table, alibi_slopes, sinks, out, lse, scale, cap, window,
                 first, query_len, seq_len, num_heads, num_tile_heads, num_blocks, has_sinks,
                 query_token_stride, query_head_stride, block_stride, slot_stride,
-                HEAD_DIM, DIMS, BLOCK_SIZE, STRIDE_UNIT, HEADS, FEW_TOKENS, FEW_ROWS, KEYS,
-                SPLIT, MIN_STEPS, False, CAUSAL, WINDOW, SOFT_CAP, ALIBI, SINKS, NEGATE,
+                value_block_stride, value_slot_stride,
+                HEAD_DIM, DIMS, REST, VALUE_DIM, VALUE_DIMS, LATENT, ALIKE, BLOCK_SIZE,
+                STRIDE_UNIT, HEADS, FEW_TOKENS, FEW_ROWS, KEYS, SPLIT, MIN_STEPS, False, CAUSAL,
+                WINDOW, SOFT_CAP, ALIBI, SINKS, NEGATE,
             )  # fmt: skip
             return
     attend(
         query, key, value, table, alibi_slopes, sinks, out, lse, scale, cap, window,
         first, query_len, seq_len, num_heads, num_tile_heads, num_blocks, has_sinks,
         query_token_stride, query_head_stride, block_stride, slot_stride,
-        HEAD_DIM, DIMS, BLOCK_SIZE, STRIDE_UNIT, HEADS, TOKENS, ROWS, KEYS,
-        SPLIT, MIN_STEPS, UNMASKED, CAUSAL, WINDOW, SOFT_CAP, ALIBI, SINKS, NEGATE,
+        value_block_stride, value_slot_stride,
+        HEAD_DIM, DIMS, REST, VALUE_DIM, VALUE_DIMS, LATENT, ALIKE, BLOCK_SIZE, STRIDE_UNIT,
+        HEADS, TOKENS, ROWS, KEYS, SPLIT, MIN_STEPS, UNMASKED, CAUSAL, WINDOW, SOFT_CAP, ALIBI, SINKS, NEGATE,
     )  # fmt: skip
 
 
@@ -153,7 +165,9 @@ def attend(
     query, key, value, table, alibi_slopes, sinks, out, lse, scale, cap, window,
     first, query_len, seq_len, num_heads, num_tile_heads, num_blocks, has_sinks,
     query_token_stride, query_head_stride, block_stride, slot_stride,
-    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    value_block_stride, value_slot_stride,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, REST: tl.constexpr, VALUE_DIM: tl.constexpr,
+    VALUE_DIMS: tl.constexpr, LATENT: tl.constexpr, ALIKE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, SPLIT: tl.constexpr, MIN_STEPS: tl.constexpr, UNMASKED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
@@ -163,7 +177,6 @@ def attend(
     rows = tl.arange(0, ROWS)
     tokens = rows // HEADS
     heads = rows % HEADS
-    dims = tl.arange(0, DIMS)
     left = query_len - first
     exists = (tokens < tl.minimum(left, TOKENS)) & (heads < num_tile_heads)
 
@@ -195,16 +208,12 @@ def attend(
             tl.store(lse + tokens * num_heads + heads, nothing_seen(ROWS), mask=exists)
             return
 
-    q = tl.load(
-        query
-        + tokens.to(tl.int64)[:, None] * (query_token_stride * STRIDE_UNIT)
-        + heads.to(tl.int64)[:, None] * (query_head_stride * STRIDE_UNIT)
-        + dims[None, :],
-        mask=exists[:, None] & (dims < HEAD_DIM)[None, :],
-        other=0.0,
-    )
-    if NEGATE:
-        q = -q
+    query += tokens.to(tl.int64)[:, None] * (query_token_stride * STRIDE_UNIT)
+    query += heads.to(tl.int64)[:, None] * (query_head_stride * STRIDE_UNIT)
+    q = load_query(query, exists, 0, DIMS, HEAD_DIM, NEGATE)
+    q_rest = q
+    if REST > 0:
+        q_rest = load_query(query, exists, DIMS, REST, HEAD_DIM, NEGATE)
     slopes = tl.zeros([ROWS], tl.float32)
     if ALIBI:
         slopes = tl.load(alibi_slopes + heads, mask=exists, other=0.0)
@@ -219,7 +228,7 @@ def attend(
         total = tl.where(highest > float("-inf"), 1.0, 0.0)
         if not ALIBI:
             highest *= LOG2E
-    summed = tl.zeros([ROWS, DIMS], tl.float32)
+    summed = tl.zeros([ROWS, VALUE_DIMS], tl.float32)
     if UNMASKED:
         # Before `middle` no mask is needed: the first row sees all keys, and so do the others.
         middle = end
@@ -227,15 +236,19 @@ def attend(
             middle = tl.maximum(tl.minimum(end, first_position + 1), 0)
         middle = tl.minimum(tl.maximum(middle // KEYS * KEYS, start), stop)
         highest, total, summed = walk(
-            highest, total, summed, start, middle, begin, end, q, key, value, table, positions,
+            highest, total, summed, start, middle, begin, end, q, q_rest, key, value, table, positions,
             slopes, scale, cap, window, num_blocks, block_stride, slot_stride,
-            HEAD_DIM, DIMS, BLOCK_SIZE, STRIDE_UNIT, KEYS, False, CAUSAL, WINDOW, SOFT_CAP, ALIBI,
+            value_block_stride, value_slot_stride,
+            HEAD_DIM, DIMS, REST, VALUE_DIM, VALUE_DIMS, LATENT, ALIKE, BLOCK_SIZE, STRIDE_UNIT,
+            KEYS, False, CAUSAL, WINDOW, SOFT_CAP, ALIBI,
         )  # fmt: skip
         start = middle
     highest, total, summed = walk(
-        highest, total, summed, start, stop, begin, end, q, key, value, table, positions,
+        highest, total, summed, start, stop, begin, end, q, q_rest, key, value, table, positions,
         slopes, scale, cap, window, num_blocks, block_stride, slot_stride,
-        HEAD_DIM, DIMS, BLOCK_SIZE, STRIDE_UNIT, KEYS, True, CAUSAL, WINDOW, SOFT_CAP, ALIBI,
+        value_block_stride, value_slot_stride,
+        HEAD_DIM, DIMS, REST, VALUE_DIM, VALUE_DIMS, LATENT, ALIKE, BLOCK_SIZE, STRIDE_UNIT, KEYS,
+        True, CAUSAL, WINDOW, SOFT_CAP, ALIBI,
     )  # fmt: skip
 
     empty = total == 0
@@ -244,8 +257,19 @@ def attend(
     log_total = highest + tl.log(total) if ALIBI else (highest + tl.log2(total)) * LN2
     store_rows(
         out, lse, summed / total[:, None], tl.where(empty, float("-inf"), log_total), 0, left,
-        num_heads, num_tile_heads, HEAD_DIM, DIMS, TOKENS, HEADS, ROWS,
+        num_heads, num_tile_heads, VALUE_DIM, VALUE_DIMS, TOKENS, HEADS, ROWS,
     )  # fmt: skip
+
+
+@triton.jit
+def load_query(
+    rows, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
+    NEGATE: tl.constexpr,
+):  # fmt: skip
+    """`[ROWS, WIDTH]`: the columns of the rows' queries from FIRST on."""
+    dims = FIRST + tl.arange(0, WIDTH)
+    q = tl.load(rows + dims[None, :], mask=exists[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    return -q if NEGATE else q
 
 
 @triton.jit
@@ -285,29 +309,31 @@ def nothing_seen(ROWS: tl.constexpr):
 @triton.jit
 def store_rows(
     out, lse, values, log_total, skipped, left, num_heads, num_tile_heads,
-    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """Stores the tile that begins `skipped` tokens later; `left` tokens of the sequence exist."""
     rows = tl.arange(0, ROWS)
-    dims = tl.arange(0, DIMS)
+    dims = tl.arange(0, VALUE_DIMS)
     tokens = rows // HEADS
     heads = rows % HEADS
     exists = (tokens < TOKENS) & (tokens + skipped < left) & (heads < num_tile_heads)
     row = (tokens + skipped).to(tl.int64) * num_heads + heads
     tl.store(
-        out + row[:, None] * HEAD_DIM + dims[None, :],
+        out + row[:, None] * VALUE_DIM + dims[None, :],
         values.to(out.dtype.element_ty),
-        mask=exists[:, None] & (dims < HEAD_DIM)[None, :],
+        mask=exists[:, None] & (dims < VALUE_DIM)[None, :],
     )
     tl.store(lse + row, log_total, mask=exists)
 
 
 @triton.jit
 def walk(
-    highest, total, summed, start, stop, begin, end, q, key, value, table, positions,
+    highest, total, summed, start, stop, begin, end, q, q_rest, key, value, table, positions,
     slopes, scale, cap, window, num_blocks, block_stride, slot_stride,
-    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    value_block_stride, value_slot_stride,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, REST: tl.constexpr, VALUE_DIM: tl.constexpr,
+    VALUE_DIMS: tl.constexpr, LATENT: tl.constexpr, ALIKE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
 ):  # fmt: skip
@@ -317,19 +343,25 @@ def walk(
     the factor comes last: slope times distance may be large, and is exact only without it.
     """
     exponent: tl.constexpr = LOG2E if ALIBI else ONE
-    dims = tl.arange(0, DIMS)
     for step in range(start, stop, KEYS):
         keys = step + tl.arange(0, KEYS)
         inside = (keys >= begin) & (keys < end)
-        offsets = slot_offsets(
-            table, step, keys, inside, num_blocks, block_stride * STRIDE_UNIT,
-            slot_stride * STRIDE_UNIT, BLOCK_SIZE, KEYS, MASKED,
-        )  # fmt: skip
+        blocks = load_blocks(table, step, keys, inside, num_blocks, BLOCK_SIZE, KEYS, MASKED)
+        slots = (keys % BLOCK_SIZE).to(tl.int64)
+        offsets = blocks * (block_stride * STRIDE_UNIT) + slots * (slot_stride * STRIDE_UNIT)
         # Keys that no row sees are not read: a NaN there would survive a weight of 0.
         # Eight bits become the query's dtype in registers.
-        k = load_slots(key, offsets, dims, inside, HEAD_DIM, DIMS, MASKED).to(q.dtype)
-        v = load_slots(value, offsets, dims, inside, HEAD_DIM, DIMS, MASKED).to(q.dtype)
+        k = load_slots(key, offsets, inside, 0, DIMS, HEAD_DIM, MASKED).to(q.dtype)
         products = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if REST > 0:
+            k_rest = load_slots(key, offsets, inside, DIMS, REST, HEAD_DIM, MASKED).to(q.dtype)
+            products = tl.dot(q_rest, tl.trans(k_rest), products, input_precision="ieee")
+        v = k
+        if not LATENT:
+            if not ALIKE:
+                offsets = blocks * (value_block_stride * STRIDE_UNIT)
+                offsets += slots * (value_slot_stride * STRIDE_UNIT)
+            v = load_slots(value, offsets, inside, 0, VALUE_DIMS, VALUE_DIM, MASKED).to(q.dtype)
         logits = cap * tanh(products * scale) if SOFT_CAP else products * scale
         distance = positions[:, None] - keys[None, :]
         if ALIBI:
@@ -361,33 +393,34 @@ def walk(
 
 
 @triton.jit
-def slot_offsets(
-    table, step, keys, inside, num_blocks, block_stride, slot_stride,
-    BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
+def load_blocks(
+    table, step, keys, inside, num_blocks, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Where each key of a step lies in a cache plane, in elements; ids are clamped to the cache."""
+    """The block of each key of a step; ids are clamped to the cache."""
     if BLOCK_SIZE % KEYS == 0:
         blocks = tl.load(table + step // BLOCK_SIZE)  # the step lies in one block
     elif MASKED:
         blocks = tl.load(table + keys // BLOCK_SIZE, mask=inside, other=0)
     else:
         blocks = tl.load(table + keys // BLOCK_SIZE)
-    blocks = tl.minimum(tl.maximum(blocks, 0), num_blocks - 1).to(tl.int64)
-    return blocks * block_stride + (keys % BLOCK_SIZE).to(tl.int64) * slot_stride
+    return tl.minimum(tl.maximum(blocks, 0), num_blocks - 1).to(tl.int64)
 
 
 @triton.jit
 def load_slots(
-    plane, offsets, dims, inside, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, MASKED: tl.constexpr
-):
-    """`[KEYS, DIMS]` of a cache plane, 0 where nothing is to be read."""
+    plane, offsets, inside, FIRST: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """`[KEYS, WIDTH]` of a plane's COLUMNS, from FIRST on; 0 where nothing is to be read."""
+    dims = FIRST + tl.arange(0, WIDTH)
     pointers = plane + offsets[:, None] + dims[None, :]
-    if MASKED and DIMS > HEAD_DIM:
-        return tl.load(pointers, mask=inside[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    if MASKED and FIRST + WIDTH > COLUMNS:
+        return tl.load(pointers, mask=inside[:, None] & (dims < COLUMNS)[None, :], other=0.0)
     if MASKED:
         return tl.load(pointers, mask=inside[:, None], other=0.0)
-    if DIMS > HEAD_DIM:
-        return tl.load(pointers, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+    if FIRST + WIDTH > COLUMNS:
+        return tl.load(pointers, mask=(dims < COLUMNS)[None, :], other=0.0)
     return tl.load(pointers)
 
 

@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 from ..batch import Sequences, in_order
 from ..call import Call
 from ..ragged import cdiv
+from . import widths
+from .widths import power_of_two, widths_of
 
 DTYPES = ("float16", "bfloat16", "float32")
-MAX_HEAD_DIM = 256
 E4M3 = (8, 9)  # the compute capability from which Triton reads float8_e4m3fn
 # The options that the kernels know.
 HONOURS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
-    | {"cache_dtype", "sinks", "return_lse"}
+    | {"cache_dtype", "value_dim", "sinks", "return_lse"}
 )
 # Up to this query length each sequence gets a fixed number of tiles; beyond, tiles search theirs.
 SHORT_QUERY = 16
@@ -72,9 +73,7 @@ def refusals(call: Call, capability: tuple[int, int] | None) -> list[str]:
         reasons.append(f"cache_dtype {call.cache_dtype} needs compute capability 8.9")
     if call.dtype not in DTYPES:
         reasons.append(f"the dtype must be one of {', '.join(DTYPES)}, got {call.dtype}")
-    if call.head_dim > MAX_HEAD_DIM:
-        reasons.append(f"head_dim must be at most {MAX_HEAD_DIM}, got {call.head_dim}")
-    return reasons
+    return reasons + widths.refusals(call)
 
 
 def starts_in_order(call: Call, batch: Sequences) -> Sequences:
@@ -209,7 +208,9 @@ def _pipeline(program: Program, copies: int) -> int:
 def attention_launch(call: Call, tiles: Tiling, table_stride: int) -> Launch:
     """The launch of `attention_kernel`; `table_stride` is that of the rows of the block tables."""
     spec = call.spec
-    array_strides = (*call.strides.query[:2], *call.strides.key[:3])
+    key_strides = call.strides.key[:3]
+    value_strides = call.strides.value[:3] or key_strides
+    array_strides = (*call.strides.query[:2], *key_strides, *value_strides)
     unit = math.gcd(16, *array_strides)
     scale, cap = _scale_and_cap(call)
     scalars = (
@@ -226,9 +227,15 @@ def attention_launch(call: Call, tiles: Tiling, table_stride: int) -> Launch:
     )
     rows, keys, num_warps, num_stages = tiles.program
     few_rows = 16 if not is_short(call) and tiles.heads <= 16 < rows else 0
+    columns = widths_of(call)
     constants = {
         "HEAD_DIM": call.head_dim,
-        "DIMS": max(16, power_of_two(call.head_dim)),
+        "DIMS": columns.dims,
+        "REST": columns.rest,
+        "VALUE_DIM": call.out_dim,
+        "VALUE_DIMS": columns.value_dims,
+        "LATENT": columns.latent,
+        "ALIKE": value_strides == key_strides,
         "BLOCK_SIZE": call.block_size,
         "STRIDE_UNIT": unit,
         "GROUP": call.group,
@@ -258,8 +265,8 @@ def merge_launch(call: Call, tiles: Tiling) -> Launch:
     """The launch of `merge_kernel`."""
     num_rows = call.num_tokens * call.num_heads
     constants = {
-        "HEAD_DIM": call.head_dim,
-        "DIMS": power_of_two(call.head_dim),
+        "HEAD_DIM": call.out_dim,
+        "DIMS": power_of_two(call.out_dim),
         "SPLITS": power_of_two(tiles.splits),
         # With few splits, reading empty parts too costs less than waiting for the log-sum-exps.
         "EAGER": tiles.splits <= 8,
@@ -275,12 +282,3 @@ def _scale_and_cap(call: Call) -> tuple[float, float]:
     if cap is None:
         return scale * unit, 0.0
     return scale / cap, cap * unit
-
-
-def power_of_two(length: int) -> int:
-    """The least power of two that is not below a length.
-
-    >>> [power_of_two(n) for n in (1, 2, 3, 80, 128)]
-    [1, 2, 4, 128, 128]
-    """
-    return 1 << max(0, length - 1).bit_length()
