@@ -24,6 +24,7 @@ SHORT_QUERY = 16
 MAX_SPLITS = 128  # a program of the merge holds all parts of a row at once
 # KiB of shared memory that one program can have, by compute capability; others have 99.
 SHARED_KILOBYTES = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
+ROOMY = 160 << 10  # bytes of shared memory that hold 64 of the widest queries beside their keys
 LOG2E = math.log2(math.e)
 
 
@@ -92,7 +93,7 @@ def device_of(num_sms: int, capability: tuple[int, int]) -> Device:
 
 def tiling(call: Call, device: Device) -> Tiling:
     """How a call is cut up for a device."""
-    rows = tile_rows(call)
+    rows = tile_rows(call, device)
     heads = min(call.group, rows)
     head_tiles = cdiv(call.group, heads)
     tokens = rows // heads
@@ -106,7 +107,7 @@ def tiling(call: Call, device: Device) -> Tiling:
         # `find_sequence` wastes at most one tile a sequence, and counts padding as a sequence.
         num_tiles = call.num_tokens // tokens + call.num_seqs + 1
     programs = max(1, busy * head_tiles * call.num_kv_heads)
-    choose = short_program if is_short(call) else long_program
+    choose = wide_program if is_wide(call) else short_program if is_short(call) else long_program
     program, splits, min_keys = choose(call, programs, rows, device.num_sms)
     program = fitting(program, call, device.shared_bytes)
     return Tiling(
@@ -126,16 +127,18 @@ def is_short(call: Call) -> bool:
     return call.longest_query <= SHORT_QUERY
 
 
-def tile_rows(call: Call) -> int:
+def tile_rows(call: Call, device: Device) -> int:
     """Rows of a tile: more rows share each key that is loaded, but each takes registers."""
-    if is_short(call):
+    if is_wide(call) and device.shared_bytes < ROOMY:
+        most = 32
+    elif is_wide(call) or is_short(call):
         most = 64
     elif call.num_tokens >= 1024 * call.num_seqs and 64 < call.head_dim <= 128:
         most = 256  # long prefills; in a mixed batch smaller tiles overlap better
     else:
         most = 128
     if call.itemsize > 2:
-        most = 32  # no tensor cores: rows gain little
+        most = min(32, most // 2)  # no tensor cores: rows gain little
     return max(16, min(most, power_of_two(call.group * call.longest_query)))
 
 
@@ -185,24 +188,40 @@ def long_program(call: Call, programs: int, rows: int, num_sms: int):
     return Program(rows, 64, warps, 3), num_sms // programs, 512
 
 
+def is_wide(call: Call) -> bool:
+    """Whether keys or values are wider than those that the other rules were measured with."""
+    return max(call.head_dim, widths_of(call).value_dims) > widths.ONE_TILE
+
+
+def wide_program(call: Call, programs: int, rows: int, num_sms: int):
+    """As `short_program`, for keys and values that fill shared memory and the registers."""
+    if rows < 64:
+        return Program(rows, keys=32, num_warps=4, num_stages=3), 2 * num_sms // programs, 256
+    # Eight warps share what is summed, 64 rows of 512 columns; one program a multiprocessor.
+    keys = 64 if widths_of(call).latent else 32
+    return Program(rows, keys, num_warps=8, num_stages=3), num_sms // programs, 256
+
+
 def fitting(program: Program, call: Call, shared_bytes: int) -> Program:
     """The program with fewer keys a step, if the pipeline would not fit into shared memory."""
     if call.itemsize > 2:
         program = program._replace(
             keys=16 if call.head_dim > 128 else 32, num_warps=4, num_stages=2
         )
-    row_bytes = power_of_two(call.head_dim) * call.itemsize
     # Not every stage holds keys: one looks up their blocks, and with short queries one more is
     # the step being computed.
-    copies = max(1, program.num_stages - (2 if is_short(call) else 1))
-    while program.keys > 16 and _pipeline(program, copies) * row_bytes > shared_bytes:
+    short = is_short(call) and not is_wide(call)
+    copies = max(1, program.num_stages - (2 if short else 1))
+    while program.keys > 16 and _pipeline(program, copies, call) > shared_bytes:
         program = program._replace(keys=program.keys // 2)
     return program
 
 
-def _pipeline(program: Program, copies: int) -> int:
-    """Rows of head_dim in shared memory: keys and values of `copies` steps, and the queries."""
-    return 2 * copies * program.keys + program.rows
+def _pipeline(program: Program, copies: int, call: Call) -> int:
+    """Bytes of shared memory: keys and values of `copies` steps, and the queries."""
+    columns = widths_of(call)
+    held = copies * program.keys * columns.loaded + program.rows * columns.query
+    return held * call.itemsize
 
 
 def attention_launch(call: Call, tiles: Tiling, table_stride: int) -> Launch:

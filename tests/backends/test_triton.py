@@ -21,6 +21,7 @@ from pagedattn.kernels.launch import (
     power_of_two,
     tiling,
 )
+from pagedattn.kernels.widths import widths_of
 
 H200 = device_of(132, (9, 0))
 SMALL = device_of(20, (8, 9))
@@ -66,7 +67,7 @@ def test_launch_arithmetic_loads_no_triton():
 
 @pytest.mark.parametrize("device", [H200, SMALL])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("head_dim", [16, 80, 128, 256])
+@pytest.mark.parametrize("head_dim", [16, 80, 128, 256, 576])
 @pytest.mark.parametrize("group", [1, 3, 4, 71, 300])
 @pytest.mark.parametrize("max_query_len", [1, 5, 16, 17, 8192])
 def test_tiles_cover_the_batch(max_query_len, group, head_dim, dtype, device):
@@ -79,6 +80,7 @@ def test_tiles_cover_the_batch(max_query_len, group, head_dim, dtype, device):
         num_kv_heads=2,
         head_dim=head_dim,
         dtype=dtype,
+        value_dim=512 if head_dim > 512 else None,
     )
     tiles = tiling(sizes, device)
     assert tiles.tokens * tiles.heads <= tiles.program.rows
@@ -91,7 +93,9 @@ def test_tiles_cover_the_batch(max_query_len, group, head_dim, dtype, device):
         assert tiles.tiles_a_seq * tiles.tokens >= max_query_len
         assert tiles.num_tiles > 3 * tiles.tiles_a_seq  # the padding's
     assert tiles.min_steps >= 1
-    shared = (2 * tiles.program.keys + tiles.program.rows) * power_of_two(head_dim) * sizes.itemsize
+    columns = widths_of(sizes)
+    held = tiles.program.keys * columns.loaded + tiles.program.rows * columns.query
+    shared = held * sizes.itemsize
     assert shared <= device.shared_bytes
 
 
@@ -152,7 +156,7 @@ def test_strides_are_counted_in_units(stride, unit):
     sizes = call(strides=Strides(query, plane, plane))
     launch = attention_launch(sizes, tiling(sizes, H200), 256)
     assert launch.constants["STRIDE_UNIT"] == unit
-    assert [s * unit for s in launch.scalars[-5:]] == [*query[:2], *plane[:3]]
+    assert [s * unit for s in launch.scalars[-8:]] == [*query[:2], *plane[:3], *plane[:3]]
 
 
 def test_a_grid_has_a_program_for_every_row_to_merge():
