@@ -74,6 +74,12 @@ def refusals(call: Call, capability: tuple[int, int] | None) -> list[str]:
         reasons.append(f"cache_dtype {call.cache_dtype} needs compute capability 8.9")
     if call.dtype not in DTYPES:
         reasons.append(f"the dtype must be one of {', '.join(DTYPES)}, got {call.dtype}")
+    least = _held(16, 1, 16, call)
+    if capability is not None and least > (shared := device_of(0, capability).shared_bytes):
+        reasons.append(
+            f"keys and values of {call.head_dim} and {call.out_dim} columns in {call.dtype} need "
+            f"{least} bytes of shared memory, the device has {shared}"
+        )
     return reasons + widths.refusals(call)
 
 
@@ -212,16 +218,15 @@ def fitting(program: Program, call: Call, shared_bytes: int) -> Program:
     # the step being computed.
     short = is_short(call) and not is_wide(call)
     copies = max(1, program.num_stages - (2 if short else 1))
-    while program.keys > 16 and _pipeline(program, copies, call) > shared_bytes:
+    while program.keys > 16 and _held(program.keys, copies, program.rows, call) > shared_bytes:
         program = program._replace(keys=program.keys // 2)
     return program
 
 
-def _pipeline(program: Program, copies: int, call: Call) -> int:
-    """Bytes of shared memory: keys and values of `copies` steps, and the queries."""
+def _held(keys: int, copies: int, rows: int, call: Call) -> int:
+    """Bytes of shared memory: keys and values of `copies` steps, and the queries of the rows."""
     columns = widths_of(call)
-    held = copies * program.keys * columns.loaded + program.rows * columns.query
-    return held * call.itemsize
+    return (copies * keys * columns.loaded + rows * columns.query) * call.itemsize
 
 
 def attention_launch(call: Call, tiles: Tiling, table_stride: int) -> Launch:

@@ -19,6 +19,7 @@ from pagedattn.kernels.launch import (
     device_of,
     merge_launch,
     power_of_two,
+    refusals,
     tiling,
 )
 from pagedattn.kernels.widths import widths_of
@@ -26,6 +27,9 @@ from pagedattn.kernels.widths import widths_of
 H200 = device_of(132, (9, 0))
 SMALL = device_of(20, (8, 9))
 STRIDES = Strides((4096, 128, 1), *[(16384, 1024, 128, 1)] * 2)
+
+
+LATENT = {"value_dim": 512, "strides": STRIDES._replace(value=())}
 
 
 def call(**sizes) -> Call:
@@ -60,6 +64,14 @@ def test_kernels_by_the_interpreter():
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
+def test_what_does_not_fit_into_shared_memory_is_refused():
+    wide = {"head_dim": 576, "value_dim": 512, "dtype": "float32"}
+    assert "shared memory" in str(refusals(call(**wide), (8, 9)))
+    assert not refusals(call(**wide), (9, 0))
+    assert not refusals(call(**wide | LATENT), (8, 9))
+    assert not refusals(call(**wide | {"dtype": "bfloat16"}), (8, 9))
+
+
 def test_launch_arithmetic_loads_no_triton():
     code = "import pagedattn.kernels.launch, sys; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -80,7 +92,7 @@ def test_tiles_cover_the_batch(max_query_len, group, head_dim, dtype, device):
         num_kv_heads=2,
         head_dim=head_dim,
         dtype=dtype,
-        value_dim=512 if head_dim > 512 else None,
+        **LATENT if head_dim > 512 else {},
     )
     tiles = tiling(sizes, device)
     assert tiles.tokens * tiles.heads <= tiles.program.rows

@@ -195,7 +195,7 @@ def test_latent_decode(num_heads):
     sizes = {"num_heads": num_heads, "num_kv_heads": 1, "arrays": ["sinks"], "pad_tokens": 7}
     for dtype in DTYPES:
         latent = {"value_dim": 16, "latent": True, "head_dim": 24, "dtype": dtype}
-        check(random_problem([1, 2, 1, 0], [300, 64, 0, 7], spec, **sizes, **latent))
+        check(random_problem([1, 2, 1, 0], [300, 64, 1, 7], spec, **sizes, **latent))
 
 
 def test_values_of_other_strides():
