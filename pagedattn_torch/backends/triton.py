@@ -14,6 +14,7 @@ from pagedattn.backend import Backend
 from pagedattn.call import Call
 from pagedattn.kernels import launch
 from pagedattn.kernels.attention import attention_kernel
+from pagedattn.kernels.balanced import balanced_kernel
 from pagedattn.kernels.launch import Device, Launch, Tiling
 from pagedattn.kernels.merge import merge_kernel
 
@@ -58,12 +59,13 @@ def run(call: Call, query: Tensor, cache, plan: Plan, *, sinks: Tensor | None = 
     value = cache.key if cache.value is None else cache.value
     arrays = query, cache.key, value, *plan.tables, sinks
     outs = query.new_empty(call.out_shape), query.new_empty(call.lse_shape, dtype=torch.float32)
-    if plan.tiles.splits == 1:
+    if plan.tiles.shares == 1:
         _start(attention_kernel, arrays, plan.attention, outs)
         return outs
-    parts = [query.new_empty(plan.tiles.splits, *o.shape, dtype=torch.float32) for o in outs]
-    _start(attention_kernel, arrays, plan.attention, parts)
-    _start(merge_kernel, parts, plan.merge, outs)
+    rows = launch.part_rows(call, plan.tiles)
+    parts = [query.new_empty(rows, *out.shape[1:], dtype=torch.float32) for out in outs]
+    _start(balanced_kernel, arrays, plan.attention, parts)
+    _start(merge_kernel, (*parts, *plan.tables[1:3]), plan.merge, outs)
     return outs
 
 
