@@ -1,18 +1,18 @@
-"""Joins the partial results of the shares by their log-sum-exps."""
+"""Joins the partial results of split keys by their log-sum-exps."""
 
 import triton
 import triton.language as tl
 
-from .shares import sequence_of, share_length
+from .parts import CHUNK, parts_of, sequence_of, total_steps
 
 LOG2E = tl.constexpr(1.4426950408889634)
-SIZES = ["window", "num_tokens", "num_seqs", "num_heads", "max_blocks", "shares"]
+SIZES = ["window", "num_tokens", "num_seqs", "num_heads", "max_blocks", "wanted"]
 
 
 @triton.jit(do_not_specialize=SIZES)
 def merge_kernel(
-    parts,  # f32 [num_tokens + shares * TOKENS, num_heads, VALUE_DIM], as `balanced_kernel` says
-    part_lse,  # f32 [num_tokens + shares * TOKENS, num_heads]
+    split_out,  # f32 [num_tokens + wanted * TOKENS, num_heads, VALUE_DIM], as `split_kernel` stores them
+    split_lse,  # f32 [num_tokens + wanted * TOKENS, num_heads]
     seq_lens,
     query_start_loc,
     window,
@@ -20,45 +20,45 @@ def merge_kernel(
     num_seqs,
     num_heads,
     max_blocks,
-    shares,
+    wanted,
     out,  # [num_tokens, num_heads, VALUE_DIM]
     lse,  # f32 [num_tokens, num_heads]
     VALUE_DIM: tl.constexpr,
     DIMS: tl.constexpr,
-    SPLITS: tl.constexpr,  # the most parts of a row, padded to a power of two
     BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
     KEYS: tl.constexpr,
     MIN_STEPS: tl.constexpr,
+    MAX_PARTS: tl.constexpr,  # of a row, a power of two
     WINDOW: tl.constexpr,
 ):
     token = tl.program_id(0) // num_heads
     head = tl.program_id(0) % num_heads
-    # Where the row's tile lies in the line of all steps.
-    total = 0
-    before = 0
+    total = total_steps(
+        query_start_loc, seq_lens, window, num_tokens, num_seqs, max_blocks,
+        BLOCK_SIZE, TOKENS, KEYS, WINDOW,
+    )  # fmt: skip
+    behind = 0  # parts before the row's own that are not the first ones of their tiles
     first = 0
-    steps = 0
-    for begin in range(0, num_seqs, 128):
-        start, query_len, _, _, seq_steps, tiles = sequence_of(
-            begin + tl.arange(0, 128), query_start_loc, seq_lens, window, num_tokens, num_seqs,
+    parts = 0
+    for begin in range(0, num_seqs, CHUNK):
+        start, query_len, _, _, steps, tiles = sequence_of(
+            begin + tl.arange(0, CHUNK), query_start_loc, seq_lens, window, num_tokens, num_seqs,
             max_blocks, BLOCK_SIZE, TOKENS, KEYS, WINDOW,
         )  # fmt: skip
-        total += tl.sum(seq_steps * tiles, 0)
+        seq_parts = parts_of(steps, total, wanted, MIN_STEPS, MAX_PARTS)
         stop = start + query_len
-        before += tl.sum(tl.where(stop <= token, seq_steps * tiles, 0), 0)
-        mine = (start <= token) & (token < stop)
+        behind += tl.sum(tl.where(stop <= token, tiles * (seq_parts - 1), 0), 0)
+        mine = (start <= token) & (token < stop)  # none is that of a padding token
         first += tl.sum(tl.where(mine, start, 0), 0)
-        steps += tl.sum(tl.where(mine, seq_steps, 0), 0)  # padding has none
-    length = share_length(total, shares, MIN_STEPS)
-    begin = before + (token - first) // TOKENS * steps
-    share = begin // length + tl.arange(0, SPLITS)
-    exists = (share * length < begin + steps) & (share < shares) & (steps > 0)
-    row = num_tokens + share * TOKENS + (token - first) % TOKENS
-    row = tl.where(share * length <= begin, token, row)
-    at = row.to(tl.int64) * num_heads + head
+        parts += tl.sum(tl.where(mine, seq_parts, 0), 0)
+    index = tl.arange(0, MAX_PARTS)
+    behind += (token - first) // TOKENS * (parts - 1) + index - 1
+    exists = (index < parts) & (behind < wanted)
+    row = num_tokens + behind * TOKENS + (token - first) % TOKENS
+    at = tl.where(index == 0, token, row).to(tl.int64) * num_heads + head
 
-    part = tl.load(part_lse + at, mask=exists, other=float("-inf"))
+    part = tl.load(split_lse + at, mask=exists, other=float("-inf"))
     highest = tl.max(part, 0)
     shift = tl.where(highest == float("-inf"), 0.0, highest)
     weights = tl.exp2((part - shift) * LOG2E)
@@ -67,7 +67,7 @@ def merge_kernel(
     total_weight = tl.where(empty, 1.0, total_weight)
     dims = tl.arange(0, DIMS)
     values = tl.load(
-        parts + at[:, None] * VALUE_DIM + dims[None, :],
+        split_out + at[:, None] * VALUE_DIM + dims[None, :],
         mask=exists[:, None] & (dims < VALUE_DIM)[None, :],
         other=0.0,
     )

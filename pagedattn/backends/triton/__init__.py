@@ -13,7 +13,7 @@ from ...backend import Backend
 from ...call import Call
 from ...gradient import with_xla_gradient
 from ...kernels.attention import attention_kernel
-from ...kernels.balanced import balanced_kernel
+from ...kernels.split import split_kernel
 from ...kernels.launch import (
     HONOURS,
     Launch,
@@ -44,11 +44,11 @@ def run(call: Call, query, cache, batch, *, sinks=None):
         jax.ShapeDtypeStruct(call.lse_shape, jnp.float32),
     )
     launch = attention_launch(call, tiles, table_stride=call.max_blocks)
-    if tiles.shares == 1:
+    if not tiles.parts:
         return _start(attention_kernel, arrays, launch, outs)
     rows = part_rows(call, tiles)
     parts = [jax.ShapeDtypeStruct((rows, *out.shape[1:]), jnp.float32) for out in outs]
-    parts = _start(balanced_kernel, arrays, launch, parts)
+    parts = _start(split_kernel, arrays, launch, parts)
     lengths = batch.seq_lens, batch.query_start_loc
     return _start(merge_kernel, (*parts, *lengths), merge_launch(call, tiles), outs)
 

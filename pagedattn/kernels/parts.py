@@ -1,11 +1,13 @@
-"""Keys cut into equal shares of the whole batch's work, whatever the lengths of its sequences.
+"""Tiles cut into parts of about equal work over the whole batch, whatever its sequences' lengths.
 
-The steps of all tiles, sequence after sequence, are one line; a share is a stretch of it. Where it
-lies is computed by each program from the lengths on the device.
+All tiles of a sequence are cut alike, into parts in proportion to its keys. Every program computes
+from the lengths, on the device, which part is its own.
 """
 
 import triton
 import triton.language as tl
+
+CHUNK = tl.constexpr(128)  # sequences looked at together
 
 
 @triton.jit
@@ -13,7 +15,7 @@ def sequence_of(
     seq, query_start_loc, seq_lens, window, num_tokens, num_seqs, max_blocks,
     BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Of one sequence or many: where its queries start, their number, its length, its first key
+    """Of one sequence or many: where its queries start, their number, its length, the first key
     that is seen, the steps of a tile, and the tiles; values that break the contract are clamped.
     """
     exists = seq < num_seqs
@@ -33,8 +35,10 @@ def sequence_of(
 
 
 @triton.jit
-def share_length(total, shares, MIN_STEPS: tl.constexpr):
-    return tl.maximum((total + shares - 1) // shares, MIN_STEPS)
+def parts_of(steps, total, wanted, MIN_STEPS: tl.constexpr, MAX_PARTS: tl.constexpr):
+    """The parts of a tile: all tiles, of `total` steps, get no more than `wanted` or one each."""
+    parts = (steps.to(tl.int64) * wanted // tl.maximum(total, 1)).to(tl.int32)
+    return tl.maximum(tl.minimum(tl.minimum(parts, steps // MIN_STEPS), MAX_PARTS), 1)
 
 
 @triton.jit
@@ -42,10 +46,11 @@ def total_steps(
     query_start_loc, seq_lens, window, num_tokens, num_seqs, max_blocks,
     BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
+    """The steps of all tiles of the batch."""
     total = 0
-    for begin in range(0, num_seqs, 128):
+    for begin in range(0, num_seqs, CHUNK):
         _, _, _, _, steps, tiles = sequence_of(
-            begin + tl.arange(0, 128), query_start_loc, seq_lens, window, num_tokens, num_seqs,
+            begin + tl.arange(0, CHUNK), query_start_loc, seq_lens, window, num_tokens, num_seqs,
             max_blocks, BLOCK_SIZE, TOKENS, KEYS, WINDOW,
         )  # fmt: skip
         total += tl.sum(steps * tiles, 0)
@@ -53,23 +58,26 @@ def total_steps(
 
 
 @triton.jit
-def find_step(
-    position, query_start_loc, seq_lens, window, num_tokens, num_seqs, max_blocks,
+def find_part(
+    number, total, wanted, query_start_loc, seq_lens, window, num_tokens, num_seqs, max_blocks,
     BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
+    MIN_STEPS: tl.constexpr, MAX_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The sequence that a position of the line lies in, and how many of its steps lie before."""
+    """The sequence of the part with a number, the number of parts, and of tiles, before it."""
     seq = 0
-    before = 0
+    parts_before = 0
+    tiles_before = 0
     line = 0
-    for begin in range(0, num_seqs, 128):
-        ids = begin + tl.arange(0, 128)
+    for begin in range(0, num_seqs, CHUNK):
+        ids = begin + tl.arange(0, CHUNK)
         _, _, _, _, steps, tiles = sequence_of(
             ids, query_start_loc, seq_lens, window, num_tokens, num_seqs, max_blocks,
             BLOCK_SIZE, TOKENS, KEYS, WINDOW,
         )  # fmt: skip
-        work = steps * tiles
-        passed = (line + tl.cumsum(work, 0) <= position) & (ids < num_seqs)
+        parts = tiles * parts_of(steps, total, wanted, MIN_STEPS, MAX_PARTS)
+        passed = (line + tl.cumsum(parts, 0) <= number) & (ids < num_seqs)
         seq += tl.sum(passed.to(tl.int32), 0)
-        before += tl.sum(tl.where(passed, work, 0), 0)
-        line += tl.sum(work, 0)
-    return seq, position - before
+        parts_before += tl.sum(tl.where(passed, parts, 0), 0)
+        tiles_before += tl.sum(tl.where(passed, tiles, 0), 0)
+        line += tl.sum(parts, 0)
+    return seq, parts_before, tiles_before
