@@ -193,7 +193,7 @@ def attend(
     if WINDOW:
         begin = tl.maximum(begin, first_position - window + 1)
 
-    start = tl.maximum(begin // KEYS * KEYS, low)
+    start = tl.multiple_of(tl.maximum(begin // KEYS * KEYS, low), KEYS)
     stop = tl.minimum(end, high)
 
     query += tokens.to(tl.int64)[:, None] * (query_token_stride * STRIDE_UNIT)
