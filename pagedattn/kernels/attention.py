@@ -1,8 +1,8 @@
 """Paged attention in Triton: one kernel for decode, prefill, chunks and any mix.
 
 A program computes a tile of rows for one KV head. Its rows are tokens x query heads of the group,
-so that a key is loaded once for the whole group. It walks all keys that any of its rows sees. Padding
-tokens count as one more sequence, without keys.
+so that a key is loaded once for the whole group. It walks all keys that any of its rows sees.
+Padding tokens count as one more sequence, without keys.
 """
 
 import triton
@@ -224,8 +224,8 @@ def attend(
             middle = tl.maximum(tl.minimum(end, first_position + 1), 0)
         middle = tl.minimum(tl.maximum(middle // KEYS * KEYS, start), stop)
         highest, total, summed = walk(
-            highest, total, summed, start, middle, begin, end, q, q_rest, key, value, table, positions,
-            slopes, scale, cap, window, num_blocks, block_stride, slot_stride,
+            highest, total, summed, start, middle, begin, end, q, q_rest, key, value, table,
+            positions, slopes, scale, cap, window, num_blocks, block_stride, slot_stride,
             value_block_stride, value_slot_stride,
             HEAD_DIM, DIMS, REST, VALUE_DIM, VALUE_DIMS, LATENT, ALIKE, BLOCK_SIZE, STRIDE_UNIT,
             KEYS, False, CAUSAL, WINDOW, SOFT_CAP, ALIBI,

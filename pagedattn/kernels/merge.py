@@ -11,7 +11,7 @@ SIZES = ["window", "num_tokens", "num_seqs", "num_heads", "max_blocks", "wanted"
 
 @triton.jit(do_not_specialize=SIZES)
 def merge_kernel(
-    split_out,  # f32 [num_tokens + wanted * TOKENS, num_heads, VALUE_DIM], as `split_kernel` stores them
+    split_out,  # f32 [num_tokens + wanted * TOKENS, num_heads, VALUE_DIM]; see `split_kernel`
     split_lse,  # f32 [num_tokens + wanted * TOKENS, num_heads]
     seq_lens,
     query_start_loc,

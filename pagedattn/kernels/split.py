@@ -94,10 +94,10 @@ def split_kernel(
         BLOCK_SIZE, TOKENS, KEYS, WINDOW,
     )  # fmt: skip
     parts = parts_of(steps, total, wanted, MIN_STEPS, MAX_PARTS)
-    tile = (number - parts_before) // parts
-    part = (number - parts_before) % parts
+    tile = tl.maximum(number - parts_before, 0) // parts
+    part = tl.maximum(number - parts_before, 0) % parts
     # A tile's first part lies where its rows would, the others behind all rows, in their order.
-    behind = number - tiles_before - tile - 1
+    behind = tl.minimum(tl.maximum(number - tiles_before - tile - 1, 0), wanted - 1)
     first = tile * TOKENS
     token = (start + first).to(tl.int64)
     row = tl.where(part == 0, token, num_tokens + behind.to(tl.int64) * TOKENS) * num_heads + head

@@ -14,9 +14,9 @@ from pagedattn.backend import Backend
 from pagedattn.call import Call
 from pagedattn.kernels import launch
 from pagedattn.kernels.attention import attention_kernel
-from pagedattn.kernels.split import split_kernel
 from pagedattn.kernels.launch import Device, Launch, Tiling
 from pagedattn.kernels.merge import merge_kernel
+from pagedattn.kernels.split import split_kernel
 
 from ..bias import slopes_on
 

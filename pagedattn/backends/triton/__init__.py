@@ -13,7 +13,6 @@ from ...backend import Backend
 from ...call import Call
 from ...gradient import with_xla_gradient
 from ...kernels.attention import attention_kernel
-from ...kernels.split import split_kernel
 from ...kernels.launch import (
     HONOURS,
     Launch,
@@ -26,6 +25,7 @@ from ...kernels.launch import (
     tiling,
 )
 from ...kernels.merge import merge_kernel
+from ...kernels.split import split_kernel
 from ...tracing import axes_of, varying
 from .program import encoded, missing
 
