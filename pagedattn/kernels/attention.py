@@ -1,8 +1,9 @@
 """Paged attention in Triton: one kernel for decode, prefill, chunks and any mix.
 
 A program computes a tile of rows for one KV head. Its rows are tokens x query heads of the group,
-so that a key is loaded once for the whole group. It walks all keys that any of its rows sees.
-Padding tokens count as one more sequence, without keys.
+so that a key is loaded once for the whole group. It walks all keys that any of its rows sees or,
+where the keys are split, its share of them. Padding tokens count as one more sequence, without
+keys.
 """
 
 import triton
@@ -50,8 +51,8 @@ def attention_kernel(
     value_block_stride,
     value_slot_stride,
     value_head_stride,
-    out,  # [num_tokens, num_heads, VALUE_DIM]
-    lse,  # f32 [num_tokens, num_heads]
+    out,  # [splits, num_tokens, num_heads, VALUE_DIM]
+    lse,  # f32 [splits, num_tokens, num_heads]
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,  # columns of the keys' first tile
     REST: tl.constexpr,  # columns of their second tile, or 0
@@ -69,6 +70,9 @@ def attention_kernel(
     FEW_ROWS: tl.constexpr,  # compute only so many rows; 0: all tiles compute ROWS
     KEYS: tl.constexpr,  # keys of one step of the walk
     TILES_A_SEQ: tl.constexpr,  # tiles given to each sequence; 0 finds the sequence by search
+    SPLIT: tl.constexpr,  # whether the grid's second axis splits the keys, for `merge_kernel`
+    MIN_STEPS: tl.constexpr,  # steps below which keys are not split further
+    APART: tl.constexpr,  # more warps than rows for them: they share the keys of a step; see `walk`
     UNMASKED: tl.constexpr,  # whether steps that all rows see wholly get a loop without masks
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -109,7 +113,7 @@ def attention_kernel(
     # From here on pointers start at the tile's first token and head, and at its KV head.
     head = kv_head * GROUP + skipped_heads
     token = (query_start + first).to(tl.int64)
-    row = token * num_heads + head
+    row = (tl.program_id(1) * num_tokens + token) * num_heads + head
     query += token * (query_token_stride * STRIDE_UNIT)
     query += head.to(tl.int64) * (query_head_stride * STRIDE_UNIT)
     out += row * VALUE_DIM
@@ -140,42 +144,39 @@ def attention_kernel(
         if query_len - first <= FEW_TOKENS:
             attend(
                 query, key, value, table, alibi_slopes, sinks, out, lse, scale, cap, window,
-                first, query_len, seq_len, 0, seq_len, num_heads, num_tile_heads, num_blocks,
-                has_sinks,
+                first, query_len, seq_len, num_heads, num_tile_heads, num_blocks, has_sinks,
                 query_token_stride, query_head_stride, block_stride, slot_stride,
                 value_block_stride, value_slot_stride,
                 HEAD_DIM, DIMS, REST, VALUE_DIM, VALUE_DIMS, LATENT, ALIKE, BLOCK_SIZE,
-                STRIDE_UNIT, HEADS, FEW_TOKENS, FEW_ROWS, KEYS, False, CAUSAL,
-                WINDOW, SOFT_CAP, ALIBI, SINKS, NEGATE,
+                STRIDE_UNIT, HEADS, FEW_TOKENS, FEW_ROWS, KEYS, SPLIT, MIN_STEPS, False, False,
+                CAUSAL, WINDOW, SOFT_CAP, ALIBI, SINKS, NEGATE,
             )  # fmt: skip
             return
     attend(
         query, key, value, table, alibi_slopes, sinks, out, lse, scale, cap, window,
-        first, query_len, seq_len, 0, seq_len, num_heads, num_tile_heads, num_blocks, has_sinks,
+        first, query_len, seq_len, num_heads, num_tile_heads, num_blocks, has_sinks,
         query_token_stride, query_head_stride, block_stride, slot_stride,
         value_block_stride, value_slot_stride,
         HEAD_DIM, DIMS, REST, VALUE_DIM, VALUE_DIMS, LATENT, ALIKE, BLOCK_SIZE, STRIDE_UNIT,
-        HEADS, TOKENS, ROWS, KEYS, UNMASKED, CAUSAL, WINDOW, SOFT_CAP, ALIBI, SINKS, NEGATE,
+        HEADS, TOKENS, ROWS, KEYS, SPLIT, MIN_STEPS, APART, UNMASKED, CAUSAL, WINDOW, SOFT_CAP,
+        ALIBI, SINKS, NEGATE,
     )  # fmt: skip
 
 
 @triton.jit
 def attend(
     query, key, value, table, alibi_slopes, sinks, out, lse, scale, cap, window,
-    first, query_len, seq_len, low, high, num_heads, num_tile_heads, num_blocks, has_sinks,
+    first, query_len, seq_len, num_heads, num_tile_heads, num_blocks, has_sinks,
     query_token_stride, query_head_stride, block_stride, slot_stride,
     value_block_stride, value_slot_stride,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, REST: tl.constexpr, VALUE_DIM: tl.constexpr,
     VALUE_DIMS: tl.constexpr, LATENT: tl.constexpr, ALIKE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, UNMASKED: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
-    SINKS: tl.constexpr, NEGATE: tl.constexpr,
+    KEYS: tl.constexpr, SPLIT: tl.constexpr, MIN_STEPS: tl.constexpr, APART: tl.constexpr,
+    UNMASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr, SINKS: tl.constexpr, NEGATE: tl.constexpr,
 ):  # fmt: skip
-    """Computes one tile: the tokens of a sequence from `first` on, for a KV head's query heads.
-
-    Of the keys those from `low` on, a multiple of KEYS, that are below `high`.
-    """
+    """Computes one tile: the tokens of a sequence from `first` on, for a KV head's query heads."""
     rows = tl.arange(0, ROWS)
     tokens = rows // HEADS
     heads = rows % HEADS
@@ -194,8 +195,21 @@ def attend(
     if WINDOW:
         begin = tl.maximum(begin, first_position - window + 1)
 
-    start = tl.multiple_of(tl.maximum(begin // KEYS * KEYS, low), KEYS)
-    stop = tl.minimum(end, high)
+    start = begin // KEYS * KEYS
+    stop = end
+    if SPLIT:
+        # This split's share of the keys, in whole steps; of few keys, the last splits get none.
+        steps = tl.maximum(end - start + KEYS - 1, 0) // KEYS
+        share = tl.maximum(tl.cdiv(steps, tl.num_programs(1)), MIN_STEPS)
+        start += tl.program_id(1) * share * KEYS
+        stop = tl.minimum(start + share * KEYS, end)
+        nothing = start >= stop
+        if SINKS:
+            nothing = nothing & (tl.program_id(1) > 0)  # the first split has the sinks
+        if nothing:
+            # No out is stored: the merge ignores it where the log-sum-exp is -inf.
+            tl.store(lse + tokens * num_heads + heads, nothing_seen(ROWS), mask=exists)
+            return
 
     query += tokens.to(tl.int64)[:, None] * (query_token_stride * STRIDE_UNIT)
     query += heads.to(tl.int64)[:, None] * (query_head_stride * STRIDE_UNIT)
@@ -212,7 +226,7 @@ def attend(
     total = tl.zeros([ROWS], tl.float32)
     if SINKS:
         # The softmax begins with a logit that has no value.
-        mask = exists & has_sinks
+        mask = exists & has_sinks & (tl.program_id(1) == 0)
         highest = tl.load(sinks + heads, mask=mask, other=float("-inf"))
         total = tl.where(highest > float("-inf"), 1.0, 0.0)
         if not ALIBI:
@@ -229,7 +243,7 @@ def attend(
             positions, slopes, scale, cap, window, num_blocks, block_stride, slot_stride,
             value_block_stride, value_slot_stride,
             HEAD_DIM, DIMS, REST, VALUE_DIM, VALUE_DIMS, LATENT, ALIKE, BLOCK_SIZE, STRIDE_UNIT,
-            KEYS, False, CAUSAL, WINDOW, SOFT_CAP, ALIBI,
+            KEYS, APART, False, CAUSAL, WINDOW, SOFT_CAP, ALIBI,
         )  # fmt: skip
         start = middle
     highest, total, summed = walk(
@@ -237,7 +251,7 @@ def attend(
         slopes, scale, cap, window, num_blocks, block_stride, slot_stride,
         value_block_stride, value_slot_stride,
         HEAD_DIM, DIMS, REST, VALUE_DIM, VALUE_DIMS, LATENT, ALIKE, BLOCK_SIZE, STRIDE_UNIT, KEYS,
-        True, CAUSAL, WINDOW, SOFT_CAP, ALIBI,
+        APART, True, CAUSAL, WINDOW, SOFT_CAP, ALIBI,
     )  # fmt: skip
 
     empty = total == 0

@@ -21,7 +21,7 @@ HONOURS = frozenset(
 )
 # Up to this query length each sequence gets a fixed number of tiles; beyond, tiles search theirs.
 SHORT_QUERY = 16
-MAX_PARTS = 128  # of a tile: a program of the merge holds all parts of a row at once
+MAX_SPLITS = 128  # a program of the merge holds all parts of a row at once
 # KiB of shared memory that one program can have, by compute capability; others have 99.
 SHARED_KILOBYTES = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
 ROOMY = 160 << 10  # bytes of shared memory that hold 64 of the widest queries beside their keys
@@ -53,9 +53,8 @@ class Tiling(NamedTuple):
     tokens: int  # tokens of a tile
     tiles_a_seq: int  # tiles given to each sequence; 0: tiles find their sequence by search
     num_tiles: int
-    parts: int  # that the keys of all tiles are split into, in all; 0: they are not
-    min_steps: int  # of a part
-    max_parts: int  # of a tile, a power of two
+    splits: int
+    min_steps: int  # steps of keys below which a split is not split further
 
 
 class Launch(NamedTuple):
@@ -115,10 +114,8 @@ def tiling(call: Call, device: Device) -> Tiling:
         num_tiles = call.num_tokens // tokens + call.num_seqs + 1
     programs = max(1, busy * head_tiles * call.num_kv_heads)
     choose = wide_program if is_wide(call) else short_program if is_short(call) else long_program
-    program, wanted, min_keys = choose(call, programs, rows, device.num_sms)
+    program, splits, min_keys = choose(call, programs, rows, device.num_sms)
     program = fitting(program, call, device.shared_bytes)
-    most = min(MAX_PARTS, call.max_keys // min_keys)
-    parts = wanted // (head_tiles * call.num_kv_heads) if most > 1 else 0
     return Tiling(
         program=program,
         heads=heads,
@@ -126,9 +123,8 @@ def tiling(call: Call, device: Device) -> Tiling:
         tokens=tokens,
         tiles_a_seq=tiles_a_seq,
         num_tiles=num_tiles,
-        parts=parts,
+        splits=max(1, min(splits, MAX_SPLITS, cdiv(call.max_keys, min_keys))),
         min_steps=max(1, min_keys // program.keys),
-        max_parts=power_of_two(max(1, min(parts, most))),
     )
 
 
@@ -153,29 +149,35 @@ def tile_rows(call: Call, device: Device) -> int:
 
 
 def short_program(call: Call, programs: int, rows: int, num_sms: int):
-    """The program, how many shall run if keys are split (0: they are not), the fewest of a part.
+    """The program, the most splits of the keys, and the fewest keys of a split.
 
-    `programs` is their number if keys are not split.
+    `programs` is their number without splits. If these fill the device, splits serve only to even
+    out sequences of different lengths; they are long then, since each one costs writing a partial
+    result and reading it in the merge.
     """
     crowded = programs >= 2 * num_sms
     a_wave = 3 * num_sms  # three programs of four warps share a multiprocessor
+    one_wave = a_wave // programs
     nearly_a_wave = a_wave <= 4 * programs <= 4 * num_sms
     if call.max_keys <= 4096 and (crowded or nearly_a_wave):
-        wanted, min_keys = 0, 64
+        splits, min_keys = 1, 64
         # Small programs side by side; or, if few, one on each multiprocessor with more stages.
         sizes = {"keys": 64, "num_warps": 2} if crowded else {"keys": 128, "num_warps": 4}
         if call.head_dim <= 64:
             sizes = {"keys": 128, "num_warps": 4}
         program = Program(rows, **sizes, num_stages=3 if crowded else 5)
-    elif programs * call.max_keys >= 256 * a_wave:
-        # Of many programs those that run longest are split, until there are several waves.
-        wanted, min_keys = (4 * a_wave, 512) if crowded else (a_wave, 128)
+    elif crowded:
+        # Many splits may get no keys: a thousand empty programs cost about a microsecond.
+        splits, min_keys = 64 * num_sms // programs, 64 * rows
+        program = Program(rows, keys=128, num_warps=4, num_stages=3)
+    elif call.max_keys >= 256 * one_wave:
+        splits, min_keys = one_wave, 128
         program = Program(rows, keys=128, num_warps=4, num_stages=3)
     else:
         # So few keys that most of the time goes into starting the programs.
-        wanted, min_keys = 6 * num_sms, 64
+        splits, min_keys = 6 * num_sms // programs, 64
         program = Program(rows, keys=32, num_warps=4, num_stages=3)
-    return _in_registers(program, call), wanted, min_keys
+    return _in_registers(program, call), splits, min_keys
 
 
 def _in_registers(program: Program, call: Call) -> Program:
@@ -187,9 +189,13 @@ def _in_registers(program: Program, call: Call) -> Program:
 
 
 def long_program(call: Call, programs: int, rows: int, num_sms: int):
-    """As `short_program`; arithmetic takes the time here, so parts only fill the device."""
+    """As `short_program`; arithmetic takes the time here, so splits only fill the device.
+
+    Where they do, two programs a multiprocessor hide each other's latencies.
+    """
     warps = 8 if rows > 128 or (call.head_dim > 128 and rows > 64) else 4
-    return Program(rows, 64, warps, 3), num_sms if 2 * programs <= num_sms else 0, 512
+    splits = 2 * num_sms // programs if 2 * programs <= num_sms else 1
+    return Program(rows, 64, warps, 3), splits, 512
 
 
 def is_wide(call: Call) -> bool:
@@ -200,12 +206,10 @@ def is_wide(call: Call) -> bool:
 def wide_program(call: Call, programs: int, rows: int, num_sms: int):
     """As `short_program`, for keys and values that fill shared memory and the registers."""
     if rows < 64:
-        program = Program(rows, keys=32, num_warps=4, num_stages=3)
-        return program, 2 * num_sms if programs <= num_sms else 0, 256
+        return Program(rows, keys=32, num_warps=4, num_stages=3), 2 * num_sms // programs, 256
     # Eight warps share what is summed, 64 rows of 512 columns; one program a multiprocessor.
-    keys = 64 if widths_of(call).latent else 32
-    program = Program(rows, keys, num_warps=8, num_stages=3)
-    return program, num_sms if 2 * programs <= num_sms else 0, 256
+    keys, num_stages = (64, 2) if widths_of(call).latent else (32, 3)
+    return Program(rows, keys, 8, num_stages), num_sms // programs, 256
 
 
 def fitting(program: Program, call: Call, shared_bytes: int) -> Program:
@@ -230,10 +234,7 @@ def _held(keys: int, copies: int, rows: int, call: Call) -> int:
 
 
 def attention_launch(call: Call, tiles: Tiling, table_stride: int) -> Launch:
-    """The launch of `attention_kernel` or, where keys are split, of `split_kernel`.
-
-    `table_stride` is that of the rows of the block tables.
-    """
+    """The launch of `attention_kernel`; `table_stride` is that of the rows of the block tables."""
     spec = call.spec
     key_strides = call.strides.key[:3]
     value_strides = call.strides.value[:3] or key_strides
@@ -253,6 +254,7 @@ def attention_launch(call: Call, tiles: Tiling, table_stride: int) -> Launch:
         *(stride // unit for stride in array_strides),
     )
     rows, keys, num_warps, num_stages = tiles.program
+    few_rows = 16 if not is_short(call) and tiles.heads <= 16 < rows else 0
     columns = widths_of(call)
     constants = {
         "HEAD_DIM": call.head_dim,
@@ -268,7 +270,14 @@ def attention_launch(call: Call, tiles: Tiling, table_stride: int) -> Launch:
         "HEADS": tiles.heads,
         "TOKENS": tiles.tokens,
         "ROWS": rows,
+        "FEW_TOKENS": few_rows // tiles.heads,
+        "FEW_ROWS": few_rows,
         "KEYS": keys,
+        "TILES_A_SEQ": tiles.tiles_a_seq,
+        "SPLIT": tiles.splits > 1,
+        "MIN_STEPS": tiles.min_steps,
+        # A warp has 16 rows; only Hopper's products, which begin at 64, are parted so.
+        "APART": 64 <= rows < 16 * num_warps,
         # A second loop, without masks, pays where arithmetic takes the time.
         "UNMASKED": not is_short(call) and call.window is None,
         "CAUSAL": spec.causal,
@@ -278,38 +287,22 @@ def attention_launch(call: Call, tiles: Tiling, table_stride: int) -> Launch:
         "SINKS": call.sinks,
         "NEGATE": scale < 0,
     }
-    if tiles.parts:
-        scalars = (*scalars, tiles.parts)
-        constants |= {"MIN_STEPS": tiles.min_steps, "MAX_PARTS": tiles.max_parts}
-    else:
-        few_rows = 16 if not is_short(call) and tiles.heads <= 16 < rows else 0
-        constants |= {"FEW_TOKENS": few_rows // tiles.heads, "FEW_ROWS": few_rows}
-        constants["TILES_A_SEQ"] = tiles.tiles_a_seq
-    grid = ((tiles.parts + tiles.num_tiles) * tiles.head_tiles * call.num_kv_heads, 1, 1)
+    grid = (tiles.num_tiles * tiles.head_tiles * call.num_kv_heads, tiles.splits, 1)
     return Launch(grid, scalars, constants, num_warps, num_stages)
-
-
-def part_rows(call: Call, tiles: Tiling) -> int:
-    """Rows of tokens in the partial results: those of the batch, and a tile for each part."""
-    return call.num_tokens + tiles.parts * tiles.tokens
 
 
 def merge_launch(call: Call, tiles: Tiling) -> Launch:
     """The launch of `merge_kernel`."""
-    sizes = (call.num_tokens, call.num_seqs, call.num_heads, call.max_blocks)
-    scalars = (call.window or 0, *sizes, tiles.parts)
+    num_rows = call.num_tokens * call.num_heads
     constants = {
-        "VALUE_DIM": call.out_dim,
+        "HEAD_DIM": call.out_dim,
         "DIMS": power_of_two(call.out_dim),
-        "BLOCK_SIZE": call.block_size,
-        "TOKENS": tiles.tokens,
-        "KEYS": tiles.program.keys,
-        "MIN_STEPS": tiles.min_steps,
-        "MAX_PARTS": tiles.max_parts,
-        "WINDOW": call.window is not None,
+        "SPLITS": power_of_two(tiles.splits),
+        # With few splits, reading empty parts too costs less than waiting for the log-sum-exps.
+        "EAGER": tiles.splits <= 8,
     }
-    num_warps = 1 if tiles.max_parts <= 8 else 4 if tiles.max_parts <= 32 else 8
-    return Launch((call.num_tokens * call.num_heads, 1, 1), scalars, constants, num_warps, 1)
+    num_warps = 1 if tiles.splits <= 8 else 4 if tiles.splits <= 32 else 8
+    return Launch((num_rows, 1, 1), (num_rows, tiles.splits), constants, num_warps, 1)
 
 
 def _scale_and_cap(call: Call) -> tuple[float, float]:

@@ -14,15 +14,16 @@ def walk(
     value_block_stride, value_slot_stride,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, REST: tl.constexpr, VALUE_DIM: tl.constexpr,
     VALUE_DIMS: tl.constexpr, LATENT: tl.constexpr, ALIKE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, KEYS: tl.constexpr, APART: tl.constexpr, MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the keys from start to stop; only those in [begin, end) are read.
 
     Without ALiBi `scale` (or `cap`) includes log2(e), so that exp becomes a bare exp2. With ALiBi
     the factor comes last: slope times distance may be large, and is exact only without it.
     """
-    exponent: tl.constexpr = LOG2E if ALIBI else ONE
+    if APART:
+        rounded = tl.zeros([q.shape[0], KEYS], q.dtype)
     for step in range(start, stop, KEYS):
         keys = step + tl.arange(0, KEYS)
         inside = (keys >= begin) & (keys < end)
@@ -35,41 +36,74 @@ def walk(
         products = tl.dot(q, tl.trans(k), input_precision="ieee")
         if REST > 0:
             k_rest = load_slots(key, offsets, inside, DIMS, REST, HEAD_DIM, MASKED).to(q.dtype)
-            products = tl.dot(q_rest, tl.trans(k_rest), products, input_precision="ieee")
+            if APART:
+                products = products * scale
+                products += tl.dot(q_rest, tl.trans(k_rest), input_precision="ieee") * scale
+            else:
+                products = tl.dot(q_rest, tl.trans(k_rest), products, input_precision="ieee")
+        elif APART:
+            products = products * scale
         v = k
         if not LATENT:
             if not ALIKE:
                 offsets = blocks * (value_block_stride * STRIDE_UNIT)
                 offsets += slots * (value_slot_stride * STRIDE_UNIT)
             v = load_slots(value, offsets, inside, 0, VALUE_DIMS, VALUE_DIM, MASKED).to(q.dtype)
-        logits = cap * tanh(products * scale) if SOFT_CAP else products * scale
-        distance = positions[:, None] - keys[None, :]
-        if ALIBI:
-            logits -= slopes[:, None] * tl.abs(distance).to(tl.float32)
-        if MASKED:
-            visible = inside[None, :]
-            if CAUSAL:
-                visible = visible & (distance >= 0)
-            elif WINDOW:
-                visible = visible & (-distance < window)
-            if WINDOW:
-                visible = visible & (distance < window)
-            logits = tl.where(visible, logits, float("-inf"))
-        if MASKED or SOFT_CAP or ALIBI:
-            new_highest = tl.maximum(highest, tl.max(logits, 1))
+        if APART:
+            # The compiler gives each warp all keys of a product that leads to another one, so
+            # that pairs of warps compute the same; through a branch it does not see that.
+            kept = total
+            if step < stop:
+                weights, kept, highest, total = weigh(
+                    products, highest, total, keys, inside, positions, slopes, 1.0, cap, window,
+                    MASKED, CAUSAL, WINDOW, SOFT_CAP, ALIBI,
+                )  # fmt: skip
+                rounded = weights.to(q.dtype)
         else:
-            # The same maximum, as scale is not negative, with one multiplication a row.
-            new_highest = tl.maximum(highest, tl.max(products, 1) * scale)
-        shift = new_highest
-        if MASKED:
-            shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        weights = tl.exp2((logits - shift[:, None]) * exponent)
-        kept = tl.exp2((highest - shift) * exponent)
-        total = total * kept + tl.sum(weights, 1)
+            weights, kept, highest, total = weigh(
+                products, highest, total, keys, inside, positions, slopes, scale, cap, window,
+                MASKED, CAUSAL, WINDOW, SOFT_CAP, ALIBI,
+            )  # fmt: skip
         summed = summed * kept[:, None]
-        summed = tl.dot(weights.to(v.dtype), v, summed, input_precision="ieee")
-        highest = new_highest
+        if not APART:
+            rounded = weights.to(q.dtype)
+        summed = tl.dot(rounded, v, summed, input_precision="ieee")
     return highest, total, summed
+
+
+@triton.jit
+def weigh(
+    products, highest, total, keys, inside, positions, slopes, scale, cap, window,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+):  # fmt: skip
+    """A step of the online softmax: its weights, the factor on what was summed, and the state."""
+    exponent: tl.constexpr = LOG2E if ALIBI else ONE
+    logits = cap * tanh(products * scale) if SOFT_CAP else products * scale
+    distance = positions[:, None] - keys[None, :]
+    if ALIBI:
+        logits -= slopes[:, None] * tl.abs(distance).to(tl.float32)
+    if MASKED:
+        visible = inside[None, :]
+        if CAUSAL:
+            visible = visible & (distance >= 0)
+        elif WINDOW:
+            visible = visible & (-distance < window)
+        if WINDOW:
+            visible = visible & (distance < window)
+        logits = tl.where(visible, logits, float("-inf"))
+    if MASKED or SOFT_CAP or ALIBI:
+        new_highest = tl.maximum(highest, tl.max(logits, 1))
+    else:
+        # The same maximum, as scale is not negative, with one multiplication a row.
+        new_highest = tl.maximum(highest, tl.max(products, 1) * scale)
+    shift = new_highest
+    if MASKED:
+        shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+    weights = tl.exp2((logits - shift[:, None]) * exponent)
+    kept = tl.exp2((highest - shift) * exponent)
+    total = total * kept + tl.sum(weights, 1)
+    return weights, kept, new_highest, total
 
 
 @triton.jit

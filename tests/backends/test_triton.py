@@ -14,7 +14,7 @@ import pytest
 from pagedattn import AttentionSpec
 from pagedattn.call import Call, Strides
 from pagedattn.kernels.launch import (
-    MAX_PARTS,
+    MAX_SPLITS,
     attention_launch,
     device_of,
     merge_launch,
@@ -30,6 +30,7 @@ STRIDES = Strides((4096, 128, 1), *[(16384, 1024, 128, 1)] * 2)
 
 
 LATENT = {"value_dim": 512, "strides": STRIDES._replace(value=())}
+LATENT_DECODE = LATENT | {"head_dim": 576, "num_heads": 128, "num_kv_heads": 1}
 
 
 def call(**sizes) -> Call:
@@ -123,24 +124,24 @@ def test_searched_tiles_are_enough(tokens):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "parts"),
+    ("sizes", "splits"),
     [
-        ({}, 0),  # enough programs, none of them long
-        ({"num_seqs": 256, "num_tokens": 256, "max_blocks": 64}, 0),
-        ({"max_blocks": 1024}, 198),  # lengths may differ: several waves
+        ({}, 1),  # enough programs, none of them long
+        ({"num_seqs": 256, "num_tokens": 256, "max_blocks": 64}, 1),
+        ({"max_blocks": 1024}, 16),  # lengths may differ: a thousand keys each
+        ({"max_blocks": 1024, "max_query_len": 8, "num_tokens": 512}, 8),  # dearer to merge
+        ({"max_blocks": 1 << 16}, 16),  # most of the grid would be empty
         ({"num_seqs": 1, "num_tokens": 1, "max_blocks": 8192}, 49),  # three a multiprocessor
-        ({"num_seqs": 16, "num_tokens": 16, "max_blocks": 128}, 0),  # one a multiprocessor
-        ({"num_seqs": 1, "num_tokens": 1, "max_blocks": 1}, 0),
-        ({"num_seqs": 1, "num_kv_heads": 1, "max_blocks": 1 << 16}, 396),
-        ({"max_query_len": 8192, "num_tokens": 8192, "num_seqs": 1}, 0),
+        ({"num_seqs": 8, "num_tokens": 8, "max_blocks": 32}, 8),
+        ({"num_seqs": 16, "num_tokens": 16, "max_blocks": 128}, 1),  # one a multiprocessor
+        ({"num_seqs": 1, "num_tokens": 1, "max_blocks": 1}, 1),
+        ({"num_seqs": 1, "num_kv_heads": 1, "max_blocks": 1 << 16}, MAX_SPLITS),
+        ({"max_query_len": 8192, "num_tokens": 8192, "num_seqs": 1}, 1),
         ({"max_query_len": 64, "num_tokens": 64, "num_seqs": 1, "max_blocks": 8192}, 16),
     ],
 )
-def test_parts(sizes, parts):
-    """Of all tiles together, for each KV head; no tile has more than a merge can hold."""
-    tiles = tiling(call(**sizes), H200)
-    assert tiles.parts == parts
-    assert tiles.max_parts <= MAX_PARTS
+def test_splits(sizes, splits):
+    assert tiling(call(**sizes), H200).splits == splits
 
 
 def test_a_new_cache_or_batch_size_does_not_recompile():
@@ -175,7 +176,7 @@ def test_a_grid_has_a_program_for_every_row_to_merge():
     sizes = call(max_blocks=1024)
     launch = merge_launch(sizes, tiling(sizes, H200))
     assert launch.grid == (64 * 32, 1, 1)
-    assert launch.constants["MAX_PARTS"] == 32
+    assert launch.constants["SPLITS"] == 16
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -191,47 +192,33 @@ def test_a_program_is_machine_code_without_line_numbers(monkeypatch):
     sizes = call(max_blocks=1024)
     launch = merge_launch(sizes, tiling(sizes, H200))
     array = np.zeros(1, np.float32)
-    arrays = [array] * 2 + [np.zeros(1, np.int32)] * 2
-    message = zlib.decompress(programs.encoded(merge_kernel, arrays, launch, [array] * 2))
+    message = zlib.decompress(programs.encoded(merge_kernel, [array] * 2, launch, [array] * 2))
     assert message.startswith(b"what it wrote;")
     assert b"\x7fELF" in message
     assert b".debug_line" not in message
     _, *grid, parameters = launcher.TritonKernelCall.call_args.args
-    assert (*grid, len(parameters)) == (*launch.grid, 12)
+    assert (*grid, len(parameters)) == (*launch.grid, 6)
     assert launcher.TritonKernel.call_args.args[:3] == ("merge_kernel", launch.num_warps, 1)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn", "float8_e5m2", "int8"])
-@pytest.mark.parametrize("max_query_len", [1, 300])
-def test_the_attention_kernel_compiles_for_a_gpu(monkeypatch, max_query_len, cache_dtype):
-    from pagedattn.kernels.attention import attention_kernel
-
-    options = {"cache_dtype": cache_dtype, "sinks": cache_dtype is not None}
-    compiles(monkeypatch, attention_kernel, max_query_len=max_query_len, num_tokens=300, **options)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("sizes", [{}, LATENT | {"head_dim": 576, "num_kv_heads": 1}])
-def test_the_split_kernel_compiles_for_a_gpu(monkeypatch, sizes):
-    from pagedattn.kernels.split import split_kernel
-
-    compiles(monkeypatch, split_kernel, num_seqs=1, num_tokens=1, max_blocks=8192, **sizes)
-
-
-def compiles(monkeypatch, kernel, cache_dtype=None, **sizes):
+@pytest.mark.parametrize("sizes", [{}, {"max_query_len": 300}, LATENT_DECODE], ids=str)
+def test_the_attention_kernel_compiles_for_a_gpu(monkeypatch, sizes, cache_dtype):
     """To machine code, without a GPU; the launcher's message is a stand-in's."""
     from pagedattn.backends.triton import program as programs
+    from pagedattn.kernels.attention import attention_kernel
 
     launcher = mock.Mock(**{"get_compute_capability.return_value": 90})
     launcher.TritonKernelCall.return_value.to_proto.return_value = b""
     monkeypatch.setattr(programs, "launcher", launcher)
     monkeypatch.setattr(programs, "TAKES_BINARIES", True)
     programs._capability.cache_clear()
-    sizes = call(cache_dtype=cache_dtype, **sizes)
+    options = {"cache_dtype": cache_dtype, "sinks": cache_dtype is not None}
+    sizes = call(**sizes | options, num_tokens=300)
     launch = attention_launch(sizes, tiling(sizes, H200), 256)
     half, whole, number = (np.zeros(1, dtype) for dtype in (np.float16, np.float32, np.int32))
     plane = half if cache_dtype is None else np.zeros(1, cache_dtype)
     arrays = [half, plane, plane] + [number] * 3 + [whole] * 2
-    message = zlib.decompress(programs.encoded(kernel, arrays, launch, [half, whole]))
+    message = zlib.decompress(programs.encoded(attention_kernel, arrays, launch, [half, whole]))
     assert b"\x7fELF" in message

@@ -119,9 +119,9 @@ def check(problem: Problem, **changes):
     assert_attention_close(out, lse, problem, name="triton")
 
 
-def parts(problem: Problem) -> int:
+def splits(problem: Problem) -> int:
     arrays = arrays_of(problem)
-    return tiling(call_of(*arrays, problem.spec), backend._device(arrays[0].device)).parts
+    return tiling(call_of(*arrays, problem.spec), backend._device(arrays[0].device)).splits
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -139,7 +139,7 @@ def test_sinks(name, max_query_len):
     check(mixed(SPECS[name], max_query_len=max_query_len, arrays=["sinks"]))
     check(random_problem([3, 1], [0, 5], SPECS[name], pad_tokens=6, arrays=["sinks"]))
     problem = random_problem([1, 2, 1], [300, 64, 0], SPECS[name], arrays=["sinks"])
-    assert name == "all" or parts(problem) > 4
+    assert name == "all" or splits(problem) > 4
     check(problem)
 
 
@@ -196,7 +196,7 @@ def test_latent_decode(num_heads, longest):
     problem = random_problem(
         [1, 2, 0], [longest, 33, 7], AttentionSpec(scale=0.2), **heads, **latent
     )
-    assert bool(parts(problem)) == (longest > 128)
+    assert (splits(problem) > 1) == (longest > 128)
     check(problem)
 
 
@@ -243,7 +243,7 @@ def test_split_decode(name):
     """Sequences of every length between no key and many splits' worth."""
     lens = [300, 64, 65, 1, 0, 129]
     problem = random_problem([1, 2, 1, 1, 0, 1], lens, SPECS[name], max_query_len=2)
-    assert name in ("sliding_window", "all") or parts(problem) > 4
+    assert name in ("sliding_window", "all") or splits(problem) > 4
     check(problem)
 
 
@@ -252,7 +252,7 @@ def test_split_chunk(causal):
     spec = AttentionSpec(causal=causal)
     sizes = {"num_heads": 2, "num_kv_heads": 1, "block_size": 64, "pad_tokens": 25}
     problem = random_problem([20, 1], [1100, 3], spec, **sizes)
-    assert parts(problem) > 1
+    assert splits(problem) > 1
     check(problem)
 
 

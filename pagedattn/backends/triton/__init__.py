@@ -19,13 +19,11 @@ from ...kernels.launch import (
     attention_launch,
     device_of,
     merge_launch,
-    part_rows,
     refusals,
     starts_in_order,
     tiling,
 )
 from ...kernels.merge import merge_kernel
-from ...kernels.split import split_kernel
 from ...tracing import axes_of, varying
 from .program import encoded, missing
 
@@ -44,13 +42,11 @@ def run(call: Call, query, cache, batch, *, sinks=None):
         jax.ShapeDtypeStruct(call.lse_shape, jnp.float32),
     )
     launch = attention_launch(call, tiles, table_stride=call.max_blocks)
-    if not tiles.parts:
+    if tiles.splits == 1:
         return _start(attention_kernel, arrays, launch, outs)
-    rows = part_rows(call, tiles)
-    parts = [jax.ShapeDtypeStruct((rows, *out.shape[1:]), jnp.float32) for out in outs]
-    parts = _start(split_kernel, arrays, launch, parts)
-    lengths = batch.seq_lens, batch.query_start_loc
-    return _start(merge_kernel, (*parts, *lengths), merge_launch(call, tiles), outs)
+    parts = [jax.ShapeDtypeStruct((tiles.splits, *out.shape), jnp.float32) for out in outs]
+    parts = _start(attention_kernel, arrays, launch, parts)
+    return _start(merge_kernel, parts, merge_launch(call, tiles), outs)
 
 
 BACKEND = Backend(
