@@ -9,6 +9,7 @@ keys.
 import triton
 import triton.language as tl
 
+from .eight_bits import half_query
 from .walk import walk
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -80,6 +81,8 @@ def attention_kernel(
     ALIBI: tl.constexpr,
     SINKS: tl.constexpr,
     NEGATE: tl.constexpr,  # the scale is negative
+    PAIRS: tl.constexpr,  # whether keys and values are read as eight_bits.py reads them
+    SMALL: tl.constexpr,  # offsets in the cache fit into 32 bits, which saves registers
 ):
     head_tiles: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     programs_a_tile = num_kv_heads * head_tiles
@@ -149,7 +152,7 @@ def attention_kernel(
                 value_block_stride, value_slot_stride,
                 HEAD_DIM, DIMS, REST, VALUE_DIM, VALUE_DIMS, LATENT, ALIKE, BLOCK_SIZE,
                 STRIDE_UNIT, HEADS, FEW_TOKENS, FEW_ROWS, KEYS, SPLIT, MIN_STEPS, False, False,
-                CAUSAL, WINDOW, SOFT_CAP, ALIBI, SINKS, NEGATE,
+                CAUSAL, WINDOW, SOFT_CAP, ALIBI, SINKS, NEGATE, PAIRS, SMALL,
             )  # fmt: skip
             return
     attend(
@@ -159,7 +162,7 @@ def attention_kernel(
         value_block_stride, value_slot_stride,
         HEAD_DIM, DIMS, REST, VALUE_DIM, VALUE_DIMS, LATENT, ALIKE, BLOCK_SIZE, STRIDE_UNIT,
         HEADS, TOKENS, ROWS, KEYS, SPLIT, MIN_STEPS, APART, UNMASKED, CAUSAL, WINDOW, SOFT_CAP,
-        ALIBI, SINKS, NEGATE,
+        ALIBI, SINKS, NEGATE, PAIRS, SMALL,
     )  # fmt: skip
 
 
@@ -174,7 +177,8 @@ def attend(
     STRIDE_UNIT: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, SPLIT: tl.constexpr, MIN_STEPS: tl.constexpr, APART: tl.constexpr,
     UNMASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
-    ALIBI: tl.constexpr, SINKS: tl.constexpr, NEGATE: tl.constexpr,
+    ALIBI: tl.constexpr, SINKS: tl.constexpr, NEGATE: tl.constexpr, PAIRS: tl.constexpr,
+    SMALL: tl.constexpr,
 ):  # fmt: skip
     """Computes one tile: the tokens of a sequence from `first` on, for a KV head's query heads."""
     rows = tl.arange(0, ROWS)
@@ -214,6 +218,9 @@ def attend(
     query += tokens.to(tl.int64)[:, None] * (query_token_stride * STRIDE_UNIT)
     query += heads.to(tl.int64)[:, None] * (query_head_stride * STRIDE_UNIT)
     q = load_query(query, exists, 0, DIMS, HEAD_DIM, NEGATE)
+    if PAIRS:
+        q, factors = half_query(q)
+        scale = scale * factors
     q_rest = q
     if REST > 0:
         q_rest = load_query(query, exists, DIMS, REST, HEAD_DIM, NEGATE)
@@ -231,28 +238,31 @@ def attend(
         total = tl.where(highest > float("-inf"), 1.0, 0.0)
         if not ALIBI:
             highest *= LOG2E
-    summed = tl.zeros([ROWS, VALUE_DIMS], tl.float32)
+    summed = tl.zeros([ROWS, VALUE_DIMS // 2 if PAIRS else VALUE_DIMS], tl.float32)
+    odd = summed
     if UNMASKED:
         # Before `middle` no mask is needed: the first row sees all keys, and so do the others.
         middle = end
         if CAUSAL:
             middle = tl.maximum(tl.minimum(end, first_position + 1), 0)
         middle = tl.minimum(tl.maximum(middle // KEYS * KEYS, start), stop)
-        highest, total, summed = walk(
-            highest, total, summed, start, middle, begin, end, q, q_rest, key, value, table,
+        highest, total, summed, odd = walk(
+            highest, total, summed, odd, start, middle, begin, end, q, q_rest, key, value, table,
             positions, slopes, scale, cap, window, num_blocks, block_stride, slot_stride,
             value_block_stride, value_slot_stride,
             HEAD_DIM, DIMS, REST, VALUE_DIM, VALUE_DIMS, LATENT, ALIKE, BLOCK_SIZE, STRIDE_UNIT,
-            KEYS, APART, False, CAUSAL, WINDOW, SOFT_CAP, ALIBI,
+            KEYS, APART, False, CAUSAL, WINDOW, SOFT_CAP, ALIBI, PAIRS, SMALL,
         )  # fmt: skip
         start = middle
-    highest, total, summed = walk(
-        highest, total, summed, start, stop, begin, end, q, q_rest, key, value, table, positions,
-        slopes, scale, cap, window, num_blocks, block_stride, slot_stride,
+    highest, total, summed, odd = walk(
+        highest, total, summed, odd, start, stop, begin, end, q, q_rest, key, value, table,
+        positions, slopes, scale, cap, window, num_blocks, block_stride, slot_stride,
         value_block_stride, value_slot_stride,
         HEAD_DIM, DIMS, REST, VALUE_DIM, VALUE_DIMS, LATENT, ALIKE, BLOCK_SIZE, STRIDE_UNIT, KEYS,
-        APART, True, CAUSAL, WINDOW, SOFT_CAP, ALIBI,
+        APART, True, CAUSAL, WINDOW, SOFT_CAP, ALIBI, PAIRS, SMALL,
     )  # fmt: skip
+    if PAIRS:
+        summed = tl.reshape(tl.join(summed, odd), [ROWS, VALUE_DIMS])
 
     empty = total == 0
     total = tl.where(empty, 1.0, total)

@@ -165,14 +165,16 @@ def short_program(call: Call, programs: int, rows: int, num_sms: int):
         sizes = {"keys": 64, "num_warps": 2} if crowded else {"keys": 128, "num_warps": 4}
         if call.head_dim <= 64:
             sizes = {"keys": 128, "num_warps": 4}
-        program = Program(rows, **sizes, num_stages=3 if crowded else 5)
+        # What takes half the memory has room for more stages.
+        stages = 5 if in_eight_bits(call) else 3
+        program = Program(rows, **sizes, num_stages=stages if crowded else 5)
     elif crowded:
         # Many splits may get no keys: a thousand empty programs cost about a microsecond.
         splits, min_keys = 64 * num_sms // programs, 64 * rows
         program = Program(rows, keys=128, num_warps=4, num_stages=3)
     elif call.max_keys >= 256 * one_wave:
         splits, min_keys = one_wave, 128
-        program = Program(rows, keys=128, num_warps=4, num_stages=3)
+        program = Program(rows, keys=128, num_warps=4, num_stages=4 if in_eight_bits(call) else 3)
     else:
         # So few keys that most of the time goes into starting the programs.
         splits, min_keys = 6 * num_sms // programs, 64
@@ -196,6 +198,12 @@ def long_program(call: Call, programs: int, rows: int, num_sms: int):
     warps = 8 if rows > 128 or (call.head_dim > 128 and rows > 64) else 4
     splits = 2 * num_sms // programs if 2 * programs <= num_sms else 1
     return Program(rows, 64, warps, 3), splits, 512
+
+
+def in_eight_bits(call: Call) -> bool:
+    """Whether eight_bits.py can read the cache: values are pairs of columns, products float16."""
+    eight = call.cache_dtype is not None and call.dtype != "float32"
+    return eight and not is_wide(call) and not widths_of(call).latent and call.out_dim % 2 == 0
 
 
 def is_wide(call: Call) -> bool:
@@ -241,6 +249,7 @@ def attention_launch(call: Call, tiles: Tiling, table_stride: int) -> Launch:
     array_strides = (*call.strides.query[:2], *key_strides, *value_strides)
     unit = math.gcd(16, *array_strides)
     scale, cap = _scale_and_cap(call)
+    pairs = in_eight_bits(call) and unit % 2 == 0
     scalars = (
         abs(scale),
         cap,
@@ -279,13 +288,15 @@ def attention_launch(call: Call, tiles: Tiling, table_stride: int) -> Launch:
         # A warp has 16 rows; only Hopper's products, which begin at 64, are parted so.
         "APART": 64 <= rows < 16 * num_warps,
         # A second loop, without masks, pays where arithmetic takes the time.
-        "UNMASKED": not is_short(call) and call.window is None,
+        "UNMASKED": call.window is None and (pairs or not is_short(call)),
         "CAUSAL": spec.causal,
         "WINDOW": call.window is not None,
         "SOFT_CAP": spec.logits_soft_cap is not None,
         "ALIBI": spec.alibi_slopes is not None,
         "SINKS": call.sinks,
         "NEGATE": scale < 0,
+        "PAIRS": pairs,
+        "SMALL": pairs and call.num_blocks * max(key_strides[0], value_strides[0]) < 1 << 31,
     }
     grid = (tiles.num_tiles * tiles.head_tiles * call.num_kv_heads, tiles.splits, 1)
     return Launch(grid, scalars, constants, num_warps, num_stages)

@@ -3,21 +3,27 @@
 import triton
 import triton.language as tl
 
+from .eight_bits import in_pairs, octets, taken_apart, widened
+
 LOG2E = tl.constexpr(1.4426950408889634)
 ONE = tl.constexpr(1.0)
 
 
 @triton.jit
 def walk(
-    highest, total, summed, start, stop, begin, end, q, q_rest, key, value, table, positions,
+    highest, total, summed, odd, start, stop, begin, end, q, q_rest, key, value, table, positions,
     slopes, scale, cap, window, num_blocks, block_stride, slot_stride,
     value_block_stride, value_slot_stride,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, REST: tl.constexpr, VALUE_DIM: tl.constexpr,
     VALUE_DIMS: tl.constexpr, LATENT: tl.constexpr, ALIKE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, KEYS: tl.constexpr, APART: tl.constexpr, MASKED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
+    PAIRS: tl.constexpr, SMALL: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the keys from start to stop; only those in [begin, end) are read.
+
+    With PAIRS, of eight bits, there is a `scale` for each row, and values are read as pairs of
+    columns: `summed` has the even ones of them and `odd` the odd ones.
 
     Without ALiBi `scale` (or `cap`) includes log2(e), so that exp becomes a bare exp2. With ALiBi
     the factor comes last: slope times distance may be large, and is exact only without it.
@@ -28,11 +34,17 @@ def walk(
         keys = step + tl.arange(0, KEYS)
         inside = (keys >= begin) & (keys < end)
         blocks = load_blocks(table, step, keys, inside, num_blocks, BLOCK_SIZE, KEYS, MASKED)
-        slots = (keys % BLOCK_SIZE).to(tl.int64)
+        slots = keys % BLOCK_SIZE
+        if not SMALL:
+            blocks, slots = blocks.to(tl.int64), slots.to(tl.int64)
         offsets = blocks * (block_stride * STRIDE_UNIT) + slots * (slot_stride * STRIDE_UNIT)
         # Keys that no row sees are not read: a NaN there would survive a weight of 0.
         # Eight bits become the query's dtype in registers.
-        k = load_slots(key, offsets, inside, 0, DIMS, HEAD_DIM, MASKED).to(q.dtype)
+        if PAIRS:
+            k = load_slots(octets(key), offsets, inside, 0, DIMS, HEAD_DIM, MASKED)
+            k = widened(k, key.dtype.element_ty)
+        else:
+            k = load_slots(key, offsets, inside, 0, DIMS, HEAD_DIM, MASKED).to(q.dtype)
         products = tl.dot(q, tl.trans(k), input_precision="ieee")
         if REST > 0:
             k_rest = load_slots(key, offsets, inside, DIMS, REST, HEAD_DIM, MASKED).to(q.dtype)
@@ -43,12 +55,21 @@ def walk(
                 products = tl.dot(q_rest, tl.trans(k_rest), products, input_precision="ieee")
         elif APART:
             products = products * scale
+        elif PAIRS:
+            products = products * scale[:, None]
         v = k
         if not LATENT:
             if not ALIKE:
                 offsets = blocks * (value_block_stride * STRIDE_UNIT)
                 offsets += slots * (value_slot_stride * STRIDE_UNIT)
-            v = load_slots(value, offsets, inside, 0, VALUE_DIMS, VALUE_DIM, MASKED).to(q.dtype)
+            if PAIRS:
+                half: tl.constexpr = VALUE_DIM // 2
+                v = load_slots(
+                    in_pairs(value), offsets // 2, inside, 0, VALUE_DIMS // 2, half, MASKED
+                )  # fmt: skip
+            else:
+                v = load_slots(value, offsets, inside, 0, VALUE_DIMS, VALUE_DIM, MASKED)
+                v = v.to(q.dtype)
         if APART:
             # The compiler gives each warp all keys of a product that leads to another one, so
             # that pairs of warps compute the same; through a branch it does not see that.
@@ -61,14 +82,19 @@ def walk(
                 rounded = weights.to(q.dtype)
         else:
             weights, kept, highest, total = weigh(
-                products, highest, total, keys, inside, positions, slopes, scale, cap, window,
+                products, highest, total, keys, inside, positions, slopes,
+                1.0 if PAIRS else scale, cap, window,
                 MASKED, CAUSAL, WINDOW, SOFT_CAP, ALIBI,
             )  # fmt: skip
         summed = summed * kept[:, None]
         if not APART:
             rounded = weights.to(q.dtype)
+        if PAIRS:
+            # Not before: until here they take half the registers.
+            v, v_odd = taken_apart(v, value.dtype.element_ty)
+            odd = tl.dot(rounded, v_odd, odd * kept[:, None])
         summed = tl.dot(rounded, v, summed, input_precision="ieee")
-    return highest, total, summed
+    return highest, total, summed, odd
 
 
 @triton.jit
@@ -118,7 +144,7 @@ def load_blocks(
         blocks = tl.load(table + keys // BLOCK_SIZE, mask=inside, other=0)
     else:
         blocks = tl.load(table + keys // BLOCK_SIZE)
-    return tl.minimum(tl.maximum(blocks, 0), num_blocks - 1).to(tl.int64)
+    return tl.minimum(tl.maximum(blocks, 0), num_blocks - 1)
 
 
 @triton.jit
