@@ -17,7 +17,7 @@ INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 def half_query(q):
     """Queries as float16, and what each row's products are to be multiplied by: a power of two."""
     wide = q.to(tl.float32)
-    size = tl.max(tl.where(wide == wide, tl.abs(wide), 0.0), 1)  # noqa: PLR0124 (not NaN)
+    size = tl.max(tl.where(wide == wide, tl.abs(wide), 0.0), 1)  # of NaN, nothing
     factor = tl.exp2(tl.floor(tl.log2(tl.where(size > 0, tl.minimum(size, 1e38), 1.0))))
     return (wide / factor[:, None]).to(tl.float16), factor
 
