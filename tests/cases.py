@@ -21,7 +21,7 @@ REFUSING = {
         "value_dim",
     ),
     "numba": ("bias", "cache_dtype", "value_dim"),
-    "triton": ("bias", "value_dim"),
+    "triton": ("bias",),
 }
 if can_load("sdpa"):
     from pagedattn_interop.backends import takes

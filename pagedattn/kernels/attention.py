@@ -9,9 +9,11 @@ keys.
 import triton
 import triton.language as tl
 
+from .eight_bits import half_query
+from .walk import walk
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-ONE = tl.constexpr(1.0)
 
 
 # Not specialised: Triton would compile anew when one of these is 1 or a multiple of 16.
@@ -19,14 +21,15 @@ SIZES = [
     *("window", "num_tokens", "num_seqs", "num_kv_heads", "num_blocks", "max_blocks"),
     *("table_stride", "query_token_stride", "query_head_stride"),
     *("block_stride", "slot_stride", "head_stride"),
+    *("value_block_stride", "value_slot_stride", "value_head_stride"),
 ]
 
 
 @triton.jit(do_not_specialize=SIZES)
 def attention_kernel(
     query,  # [num_tokens, num_kv_heads * GROUP, HEAD_DIM]
-    key,  # [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM], value alike; of any dtype
-    value,
+    key,  # [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM]; of any dtype
+    value,  # [num_blocks, BLOCK_SIZE, num_kv_heads, VALUE_DIM]; any array when LATENT
     block_tables,  # i32 [num_seqs, max_blocks]
     seq_lens,  # i32 [num_seqs]
     query_start_loc,  # i32 [num_seqs + 1]
@@ -41,15 +44,23 @@ def attention_kernel(
     num_blocks,
     max_blocks,
     table_stride,
-    query_token_stride,  # this and the next four strides count units of STRIDE_UNIT elements
+    query_token_stride,  # this and the next strides count units of STRIDE_UNIT elements
     query_head_stride,
     block_stride,
     slot_stride,
     head_stride,
-    out,  # [splits, num_tokens, num_heads, HEAD_DIM]
+    value_block_stride,
+    value_slot_stride,
+    value_head_stride,
+    out,  # [splits, num_tokens, num_heads, VALUE_DIM]
     lse,  # f32 [splits, num_tokens, num_heads]
     HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr,  # HEAD_DIM padded to a power of two
+    DIMS: tl.constexpr,  # columns of the keys' first tile
+    REST: tl.constexpr,  # columns of their second tile, or 0
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIMS: tl.constexpr,  # columns of the values' tile
+    LATENT: tl.constexpr,  # the values are the keys' first tile
+    ALIKE: tl.constexpr,  # the values have the keys' strides
     BLOCK_SIZE: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,  # tells the compiler what divides the strides: loads are then wide
     GROUP: tl.constexpr,
@@ -62,6 +73,7 @@ def attention_kernel(
     TILES_A_SEQ: tl.constexpr,  # tiles given to each sequence; 0 finds the sequence by search
     SPLIT: tl.constexpr,  # whether the grid's second axis splits the keys, for `merge_kernel`
     MIN_STEPS: tl.constexpr,  # steps below which keys are not split further
+    APART: tl.constexpr,  # more warps than rows for them: they share the keys of a step; see `walk`
     UNMASKED: tl.constexpr,  # whether steps that all rows see wholly get a loop without masks
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -69,6 +81,8 @@ def attention_kernel(
     ALIBI: tl.constexpr,
     SINKS: tl.constexpr,
     NEGATE: tl.constexpr,  # the scale is negative
+    PAIRS: tl.constexpr,  # whether keys and values are read as eight_bits.py reads them
+    SMALL: tl.constexpr,  # offsets in the cache fit into 32 bits, which saves registers
 ):
     head_tiles: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     programs_a_tile = num_kv_heads * head_tiles
@@ -105,13 +119,13 @@ def attention_kernel(
     row = (tl.program_id(1) * num_tokens + token) * num_heads + head
     query += token * (query_token_stride * STRIDE_UNIT)
     query += head.to(tl.int64) * (query_head_stride * STRIDE_UNIT)
-    out += row * HEAD_DIM
+    out += row * VALUE_DIM
     lse += row
     alibi_slopes += head
     sinks += head
     has_sinks = seq < num_seqs  # padding has none
     key += kv_head.to(tl.int64) * (head_stride * STRIDE_UNIT)
-    value += kv_head.to(tl.int64) * (head_stride * STRIDE_UNIT)
+    value += kv_head.to(tl.int64) * (value_head_stride * STRIDE_UNIT)
     table = block_tables + seq.to(tl.int64) * table_stride
     num_tile_heads = GROUP - skipped_heads
 
@@ -119,11 +133,11 @@ def attention_kernel(
         if seq == num_seqs:
             # The programs past the last sequence store the rows of all padding tokens, in turns.
             stride = (num_tiles - num_seqs * TILES_A_SEQ) * TOKENS
-            nothing = tl.zeros([ROWS, DIMS], tl.float32)
+            nothing = tl.zeros([ROWS, VALUE_DIMS], tl.float32)
             for skipped in range(0, query_len - first, stride):
                 store_rows(
                     out, lse, nothing, nothing_seen(ROWS), skipped, query_len - first,
-                    num_heads, num_tile_heads, HEAD_DIM, DIMS, TOKENS, HEADS, ROWS,
+                    num_heads, num_tile_heads, VALUE_DIM, VALUE_DIMS, TOKENS, HEADS, ROWS,
                 )  # fmt: skip
             return
     if first >= query_len:
@@ -135,16 +149,20 @@ def attention_kernel(
                 query, key, value, table, alibi_slopes, sinks, out, lse, scale, cap, window,
                 first, query_len, seq_len, num_heads, num_tile_heads, num_blocks, has_sinks,
                 query_token_stride, query_head_stride, block_stride, slot_stride,
-                HEAD_DIM, DIMS, BLOCK_SIZE, STRIDE_UNIT, HEADS, FEW_TOKENS, FEW_ROWS, KEYS,
-                SPLIT, MIN_STEPS, False, CAUSAL, WINDOW, SOFT_CAP, ALIBI, SINKS, NEGATE,
+                value_block_stride, value_slot_stride,
+                HEAD_DIM, DIMS, REST, VALUE_DIM, VALUE_DIMS, LATENT, ALIKE, BLOCK_SIZE,
+                STRIDE_UNIT, HEADS, FEW_TOKENS, FEW_ROWS, KEYS, SPLIT, MIN_STEPS, False, False,
+                CAUSAL, WINDOW, SOFT_CAP, ALIBI, SINKS, NEGATE, PAIRS, SMALL,
             )  # fmt: skip
             return
     attend(
         query, key, value, table, alibi_slopes, sinks, out, lse, scale, cap, window,
         first, query_len, seq_len, num_heads, num_tile_heads, num_blocks, has_sinks,
         query_token_stride, query_head_stride, block_stride, slot_stride,
-        HEAD_DIM, DIMS, BLOCK_SIZE, STRIDE_UNIT, HEADS, TOKENS, ROWS, KEYS,
-        SPLIT, MIN_STEPS, UNMASKED, CAUSAL, WINDOW, SOFT_CAP, ALIBI, SINKS, NEGATE,
+        value_block_stride, value_slot_stride,
+        HEAD_DIM, DIMS, REST, VALUE_DIM, VALUE_DIMS, LATENT, ALIKE, BLOCK_SIZE, STRIDE_UNIT,
+        HEADS, TOKENS, ROWS, KEYS, SPLIT, MIN_STEPS, APART, UNMASKED, CAUSAL, WINDOW, SOFT_CAP,
+        ALIBI, SINKS, NEGATE, PAIRS, SMALL,
     )  # fmt: skip
 
 
@@ -153,17 +171,19 @@ def attend(
     query, key, value, table, alibi_slopes, sinks, out, lse, scale, cap, window,
     first, query_len, seq_len, num_heads, num_tile_heads, num_blocks, has_sinks,
     query_token_stride, query_head_stride, block_stride, slot_stride,
-    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    value_block_stride, value_slot_stride,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, REST: tl.constexpr, VALUE_DIM: tl.constexpr,
+    VALUE_DIMS: tl.constexpr, LATENT: tl.constexpr, ALIKE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, SPLIT: tl.constexpr, MIN_STEPS: tl.constexpr, UNMASKED: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
-    SINKS: tl.constexpr, NEGATE: tl.constexpr,
+    KEYS: tl.constexpr, SPLIT: tl.constexpr, MIN_STEPS: tl.constexpr, APART: tl.constexpr,
+    UNMASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr, SINKS: tl.constexpr, NEGATE: tl.constexpr, PAIRS: tl.constexpr,
+    SMALL: tl.constexpr,
 ):  # fmt: skip
     """Computes one tile: the tokens of a sequence from `first` on, for a KV head's query heads."""
     rows = tl.arange(0, ROWS)
     tokens = rows // HEADS
     heads = rows % HEADS
-    dims = tl.arange(0, DIMS)
     left = query_len - first
     exists = (tokens < tl.minimum(left, TOKENS)) & (heads < num_tile_heads)
 
@@ -195,16 +215,15 @@ def attend(
             tl.store(lse + tokens * num_heads + heads, nothing_seen(ROWS), mask=exists)
             return
 
-    q = tl.load(
-        query
-        + tokens.to(tl.int64)[:, None] * (query_token_stride * STRIDE_UNIT)
-        + heads.to(tl.int64)[:, None] * (query_head_stride * STRIDE_UNIT)
-        + dims[None, :],
-        mask=exists[:, None] & (dims < HEAD_DIM)[None, :],
-        other=0.0,
-    )
-    if NEGATE:
-        q = -q
+    query += tokens.to(tl.int64)[:, None] * (query_token_stride * STRIDE_UNIT)
+    query += heads.to(tl.int64)[:, None] * (query_head_stride * STRIDE_UNIT)
+    q = load_query(query, exists, 0, DIMS, HEAD_DIM, NEGATE)
+    if PAIRS:
+        q, factors = half_query(q)
+        scale = scale * factors
+    q_rest = q
+    if REST > 0:
+        q_rest = load_query(query, exists, DIMS, REST, HEAD_DIM, NEGATE)
     slopes = tl.zeros([ROWS], tl.float32)
     if ALIBI:
         slopes = tl.load(alibi_slopes + heads, mask=exists, other=0.0)
@@ -219,24 +238,31 @@ def attend(
         total = tl.where(highest > float("-inf"), 1.0, 0.0)
         if not ALIBI:
             highest *= LOG2E
-    summed = tl.zeros([ROWS, DIMS], tl.float32)
+    summed = tl.zeros([ROWS, VALUE_DIMS // 2 if PAIRS else VALUE_DIMS], tl.float32)
+    odd = summed
     if UNMASKED:
         # Before `middle` no mask is needed: the first row sees all keys, and so do the others.
         middle = end
         if CAUSAL:
             middle = tl.maximum(tl.minimum(end, first_position + 1), 0)
         middle = tl.minimum(tl.maximum(middle // KEYS * KEYS, start), stop)
-        highest, total, summed = walk(
-            highest, total, summed, start, middle, begin, end, q, key, value, table, positions,
-            slopes, scale, cap, window, num_blocks, block_stride, slot_stride,
-            HEAD_DIM, DIMS, BLOCK_SIZE, STRIDE_UNIT, KEYS, False, CAUSAL, WINDOW, SOFT_CAP, ALIBI,
+        highest, total, summed, odd = walk(
+            highest, total, summed, odd, start, middle, begin, end, q, q_rest, key, value, table,
+            positions, slopes, scale, cap, window, num_blocks, block_stride, slot_stride,
+            value_block_stride, value_slot_stride,
+            HEAD_DIM, DIMS, REST, VALUE_DIM, VALUE_DIMS, LATENT, ALIKE, BLOCK_SIZE, STRIDE_UNIT,
+            KEYS, APART, False, CAUSAL, WINDOW, SOFT_CAP, ALIBI, PAIRS, SMALL,
         )  # fmt: skip
         start = middle
-    highest, total, summed = walk(
-        highest, total, summed, start, stop, begin, end, q, key, value, table, positions,
-        slopes, scale, cap, window, num_blocks, block_stride, slot_stride,
-        HEAD_DIM, DIMS, BLOCK_SIZE, STRIDE_UNIT, KEYS, True, CAUSAL, WINDOW, SOFT_CAP, ALIBI,
+    highest, total, summed, odd = walk(
+        highest, total, summed, odd, start, stop, begin, end, q, q_rest, key, value, table,
+        positions, slopes, scale, cap, window, num_blocks, block_stride, slot_stride,
+        value_block_stride, value_slot_stride,
+        HEAD_DIM, DIMS, REST, VALUE_DIM, VALUE_DIMS, LATENT, ALIKE, BLOCK_SIZE, STRIDE_UNIT, KEYS,
+        APART, True, CAUSAL, WINDOW, SOFT_CAP, ALIBI, PAIRS, SMALL,
     )  # fmt: skip
+    if PAIRS:
+        summed = tl.reshape(tl.join(summed, odd), [ROWS, VALUE_DIMS])
 
     empty = total == 0
     total = tl.where(empty, 1.0, total)
@@ -244,8 +270,19 @@ def attend(
     log_total = highest + tl.log(total) if ALIBI else (highest + tl.log2(total)) * LN2
     store_rows(
         out, lse, summed / total[:, None], tl.where(empty, float("-inf"), log_total), 0, left,
-        num_heads, num_tile_heads, HEAD_DIM, DIMS, TOKENS, HEADS, ROWS,
+        num_heads, num_tile_heads, VALUE_DIM, VALUE_DIMS, TOKENS, HEADS, ROWS,
     )  # fmt: skip
+
+
+@triton.jit
+def load_query(
+    rows, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
+    NEGATE: tl.constexpr,
+):  # fmt: skip
+    """`[ROWS, WIDTH]`: the columns of the rows' queries from FIRST on."""
+    dims = FIRST + tl.arange(0, WIDTH)
+    q = tl.load(rows + dims[None, :], mask=exists[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    return -q if NEGATE else q
 
 
 @triton.jit
@@ -285,122 +322,19 @@ def nothing_seen(ROWS: tl.constexpr):
 @triton.jit
 def store_rows(
     out, lse, values, log_total, skipped, left, num_heads, num_tile_heads,
-    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """Stores the tile that begins `skipped` tokens later; `left` tokens of the sequence exist."""
     rows = tl.arange(0, ROWS)
-    dims = tl.arange(0, DIMS)
+    dims = tl.arange(0, VALUE_DIMS)
     tokens = rows // HEADS
     heads = rows % HEADS
     exists = (tokens < TOKENS) & (tokens + skipped < left) & (heads < num_tile_heads)
     row = (tokens + skipped).to(tl.int64) * num_heads + heads
     tl.store(
-        out + row[:, None] * HEAD_DIM + dims[None, :],
+        out + row[:, None] * VALUE_DIM + dims[None, :],
         values.to(out.dtype.element_ty),
-        mask=exists[:, None] & (dims < HEAD_DIM)[None, :],
+        mask=exists[:, None] & (dims < VALUE_DIM)[None, :],
     )
     tl.store(lse + row, log_total, mask=exists)
-
-
-@triton.jit
-def walk(
-    highest, total, summed, start, stop, begin, end, q, key, value, table, positions,
-    slopes, scale, cap, window, num_blocks, block_stride, slot_stride,
-    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
-):  # fmt: skip
-    """Online softmax over the keys from start to stop; only those in [begin, end) are read.
-
-    Without ALiBi `scale` (or `cap`) includes log2(e), so that exp becomes a bare exp2. With ALiBi
-    the factor comes last: slope times distance may be large, and is exact only without it.
-    """
-    exponent: tl.constexpr = LOG2E if ALIBI else ONE
-    dims = tl.arange(0, DIMS)
-    for step in range(start, stop, KEYS):
-        keys = step + tl.arange(0, KEYS)
-        inside = (keys >= begin) & (keys < end)
-        offsets = slot_offsets(
-            table, step, keys, inside, num_blocks, block_stride * STRIDE_UNIT,
-            slot_stride * STRIDE_UNIT, BLOCK_SIZE, KEYS, MASKED,
-        )  # fmt: skip
-        # Keys that no row sees are not read: a NaN there would survive a weight of 0.
-        # Eight bits become the query's dtype in registers.
-        k = load_slots(key, offsets, dims, inside, HEAD_DIM, DIMS, MASKED).to(q.dtype)
-        v = load_slots(value, offsets, dims, inside, HEAD_DIM, DIMS, MASKED).to(q.dtype)
-        products = tl.dot(q, tl.trans(k), input_precision="ieee")
-        logits = cap * tanh(products * scale) if SOFT_CAP else products * scale
-        distance = positions[:, None] - keys[None, :]
-        if ALIBI:
-            logits -= slopes[:, None] * tl.abs(distance).to(tl.float32)
-        if MASKED:
-            visible = inside[None, :]
-            if CAUSAL:
-                visible = visible & (distance >= 0)
-            elif WINDOW:
-                visible = visible & (-distance < window)
-            if WINDOW:
-                visible = visible & (distance < window)
-            logits = tl.where(visible, logits, float("-inf"))
-        if MASKED or SOFT_CAP or ALIBI:
-            new_highest = tl.maximum(highest, tl.max(logits, 1))
-        else:
-            # The same maximum, as scale is not negative, with one multiplication a row.
-            new_highest = tl.maximum(highest, tl.max(products, 1) * scale)
-        shift = new_highest
-        if MASKED:
-            shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        weights = tl.exp2((logits - shift[:, None]) * exponent)
-        kept = tl.exp2((highest - shift) * exponent)
-        total = total * kept + tl.sum(weights, 1)
-        summed = summed * kept[:, None]
-        summed = tl.dot(weights.to(v.dtype), v, summed, input_precision="ieee")
-        highest = new_highest
-    return highest, total, summed
-
-
-@triton.jit
-def slot_offsets(
-    table, step, keys, inside, num_blocks, block_stride, slot_stride,
-    BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Where each key of a step lies in a cache plane, in elements; ids are clamped to the cache."""
-    if BLOCK_SIZE % KEYS == 0:
-        blocks = tl.load(table + step // BLOCK_SIZE)  # the step lies in one block
-    elif MASKED:
-        blocks = tl.load(table + keys // BLOCK_SIZE, mask=inside, other=0)
-    else:
-        blocks = tl.load(table + keys // BLOCK_SIZE)
-    blocks = tl.minimum(tl.maximum(blocks, 0), num_blocks - 1).to(tl.int64)
-    return blocks * block_stride + (keys % BLOCK_SIZE).to(tl.int64) * slot_stride
-
-
-@triton.jit
-def load_slots(
-    plane, offsets, dims, inside, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, MASKED: tl.constexpr
-):
-    """`[KEYS, DIMS]` of a cache plane, 0 where nothing is to be read."""
-    pointers = plane + offsets[:, None] + dims[None, :]
-    if MASKED and DIMS > HEAD_DIM:
-        return tl.load(pointers, mask=inside[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
-    if MASKED:
-        return tl.load(pointers, mask=inside[:, None], other=0.0)
-    if DIMS > HEAD_DIM:
-        return tl.load(pointers, mask=(dims < HEAD_DIM)[None, :], other=0.0)
-    return tl.load(pointers)
-
-
-@triton.jit
-def tanh(x):
-    """tanh to float32 rounding: by a polynomial near 0, where the exponential would cancel."""
-    square = x * x
-    near = -0.0062763858 * square + 0.0211162125
-    near = near * square - 0.0538751378
-    near = near * square + 0.1333292400
-    near = near * square - 0.3333333043
-    near = x + x * square * near
-    size = tl.abs(x)
-    fading = tl.exp2(size * (-2.0 * LOG2E))
-    far = (1.0 - fading) / (1.0 + fading)
-    return tl.where(size < 0.6, near, tl.where(x < 0, -far, far))

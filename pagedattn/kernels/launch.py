@@ -9,20 +9,22 @@ from typing import Any, NamedTuple
 from ..batch import Sequences, in_order
 from ..call import Call
 from ..ragged import cdiv
+from . import widths
+from .widths import power_of_two, widths_of
 
 DTYPES = ("float16", "bfloat16", "float32")
-MAX_HEAD_DIM = 256
 E4M3 = (8, 9)  # the compute capability from which Triton reads float8_e4m3fn
 # The options that the kernels know.
 HONOURS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
-    | {"cache_dtype", "sinks", "return_lse"}
+    | {"cache_dtype", "value_dim", "sinks", "return_lse"}
 )
 # Up to this query length each sequence gets a fixed number of tiles; beyond, tiles search theirs.
 SHORT_QUERY = 16
 MAX_SPLITS = 128  # a program of the merge holds all parts of a row at once
 # KiB of shared memory that one program can have, by compute capability; others have 99.
 SHARED_KILOBYTES = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
+ROOMY = 160 << 10  # bytes of shared memory that hold 64 of the widest queries beside their keys
 LOG2E = math.log2(math.e)
 
 
@@ -72,9 +74,13 @@ def refusals(call: Call, capability: tuple[int, int] | None) -> list[str]:
         reasons.append(f"cache_dtype {call.cache_dtype} needs compute capability 8.9")
     if call.dtype not in DTYPES:
         reasons.append(f"the dtype must be one of {', '.join(DTYPES)}, got {call.dtype}")
-    if call.head_dim > MAX_HEAD_DIM:
-        reasons.append(f"head_dim must be at most {MAX_HEAD_DIM}, got {call.head_dim}")
-    return reasons
+    least = _held(16, 1, 16, call)
+    if capability is not None and least > (shared := device_of(0, capability).shared_bytes):
+        reasons.append(
+            f"keys and values of {call.head_dim} and {call.out_dim} columns in {call.dtype} need "
+            f"{least} bytes of shared memory, the device has {shared}"
+        )
+    return reasons + widths.refusals(call)
 
 
 def starts_in_order(call: Call, batch: Sequences) -> Sequences:
@@ -93,7 +99,7 @@ def device_of(num_sms: int, capability: tuple[int, int]) -> Device:
 
 def tiling(call: Call, device: Device) -> Tiling:
     """How a call is cut up for a device."""
-    rows = tile_rows(call)
+    rows = tile_rows(call, device)
     heads = min(call.group, rows)
     head_tiles = cdiv(call.group, heads)
     tokens = rows // heads
@@ -107,7 +113,7 @@ def tiling(call: Call, device: Device) -> Tiling:
         # `find_sequence` wastes at most one tile a sequence, and counts padding as a sequence.
         num_tiles = call.num_tokens // tokens + call.num_seqs + 1
     programs = max(1, busy * head_tiles * call.num_kv_heads)
-    choose = short_program if is_short(call) else long_program
+    choose = wide_program if is_wide(call) else short_program if is_short(call) else long_program
     program, splits, min_keys = choose(call, programs, rows, device.num_sms)
     program = fitting(program, call, device.shared_bytes)
     return Tiling(
@@ -127,16 +133,18 @@ def is_short(call: Call) -> bool:
     return call.longest_query <= SHORT_QUERY
 
 
-def tile_rows(call: Call) -> int:
+def tile_rows(call: Call, device: Device) -> int:
     """Rows of a tile: more rows share each key that is loaded, but each takes registers."""
-    if is_short(call):
+    if is_wide(call) and device.shared_bytes < ROOMY:
+        most = 32
+    elif is_wide(call) or is_short(call):
         most = 64
     elif call.num_tokens >= 1024 * call.num_seqs and 64 < call.head_dim <= 128:
         most = 256  # long prefills; in a mixed batch smaller tiles overlap better
     else:
         most = 128
     if call.itemsize > 2:
-        most = 32  # no tensor cores: rows gain little
+        most = min(32, most // 2)  # no tensor cores: rows gain little
     return max(16, min(most, power_of_two(call.group * call.longest_query)))
 
 
@@ -157,14 +165,16 @@ def short_program(call: Call, programs: int, rows: int, num_sms: int):
         sizes = {"keys": 64, "num_warps": 2} if crowded else {"keys": 128, "num_warps": 4}
         if call.head_dim <= 64:
             sizes = {"keys": 128, "num_warps": 4}
-        program = Program(rows, **sizes, num_stages=3 if crowded else 5)
+        # What takes half the memory has room for more stages.
+        stages = 5 if in_eight_bits(call) else 3
+        program = Program(rows, **sizes, num_stages=stages if crowded else 5)
     elif crowded:
         # Many splits may get no keys: a thousand empty programs cost about a microsecond.
         splits, min_keys = 64 * num_sms // programs, 64 * rows
         program = Program(rows, keys=128, num_warps=4, num_stages=3)
     elif call.max_keys >= 256 * one_wave:
         splits, min_keys = one_wave, 128
-        program = Program(rows, keys=128, num_warps=4, num_stages=3)
+        program = Program(rows, keys=128, num_warps=4, num_stages=4 if in_eight_bits(call) else 3)
     else:
         # So few keys that most of the time goes into starting the programs.
         splits, min_keys = 6 * num_sms // programs, 64
@@ -181,9 +191,33 @@ def _in_registers(program: Program, call: Call) -> Program:
 
 
 def long_program(call: Call, programs: int, rows: int, num_sms: int):
-    """As `short_program`; arithmetic takes the time here, so splits only fill the device."""
+    """As `short_program`; arithmetic takes the time here, so splits only fill the device.
+
+    Where they do, two programs a multiprocessor hide each other's latencies.
+    """
     warps = 8 if rows > 128 or (call.head_dim > 128 and rows > 64) else 4
-    return Program(rows, 64, warps, 3), num_sms // programs, 512
+    splits = 2 * num_sms // programs if 2 * programs <= num_sms else 1
+    return Program(rows, 64, warps, 3), splits, 512
+
+
+def in_eight_bits(call: Call) -> bool:
+    """Whether eight_bits.py can read the cache: values are pairs of columns, products float16."""
+    eight = call.cache_dtype is not None and call.dtype != "float32"
+    return eight and not is_wide(call) and not widths_of(call).latent and call.out_dim % 2 == 0
+
+
+def is_wide(call: Call) -> bool:
+    """Whether keys or values are wider than those that the other rules were measured with."""
+    return max(call.head_dim, widths_of(call).value_dims) > widths.ONE_TILE
+
+
+def wide_program(call: Call, programs: int, rows: int, num_sms: int):
+    """As `short_program`, for keys and values that fill shared memory and the registers."""
+    if rows < 64:
+        return Program(rows, keys=32, num_warps=4, num_stages=3), 2 * num_sms // programs, 256
+    # Eight warps share what is summed, 64 rows of 512 columns; one program a multiprocessor.
+    keys, num_stages = (64, 2) if widths_of(call).latent else (32, 3)
+    return Program(rows, keys, 8, num_stages), num_sms // programs, 256
 
 
 def fitting(program: Program, call: Call, shared_bytes: int) -> Program:
@@ -192,26 +226,30 @@ def fitting(program: Program, call: Call, shared_bytes: int) -> Program:
         program = program._replace(
             keys=16 if call.head_dim > 128 else 32, num_warps=4, num_stages=2
         )
-    row_bytes = power_of_two(call.head_dim) * call.itemsize
     # Not every stage holds keys: one looks up their blocks, and with short queries one more is
     # the step being computed.
-    copies = max(1, program.num_stages - (2 if is_short(call) else 1))
-    while program.keys > 16 and _pipeline(program, copies) * row_bytes > shared_bytes:
+    short = is_short(call) and not is_wide(call)
+    copies = max(1, program.num_stages - (2 if short else 1))
+    while program.keys > 16 and _held(program.keys, copies, program.rows, call) > shared_bytes:
         program = program._replace(keys=program.keys // 2)
     return program
 
 
-def _pipeline(program: Program, copies: int) -> int:
-    """Rows of head_dim in shared memory: keys and values of `copies` steps, and the queries."""
-    return 2 * copies * program.keys + program.rows
+def _held(keys: int, copies: int, rows: int, call: Call) -> int:
+    """Bytes of shared memory: keys and values of `copies` steps, and the queries of the rows."""
+    columns = widths_of(call)
+    return (copies * keys * columns.loaded + rows * columns.query) * call.itemsize
 
 
 def attention_launch(call: Call, tiles: Tiling, table_stride: int) -> Launch:
     """The launch of `attention_kernel`; `table_stride` is that of the rows of the block tables."""
     spec = call.spec
-    array_strides = (*call.strides.query[:2], *call.strides.key[:3])
+    key_strides = call.strides.key[:3]
+    value_strides = call.strides.value[:3] or key_strides
+    array_strides = (*call.strides.query[:2], *key_strides, *value_strides)
     unit = math.gcd(16, *array_strides)
     scale, cap = _scale_and_cap(call)
+    pairs = in_eight_bits(call) and unit % 2 == 0
     scalars = (
         abs(scale),
         cap,
@@ -226,9 +264,15 @@ def attention_launch(call: Call, tiles: Tiling, table_stride: int) -> Launch:
     )
     rows, keys, num_warps, num_stages = tiles.program
     few_rows = 16 if not is_short(call) and tiles.heads <= 16 < rows else 0
+    columns = widths_of(call)
     constants = {
         "HEAD_DIM": call.head_dim,
-        "DIMS": max(16, power_of_two(call.head_dim)),
+        "DIMS": columns.dims,
+        "REST": columns.rest,
+        "VALUE_DIM": call.out_dim,
+        "VALUE_DIMS": columns.value_dims,
+        "LATENT": columns.latent,
+        "ALIKE": value_strides == key_strides,
         "BLOCK_SIZE": call.block_size,
         "STRIDE_UNIT": unit,
         "GROUP": call.group,
@@ -241,14 +285,18 @@ def attention_launch(call: Call, tiles: Tiling, table_stride: int) -> Launch:
         "TILES_A_SEQ": tiles.tiles_a_seq,
         "SPLIT": tiles.splits > 1,
         "MIN_STEPS": tiles.min_steps,
+        # A warp has 16 rows; only Hopper's products, which begin at 64, are parted so.
+        "APART": 64 <= rows < 16 * num_warps,
         # A second loop, without masks, pays where arithmetic takes the time.
-        "UNMASKED": not is_short(call) and call.window is None,
+        "UNMASKED": call.window is None and (pairs or not is_short(call)),
         "CAUSAL": spec.causal,
         "WINDOW": call.window is not None,
         "SOFT_CAP": spec.logits_soft_cap is not None,
         "ALIBI": spec.alibi_slopes is not None,
         "SINKS": call.sinks,
         "NEGATE": scale < 0,
+        "PAIRS": pairs,
+        "SMALL": pairs and call.num_blocks * max(key_strides[0], value_strides[0]) < 1 << 31,
     }
     grid = (tiles.num_tiles * tiles.head_tiles * call.num_kv_heads, tiles.splits, 1)
     return Launch(grid, scalars, constants, num_warps, num_stages)
@@ -258,8 +306,8 @@ def merge_launch(call: Call, tiles: Tiling) -> Launch:
     """The launch of `merge_kernel`."""
     num_rows = call.num_tokens * call.num_heads
     constants = {
-        "HEAD_DIM": call.head_dim,
-        "DIMS": power_of_two(call.head_dim),
+        "HEAD_DIM": call.out_dim,
+        "DIMS": power_of_two(call.out_dim),
         "SPLITS": power_of_two(tiles.splits),
         # With few splits, reading empty parts too costs less than waiting for the log-sum-exps.
         "EAGER": tiles.splits <= 8,
@@ -275,12 +323,3 @@ def _scale_and_cap(call: Call) -> tuple[float, float]:
     if cap is None:
         return scale * unit, 0.0
     return scale / cap, cap * unit
-
-
-def power_of_two(length: int) -> int:
-    """The least power of two that is not below a length.
-
-    >>> [power_of_two(n) for n in (1, 2, 3, 80, 128)]
-    [1, 2, 4, 128, 128]
-    """
-    return 1 << max(0, length - 1).bit_length()

@@ -32,9 +32,9 @@ class Plan(NamedTuple):
 def refusals(call: Call) -> list[str]:
     capability = torch.cuda.get_device_capability() if call.device == "cuda" else None
     reasons = launch.refusals(call, capability)
-    if call.strides.key != call.strides.value or call.strides.key[3] != 1:
+    if any(strides[3:] not in ((), (1,)) for strides in (call.strides.key, call.strides.value)):
         reasons.append(
-            "key and value of the cache must have the same strides, that of head_dim 1, got "
+            "the last axis of the cache's key and value must have stride 1, got strides "
             f"{call.strides.key} and {call.strides.value}"
         )
     return reasons
@@ -55,7 +55,8 @@ def plan(call: Call, batch) -> Plan:
 def run(call: Call, query: Tensor, cache, plan: Plan, *, sinks: Tensor | None = None):
     """out and lse of a call; every element of both is written by the kernels."""
     sinks = plan.tables[-1] if sinks is None else sinks.float()
-    arrays = query, cache.key, cache.value, *plan.tables, sinks
+    value = cache.key if cache.value is None else cache.value
+    arrays = query, cache.key, value, *plan.tables, sinks
     outs = query.new_empty(call.out_shape), query.new_empty(call.lse_shape, dtype=torch.float32)
     if plan.tiles.splits == 1:
         _start(attention_kernel, arrays, plan.attention, outs)

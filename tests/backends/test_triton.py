@@ -19,12 +19,18 @@ from pagedattn.kernels.launch import (
     device_of,
     merge_launch,
     power_of_two,
+    refusals,
     tiling,
 )
+from pagedattn.kernels.widths import widths_of
 
 H200 = device_of(132, (9, 0))
 SMALL = device_of(20, (8, 9))
 STRIDES = Strides((4096, 128, 1), *[(16384, 1024, 128, 1)] * 2)
+
+
+LATENT = {"value_dim": 512, "strides": STRIDES._replace(value=())}
+LATENT_DECODE = LATENT | {"head_dim": 576, "num_heads": 128, "num_kv_heads": 1}
 
 
 def call(**sizes) -> Call:
@@ -59,6 +65,14 @@ def test_kernels_by_the_interpreter():
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
+def test_what_does_not_fit_into_shared_memory_is_refused():
+    wide = {"head_dim": 576, "value_dim": 512, "dtype": "float32"}
+    assert "shared memory" in str(refusals(call(**wide), (8, 9)))
+    assert not refusals(call(**wide), (9, 0))
+    assert not refusals(call(**wide | LATENT), (8, 9))
+    assert not refusals(call(**wide | {"dtype": "bfloat16"}), (8, 9))
+
+
 def test_launch_arithmetic_loads_no_triton():
     code = "import pagedattn.kernels.launch, sys; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -66,7 +80,7 @@ def test_launch_arithmetic_loads_no_triton():
 
 @pytest.mark.parametrize("device", [H200, SMALL])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("head_dim", [16, 80, 128, 256])
+@pytest.mark.parametrize("head_dim", [16, 80, 128, 256, 576])
 @pytest.mark.parametrize("group", [1, 3, 4, 71, 300])
 @pytest.mark.parametrize("max_query_len", [1, 5, 16, 17, 8192])
 def test_tiles_cover_the_batch(max_query_len, group, head_dim, dtype, device):
@@ -79,6 +93,7 @@ def test_tiles_cover_the_batch(max_query_len, group, head_dim, dtype, device):
         num_kv_heads=2,
         head_dim=head_dim,
         dtype=dtype,
+        **LATENT if head_dim > 512 else {},
     )
     tiles = tiling(sizes, device)
     assert tiles.tokens * tiles.heads <= tiles.program.rows
@@ -91,7 +106,9 @@ def test_tiles_cover_the_batch(max_query_len, group, head_dim, dtype, device):
         assert tiles.tiles_a_seq * tiles.tokens >= max_query_len
         assert tiles.num_tiles > 3 * tiles.tiles_a_seq  # the padding's
     assert tiles.min_steps >= 1
-    shared = (2 * tiles.program.keys + tiles.program.rows) * power_of_two(head_dim) * sizes.itemsize
+    columns = widths_of(sizes)
+    held = tiles.program.keys * columns.loaded + tiles.program.rows * columns.query
+    shared = held * sizes.itemsize
     assert shared <= device.shared_bytes
 
 
@@ -120,7 +137,7 @@ def test_searched_tiles_are_enough(tokens):
         ({"num_seqs": 1, "num_tokens": 1, "max_blocks": 1}, 1),
         ({"num_seqs": 1, "num_kv_heads": 1, "max_blocks": 1 << 16}, MAX_SPLITS),
         ({"max_query_len": 8192, "num_tokens": 8192, "num_seqs": 1}, 1),
-        ({"max_query_len": 64, "num_tokens": 64, "num_seqs": 1, "max_blocks": 8192}, 8),
+        ({"max_query_len": 64, "num_tokens": 64, "num_seqs": 1, "max_blocks": 8192}, 16),
     ],
 )
 def test_splits(sizes, splits):
@@ -152,7 +169,7 @@ def test_strides_are_counted_in_units(stride, unit):
     sizes = call(strides=Strides(query, plane, plane))
     launch = attention_launch(sizes, tiling(sizes, H200), 256)
     assert launch.constants["STRIDE_UNIT"] == unit
-    assert [s * unit for s in launch.scalars[-5:]] == [*query[:2], *plane[:3]]
+    assert [s * unit for s in launch.scalars[-8:]] == [*query[:2], *plane[:3], *plane[:3]]
 
 
 def test_a_grid_has_a_program_for_every_row_to_merge():
@@ -186,8 +203,8 @@ def test_a_program_is_machine_code_without_line_numbers(monkeypatch):
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn", "float8_e5m2", "int8"])
-@pytest.mark.parametrize("max_query_len", [1, 300])
-def test_the_attention_kernel_compiles_for_a_gpu(monkeypatch, max_query_len, cache_dtype):
+@pytest.mark.parametrize("sizes", [{}, {"max_query_len": 300}, LATENT_DECODE], ids=str)
+def test_the_attention_kernel_compiles_for_a_gpu(monkeypatch, sizes, cache_dtype):
     """To machine code, without a GPU; the launcher's message is a stand-in's."""
     from pagedattn.backends.triton import program as programs
     from pagedattn.kernels.attention import attention_kernel
@@ -198,7 +215,7 @@ def test_the_attention_kernel_compiles_for_a_gpu(monkeypatch, max_query_len, cac
     monkeypatch.setattr(programs, "TAKES_BINARIES", True)
     programs._capability.cache_clear()
     options = {"cache_dtype": cache_dtype, "sinks": cache_dtype is not None}
-    sizes = call(max_query_len=max_query_len, num_tokens=300, **options)
+    sizes = call(**sizes | options, num_tokens=300)
     launch = attention_launch(sizes, tiling(sizes, H200), 256)
     half, whole, number = (np.zeros(1, dtype) for dtype in (np.float16, np.float32, np.int32))
     plane = half if cache_dtype is None else np.zeros(1, cache_dtype)

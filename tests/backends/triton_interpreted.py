@@ -84,7 +84,9 @@ def arrays_of(problem: Problem, **changes):
     """A problem as tensors; `changes` replace fields of the batch."""
     scales = (problem.key_scale, problem.value_scale)
     scales = (scale if scale is None else torch.as_tensor(scale) for scale in scales)
-    cache = KVCache(tensor(problem.key_cache), tensor(problem.value_cache), *scales)
+    planes = problem.key_cache, problem.value_cache
+    planes = (plane if plane is None else tensor(plane) for plane in planes)
+    cache = KVCache(*planes, *scales, value_dim=problem.value_dim)
     batch = dataclasses.replace(batch_on(batch_of(problem), "cpu"), **changes)
     return tensor(problem.query), cache, batch
 
@@ -163,6 +165,49 @@ WINDOWED = AttentionSpec(causal=False, sliding_window=6, logits_soft_cap=3.0)
 def test_head_dims(head_dim, max_query_len):
     sizes = {"head_dim": head_dim, "dtype": np.float16, "max_query_len": max_query_len}
     check(random_problem([3, 1], [9, 21], WINDOWED, **sizes))
+
+
+WIDTHS = [
+    (16, {"value_dim": 24}),  # wider than the keys
+    (24, {"value_dim": 1}),
+    (192, {"value_dim": 128}),
+    (320, {}),  # two tiles of keys, one of values
+    (512, {}),
+    (16, {"value_dim": 16, "latent": True}),  # the keys are the values
+    (24, {"value_dim": 5, "latent": True}),  # a part of the first tile, and keys that pad theirs
+    (40, {"value_dim": 33, "latent": True}),  # one tile, for the values' sake
+    (576, {"value_dim": 512, "latent": True}),
+    (288, {"value_dim": 256, "latent": True, "cache_dtype": "float8_e4m3fn"}),
+]
+
+
+@pytest.mark.parametrize("query_lens", [[3, 1], [17, 1]])
+@pytest.mark.parametrize(("head_dim", "cache"), WIDTHS, ids=str)
+def test_widths(head_dim, cache, query_lens):
+    sizes = {"head_dim": head_dim, "dtype": ml_dtypes.bfloat16, "num_blocks": 40}
+    check(random_problem(query_lens, [39, 21], WINDOWED, **sizes, **cache))
+
+
+@pytest.mark.parametrize(("num_heads", "longest"), [(5, 270), (130, 40)])
+def test_latent_decode(num_heads, longest):
+    """Split keys, and tiles of some heads."""
+    heads = {"num_heads": num_heads, "num_kv_heads": 1, "arrays": ["sinks"]}
+    latent = {"value_dim": 16, "latent": True, "head_dim": 24}
+    problem = random_problem(
+        [1, 2, 0], [longest, 33, 7], AttentionSpec(scale=0.2), **heads, **latent
+    )
+    assert (splits(problem) > 1) == (longest > 128)
+    check(problem)
+
+
+def test_values_of_other_strides():
+    """As wide as the keys, in a plane with room behind each row."""
+    problem = mixed(SPECS["all"])
+    query, cache, batch = arrays_of(problem)
+    roomy = torch.full((*cache.value.shape[:3], 24), torch.nan)
+    roomy[..., :16] = cache.value
+    out, lse = run(query, KVCache(cache.key, roomy[..., :16]), batch, problem.spec)
+    assert_attention_close(out, lse, problem, name="triton")
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(3, 3), (6, 2), (5, 1), (71, 1), (130, 1)])
@@ -325,8 +370,9 @@ def test_refusals_name_the_reason():
 
     assert not reasons(query, cache)
     assert "float64" in reasons(query.double(), KVCache(cache.key.double(), cache.value.double()))
-    wide = torch.zeros(2, 4, 2, 257)
-    assert "head_dim" in reasons(torch.zeros(2, 4, 257), KVCache(wide, wide))
-    assert "strides" in reasons(
+    wide = torch.zeros(2, 4, 2, 577)
+    assert "head_dim" in reasons(torch.zeros(2, 4, 577), KVCache(wide, wide))
+    assert "value_dim must be" in reasons(query, KVCache(cache.key, wide))
+    assert "stride 1" in reasons(
         query, KVCache(cache.key, torch.stack([cache.value] * 2, 4)[..., 0])
     )

@@ -35,7 +35,8 @@ def run(call: Call, query, cache, batch, *, sinks=None):
     slopes = jnp.asarray(call.spec.alibi_slopes or (0.0,), jnp.float32)
     tables = batch.block_tables, batch.seq_lens, batch.query_start_loc
     sinks = slopes if sinks is None else sinks.astype(jnp.float32)
-    arrays = query, cache.key, cache.value, *tables, slopes, sinks
+    value = cache.key if cache.value is None else cache.value
+    arrays = query, cache.key, value, *tables, slopes, sinks
     outs = (
         jax.ShapeDtypeStruct(call.out_shape, query.dtype),
         jax.ShapeDtypeStruct(call.lse_shape, jnp.float32),

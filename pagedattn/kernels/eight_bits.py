@@ -1,0 +1,100 @@
+"""Keys and values of eight bits, made float16 in registers.
+
+Triton would go by way of bfloat16, in four conversions, and read values a byte at a time, since no
+instruction transposes bytes. So queries become float16, which holds every value of the caches, and
+values are read as pairs of columns, which are transposed like 16-bit ones and then taken apart.
+"""
+
+import triton
+import triton.language as tl
+from triton import knobs
+
+# The interpreter knows no assembly.
+INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+
+
+@triton.jit
+def half_query(q):
+    """Queries as float16, and what each row's products are to be multiplied by: a power of two."""
+    wide = q.to(tl.float32)
+    size = tl.max(tl.where(wide == wide, tl.abs(wide), 0.0), 1)  # of NaN, nothing
+    factor = tl.exp2(tl.floor(tl.log2(tl.where(size > 0, tl.minimum(size, 1e38), 1.0))))
+    return (wide / factor[:, None]).to(tl.float16), factor
+
+
+@triton.jit
+def widened(bytes, DTYPE: tl.constexpr):
+    """uint8 that hold numbers of DTYPE, as float16."""
+    if tl.float8e4nv == DTYPE or INTERPRETED:
+        return bytes.to(DTYPE, bitcast=True).to(tl.float16)
+    if tl.float8e5 == DTYPE:
+        # The upper byte of a float16 is a float8_e5m2.
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;",
+            "=r,=r,r", [bytes], dtype=tl.float16, is_pure=True, pack=4,
+        )  # fmt: skip
+    # 0x6400 + n is the float16 1024 + n; the sign bit turned makes n of an int8 positive.
+    return tl.inline_asm_elementwise(
+        """{
+            .reg .b32 n, low, high, zero;
+            mov.b32 zero, 0x64806480;
+            xor.b32 n, $2, 0x80808080;
+            prmt.b32 low, n, 0x64646464, 0x4140;
+            prmt.b32 high, n, 0x64646464, 0x4342;
+            sub.f16x2 $0, low, zero;
+            sub.f16x2 $1, high, zero;
+            }""",
+        "=r,=r,r", [bytes], dtype=tl.float16, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def taken_apart(pairs, DTYPE: tl.constexpr):
+    """The even and the odd columns, as float16, of numbers of DTYPE of which a uint16 holds two."""
+    if INTERPRETED:
+        even, odd = (pairs & 255).to(tl.uint8), (pairs >> 8).to(tl.uint8)
+        even = even.to(DTYPE, bitcast=True).to(tl.float16)
+        odd = odd.to(DTYPE, bitcast=True).to(tl.float16)
+    elif tl.float8e4nv == DTYPE:
+        even, odd = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 apart;
+            .reg .b16 low, high;
+            prmt.b32 apart, $2, 0, 0x3120;
+            mov.b32 {low, high}, apart;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }""",
+            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    elif tl.float8e5 == DTYPE:
+        even, odd = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $2, 0, 0x2404; and.b32 $1, $2, 0xff00ff00;",
+            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        even, odd = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 n, low, high, zero;
+            mov.b32 zero, 0x64806480;
+            xor.b32 n, $2, 0x80808080;
+            prmt.b32 low, n, 0x64646464, 0x4240;
+            prmt.b32 high, n, 0x64646464, 0x4341;
+            sub.f16x2 $0, low, zero;
+            sub.f16x2 $1, high, zero;
+            }""",
+            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    return even, odd
+
+
+@triton.jit
+def octets(plane):
+    """A plane of eight-bit numbers, seen as bytes."""
+    return plane.to(tl.pointer_type(tl.uint8))
+
+
+@triton.jit
+def in_pairs(plane):
+    """A plane of eight-bit numbers, seen as pairs of columns."""
+    return plane.to(tl.pointer_type(tl.uint16))
