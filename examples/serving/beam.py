@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from serving.request import Choice, Group, Sequence
+from serving.request import Choice, Group, Sequence, Streamed
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,20 @@ class Beam:
         for rank, (parent, token, score) in enumerate(self._best(group)):
             if token in stop_tokens:
                 if rank < self.num_beams:
-                    final.append(Choice(parent, token, rank, score, final=True))
+                    final.append(Choice(parent, token, rank, score, "stop"))
             elif len(live) < self.num_beams:
                 live.append(Choice(parent, token, len(live), score))
         over = len(group.finished) + len(final) >= self.num_beams
         return final if over else final + live
 
-    def settled(self, group: Group, choices: list[Choice]) -> list[tuple[int, int]]:
+    def settled(self, group: Group, choices: list[Choice]) -> list[Streamed]:
         """Nothing until the search is over, then the best completion."""
         del choices
-        return [] if group.sequences else [(0, token) for token in group.completions()[0]]
+        if group.sequences:
+            return []
+        best = self.ranked(group)[0]
+        *tokens, last = (Streamed(group.request.id, token) for token in group.completion(best))
+        return [*tokens, last._replace(final=True, reason=best.reason)]
 
     def ranked(self, group: Group) -> list[Sequence]:
         def quality(sequence: Sequence) -> float:

@@ -88,6 +88,14 @@ class Engine:
     def idle(self) -> bool:
         return not (self.scheduler.waiting or self.scheduler.running)
 
+    def cancel(self, request_id: int) -> bool:
+        """Takes back a waiting or running request; returns whether there was one.
+
+        Its rows and blocks are free for others at once, no token of it is streamed any more, and it
+        gets no completions. An unknown or finished id changes nothing.
+        """
+        return self.scheduler.cancel(request_id)
+
     def stream(self, requests: Iterable[Request]) -> Iterator[Streamed]:
         """Serves the requests; yields each token as soon as no later step can take it back."""
         for request in requests:
@@ -145,13 +153,12 @@ class Engine:
         request, decoding = group.request, group.request.decoding
         choices = decoding.choose(group, self.model.stop_tokens)
         full = len(group.completion(group.sequences[0])) + 1 == request.max_new_tokens
-        choices = [choice._replace(final=choice.final or full) for choice in choices]
+        choices = [c._replace(reason=c.reason or ("length" if full else None)) for c in choices]
         succeed(self.memory, group, choices)
         if not group.sequences:
             self.scheduler.retire(group)
             self.completions[request.id] = group.completions()
-        settled = decoding.settled(group, choices)
-        return [Streamed(request.id, token, sample) for sample, token in settled]
+        return decoding.settled(group, choices)
 
 
 def succeed(memory: Memory, group: Group, choices: list[Choice]) -> None:

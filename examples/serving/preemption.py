@@ -17,7 +17,7 @@ from pagedattn import (
     swap_in,
     swap_out,
 )
-from serving.memory import Memory, padded
+from serving.memory import Memory, padded, release_jit
 from serving.request import NO_ROW, Group, Sequence
 
 
@@ -28,6 +28,10 @@ class Preemption(Protocol):
 
     def resume(self, sequence: Sequence) -> bool:
         """Tries to bring the cached tokens back into the sequence's new row; whether it has."""
+        ...
+
+    def forget(self, group: Group) -> None:
+        """Gives back what a suspended group holds: it will not be resumed."""
         ...
 
 
@@ -45,6 +49,9 @@ class Recompute:
     def resume(self, sequence: Sequence) -> bool:
         del sequence
         return False
+
+    def forget(self, group: Group) -> None:
+        del group  # it holds nothing
 
 
 class Swap:
@@ -80,6 +87,14 @@ class Swap:
         self.free_rows.append(sequence.host_row)
         sequence.host_row = NO_ROW
         return True
+
+    def forget(self, group: Group) -> None:
+        rows = [s.host_row for s in group.sequences if s.host_row != NO_ROW]
+        if rows:
+            self.pool, _ = release_jit(self.pool, padded(rows, len(self.pool.seq_lens)))
+        self.free_rows += rows
+        for sequence in group.sequences:
+            sequence.host_row = NO_ROW
 
     def _swap_out(self, sequence: Sequence) -> None:
         rows = (padded([row], 1) for row in (sequence.row, self.free_rows[-1]))

@@ -1,13 +1,14 @@
 """Requests, and the sequences that answer them."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from jaxtyping import Float
 
 NO_ROW = -1  # the row of a sequence that is not in the pool
 Logits = Float[np.ndarray, " vocab_size"]
+Reason = Literal["stop", "length"]  # why a sample ends: at a stop token, or at its full length
 
 
 class Choice(NamedTuple):
@@ -18,14 +19,21 @@ class Choice(NamedTuple):
       token: the token.
       sample: which of the request's samples the new sequence is.
       score: the new sequence's log-probability; in beam search only.
-      final: whether the sequence ends with this token.
+      reason: why the sequence ends with this token, or None if it goes on.
+      logprob, top_logprobs: as in `Streamed`.
     """
 
     parent: int
     token: int
     sample: int = 0
     score: float = 0.0
-    final: bool = False
+    reason: Reason | None = None
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def final(self) -> bool:
+        return self.reason is not None
 
 
 class Decoding(Protocol):
@@ -43,8 +51,8 @@ class Decoding(Protocol):
         """
         ...
 
-    def settled(self, group: "Group", choices: list[Choice]) -> list[tuple[int, int]]:
-        """The (sample, token) pairs of this step that no later one takes back."""
+    def settled(self, group: "Group", choices: list[Choice]) -> list["Streamed"]:
+        """The tokens of this step that no later one takes back."""
         ...
 
     def ranked(self, group: "Group") -> list["Sequence"]:
@@ -53,11 +61,27 @@ class Decoding(Protocol):
 
 
 class Streamed(NamedTuple):
-    """A token of an answer, handed out as soon as no later step can take it back."""
+    """A token of an answer, handed out as soon as no later step can take it back.
+
+    Fields:
+      request: the request's id.
+      token: the token.
+      sample: which of the request's samples it belongs to; of beams the best is sample 0.
+      final: whether the sample ends with this token.
+      reason: why it does: "stop" if the token is a stop token, else "length"; None if it does not.
+      logprob: the natural log of the token's probability under the model's own distribution, before
+        temperature, top_k and top_p; None unless `Sampling.logprobs` asks for it.
+      top_logprobs: (token, logprob) of the likeliest tokens there, as many as `Sampling.logprobs`
+        says, the likeliest first.
+    """
 
     request: int
     token: int
     sample: int = 0
+    final: bool = False
+    reason: Reason | None = None
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,7 +105,7 @@ class Sequence:
 
     Fields:
       tokens: the prompt and what has been generated.
-      sample, score: as in `Choice`.
+      sample, score, reason: as in `Choice`.
       num_cached: how many of the tokens the cache holds.
       row, host_row: its row in the device's pool and in the host's, or `NO_ROW`.
       keys: the prefix cache's names of its full blocks.
@@ -96,6 +120,7 @@ class Sequence:
     host_row: int = NO_ROW
     keys: list[bytes] = field(default_factory=list)
     logits: Logits = field(default_factory=lambda: np.empty(0))
+    reason: Reason | None = None
 
     @property
     def num_pending(self) -> int:
@@ -110,6 +135,7 @@ class Sequence:
             self.num_cached,
             row,
             keys=list(self.keys),
+            reason=choice.reason,
         )
 
 

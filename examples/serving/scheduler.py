@@ -32,10 +32,12 @@ class Scheduler:
         return self.memory.limits
 
     def submit(self, request: Request) -> None:
-        """Queues a request; ValueError if it could never run."""
+        """Queues a request; ValueError if it could never run, or if its id is in use."""
         limits, width = self.limits, request.decoding.width
         if not request.prompt or request.max_new_tokens < 1:
             raise ValueError(f"request {request.id} needs a prompt and max_new_tokens >= 1")
+        if any(group.request.id == request.id for group in [*self.waiting, *self.running]):
+            raise ValueError(f"request {request.id} is waiting or running already")
         if width > limits.max_seqs:
             raise ValueError(
                 f"request {request.id} wants {width} sequences; at most {limits.max_seqs} run"
@@ -65,6 +67,19 @@ class Scheduler:
     def retire(self, group: Group) -> None:
         self.memory.release(group.rows)
         self._leave(group)
+
+    def cancel(self, request_id: int) -> bool:
+        """Forgets a request wherever it is; whether it was waiting or running."""
+        for group in self.running:
+            if group.request.id == request_id:
+                self.retire(group)
+                return True
+        for group in self.waiting:
+            if group.request.id == request_id:
+                self.preemption.forget(group)
+                self.waiting.remove(group)
+                return True
+        return False
 
     def _within_budget(self) -> Plan:
         plan, budget = [], self.limits.token_budget

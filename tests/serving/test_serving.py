@@ -273,7 +273,7 @@ def test_the_scheduler_brings_every_request_to_its_end(asked, policy):
         for group in [group for group in scheduler.running if group.ready]:
             choices = group.request.decoding.choose(group, ())
             last = len(group.completion(group.sequences[0])) + 1 == group.request.max_new_tokens
-            succeed(memory, group, [choice._replace(final=last) for choice in choices])
+            succeed(memory, group, [c._replace(reason="length" if last else None) for c in choices])
             if not group.sequences:
                 scheduler.retire(group)
                 lengths[group.request.id] = list(map(len, group.completions()))
