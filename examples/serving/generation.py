@@ -25,7 +25,7 @@ from pagedattn import (
 )
 from pagedattn.ragged import cdiv
 from serving.decoder import Decoder, cached_attention, forward_paged
-from serving.sampling import pick
+from serving.drawing import pick
 
 STATIC = ("model", "backend", "attend")
 
