@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Int
 from serving.request import Draw, Found
 
 AllLogits = Float[Array, "rows vocab_size"]
-Ints, Floats = Int[Array, " rows"], Float[Array, " rows"]
+Ints = Int[Array, " rows"]
+Floats = Float[Array, " rows"]
 
 
 def pick(
@@ -116,7 +117,7 @@ def enqueue(logits: AllLogits, draws: list[Draw]) -> Drawn:
     settings = [draw.group.request.decoding.settings for draw in draws]
     rows, (num_rows, vocab_size) = [draw.row for draw in draws], logits.shape
 
-    def by_row(values, dtype=np.int32, other=0):
+    def by_row(values, dtype: type = np.int32, other=0):
         array = np.full(num_rows, other, dtype)
         array[rows] = values
         return array
