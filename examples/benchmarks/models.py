@@ -7,7 +7,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
-
 from serving.checkpoint import load_checkpoint
 from serving.decoder import Decoder
 from serving.families.llama import Llama

@@ -6,11 +6,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from serving.decoder import Decoder
+from serving.generation import Generation, decode_loop
 
 from pagedattn import BlockPool, KVCache, append_tokens, init_block_pool
 from pagedattn.ragged import cdiv
-from serving.decoder import Decoder
-from serving.generation import Generation, decode_loop
 
 BLOCK_SIZE = 16
 WARM_UP = 2  # steps, of which the first compiles
@@ -45,7 +45,9 @@ def scattered_pool(lengths, num_blocks: int, max_blocks: int) -> BlockPool:
 
 @partial(jax.jit, static_argnums=(1, 2))
 def random_cache(key, shape: tuple[int, ...], dtype) -> KVCache:
-    return KVCache(*(jax.random.normal(k, shape, dtype) for k in jax.random.split(key)))
+    of_keys, of_values = jax.random.split(key)
+    drawn = partial(jax.random.normal, shape=shape, dtype=dtype)
+    return KVCache(drawn(of_keys), drawn(of_values))
 
 
 def seconds_a_step(

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from serving.decoder import Decoder
 
 from benchmarks.machine import caption, machine, write
 from benchmarks.models import NAMES, model_called
 from benchmarks.steps import bytes_a_step, seconds_a_step
-from serving.decoder import Decoder
 
 CASES = {"llama-8b": "64x4096,1x1024,8x2048,256x1024"}
 HEADINGS = ("batch x context", "ms a step", "tokens/s", "GB read", "ms to read them", "share")

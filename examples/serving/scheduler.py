@@ -66,7 +66,8 @@ class Scheduler:
             if not failed:
                 return plan
             missing = sum(self._lacking(s, n) for s, n in plan if s.row in failed)
-            if not self.prefixes.evict(missing):
+            # A block a row, so that not every step has to look for some.
+            if not self.prefixes.evict(max(missing, self.limits.max_seqs)):
                 if unread:
                     return []
                 self._preempt_youngest()
