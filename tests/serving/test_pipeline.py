@@ -110,6 +110,19 @@ def test_stop_tokens_are_found_late_and_change_nothing(policy):
         nothing_is_lost(engine)
 
 
+def test_generated_blocks_are_found_again():
+    """They are named once their tokens have been read, not while they are in flight."""
+    engine = Engine(tiny_params(), TINY, ROOMY, "xla")
+    (request,) = [replace(r, max_new_tokens=14) for r in tiny_requests((5,))]
+    serve(engine, [request])
+    longer = replace(request, prompt=(*request.prompt, *engine.completions[0][0], 7))
+    serve(engine, [longer])
+    assert engine.prefixes.num_hit_tokens == 16  # of 18 that were fed
+    fresh = Engine(tiny_params(), TINY, ROOMY, "xla")
+    serve(fresh, [longer])
+    assert engine.completions == fresh.completions
+
+
 def test_scores_come_when_asked_for(read):
     engine = Engine(tiny_params(), TINY, LIMITS, "xla")
     steps = serve(engine, tiny_requests((5, 3)))
