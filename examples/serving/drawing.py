@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from serving.request import Draw, Found
 
@@ -49,11 +49,35 @@ def narrowed(
     at the temperature come to `top_p` of theirs together. Tokens as likely as the last of them stay
     too, and so does always the likeliest.
     """
-    down, rank = jnp.sort(logits, descending=True), jnp.arange(len(logits))
+    order = in_order(logits)
+    kept = order >= cut(order, jnp.ones_like(logits), top_k)
     warmth = jnp.where(temperature > 0, temperature, 1)
-    kept = jax.nn.softmax(jnp.where(rank < top_k, down / warmth, -jnp.inf))
-    stays = (rank < top_k) & ((jnp.cumsum(kept) - kept < top_p) | (top_p >= 1))
-    return jnp.where(logits >= down[stays.sum() - 1], logits, -jnp.inf)
+    shares = jax.nn.softmax(jnp.where(kept, logits / warmth, -jnp.inf))
+    enough = cut(order, shares, top_p * shares.sum())
+    return jnp.where(kept & ((order >= enough) | (top_p >= 1)), logits, -jnp.inf)
+
+
+def cut(
+    order: UInt32[Array, " vocab_size"],
+    weights: Float[Array, " vocab_size"],
+    target: Float[Array, ""] | Int[Array, ""],
+) -> UInt32[Array, ""]:
+    """The largest c for which the weights of all entries `order >= c` come to the target.
+
+    Found bit by bit: a GPU adds up a vocabulary 32 times in less time than it sorts it.
+    """
+
+    def with_bit(index, found):
+        tried = found | (jnp.uint32(1 << 31) >> index)
+        return jnp.where(jnp.where(order >= tried, weights, 0).sum() >= target, tried, found)
+
+    return jax.lax.fori_loop(jnp.uint32(0), jnp.uint32(32), with_bit, jnp.uint32(0))
+
+
+def in_order(values: Float[Array, " n"]) -> UInt32[Array, " n"]:
+    """Integers in the order of the values."""
+    bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def likeliest(
