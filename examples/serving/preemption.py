@@ -17,7 +17,7 @@ from pagedattn import (
     swap_in,
     swap_out,
 )
-from serving.memory import Memory, padded
+from serving.memory import Memory, on_host, padded, release_jit
 from serving.request import NO_ROW, Group, Sequence
 
 
@@ -30,6 +30,10 @@ class Preemption(Protocol):
         """Tries to bring the cached tokens back into the sequence's new row; whether it has."""
         ...
 
+    def forget(self, group: Group) -> None:
+        """Gives back what a suspended group holds: it will not be resumed."""
+        ...
+
 
 class Recompute:
     """Frees the blocks; later all tokens, the generated ones too, are fed again like a prompt."""
@@ -40,11 +44,15 @@ class Recompute:
     def suspend(self, group: Group) -> None:
         self.memory.release(group.rows)
         for sequence in group.sequences:
-            sequence.row, sequence.num_cached, sequence.logits = NO_ROW, 0, np.empty(0)
+            sequence.row, sequence.num_cached, sequence.num_kept = NO_ROW, 0, 0
+            sequence.candidates = ()
 
     def resume(self, sequence: Sequence) -> bool:
         del sequence
         return False
+
+    def forget(self, group: Group) -> None:
+        del group  # it holds nothing
 
 
 class Swap:
@@ -53,7 +61,8 @@ class Swap:
     def __init__(self, memory: Memory, num_blocks: int, num_rows: int):
         self.memory, self.recompute = memory, Recompute(memory)
         size, width = memory.limits.block_size, memory.limits.max_blocks
-        self.pool = init_block_pool(num_blocks, size, max_seqs=num_rows, max_blocks=width)
+        pool = init_block_pool(num_blocks, size, max_seqs=num_rows, max_blocks=width)
+        self.pool = on_host(pool)
         self.host, self.device = jax.devices("cpu")[0], jax.devices()[0]
         with jax.default_device(self.host):
             self.caches = [
@@ -81,6 +90,14 @@ class Swap:
         sequence.host_row = NO_ROW
         return True
 
+    def forget(self, group: Group) -> None:
+        rows = [s.host_row for s in group.sequences if s.host_row != NO_ROW]
+        if rows:
+            self.pool, _ = release_jit(self.pool, padded(rows, len(self.pool.seq_lens)))
+        self.free_rows += rows
+        for sequence in group.sequences:
+            sequence.host_row = NO_ROW
+
     def _swap_out(self, sequence: Sequence) -> None:
         rows = (padded([row], 1) for row in (sequence.row, self.free_rows[-1]))
         self.memory.pool, self.pool, swap = swap_out_jit(self.memory.pool, self.pool, *rows)
@@ -103,8 +120,8 @@ def moved(
 
     Only these blocks cross between the devices.
     """
-    staged = jax.device_put(gather_jit(sources, src), device)
-    return scatter_jit(staged, targets, jax.device_put(dst, device))
+    staged = jax.device_put(gather_jit(sources, np.asarray(src)), device)
+    return scatter_jit(staged, targets, np.asarray(dst))
 
 
 @jax.jit

@@ -1,71 +1,114 @@
-"""Choosing the next token: the likeliest, or one at random, reproducibly."""
+"""Completions drawn token by token, each for itself."""
 
+import math
 from dataclasses import dataclass
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Int
+from pagedattn import InvalidInputError
+from serving.memory import Memory
+from serving.request import IN_FLIGHT, Draw, Found, Group, Reason, Sequence, Settings, Streamed
+from serving.succession import Choice, finish, succeed
 
-from serving.request import Choice, Group, Sequence
-
-
-def pick(
-    logits: Float[Array, " vocab_size"],
-    seed: Int[Array, ""],
-    sample: Int[Array, ""],
-    position: Int[Array, ""],
-    temperature: Float[Array, ""],
-) -> Int[Array, ""]:
-    """The token that follows: the likeliest at temperature 0, else drawn from the softmax.
-
-    The noise depends only on the request's seed, the number of the sample and the token's position.
-    So a text is the same whether it is served alone or in any batch, with preemption or without.
-    Adding Gumbel noise and taking the largest draws from the softmax (the Gumbel-max trick).
-    """
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sample), position)
-    noise = jax.random.gumbel(key, logits.shape, logits.dtype)
-    return jnp.argmax(logits + temperature * noise).astype(jnp.int32)
-
-
-pick_jit = jax.jit(pick)
+MAX_LOGPROBS = 20  # a request may ask for the likeliest tokens, up to so many
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """`num_samples` independent completions; they share the prompt's blocks."""
+    """`num_samples` independent completions; they share the prompt's blocks.
 
-    temperature: float = 0.0  # 0 takes the likeliest token
+    Fields:
+      temperature: 0 takes the likeliest token, whatever `top_k` and `top_p` are.
+      num_samples: how many completions.
+      seed: of the noise, from 0 to 2 ** 31 - 1; the same seed gives the same completions.
+      top_k: draw from the `top_k` likeliest tokens alone; None for all.
+      top_p: draw from the likeliest tokens alone whose probabilities come to `top_p`; 1 for all.
+      logprobs: hand out each token's log-probability and those of so many likeliest tokens, from 0
+        to `MAX_LOGPROBS`; None for neither.
+
+    Raises:
+      InvalidInputError: A value is out of its range.
+    """
+
+    temperature: float = 0.0
     num_samples: int = 1
     seed: int = 0
+    top_k: int | None = None
+    top_p: float = 1.0
+    logprobs: int | None = None
+
+    def __post_init__(self):
+        require = {
+            "temperature": 0 <= self.temperature < math.inf,
+            "num_samples": self.num_samples >= 1,
+            "seed": 0 <= self.seed < 1 << 31,
+            "top_k": self.top_k is None or self.top_k >= 1,
+            "top_p": 0 < self.top_p <= 1,
+            "logprobs": self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+        }
+        if wrong := [name for name, holds in require.items() if not holds]:
+            got = ", ".join(f"{name}={getattr(self, name)}" for name in wrong)
+            raise InvalidInputError(f"out of range: {got}; the fields of Sampling say the ranges")
 
     @property
     def width(self) -> int:
         return self.num_samples
 
-    def choose(self, group: Group, stop_tokens: tuple[int, ...]) -> list[Choice]:
-        first = not group.completion(group.sequences[0])
-        samples = range(self.num_samples) if first else [s.sample for s in group.sequences]
-        choices = []
-        for index, sample in enumerate(samples):
-            parent = 0 if first else index
-            token = self._pick(group.sequences[parent], sample)
-            choices.append(Choice(parent, token, sample, final=token in stop_tokens))
-        return choices
+    @property
+    def settings(self) -> Settings:
+        asked = self.logprobs is not None
+        how = (self.temperature, self.seed, self.top_k, self.top_p)
+        return Settings(*how, num_top=self.logprobs or 0, scored=asked)
 
-    def settled(self, group: Group, choices: list[Choice]) -> list[tuple[int, int]]:
-        """Every token, as soon as it is drawn."""
-        del group
-        return [(choice.sample, choice.token) for choice in choices]
+    def draw(self, group: Group, ready: list[Sequence], memory: Memory) -> list[Draw]:
+        """One for each sequence; after the prompt, one for each sample.
+
+        The sequences go on at once: the next forward takes the tokens from the device.
+        """
+        if not ready:
+            return []
+        last = len(ready[0].tokens)
+        if last == len(group.request.prompt):
+            source = ready[0].row
+            samples = range(self.num_samples)
+            succeed(memory, group, [Choice(0, IN_FLIGHT, sample) for sample in samples])
+            return [Draw(group, s, s.row, source, last) for s in group.sequences]
+        for sequence in ready:
+            sequence.tokens.append(IN_FLIGHT)
+        return [Draw(group, s, s.row, s.row, len(s.tokens) - 1) for s in ready]
+
+    def read(
+        self,
+        group: Group,
+        found: list[tuple[Sequence, Found]],
+        memory: Memory,
+        stop_tokens: tuple[int, ...],
+    ) -> list[Streamed]:
+        """Every token; what was drawn after a stop token is dropped with its sequence."""
+        streamed = []
+        for sequence, new in found:
+            known = sequence.num_known
+            sequence.tokens[known] = new.token
+            sequence.reason = self._reason(group.request, known + 1, new.token, stop_tokens)
+            if sequence.reason:
+                del sequence.tokens[known + 1 :]
+            streamed.append(self._streamed(group.request.id, sequence, new))
+        finish(memory, group, [sequence for sequence, _ in found if sequence.reason])
+        return streamed
 
     def ranked(self, group: Group) -> list[Sequence]:
         return sorted(group.finished, key=lambda sequence: sequence.sample)
 
-    def _pick(self, sequence: Sequence, sample: int) -> int:
-        if not self.temperature:
-            return int(np.argmax(sequence.logits))
-        noise = (self.seed, sample, len(sequence.tokens))
-        return int(pick_jit(sequence.logits, *noise, self.temperature))
+    def _streamed(self, request_id: int, sequence: Sequence, new: Found) -> Streamed:
+        reason = sequence.reason
+        streamed = Streamed(request_id, new.token, sequence.sample, reason is not None, reason)
+        if self.logprobs is None:
+            return streamed
+        return streamed._replace(logprob=new.logprob, top_logprobs=new.top[: self.logprobs])
+
+    @staticmethod
+    def _reason(request, length: int, token: int, stop_tokens) -> Reason | None:
+        if token in stop_tokens:
+            return "stop"
+        return "length" if length == len(request.prompt) + request.max_new_tokens else None
 
 
 GREEDY = Sampling()
