@@ -65,8 +65,9 @@ def run(query, cache, batch, spec):
 
 @pytest.fixture
 def xpu(monkeypatch, on_cpu):
+    registry.tried.cache_clear()
     yield stand_in_for_xpu(monkeypatch)
-    registry.load.cache_clear()
+    registry.tried.cache_clear()
 
 
 def problem_of(lens, spec, block_size, dtype=F16, **sizes):

@@ -272,14 +272,18 @@ def test_a_backend_object_is_held_to_its_device_and_its_packages():
     ("place", "told"), [("broken:BACKEND", "raised ZeroDivisionError"), ("json:dumps", "is no")]
 )
 def test_a_broken_backend_of_a_third_party_stops_no_other(tmp_path, monkeypatch, place, told):
-    (tmp_path / "broken.py").write_text("1 / 0")
+    runs = tmp_path / "runs"
+    count = f"with open({str(runs)!r}, 'a') as file:\n    file.write('.')\n"
+    (tmp_path / "broken.py").write_text(count + "1 / 0")
     monkeypatch.syspath_prepend(tmp_path)
     entry = EntryPoint("broken", place, Framework.JAX.value)
     monkeypatch.setattr(registry, "_third_parties", lambda framework: {"broken": entry})
-    registry.load.cache_clear()
+    registry.tried.cache_clear()
     assert told in explain(*good_call()[:3])["broken"][0]
     assert paged_attention(*good_call()).shape
     with pytest.raises(BackendUnavailableError, match=told):
         paged_attention(*good_call(), backend="broken")
+    if "broken" in place:  # what failed once is not imported again
+        assert runs.read_text() == "."
     monkeypatch.undo()
-    registry.load.cache_clear()
+    registry.tried.cache_clear()
