@@ -1,10 +1,10 @@
 """The two entry points of pagedattn on torch tensors."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, Unpack, cast, overload
+from typing import Any, cast
 
 import torch
-from jaxtyping import Bool, Float, Integer
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from pagedattn import (
@@ -22,6 +22,7 @@ from pagedattn.call import Call, call_of, layer_of, options_of
 from pagedattn.checks import require
 from pagedattn.packed import packed_batch, packed_cache
 from pagedattn.registry import Framework
+from pagedattn.signatures import PagedAttention, RaggedAttention, Starts, typed_as
 
 from .arrays import (
     batch_on,
@@ -39,49 +40,11 @@ Out = Float[Tensor, "num_tokens num_heads value_dim"]
 Keys = Float[Tensor, "num_keys num_kv_heads head_dim"]
 Values = Float[Tensor, "num_keys num_kv_heads value_dim"]
 Lse = Float[Tensor, "num_tokens num_heads"]
-Starts = Integer[Any, "num_seqs_plus_1"]
 Sinks = Float[Tensor, "num_heads"]
 Bias = Float[Tensor, "num_tokens heads max_keys"]
 
 
-class Options(TypedDict, total=False):
-    """The keywords of an attention call that do not change what kind of result it gives."""
-
-    backend: str | Backend | None
-    sinks: Sinks | None
-    bias: Bias | None
-
-
-@overload
-def paged_attention(
-    query: Query,
-    cache: KVCache,
-    batch: BatchMetadata,
-    spec: AttentionSpec = ...,
-    *,
-    return_lse: Literal[False] = ...,
-    **options: Unpack[Options],
-) -> Out: ...
-@overload
-def paged_attention(
-    query: Query,
-    cache: KVCache,
-    batch: BatchMetadata,
-    spec: AttentionSpec = ...,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[Options],
-) -> tuple[Out, Lse]: ...
-@overload
-def paged_attention(
-    query: Query,
-    cache: KVCache,
-    batch: BatchMetadata,
-    spec: AttentionSpec = ...,
-    *,
-    return_lse: bool,
-    **options: Unpack[Options],
-) -> Out | tuple[Out, Lse]: ...
+@typed_as(PagedAttention[Tensor])
 def paged_attention(
     query: Query,
     cache: KVCache,
@@ -254,48 +217,7 @@ def select_backend(
         return choice.select(None, call, Framework.TORCH).name
 
 
-@overload
-def ragged_attention(
-    query: Query,
-    key: Keys,
-    value: Values,
-    query_start_loc: Starts,
-    key_start_loc: Starts,
-    spec: AttentionSpec = ...,
-    *,
-    max_query_len: int,
-    max_key_len: int,
-    return_lse: Literal[False] = ...,
-    **options: Unpack[Options],
-) -> Out: ...
-@overload
-def ragged_attention(
-    query: Query,
-    key: Keys,
-    value: Values,
-    query_start_loc: Starts,
-    key_start_loc: Starts,
-    spec: AttentionSpec = ...,
-    *,
-    max_query_len: int,
-    max_key_len: int,
-    return_lse: Literal[True],
-    **options: Unpack[Options],
-) -> tuple[Out, Lse]: ...
-@overload
-def ragged_attention(
-    query: Query,
-    key: Keys,
-    value: Values,
-    query_start_loc: Starts,
-    key_start_loc: Starts,
-    spec: AttentionSpec = ...,
-    *,
-    max_query_len: int,
-    max_key_len: int,
-    return_lse: bool,
-    **options: Unpack[Options],
-) -> Out | tuple[Out, Lse]: ...
+@typed_as(RaggedAttention[Tensor])
 def ragged_attention(
     query: Query,
     key: Keys,
