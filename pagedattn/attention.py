@@ -1,7 +1,10 @@
 """The two entry points: attention over a paged cache, and over packed keys without one."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Integer
 
 from . import around, choice, validate, validate_options
 from .backend import Backend
@@ -12,7 +15,7 @@ from .foreign import takes_any_array
 from .integers import rising
 from .packed import packed_batch, packed_cache
 from .registry import Framework
-from .signatures import PagedAttention, RaggedAttention, Starts, typed_as
+from .signatures import PagedAttention, RaggedAttention, typed_as
 from .spec import AttentionSpec
 from .tracing import varying_alike
 
@@ -21,6 +24,7 @@ Out = Float[Array, "num_tokens num_heads value_dim"]
 Keys = Float[Array, "num_keys num_kv_heads head_dim"]
 Values = Float[Array, "num_keys num_kv_heads value_dim"]
 Lse = Float[Array, "num_tokens num_heads"]
+Starts = Integer[Any, "num_seqs_plus_1"] | Sequence[int]
 Sinks = Float[Array, "num_heads"]
 Bias = Float[Array, "num_tokens heads max_keys"]
 
@@ -172,7 +176,7 @@ def _no_results(call, *_):
 _EMPTY = Backend("empty", frozenset({"return_lse"}), _no_results)
 
 
-@typed_as(RaggedAttention[Array])
+@typed_as(RaggedAttention[Array, Starts])
 @takes_any_array
 def ragged_attention(
     query: Query,

@@ -1,9 +1,7 @@
 """The types of the two entry points, of any framework's arrays: the result follows `return_lse`."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, Literal, Protocol, TypedDict, TypeVar, Unpack, cast, overload
-
-from jaxtyping import Integer
+from collections.abc import Callable
+from typing import Generic, Literal, Protocol, TypedDict, TypeVar, Unpack, cast, overload
 
 from .backend import Backend
 from .batch import BatchMetadata
@@ -11,8 +9,8 @@ from .cache import KVCache
 from .spec import AttentionSpec
 
 A = TypeVar("A")  # the arrays of a framework
+Starts = TypeVar("Starts", contravariant=True)  # what starts may be given as
 S = TypeVar("S")
-Starts = Integer[Any, "num_seqs_plus_1"] | Sequence[int]
 
 
 def typed_as(signature: type[S]) -> Callable[[Callable], S]:
@@ -67,7 +65,7 @@ class PagedAttention(Protocol[A]):
     ) -> A | tuple[A, A]: ...
 
 
-class RaggedAttention(Protocol[A]):
+class RaggedAttention(Protocol[A, Starts]):
     """The type of `ragged_attention`."""
 
     @overload
