@@ -91,7 +91,7 @@ def arrays_of(problem):
 
 
 def with_stand_ins(monkeypatch, layout):
-    monkeypatch.setattr(cudnn, "_kernel", stand_in)
+    monkeypatch.setattr(cudnn.rectangles, "_kernel", stand_in)
     monkeypatch.setattr(cudnn.packed, "kernel", packed_stand_in)
     monkeypatch.setattr(cudnn, "_packs", lambda call: layout == "packed")
 
