@@ -198,7 +198,7 @@ def test_jax_still_has_what_we_call():
     assert {"CAUSAL", "PADDING", "PADDING_CAUSAL"} <= set(cudnn.kernel._cudnn.MaskType.__members__)
 
 
-@pytest.mark.skipif(HAS_GPU, reason="a GPU is there")
+@pytest.mark.usefixtures("on_cpu")
 def test_says_what_it_needs_on_a_cpu():
     problem = mixed(dtype=jnp.dtype("bfloat16"))
     assert "runs on cuda" in " ".join(explain(*arrays_of(problem), problem.spec)["cudnn"])

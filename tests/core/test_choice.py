@@ -9,7 +9,7 @@ from importlib.metadata import EntryPoint
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import assert_words, good_call
+from cases import REFUSING, assert_words, good_call
 from pagedattn_interop import to_torch
 
 import pagedattn_torch
@@ -244,6 +244,12 @@ def test_check_backend_wants_reasons_that_name_the_feature(monkeypatch, reason):
     else:
         cells = harness.check_backend("xla", dtypes=["float32"], verbose=False)
         assert sum(cell.result.startswith("refused") for cell in cells) == 1
+
+
+@pytest.mark.parametrize("name", [n for n in ("numba", "triton") if can_load(n)])
+def test_the_tests_let_these_refuse_only_what_they_do_not_know(name):
+    """Else what one has learnt would go on to be skipped."""
+    assert not set(REFUSING[name]) & registry.load(name).honours
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the rule is about CPUs")
