@@ -1,7 +1,7 @@
 """The two entry points: attention over a paged cache, and over packed keys without one."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
@@ -15,6 +15,7 @@ from .foreign import takes_any_array
 from .integers import rising
 from .packed import packed_batch, packed_cache
 from .registry import Framework
+from .signatures import PagedAttention, RaggedAttention, typed_as
 from .spec import AttentionSpec
 from .tracing import varying_alike
 
@@ -28,44 +29,7 @@ Sinks = Float[Array, "num_heads"]
 Bias = Float[Array, "num_tokens heads max_keys"]
 
 
-class Options(TypedDict, total=False):
-    """The keywords of an attention call that do not change what kind of result it gives."""
-
-    backend: str | Backend | None
-    sinks: Sinks | None
-    bias: Bias | None
-
-
-@overload
-def paged_attention(
-    query: Query,
-    cache: KVCache,
-    batch: BatchMetadata,
-    spec: AttentionSpec = ...,
-    *,
-    return_lse: Literal[False] = ...,
-    **options: Unpack[Options],
-) -> Out: ...
-@overload
-def paged_attention(
-    query: Query,
-    cache: KVCache,
-    batch: BatchMetadata,
-    spec: AttentionSpec = ...,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[Options],
-) -> tuple[Out, Lse]: ...
-@overload
-def paged_attention(
-    query: Query,
-    cache: KVCache,
-    batch: BatchMetadata,
-    spec: AttentionSpec = ...,
-    *,
-    return_lse: bool,
-    **options: Unpack[Options],
-) -> Out | tuple[Out, Lse]: ...
+@typed_as(PagedAttention[Array])
 @takes_any_array
 def paged_attention(
     query: Query,
@@ -212,48 +176,7 @@ def _no_results(call, *_):
 _EMPTY = Backend("empty", frozenset({"return_lse"}), _no_results)
 
 
-@overload
-def ragged_attention(
-    query: Query,
-    key: Keys,
-    value: Values,
-    query_start_loc: Starts,
-    key_start_loc: Starts,
-    spec: AttentionSpec = ...,
-    *,
-    max_query_len: int,
-    max_key_len: int,
-    return_lse: Literal[False] = ...,
-    **options: Unpack[Options],
-) -> Out: ...
-@overload
-def ragged_attention(
-    query: Query,
-    key: Keys,
-    value: Values,
-    query_start_loc: Starts,
-    key_start_loc: Starts,
-    spec: AttentionSpec = ...,
-    *,
-    max_query_len: int,
-    max_key_len: int,
-    return_lse: Literal[True],
-    **options: Unpack[Options],
-) -> tuple[Out, Lse]: ...
-@overload
-def ragged_attention(
-    query: Query,
-    key: Keys,
-    value: Values,
-    query_start_loc: Starts,
-    key_start_loc: Starts,
-    spec: AttentionSpec = ...,
-    *,
-    max_query_len: int,
-    max_key_len: int,
-    return_lse: bool,
-    **options: Unpack[Options],
-) -> Out | tuple[Out, Lse]: ...
+@typed_as(RaggedAttention[Array, Starts])
 @takes_any_array
 def ragged_attention(
     query: Query,

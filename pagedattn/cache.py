@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from . import validate
+from . import validate_cache as validate
 from .array_type import ArrayT
 from .checks import count, dtype_of
 

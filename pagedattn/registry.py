@@ -77,22 +77,21 @@ def wrong_device(name: str, device: str) -> list[str]:
     return [f"{name} runs on {' and '.join(devices)}, the query lies on {device}"]
 
 
-@functools.cache
 def load(name: str, framework: Framework = Framework.JAX) -> Backend:
     """The backend of a name; BackendUnavailableError if it is unknown or lacks a package."""
-    if name not in names(framework):
-        raise BackendUnavailableError(
-            f"backend must be one of {sorted(names(framework))}, got {name!r}; others register "
-            f"through the entry-point group {framework.value!r}"
-        )
+    found = tried(name, framework)
+    if isinstance(found, Backend):
+        return found
+    raise BackendUnavailableError(found)
+
+
+@functools.cache
+def tried(name: str, framework: Framework) -> Backend | str:
+    """The backend of a name, or why there is none: what failed once is not imported again."""
     try:
-        backend = _found(name, framework)
-    except BackendUnavailableError:
-        raise
-    except ImportError as error:
-        text = f"backend {name!r} is not available: {error}{_cure(name)}"
-        raise BackendUnavailableError(text) from error
-    return installed(backend)
+        return installed(_found(name, framework))
+    except BackendUnavailableError as error:
+        return str(error)
 
 
 def installed(backend: Backend) -> Backend:
@@ -113,23 +112,34 @@ def available_backends() -> tuple[str, ...]:
 
 
 def can_load(name: str, framework: Framework = Framework.JAX) -> bool:
-    try:
-        load(name, framework)
-    except BackendUnavailableError:
-        return False
-    return True
+    return isinstance(tried(name, framework), Backend)
 
 
 def _cure(name) -> str:
-    extra = BUILT_IN[name].extra if name in BUILT_IN else ""
+    extra = BUILT_IN[name].extra
     return f": pip install 'pagedattn[{extra}]'" if extra else ""
 
 
 def _found(name, framework) -> Backend:
-    if name not in BUILT_IN:
+    if name in _built_in(framework):
+        return _of_built_in(name, framework)
+    if name in _third_parties(framework):
         return _of_third_party(_third_parties(framework)[name])
+    raise BackendUnavailableError(
+        f"backend must be one of {sorted(names(framework))}, got {name!r}; others register "
+        f"through the entry-point group {framework.value!r}"
+    )
+
+
+def _of_built_in(name, framework) -> Backend:
     module = getattr(BUILT_IN[name], framework.name.lower())
-    found = importlib.import_module(module)
+    try:
+        found = importlib.import_module(module)
+    except BackendUnavailableError:
+        raise
+    except ImportError as error:
+        text = f"backend {name!r} is not available: {error}{_cure(name)}"
+        raise BackendUnavailableError(text) from error
     return found.bridged(load(name, Framework.TORCH)) if module == ACROSS else found.BACKEND
 
 

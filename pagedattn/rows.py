@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Integer, Shaped
 
-from .call import device_of
 from .checks import is_traced
 from .errors import UnsupportedError
+from .placement import device_of
 from .ragged import in_range, int32, set_at
 from .registry import Framework, can_load, load, order, wrong_device
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
-from . import validate
+from . import validate_writes as validate
 from .cache import KVCache
 from .checks import is_traced
 from .foreign import takes_any_array

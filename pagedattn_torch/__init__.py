@@ -9,7 +9,7 @@ except ImportError as error:
         "pagedattn_torch needs torch, which is not installed: pip install 'pagedattn[torch]'"
     ) from error
 
-from .attention import Step, explain, paged_attention, prepare, ragged_attention, select_backend
+from .attention import explain, paged_attention, ragged_attention, select_backend
 from .cache import copy_blocks_, swap_blocks_, write_kv_
 from .layers.attention_type import AttentionType
 from .layers.backend import AttentionBackend
@@ -36,6 +36,7 @@ from .layout import (
     unpack_keys,
     unpack_values,
 )
+from .step import Step, prepare
 
 __all__ = [
     "AttentionBackend",

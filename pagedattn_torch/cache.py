@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Float, Integer, Shaped
 from torch import Tensor
 
-from pagedattn import KVCache, validate
+from pagedattn import KVCache
+from pagedattn import validate_writes as validate
 from pagedattn.quantise import quantised
 
 from .arrays import bits, on_device_of, require_cache, require_tensors, tensor

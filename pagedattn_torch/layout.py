@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from pagedattn import InvalidInputError, KVCache, validate, validate_batch
+from pagedattn import InvalidInputError, KVCache, validate_batch, validate_cache
 from pagedattn.checks import count, require, shown
 
 from .arrays import require_cache, require_tensors
@@ -36,7 +36,7 @@ def kv_cache_shape(
     (2, 8, 16, 2, 64)
     """
     shape = (num_blocks, block_size, num_kv_heads, head_size)
-    return (2, *validate.cache_shape(shape, torch.float32))  # of any dtype
+    return (2, *validate_cache.cache_shape(shape, torch.float32))  # of any dtype
 
 
 def empty_kv_cache(

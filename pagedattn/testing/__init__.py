@@ -4,10 +4,11 @@
 name and needs hypothesis: `pip install 'pagedattn[testing]'`.
 """
 
+from .closeness import assert_attention_close
 from .harness import Cell, attend, batch_of, cache_of, check_backend
 from .oracle import reference_attention, reference_write
 from .problem import Problem, random_problem
-from .tolerances import Expected, assert_attention_close, expect
+from .tolerances import Expected, expect
 
 __all__ = [
     "Cell",

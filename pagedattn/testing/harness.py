@@ -21,8 +21,8 @@ from pagedattn import (
 from pagedattn.features import DTYPES, OPTIONS, PHASES, arrays_of, spec_of
 from pagedattn.ragged import cdiv
 
+from .closeness import assert_attention_close
 from .problem import Problem, random_problem, random_tables
-from .tolerances import assert_attention_close
 
 NUM_TOKENS, NUM_SEQS, MAX_SEQ_LEN, MAX_QUERY_LEN = 26, 5, 40, 32
 

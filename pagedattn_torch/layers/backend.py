@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from pagedattn import InvalidInputError, KVCache, validate
+from pagedattn import InvalidInputError, KVCache, validate_writes
 from pagedattn.checks import int_array, is_traced, require, shown
 
 from ..arrays import tensor
@@ -104,7 +104,7 @@ class AttentionBackend:
         """
         caches, (src, dst) = _planes(kv_caches), _columns(src_to_dists)
         for cache in caches:  # check all before writing to the first
-            validate.block_copies(cache, cache, src, dst)
+            validate_writes.block_copies(cache, cache, src, dst)
         for cache in caches:
             copy_blocks_(cache, src, dst)
 

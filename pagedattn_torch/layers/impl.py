@@ -11,8 +11,8 @@ from pagedattn.call import Call, call_of
 from pagedattn.checks import is_count, require, shown
 
 from ..arrays import tensor
-from ..attention import Step, prepare
 from ..layout import is_empty, split_kv_cache
+from ..step import Step, prepare
 from .attention_type import AttentionType
 from .biases import packed_bias, under_bias
 from .inputs import (

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pagedattn import BatchMetadata, InvalidInputError, KVCache, validate
+from pagedattn import BatchMetadata, InvalidInputError, KVCache, validate_writes
 from pagedattn.checks import known, require
 from pagedattn.packed import packed_cache
 
@@ -91,7 +91,7 @@ def _rows(cache, fresh, meta, kind) -> HostRows | DeviceRows:
     slots = getattr(meta, name)
     require(slots is not None, f"{kind} attention needs {name} to write keys to the cache")
     slots = tensor(name, slots, cache.key.device)
-    validate.write(cache, fresh.key, fresh.value, slots)
+    validate_writes.write(cache, fresh.key, fresh.value, slots)
     return slot_index(slots, cache.num_slots, cache.block_size)
 
 

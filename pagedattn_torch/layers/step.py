@@ -7,9 +7,9 @@ from torch import Tensor
 
 from pagedattn import KVCache
 
-from ..attention import Step
 from ..cache import write_rows_
 from ..rows import DeviceRows, HostRows
+from ..step import Step
 from .inputs import Fresh
 from .plans import Part
 

@@ -91,7 +91,7 @@ def arrays_of(problem):
 
 
 def with_stand_ins(monkeypatch, layout):
-    monkeypatch.setattr(cudnn, "_kernel", stand_in)
+    monkeypatch.setattr(cudnn.rectangles, "_kernel", stand_in)
     monkeypatch.setattr(cudnn.packed, "kernel", packed_stand_in)
     monkeypatch.setattr(cudnn, "_packs", lambda call: layout == "packed")
 
@@ -198,7 +198,7 @@ def test_jax_still_has_what_we_call():
     assert {"CAUSAL", "PADDING", "PADDING_CAUSAL"} <= set(cudnn.kernel._cudnn.MaskType.__members__)
 
 
-@pytest.mark.skipif(HAS_GPU, reason="a GPU is there")
+@pytest.mark.usefixtures("on_cpu")
 def test_says_what_it_needs_on_a_cpu():
     problem = mixed(dtype=jnp.dtype("bfloat16"))
     assert "runs on cuda" in " ".join(explain(*arrays_of(problem), problem.spec)["cudnn"])

@@ -224,7 +224,7 @@ def test_a_window_gathers_only_what_it_shows():
         assert call.visible_blocks == gather_pages(call, cache, batch).key.shape[1] // 16 == blocks
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+@pytest.mark.usefixtures("on_cpu")
 def test_refuses_by_name():
     problem = mixed(SPECS["logits_soft_cap"])
     arrays = inputs(problem)

@@ -9,7 +9,7 @@ from importlib.metadata import EntryPoint
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import assert_words, good_call
+from cases import REFUSING, assert_words, good_call
 from pagedattn_interop import to_torch
 
 import pagedattn_torch
@@ -246,6 +246,12 @@ def test_check_backend_wants_reasons_that_name_the_feature(monkeypatch, reason):
         assert sum(cell.result.startswith("refused") for cell in cells) == 1
 
 
+@pytest.mark.parametrize("name", [n for n in ("numba", "triton") if can_load(n)])
+def test_the_tests_let_these_refuse_only_what_they_do_not_know(name):
+    """Else what one has learnt would go on to be skipped."""
+    assert not set(REFUSING[name]) & registry.load(name).honours
+
+
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the rule is about CPUs")
 def test_torch_is_called_only_for_work_that_is_worth_it():
     """By name it runs anything; by choice, what xla would be slower at."""
@@ -272,14 +278,18 @@ def test_a_backend_object_is_held_to_its_device_and_its_packages():
     ("place", "told"), [("broken:BACKEND", "raised ZeroDivisionError"), ("json:dumps", "is no")]
 )
 def test_a_broken_backend_of_a_third_party_stops_no_other(tmp_path, monkeypatch, place, told):
-    (tmp_path / "broken.py").write_text("1 / 0")
+    runs = tmp_path / "runs"
+    count = f"with open({str(runs)!r}, 'a') as file:\n    file.write('.')\n"
+    (tmp_path / "broken.py").write_text(count + "1 / 0")
     monkeypatch.syspath_prepend(tmp_path)
     entry = EntryPoint("broken", place, Framework.JAX.value)
     monkeypatch.setattr(registry, "_third_parties", lambda framework: {"broken": entry})
-    registry.load.cache_clear()
+    registry.tried.cache_clear()
     assert told in explain(*good_call()[:3])["broken"][0]
     assert paged_attention(*good_call()).shape
     with pytest.raises(BackendUnavailableError, match=told):
         paged_attention(*good_call(), backend="broken")
+    if "broken" in place:  # what failed once is not imported again
+        assert runs.read_text() == "."
     monkeypatch.undo()
-    registry.load.cache_clear()
+    registry.tried.cache_clear()

@@ -1,6 +1,8 @@
 """What type checkers and `help` know of the public names."""
 
+import ast
 import importlib
+import inspect
 import json
 import os
 import pydoc
@@ -11,6 +13,8 @@ from pathlib import Path
 import pytest
 
 import pagedattn
+import pagedattn_torch
+from pagedattn import signatures
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ["pagedattn", "pagedattn_torch", "pagedattn_interop"]
@@ -98,6 +102,25 @@ def test_the_types_of_public_names_are_complete(package):
     assert {symbol["name"] for symbol in public} >= set(homes)
     unknown = [s for s in public if not s["isTypeKnown"] or s["isTypeAmbiguous"]]
     assert not unknown
+
+
+OVERLOADS = {
+    "paged_attention": signatures.PagedAttention,
+    "ragged_attention": signatures.RaggedAttention,
+}
+
+
+@pytest.mark.parametrize("name", OVERLOADS)
+def test_the_overloads_have_the_parameters_of_the_functions(name):
+    written = ast.parse(inspect.getsource(OVERLOADS[name])).body[0]
+    assert isinstance(written, ast.ClassDef)
+    overloads = [entry for entry in written.body if isinstance(entry, ast.FunctionDef)]
+    assert len(overloads) == 3
+    for overload in overloads:
+        given = {a.arg for a in (*overload.args.args, *overload.args.kwonlyargs)} - {"self"}
+        for module in (pagedattn, pagedattn_torch):
+            parameters = inspect.signature(getattr(module, name)).parameters
+            assert given | signatures.Options.__annotations__.keys() == parameters.keys()
 
 
 @pytest.mark.parametrize("package", [*PACKAGES, "pagedattn.testing"])

@@ -1,6 +1,9 @@
 """Small mistakes in the library, and the tests that have to notice each."""
 
+from pathlib import Path
 from typing import NamedTuple
+
+LIBRARY = ("pagedattn", "pagedattn_torch", "interop")
 
 
 class Mutant(NamedTuple):
@@ -9,6 +12,11 @@ class Mutant(NamedTuple):
     text: str
     mistake: str
     tests: str  # arguments of pytest
+
+    def files(self, root: Path) -> list[Path]:
+        """The library's files with the text, each as often as it stands there."""
+        files = [path for part in LIBRARY for path in sorted((root / part).rglob("*.py"))]
+        return [path for path in files for _ in range(path.read_text().count(self.text))]
 
 
 FEATURES = (
@@ -44,8 +52,8 @@ MUTANTS = {
         "    rows = jnp.where(inside[:, None, :, None], rows, 0)\n", "", POISON.format("xla")
     ),
     "sums not rescaled to the new highest": Mutant(
-        "state.total * kept +",
-        "state.total +",
+        "total = state.total * kept +",
+        "total = state.total +",
         "tests/backends/test_properties.py -k exact_at_100k and xla",
     ),
     "a gradient through the highest logit": Mutant(
@@ -62,8 +70,8 @@ MUTANTS = {
         "tests/pool/test_pool.py -k stays_shared",
     ),
     "shared blocks freed with their first owner": Mutant(
-        '(ref_counts.at[blocks].get(mode="clip") == 0)',
-        '(ref_counts.at[blocks].get(mode="clip") >= 0)',
+        '.get(mode="clip") == 0)\n    freed = jnp.where(unowned, blocks',
+        '.get(mode="clip") >= 0)\n    freed = jnp.where(unowned, blocks',
         "tests/pool/test_pool_hostile.py",
     ),
     "a block shared twice with one sequence": Mutant(
@@ -156,12 +164,12 @@ MUTANTS = {
     "writes that do not saturate": Mutant(
         "wide = xp.clip(wide, -bound, bound)",
         "wide = wide * 1",
-        "tests/core/test_quantised.py -k saturates and jit",
+        "tests/core/test_quantise.py -k saturates and jit",
     ),
     "int8 rounded to zero": Mutant(
         "wide = xp.round(xp.nan_to_num(wide))",
         "wide = xp.nan_to_num(wide)",
-        "tests/core/test_quantised.py -k saturates and jit",
+        "tests/core/test_quantise.py -k saturates and jit",
     ),
     "torch: one key behind the window left in": Mutant(
         "keys > self.rows.contexts[:, None] - self.call.window",

@@ -20,8 +20,9 @@ ON_GPU = torch.cuda.is_available()
 
 @pytest.fixture(params=["sdpa", "xformers", "ipex on an XPU"])
 def cls(request, monkeypatch):
+    registry.tried.cache_clear()
     yield class_of(request, monkeypatch)
-    registry.load.cache_clear()
+    registry.tried.cache_clear()
 
 
 def class_of(request, monkeypatch):

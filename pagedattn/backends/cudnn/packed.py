@@ -14,7 +14,9 @@ from ...batch import Sequences
 from ...cache import KVCache
 from ...call import Call
 from ...ragged import sequence_ids
+from ...state import merge_states
 from .kernel import attention
+from .pages import first_pages
 
 # JAX 0.10 gets the offsets of keys wrong when query heads share them.
 OLDEST_JAX = (0, 11)
@@ -44,6 +46,26 @@ def packs(call: Call) -> bool:
     """Whether a batch can stay packed, by its shapes."""
     size = 4 * (call.num_seqs + 1) * call.num_tokens * call.num_heads
     return jax.__version_info__ >= OLDEST_JAX and size <= STATISTICS_BYTES
+
+
+def context_lens(batch: Sequences) -> Int[Array, "num_seqs"]:
+    """Context lengths; 0 without queries, and where there are fewer keys than queries."""
+    return jnp.where(batch.query_lens > 0, jnp.maximum(batch.context_lens, 0), 0)
+
+
+def alone(call, query, cache, batch):
+    """Attention of the new tokens to themselves, for batches in which no sequence has a context."""
+    return on_new_tokens(call, query, cache, batch, with_lse=call.return_lse)
+
+
+def joined(call, query, cache, batch):
+    """Attention of the new tokens to themselves and to their contexts, merged."""
+    key_lens = context_lens(batch)
+    out, lse = on_new_tokens(call, query, cache, batch, with_lse=True)
+    pages = first_pages(call, cache, batch, key_lens)
+    context = on_first_keys(call, query, batch, key_lens, pages)
+    out, lse = merge_states(out, lse, *context)
+    return out, lse if call.return_lse else None
 
 
 def tokens_of(call: Call, batch: Sequences) -> Tokens:

@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pagedattn import KVCache
-from pagedattn.call import Call, is_dense
+from pagedattn.call import Call
+from pagedattn.placement import is_dense
 from pagedattn.ragged import cdiv
 
 from ...bias import slopes_on

@@ -6,28 +6,26 @@ Three routes, chosen by shapes:
 - packed: queries stay packed, keys are gathered (FlashAttention 2, variable lengths).
 - biased: rectangles with a dense bias (CUTLASS), for two-sided windows, float32, and ALiBi. ALiBi
   is computed in float32, since half dtypes would round distances.
-
-The masks are put together from device tensors and static bounds. xFormers' own constructors of
-masks want lists of lengths, and reading those would wait for the device. The lists inside a mask
-are read only for rectangles, whose lengths are known from shapes.
 """
 
 import functools
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from pagedattn import KVCache
 from pagedattn.backend import Backend
 from pagedattn.batch import Sequences
 from pagedattn.call import Call
-from pagedattn.visibility import additive, sees_a_key, visible_mask
+from pagedattn.visibility import additive, visible_mask
 
 from ...bias import alibi, aligned, bias_at, exact_dtype, zeroed
 from ...rectangles import fold, fold_bias, gather_pages, unfold
 from .fmha import fmha, why_unusable
+from .masks import packed_mask, paged_mask
+from .rectangle import Rectangle, room_for, tokens_of
 
 HONOURS = frozenset({"scale", "causal", "sliding_window", "alibi_slopes", "bias", "return_lse"})
 HALVES = ("bfloat16", "float16")
@@ -81,48 +79,6 @@ def route(call: Call) -> str:
 BACKEND = Backend("xformers", HONOURS, run, refusals, missing=lambda: why_unusable())
 
 
-def paged_mask(call: Call, batch: Sequences):
-    """The mask of a rectangle of right-aligned queries over the pages, read in place."""
-    masks = fmha().attn_bias
-    kind = (
-        masks.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
-        if call.spec.causal
-        else masks.PagedBlockDiagonalPaddedKeysMask
-    )
-    starts = _even_starts(call, batch, call.longest_query)
-    queries = masks._SeqLenInfo(
-        seqstart=starts[0],
-        seqstart_py=starts[1],
-        max_seqlen=call.longest_query,
-        min_seqlen=call.longest_query,
-    )
-    return kind(
-        q_seqinfo=queries,
-        k_seqinfo=_padded_keys(call, batch, batch.seq_lens, call.capacity),
-        block_tables=batch.block_tables.clamp(0, call.num_blocks - 1).contiguous(),
-        page_size=call.block_size,
-    )
-
-
-def packed_mask(call: Call, batch: Sequences, key_lens: Int[Tensor, "num_seqs"], padding: int):
-    """The mask of packed queries over gathered keys, padded to `padding` for each sequence."""
-    masks = fmha().attn_bias
-    queries = masks._SeqLenInfo(
-        seqstart=batch.query_start_loc.clamp(0, call.num_tokens),
-        seqstart_py=[0] * call.num_seqs + [call.num_tokens],
-        # FlashAttention reads a bound of 1 as a promise that every sequence has exactly one query.
-        max_seqlen=max(2, call.longest_query),
-        min_seqlen=0,
-    )
-    infos = {"q_seqinfo": queries, "k_seqinfo": _padded_keys(call, batch, key_lens, padding)}
-    if call.window is not None:
-        kind = masks.BlockDiagonalCausalLocalAttentionPaddedKeysMask
-        return kind(**infos, _window_size=call.window)
-    if call.spec.causal:
-        return masks.BlockDiagonalCausalWithOffsetPaddedKeysMask(**infos)
-    return masks.BlockDiagonalPaddedKeysMask(**infos)
-
-
 def _paged(call, query, cache, batch):
     """Split-K over the pages, on right-aligned rows of queries."""
     missing = call.longest_query - batch.query_lens
@@ -131,9 +87,9 @@ def _paged(call, query, cache, batch):
     key, value = (_expanded(plane.flatten(0, 1), grouped) for plane in cache.planes)
     mask = paged_mask(call, batch)
     out, lse = _attend(_split_k(call), call, grouped, key, value, mask)
-    room = _room(call, query)
+    room = room_for(call, query)
     rectangle.write(room, (out.view(-1, *call.out_shape[1:]), _heads_last(lse)))
-    return _tokens(room)
+    return tokens_of(room)
 
 
 def _packed(call, query, cache, batch):
@@ -156,13 +112,13 @@ def _biased(call, query, cache, batch, bias):
     pages = gather_pages(call, cache, batch)
     num_queries, num_keys = call.longest_query, pages.key.shape[1]
     tile = max(1, min(num_queries, BIAS_BYTES // (call.num_seqs * call.num_heads * num_keys * 4)))
-    room = _room(call, query)
+    room = room_for(call, query)
     for begin in range(0, num_queries, tile):
         span = range(begin, min(begin + tile, num_queries))
         rectangle = Rectangle(call, batch, torch.zeros_like(batch.seq_lens), span)
         results = _biased_tile(call, query, batch, pages, rectangle, bias)
         rectangle.write(room, (part.flatten(0, 1) for part in results))
-    return _tokens(room)
+    return tokens_of(room)
 
 
 def _biased_tile(call, query, batch, pages, rectangle, bias):
@@ -198,53 +154,6 @@ def _added(call, rectangle, pages, visible, bias):
     return added.masked_fill(~visible[:, None], -torch.inf)
 
 
-class Rectangle:
-    """Queries of every sequence in rows of one length; rows without a query are padding.
-
-    Row number r of a sequence, for r in `span`, holds its query number `first + r`.
-    """
-
-    def __init__(self, call: Call, batch: Sequences, first: Int[Tensor, "num_seqs"], span: range):
-        self.call = call
-        numbers = first[:, None] + torch.arange(span.start, span.stop, device=first.device)
-        self.tokens = batch.query_start_loc[:-1, None] + numbers
-        self.positions = batch.context_lens[:, None] + numbers
-        live = (numbers >= 0) & (self.tokens < batch.query_start_loc[1:, None])
-        # Inside jit nobody has checked the starts.
-        live &= (self.tokens >= 0) & (self.tokens < call.num_tokens)
-        self.seeing = live & sees_a_key(
-            self.positions, batch.seq_lens[:, None], call.spec.causal, call.window
-        )
-
-    def of(
-        self, query: Float[Tensor, "num_tokens num_heads head_dim"]
-    ) -> Float[Tensor, "num_seqs rows num_heads head_dim"]:
-        """The rectangle of the queries: `[num_seqs, rows, num_heads, head_dim]`."""
-        tokens = self.tokens.clamp(0, self.call.num_tokens - 1)
-        return query.index_select(0, tokens.flatten()).unflatten(0, tokens.shape)
-
-    def write(self, room, results) -> None:
-        """Writes rows that see a key to their tokens, the others to the spare last row."""
-        rows = torch.where(self.seeing, self.tokens, self.call.num_tokens).flatten()
-        for part, result in zip(room, results, strict=True):
-            part.index_copy_(0, rows, result.to(part.dtype))
-
-
-def _room(
-    call: Call, query: Float[Tensor, "num_tokens num_heads head_dim"]
-) -> tuple[
-    Float[Tensor, "num_tokens+1 num_heads head_dim"], Float[Tensor, "num_tokens+1 num_heads"]
-]:
-    """out and lse as for tokens that see no key, and one spare row, to be thrown away."""
-    num_rows = call.num_tokens + 1
-    lse = query.new_full((num_rows, call.num_heads), -torch.inf, dtype=torch.float32)
-    return query.new_zeros(num_rows, *call.out_shape[1:]), lse
-
-
-def _tokens(room):
-    return tuple(part[:-1] for part in room)
-
-
 def _attend(op, call, query, key, value, mask):
     attend = fmha().memory_efficient_attention_forward_requires_grad
     return attend(query, key, value, mask, scale=call.scale, op=op)
@@ -264,27 +173,6 @@ def _operator(block_n: int, splits: int):
     # Two stages and two warps reach 4.3 TB/s on an H200, xFormers' defaults 3.4.
     fixed = {"BLOCK_N": block_n, "SPLIT_K": splits, "NUM_STAGES": 2, "NUM_WARPS": 2}
     return type(f"FwOp_N{block_n}_S{splits}", (fmha().triton_splitk.FwOp,), fixed)
-
-
-def _even_starts(
-    call: Call, batch: Sequences, length: int
-) -> tuple[Int[Tensor, "num_seqs_plus_1"], list[int]]:
-    stop = (call.num_seqs + 1) * length
-    starts = torch.arange(0, stop, length, device=batch.seq_lens.device, dtype=torch.int32)
-    return starts, list(range(0, stop, length))
-
-
-def _padded_keys(call: Call, batch: Sequences, lens: Int[Tensor, "num_seqs"], padding: int):
-    starts, starts_py = _even_starts(call, batch, padding)
-    return fmha().attn_bias._PaddedSeqLenInfo(
-        seqstart=starts,
-        seqstart_py=starts_py,
-        max_seqlen=padding,
-        min_seqlen=0,
-        seqlen=lens.clamp(0, padding),
-        seqlen_py=[padding] * call.num_seqs,
-        padding=padding,
-    )
 
 
 def _grouped(

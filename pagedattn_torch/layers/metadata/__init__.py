@@ -1,30 +1,22 @@
 """The metadata of a step: its sequences, as layers take them."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
-from pagedattn import (
-    AttentionSpec,
-    BatchMetadata,
-    attention_bias,
-    make_batch,
-    validate_batch,
-)
+from pagedattn import AttentionSpec, BatchMetadata, make_batch, validate_batch
 from pagedattn.checks import count, int_array, require
 from pagedattn.make_batch import Lengths
 
 from ...arrays import signed, tensor
 from ..attention_type import AttentionType
 from ..biases import FIELDS as BIAS_FIELDS
-from . import batches
+from . import batches, by_type, parts
 from .derivation import check_counts, decoder_side, encoder_side
 from .derived import all_of, derived
-from .lengths import on_host, span_lengths
 
 
 @derived
@@ -75,6 +67,7 @@ class AttentionMetadata:
     Raises:
       InvalidInputError: fields contradict each other, or have wrong shapes or dtypes.
 
+    >>> import torch
     >>> meta = AttentionMetadata(num_prefills=1, num_prefill_tokens=3, num_decode_tokens=1,
     ...                          slot_mapping=torch.tensor([0, 1, 2, 8]), seq_lens=[3, 5],
     ...                          block_tables=torch.tensor([[0, 0], [1, 2]]))
@@ -208,60 +201,12 @@ class AttentionMetadata:
     @property
     def prefill_metadata(self) -> Self | None:
         """The prefills alone; None if there are none."""
-        if not self.num_prefills:
-            return None
-        return self._part(
-            slice(0, self.num_prefills),
-            slice(0, self.num_prefill_tokens),
-            num_prefills=self.num_prefills,
-            num_prefill_tokens=self.num_prefill_tokens,
-            num_decode_tokens=0,
-            max_query_len=self.max_query_len,
-            max_prefill_seq_len=self.max_prefill_seq_len,
-        )
+        return type(self)(**parts.prefills(self)) if self.num_prefills else None
 
     @property
     def decode_metadata(self) -> Self | None:
         """The decodes alone, with the padding; None if there are none."""
-        if not self.num_decode_tokens:
-            return None
-        return self._part(
-            slice(self.num_prefills, None),
-            slice(self.num_prefill_tokens, None),
-            num_prefills=0,
-            num_prefill_tokens=0,
-            num_decode_tokens=self.num_decode_tokens,
-            max_query_len=self.max_decode_query_len,
-            max_decode_seq_len=self.max_decode_seq_len,
-            use_cuda_graph=self.use_cuda_graph,
-        )
-
-    def _part(self, seqs: slice, tokens: slice, **fields) -> Self:
-        """Metadata of some of the sequences; given bounds are kept, all else is derived anew."""
-        rows = {name: _cut(getattr(self, name), seqs) for name in _OF_SEQUENCES}
-        encoder_tokens = self._encoder_tokens(seqs)
-        count = self.num_encoder_tokens
-        return type(self)(
-            **rows,
-            **fields,
-            slot_mapping=_cut(self.slot_mapping, tokens),
-            query_start_loc=_cut_starts(self.query_start_loc, seqs, tokens.start),
-            encoder_query_start_loc=_cut_starts(
-                self.encoder_query_start_loc, seqs, encoder_tokens.start
-            ),
-            cross_slot_mapping=_cut(self.cross_slot_mapping, encoder_tokens),
-            num_encoder_tokens=None if count is None else len(range(count)[encoder_tokens]),
-            max_encoder_seq_len=self.max_encoder_seq_len,
-        )
-
-    def _encoder_tokens(self, seqs: slice) -> slice:
-        """The encoder tokens of this step that belong to the prefills, or else to the decodes."""
-        mixed = self.num_prefills and self.num_decode_tokens
-        if self.encoder_query_start_loc is None or not mixed:
-            return slice(0, None)
-        new = on_host("encoder_seq_lens", span_lengths(self.encoder_query_start_loc))
-        middle = sum(new[: self.num_prefills])
-        return slice(0, middle) if seqs.start == 0 else slice(middle, None)
+        return type(self)(**parts.decodes(self)) if self.num_decode_tokens else None
 
     @property
     def is_all_encoder_attn_metadata_set(self) -> bool:
@@ -276,11 +221,7 @@ class AttentionMetadata:
 
     def num_query_tokens(self, attn_type: AttentionType | str) -> int:
         """Rows of the query that a forward of this type expects, padding included."""
-        if AttentionType.of(attn_type) is AttentionType.ENCODER:
-            return self.num_encoder_tokens or 0
-        if self.slot_mapping is not None:
-            return len(self.slot_mapping)
-        return self.num_prefill_tokens + self.num_decode_tokens
+        return by_type.num_query_tokens(self, AttentionType.of(attn_type))
 
     def get_seq_lens(self, attn_type: AttentionType | str) -> tuple[list[int], list[int]]:
         """The number of queries and of keys of each sequence.
@@ -292,19 +233,7 @@ class AttentionMetadata:
         >>> meta.get_seq_lens("decoder")
         ([3, 1], [5, 5])
         """
-        attn_type = AttentionType.of(attn_type)
-        batches.require_fields(self, attn_type, paged=False)
-        own = span_lengths(self.query_start_loc), self.seq_lens
-        encoder = span_lengths(self.encoder_query_start_loc), self.encoder_seq_lens
-        queries, keys = {
-            AttentionType.DECODER: own,
-            AttentionType.ENCODER_ONLY: own,
-            AttentionType.ENCODER: (encoder[0], encoder[0]),
-            AttentionType.ENCODER_DECODER: (own[0], encoder[1]),
-        }[attn_type]
-        encoded = attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_DECODER)
-        keys_name = "encoder_seq_lens" if encoded else "seq_lens"
-        return on_host("query_start_loc", queries), on_host(keys_name, keys)
+        return by_type.seq_lens(self, AttentionType.of(attn_type))
 
     def set_attn_bias(self, attn_bias: list[Tensor] | None, attn_type: AttentionType | str) -> None:
         """Gives layers of a type a bias, in place of their causality, windows and ALiBi.
@@ -316,6 +245,7 @@ class AttentionMetadata:
             `[query_len, key_len]` or `[num_heads, query_len, key_len]`, -inf where a token does not
             see a key. None takes it away.
 
+        >>> import torch
         >>> meta = AttentionMetadata.from_lists([2], [0], [[0]], block_size=4)
         >>> meta.set_attn_bias([torch.zeros(2, 2)], "decoder")  # both tokens see each other
         >>> meta.get_attn_bias("decoder")
@@ -339,16 +269,7 @@ class AttentionMetadata:
         [tensor([[0., 0., -inf],
                 [0., 0., 0.]])]
         """
-        given = getattr(self, BIAS_FIELDS[AttentionType.of(attn_type)])
-        if given is not None:
-            return given
-        spec = replace(spec, causal=AttentionType.of(attn_type).causal)
-        keys = [torch.arange(n) for n in self.get_seq_lens(attn_type)[1]]
-        queries = [
-            torch.arange(len(key) - n, len(key))
-            for n, key in zip(self.get_seq_lens(attn_type)[0], keys, strict=True)
-        ]
-        return [attention_bias(*pair, spec) for pair in zip(queries, keys, strict=True)]
+        return by_type.attn_bias(self, AttentionType.of(attn_type), spec)
 
     def get_seq_len_block_table_args(
         self, attn_type: AttentionType | str, *, is_prompt: bool
@@ -357,24 +278,13 @@ class AttentionMetadata:
 
         The tables are None for encoders, whose keys are not paged.
         """
-        attn_type = AttentionType.of(attn_type)
-        if attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_DECODER):
-            cross = attn_type is AttentionType.ENCODER_DECODER
-            tables = self.cross_block_tables if cross else None
-            return self.encoder_seq_lens_tensor, self.max_encoder_seq_len, tables
-        longest = self.max_prefill_seq_len if is_prompt else self.max_decode_seq_len
-        return self.seq_lens_tensor, longest, self.block_tables
+        return by_type.keys(self, AttentionType.of(attn_type), is_prompt)
 
     def get_num_prefill_decode_query_kv_tokens(
         self, attn_type: AttentionType | str
     ) -> tuple[int, int, int]:
         """(new queries of prefills, new keys of prefills, new queries of decodes), in tokens."""
-        attn_type = AttentionType.of(attn_type)
-        encoder = self.num_encoder_tokens or 0
-        if attn_type is AttentionType.ENCODER:
-            return encoder, encoder, 0
-        keys = encoder if attn_type is AttentionType.ENCODER_DECODER else self.num_prefill_tokens
-        return self.num_prefill_tokens, keys, self.num_decode_tokens
+        return by_type.num_tokens(self, AttentionType.of(attn_type))
 
     def asdict_zerocopy(self, skip_fields: Collection[str] = frozenset()) -> dict[str, Any]:
         """The fields by name, tensors shared."""
@@ -382,16 +292,6 @@ class AttentionMetadata:
         return {name: getattr(self, name) for name in names}
 
 
-_OF_SEQUENCES = (
-    "seq_lens",
-    "seq_lens_tensor",
-    "block_tables",
-    "context_lens_tensor",
-    "encoder_seq_lens",
-    "encoder_seq_lens_tensor",
-    "cross_block_tables",
-    *sorted({*BIAS_FIELDS.values()}),
-)
 _TENSORS = tuple(field.name for field in fields(AttentionMetadata) if field.type is Any)
 
 
@@ -402,14 +302,3 @@ def _field(name, array) -> Tensor | None:
     if field.numel():
         int_array(name, field, 2 if name.endswith("block_tables") else 1)
     return field
-
-
-def _cut(rows, part: slice):
-    return None if rows is None else rows[part]
-
-
-def _cut_starts(starts, seqs: slice, first_token: int):
-    if starts is None:
-        return None
-    stop = None if seqs.stop is None else seqs.stop + 1
-    return starts[seqs.start : stop] - first_token

@@ -1,47 +1,29 @@
 """Paged attention in pure JAX: every feature, every platform, differentiable.
 
 The packed queries are cut into tiles, each within one sequence. A step takes a few tiles (on a CPU,
-one) along the keys that they may see, chunk by chunk, with the online softmax of Milakov &
-Gimelshein (2018) and Rabe & Staats (2021). So memory is O(tokens x chunk), a long sequence does not
-pad its batch-mates, and chunks that no tile of the step may see are skipped.
+one) along the keys that they may see, chunk by chunk, with an online softmax. So memory is
+O(tokens x chunk), a long sequence does not pad its batch-mates, and chunks that no tile of the step
+may see are skipped.
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from ..backend import Backend
-from ..batch import Sequences
-from ..cache import KVCache
-from ..call import Call
-from ..ragged import cdiv, sequence_ids, wide_dtype
-from ..visibility import alibi_bias, key_range, visible_mask
+from ...backend import Backend
+from ...batch import Sequences
+from ...cache import KVCache
+from ...call import Call
+from ...ragged import cdiv, wide_dtype
+from ...visibility import alibi_bias, visible_mask
+from .softmax import accumulate, finish, no_key_seen
+from .tiles import Tiles, cut, grouped, rows_of_tokens
 
 TILE = 64  # most query tokens of a tile, and about as many in a step of several tiles
 FEW = 4  # most query tokens of a tile that is computed as a smaller one
 CHUNK = 256  # keys of a chunk
-
-
-class Tiles(NamedTuple):
-    """Runs of up to `tile` query tokens, each of one sequence; unused tiles have no valid row."""
-
-    tokens: Int[Array, "num_tiles tile"]
-    valid: Bool[Array, "num_tiles tile"]
-    positions: Int[Array, "num_tiles tile"]
-    tables: Int[Array, "num_tiles max_blocks"]
-    first_key: Int[Array, "num_tiles"]
-    last_key: Int[Array, "num_tiles"]
-
-
-class State(NamedTuple):
-    """A partial softmax: highest logit, sum of exponentials, weighted sum of values."""
-
-    highest: Float[Array, "step kv_heads rows"]
-    total: Float[Array, "step kv_heads rows"]
-    summed: Float[Array, "step kv_heads rows value_dim"]
 
 
 @functools.partial(jax.jit, static_argnames="call")
@@ -54,16 +36,16 @@ def run(
     bias: Float[Array, "num_tokens heads max_keys"] | None = None,
 ) -> tuple[Float[Array, "num_tokens num_heads value_dim"], Float[Array, "num_tokens num_heads"]]:
     tile = min(TILE, call.longest_query)
-    tiles = _tiles(call, batch, tile)
+    tiles = cut(call, batch, tile)
     # On a CPU one tile's chunk stays in the cache, and more tiles at a time gain nothing.
     step = 1 if call.device == "cpu" else TILE // tile
     attend = functools.partial(_attend, call, query, cache, bias)
     if step == 1 and tile > FEW:
         attend = functools.partial(_by_size, attend)
-    out, lse = jax.lax.map(attend, _grouped(tiles, step))
+    out, lse = jax.lax.map(attend, grouped(tiles, step))
     out = out.reshape(-1, *call.out_shape[1:])
     lse = lse.reshape(-1, call.num_heads)
-    rows, live = _rows_of_tokens(call, batch, tile)
+    rows, live = rows_of_tokens(call, batch, tile)
     out = jnp.where(live[:, None, None], out[rows], 0)
     return out, jnp.where(live[:, None], lse[rows], -jnp.inf)
 
@@ -73,61 +55,6 @@ HONOURS = frozenset(
     | {"cache_dtype", "value_dim", "bias", "return_lse"}
 )
 BACKEND = Backend("xla", HONOURS, run)
-
-
-def _tiles(call: Call, batch: Sequences, tile: int) -> Tiles:
-    """Cuts the batch into tiles. Their number is bounded by shapes alone."""
-    starts = _tile_starts(batch, tile)
-    num_tiles = min(call.num_tokens, call.num_tokens // tile + call.num_seqs)
-    owners = sequence_ids(starts, num_tiles)
-    used, seqs = owners >= 0, jnp.maximum(owners, 0)
-    offsets = (jnp.arange(num_tiles, dtype=jnp.int32) - starts[seqs])[:, None] * tile
-    offsets = offsets + jnp.arange(tile, dtype=jnp.int32)[None]
-    valid = used[:, None] & (offsets < batch.query_lens[seqs][:, None])
-    positions = batch.context_lens[seqs][:, None] + offsets
-    first, last = _key_range(call, positions, valid, batch.seq_lens[seqs])
-    tokens = batch.query_start_loc[seqs][:, None] + offsets
-    return Tiles(tokens, valid, positions, batch.block_tables[seqs], first, last)
-
-
-def _tile_starts(batch: Sequences, tile: int) -> Int[Array, "num_seqs_plus_1"]:
-    counts = cdiv(batch.query_lens, tile)
-    return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts).astype(jnp.int32)])
-
-
-def _key_range(
-    call: Call,
-    positions: Int[Array, "num_tiles tile"],
-    valid: Bool[Array, "num_tiles tile"],
-    seq_lens: Int[Array, "num_tiles"],
-) -> tuple[Int[Array, "num_tiles"], Int[Array, "num_tiles"]]:
-    """For each tile the keys `[first, last)` that its rows may see; no row sees any other."""
-    highest = jnp.max(jnp.where(valid, positions, -1), axis=1)
-    num_keys = jnp.where(valid.any(axis=1), seq_lens, 0)
-    return key_range(positions[:, 0], highest, num_keys, call.spec.causal, call.window)
-
-
-def _grouped(tiles: Tiles, size: int) -> Tiles:
-    """Tiles in groups of `size`, filled up with tiles that see nothing."""
-    num_tiles = tiles.first_key.shape[0]
-    size = min(size, num_tiles)
-    missing = -num_tiles % size
-
-    def group(array):
-        fill = jnp.zeros((missing, *array.shape[1:]), array.dtype)
-        return jnp.concatenate([array, fill]).reshape(-1, size, *array.shape[1:])
-
-    return jax.tree.map(group, tiles)
-
-
-def _rows_of_tokens(
-    call: Call, batch: Sequences, tile: int
-) -> tuple[Int[Array, "num_tokens"], Bool[Array, "num_tokens"]]:
-    """For each token its row among all rows of all tiles, and whether it has one (no padding)."""
-    seqs = sequence_ids(batch.query_start_loc, call.num_tokens)
-    live, seqs = seqs >= 0, jnp.maximum(seqs, 0)
-    offsets = jnp.arange(call.num_tokens, dtype=jnp.int32) - batch.query_start_loc[seqs]
-    return _tile_starts(batch, tile)[seqs] * tile + offsets, live
 
 
 def _by_size(attend, tiles: Tiles):
@@ -169,7 +96,7 @@ def _attend(
             added = jnp.where(visible[:, None], added, -jnp.inf)
             key, value = _shown(key, added), _shown(value, added)
         logits = _logits(call, scaled, key, tiles, keys, visible, added)
-        return _accumulate(state, logits, value)
+        return accumulate(state, logits, value)
 
     def visit(state, index):
         keys = (index * chunk + jnp.arange(chunk, dtype=jnp.int32))[None]
@@ -177,8 +104,8 @@ def _attend(
         return jax.lax.cond(needed.any(), update, lambda state, _: state, state, keys), None
 
     chunks = jnp.arange(num_chunks, dtype=jnp.int32)
-    state, _ = jax.lax.scan(visit, _no_key_seen(scaled, call.out_dim), chunks)
-    return _finish(state, query.dtype, tiles.tokens.shape)
+    state, _ = jax.lax.scan(visit, no_key_seen(scaled, call.out_dim), chunks)
+    return finish(state, query.dtype, tiles.tokens.shape)
 
 
 def _tile_queries(
@@ -259,37 +186,3 @@ def _shown(
     kv_heads = plane.shape[1] if heads > 1 else 1
     shown = (added > -jnp.inf).any(axis=2).reshape(step, kv_heads, -1, chunk).any(axis=2)
     return jnp.where(shown[..., None], plane, 0)
-
-
-def _no_key_seen(scaled: Float[Array, "step kv_heads rows head_dim"], value_dim: int) -> State:
-    empty = jnp.zeros_like(scaled[..., 0])
-    summed = jnp.broadcast_to(empty[..., None], (*empty.shape, value_dim))
-    return State(jnp.full_like(empty, -jnp.inf), empty, summed)
-
-
-def _accumulate(
-    state: State,
-    logits: Float[Array, "step kv_heads rows chunk"],
-    value: Float[Array, "step kv_heads chunk value_dim"],
-) -> State:
-    # The shift cancels out of the result, so it needs no gradient.
-    highest = jax.lax.stop_gradient(jnp.maximum(state.highest, logits.max(axis=3)))
-    shift = jnp.where(jnp.isneginf(highest), 0, highest)
-    weights = jnp.exp(logits - shift[..., None])
-    kept = jnp.exp(state.highest - shift)
-    total = state.total * kept + weights.sum(axis=3)
-    summed = jnp.einsum("bhrk,bhkd->bhrd", weights, value, precision="highest")
-    return State(highest, total, state.summed * kept[..., None] + summed)
-
-
-def _finish(
-    state: State, dtype, shape: tuple[int, ...]
-) -> tuple[Float[Array, "step tile num_heads value_dim"], Float[Array, "step tile num_heads"]]:
-    """Normalises, and turns rows back into tokens and heads."""
-    step, tile = shape
-    empty = state.total == 0
-    total = jnp.where(empty, 1, state.total)
-    lse = jnp.where(empty, -jnp.inf, state.highest + jnp.log(total)).astype(jnp.float32)
-    out = (state.summed / total[..., None]).astype(dtype)
-    out = out.reshape(step, -1, tile, out.shape[3]).swapaxes(1, 2)
-    return out, lse.reshape(step, -1, tile).swapaxes(1, 2)

@@ -1,0 +1,78 @@
+"""Packed queries cut into tiles, each within one sequence: their tokens and the keys they see."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from ...batch import Sequences
+from ...call import Call
+from ...ragged import cdiv, sequence_ids
+from ...visibility import key_range
+
+
+class Tiles(NamedTuple):
+    """Runs of up to `tile` query tokens, each of one sequence; unused tiles have no valid row."""
+
+    tokens: Int[Array, "num_tiles tile"]
+    valid: Bool[Array, "num_tiles tile"]
+    positions: Int[Array, "num_tiles tile"]
+    tables: Int[Array, "num_tiles max_blocks"]
+    first_key: Int[Array, "num_tiles"]
+    last_key: Int[Array, "num_tiles"]
+
+
+def cut(call: Call, batch: Sequences, tile: int) -> Tiles:
+    """Cuts the batch into tiles. Their number is bounded by shapes alone."""
+    starts = _tile_starts(batch, tile)
+    num_tiles = min(call.num_tokens, call.num_tokens // tile + call.num_seqs)
+    owners = sequence_ids(starts, num_tiles)
+    used, seqs = owners >= 0, jnp.maximum(owners, 0)
+    offsets = (jnp.arange(num_tiles, dtype=jnp.int32) - starts[seqs])[:, None] * tile
+    offsets = offsets + jnp.arange(tile, dtype=jnp.int32)[None]
+    valid = used[:, None] & (offsets < batch.query_lens[seqs][:, None])
+    positions = batch.context_lens[seqs][:, None] + offsets
+    first, last = _key_range(call, positions, valid, batch.seq_lens[seqs])
+    tokens = batch.query_start_loc[seqs][:, None] + offsets
+    return Tiles(tokens, valid, positions, batch.block_tables[seqs], first, last)
+
+
+def _tile_starts(batch: Sequences, tile: int) -> Int[Array, "num_seqs_plus_1"]:
+    counts = cdiv(batch.query_lens, tile)
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts).astype(jnp.int32)])
+
+
+def _key_range(
+    call: Call,
+    positions: Int[Array, "num_tiles tile"],
+    valid: Bool[Array, "num_tiles tile"],
+    seq_lens: Int[Array, "num_tiles"],
+) -> tuple[Int[Array, "num_tiles"], Int[Array, "num_tiles"]]:
+    """For each tile the keys `[first, last)` that its rows may see; no row sees any other."""
+    highest = jnp.max(jnp.where(valid, positions, -1), axis=1)
+    num_keys = jnp.where(valid.any(axis=1), seq_lens, 0)
+    return key_range(positions[:, 0], highest, num_keys, call.spec.causal, call.window)
+
+
+def grouped(tiles: Tiles, size: int) -> Tiles:
+    """Tiles in groups of `size`, filled up with tiles that see nothing."""
+    num_tiles = tiles.first_key.shape[0]
+    size = min(size, num_tiles)
+    missing = -num_tiles % size
+
+    def group(array):
+        fill = jnp.zeros((missing, *array.shape[1:]), array.dtype)
+        return jnp.concatenate([array, fill]).reshape(-1, size, *array.shape[1:])
+
+    return jax.tree.map(group, tiles)
+
+
+def rows_of_tokens(
+    call: Call, batch: Sequences, tile: int
+) -> tuple[Int[Array, "num_tokens"], Bool[Array, "num_tokens"]]:
+    """For each token its row among all rows of all tiles, and whether it has one (no padding)."""
+    seqs = sequence_ids(batch.query_start_loc, call.num_tokens)
+    live, seqs = seqs >= 0, jnp.maximum(seqs, 0)
+    offsets = jnp.arange(call.num_tokens, dtype=jnp.int32) - batch.query_start_loc[seqs]
+    return _tile_starts(batch, tile)[seqs] * tile + offsets, live

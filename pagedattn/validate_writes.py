@@ -1,0 +1,92 @@
+"""Checks of what is written to a cache or copied in it, made before anything is written.
+
+Shapes and dtypes are always checked, values where they are known on the host.
+"""
+
+import numpy as np
+
+from . import validate_values
+from .checks import (
+    an_array,
+    describe,
+    distinct_slots,
+    ids,
+    int_array,
+    is_floating,
+    is_integer,
+    known,
+    require,
+    shown,
+)
+from .validate_cache import dtypes_for, goes_with, kv_cache
+
+
+def write(cache, key, value, slot_mapping) -> None:
+    kv_cache(cache)
+    int_array("slot_mapping", slot_mapping, 1)
+    _rows("key", "head_dim", key, cache.key, slot_mapping)
+    if cache.value is None:
+        validate_values.no_value(value)
+    else:
+        _rows("value", "value_dim", value, cache.value, slot_mapping)
+    slots = known(slot_mapping)
+    if slots is not None:
+        ids("slot_mapping", slots[slots != -1], cache.num_slots, "slots, or -1 for no write")
+        distinct_slots(slots)
+
+
+def _rows(name, columns, rows, plane, slot_mapping):
+    an_array(name, rows)
+    expected = (*slot_mapping.shape[:1], *plane.shape[2:])
+    require(
+        rows.shape == expected and goes_with(rows.dtype, plane.dtype),
+        f"{name} must be [num_tokens, num_kv_heads, {columns}] = {expected} of "
+        f"{dtypes_for(plane.dtype)}, got {describe(rows)}",
+    )
+
+
+def block_copies(src_cache, dst_cache, src, dst) -> None:
+    kv_cache(src_cache)
+    kv_cache(dst_cache)
+    validate_values.same_blocks(src_cache, dst_cache)
+    for name in ("key_scale", "value_scale"):
+        _same_scales(name, getattr(src_cache, name, None), getattr(dst_cache, name, None))
+    int_array("src", src, 1)
+    int_array("dst", dst, 1)
+    require(
+        src.shape == dst.shape,
+        f"src and dst must be equally long, got {tuple(src.shape)}, {tuple(dst.shape)}",
+    )
+    _known_copies(known(src), known(dst), src_cache.num_blocks, dst_cache.num_blocks)
+
+
+def _same_scales(name, src, dst):
+    """Blocks are copied as they are held, so they must stand for the same in both caches."""
+    if src is dst:
+        return
+    values = [None if scale is None else known(scale) for scale in (src, dst)]
+    equal = (src is None) == (dst is None) and src.shape == dst.shape
+    if equal and not any(value is None for value in values):
+        equal = (values[0] == values[1]).all()
+    require(equal, f"the caches must agree in {name}, got {values[0]} and {values[1]}")
+
+
+def _known_copies(src, dst, num_src, num_dst):
+    if src is not None:
+        ids("src", src[src != -1], num_src, "blocks, or -1 for no copy")
+    if dst is not None:
+        dst = dst[dst != -1]
+        ids("dst", dst, num_dst, "blocks, or -1 for no copy")
+        require(len(np.unique(dst)) == len(dst), f"dst names a block twice: {dst.tolist()}")
+
+
+def fill(cache, blocks, value) -> None:
+    kv_cache(cache)
+    int_array("blocks", blocks, getattr(blocks, "ndim", 1))
+    dtype = getattr(value, "dtype", None)
+    number = isinstance(value, float | int) or getattr(value, "ndim", 1) == 0
+    number = number and (dtype is None or is_floating(dtype) or is_integer(dtype))
+    require(number, f"value must be one number, got {shown(value)}")
+    values = known(blocks)
+    if values is not None:
+        ids("blocks", values[values != -1], cache.num_blocks, "blocks (or -1)")

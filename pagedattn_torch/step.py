@@ -1,0 +1,187 @@
+"""What the layers of a step share on torch tensors: the checked call, its backend and its plan."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from pagedattn import (
+    AttentionSpec,
+    Backend,
+    BatchMetadata,
+    KVCache,
+    around,
+    choice,
+    validate,
+    validate_options,
+)
+from pagedattn.batch import Sequences
+from pagedattn.call import Call, call_of, layer_of, options_of
+from pagedattn.checks import require
+from pagedattn.registry import Framework
+
+from .arrays import (
+    batch_on,
+    int32,
+    on_device_of,
+    require_cache,
+    require_no_grad,
+    require_tensors,
+    tensor,
+)
+
+Query = Float[Tensor, "num_tokens num_heads head_dim"]
+Out = Float[Tensor, "num_tokens num_heads value_dim"]
+Lse = Float[Tensor, "num_tokens num_heads"]
+Sinks = Float[Tensor, "num_heads"]
+Bias = Float[Tensor, "num_tokens heads max_keys"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the layers of one step share, made by `prepare` and held by the caller.
+
+    It is made of the batch's values at that time: prepare another one for the next step.
+
+    Fields:
+      call: the sizes and options that it was made for.
+      backend: the backend that runs.
+      plan: what the backend worked out from the batch: lengths on the host, ids, masks.
+      live: which tokens are no padding, where that is asked for.
+    """
+
+    call: Call
+    backend: Backend
+    plan: Any
+    live: Bool[Tensor, "num_tokens"] | None
+
+    def attend(
+        self, query: Query, cache: KVCache, *, sinks: Sinks | None = None, bias: Bias | None = None
+    ) -> tuple[Out, Lse | None]:
+        """Attention of one layer: out, and lse if the step was prepared with `return_lse`.
+
+        Raises:
+          InvalidInputError: query or cache have other sizes, dtypes or strides than those that the
+            step was prepared with, or it was prepared with other options: sinks, a bias.
+        """
+        require_no_grad(query, *cache.planes)
+        query = _with_dense_rows(query, cache)
+        expected, got = self.call.layer, layer_of(query, cache)
+        require(got == expected, f"the step was prepared for {expected}, got {got}")
+        options = _options(query, sinks=sinks, bias=bias)
+        got = options_of(**options)
+        expected = {name: getattr(self.call, name) for name in got}
+        require(got == expected, f"the step was prepared with {expected}, got {got}")
+        return self.run(query, cache, **options)
+
+    @torch.no_grad()
+    def run(self, query: Query, cache: KVCache, **options: Tensor) -> tuple[Out, Lse | None]:
+        """`attend` without its checks, for arrays that are known to be like the prepared ones."""
+        backend = _EMPTY if self.call.is_empty else self.backend
+        with on_device_of(query):  # Triton's and xFormers' kernels start on the current device
+            return around.attend(backend, self.call, query, cache, self.plan, self.live, options)
+
+
+def prepare(
+    query: Query,
+    cache: KVCache,
+    batch: BatchMetadata,
+    spec: AttentionSpec = AttentionSpec(),
+    *,
+    backend: str | Backend | None = None,
+    return_lse: bool = False,
+    sinks: Sinks | None = None,
+    bias: Bias | None = None,
+) -> Step:
+    """Does once what all layers of a step need: checks, chooses the backend, works out the batch.
+
+    Layers with the same spec and sizes share it: call `attend(query, cache)` of the result for
+    each. Of query and cache only shapes, dtypes, strides and the device matter here, of sinks and
+    bias only whether `attend` will be given them, and the shape.
+
+    Raises:
+      InvalidInputError, UnsupportedError, BackendUnavailableError: as `paged_attention`.
+
+    >>> from pagedattn import make_batch
+    >>> layers = [KVCache(torch.ones(2, 4, 1, 8), torch.ones(2, 4, 1, 8)) for _ in range(3)]
+    >>> query, batch = torch.ones(1, 2, 8), make_batch([1], [4], [[1, 0]], block_size=4)
+    >>> step = prepare(query, layers[0], batch)
+    >>> [step.attend(query, cache)[0].shape for cache in layers][-1]
+    torch.Size([1, 2, 8])
+    """
+    options = {"sinks": sinks, "bias": bias}
+    call, sequences = described(query, cache, batch, spec, return_lse, **options)
+    with on_device_of(query):
+        chosen = choice.select(backend, call, Framework.TORCH)
+        plan = None if call.is_empty else chosen.plan(chosen.own(call), sequences)
+        return Step(call, chosen, plan, around.live_tokens(call, sequences))
+
+
+def described(query, cache, batch, spec, return_lse, **options) -> tuple[Call, Sequences]:
+    """The call, validated, and its batch on the query's device."""
+    require_cache(cache)
+    batch_type = type(batch).__name__
+    require(isinstance(batch, BatchMetadata), f"batch is no BatchMetadata: {batch_type}")
+    require_tensors(query=query)
+    for name in ("key_scale", "value_scale"):
+        _require_beside(query, name, getattr(cache, name))
+    require_no_grad(query, *cache.planes)
+    # Checked before the batch moves to the query's device, while values on the CPU can be read.
+    tensors = batch_on(batch, None)
+    validate.attention(query, cache, tensors, spec, return_lse)
+    options = _options(query, **options)
+    validate_options.columns(tensors.seq_lens, **options)
+    call = call_of(_with_dense_rows(query, cache), cache, tensors, spec, return_lse, **options)
+    return call, _owned(batch, query.device)
+
+
+def _options(query, **options) -> dict[str, Tensor]:
+    """The arrays given beside query and cache, checked."""
+    given = {name: array for name, array in options.items() if array is not None}
+    require_tensors(**given)
+    require_no_grad(*given.values())
+    validate_options.options(query, **given)
+    for name, array in given.items():
+        _require_beside(query, name, array)
+    return given
+
+
+def _require_beside(query, name, array):
+    require(
+        array is None or array.device == query.device,
+        f"{name} must lie on the query's {query.device}, got {array is not None and array.device}",
+    )
+
+
+def _owned(batch: BatchMetadata, device) -> Sequences:
+    """The batch on a device, in memory that torch owns if that is a GPU's.
+
+    Another framework would free its memory as soon as the caller drops the batch: it does not know
+    that torch's kernels, which run in the background, still read it.
+    """
+    arrays = batch.block_tables, batch.seq_lens, batch.query_start_loc
+    tables, lens, starts = (int32(tensor("batch", array, device)) for array in arrays)
+    if device.type == "cuda" and not all(isinstance(array, Tensor) for array in arrays):
+        tables, lens, starts = tables.clone(), lens.clone(), starts.clone()
+        torch.cuda.current_stream(device).synchronize()
+    return Sequences(tables, lens, starts)
+
+
+def _with_dense_rows(query: Tensor, cache: KVCache) -> Tensor:
+    """The query with stride 1 along head_dim, as kernels load it.
+
+    Wholly dense if the cache has a scale, by which it is multiplied: the product will be so, too.
+    """
+    dense = query.stride(-1) == 1 and cache.key_scale is None
+    return query if dense else query.contiguous()
+
+
+def _no_results(call, query, *_):
+    out = query.new_zeros(call.out_shape)
+    return out, query.new_full(call.lse_shape, -torch.inf, dtype=torch.float32)
+
+
+# Runs the calls whose shapes leave no query that could see a key.
+_EMPTY = Backend("empty", frozenset({"return_lse"}), _no_results)
