@@ -7,21 +7,11 @@ that a block is read in a row, while the next chunk is fetched into the cache.
 import numpy as np
 
 from .compiling import fast, within
-from .memory import get_float32, get_int32, get_int64, put_float32, put_int64
-from .numbers import exp, tanh
-from .vectors import KEYS, dots_1, dots_2, dots_4, highest_of, mix_1, mix_2, mix_4, set_query
-
-CHUNK = 32  # keys; a multiple of KEYS
-NONE = np.float32(-np.inf)
-ZERO = np.float32(0)
-
-
-@fast
-def key_range(job, seq_len, lowest, highest):
-    """The keys that any query from position `lowest` to `highest` may see."""
-    first = max(np.int64(0), lowest - job.window + 1)
-    reach = np.int64(1) if job.causal else job.window
-    return first, max(first, min(seq_len, highest + reach))
+from .dots import dots_1, dots_2, dots_4, set_query
+from .lanes import KEYS
+from .memory import get_float32, get_int32, get_int64, memset, put_float32, put_int64
+from .mix import mix_1, mix_2, mix_4
+from .weights import CHUNK, NONE, mask_and_soften
 
 
 @fast
@@ -48,8 +38,19 @@ def set_ahead(plane, offsets, head_stride, num_heads, ahead):
             put_int64(ahead, k * num_heads + head, row + head * head_stride)
 
 
+@fast
+def set_shown(offsets, away, shown):
+    """Turns `shown` into value offsets; a key that no row sees gets `away`, where zeros are.
+
+    What a slot holds that a bias hides from all may be NaN, which a weight of 0 would not undo.
+    """
+    for k in range(CHUNK):
+        hidden = get_float32(shown, k) == NONE
+        put_int64(shown + 8 * CHUNK, k, away if hidden else get_int64(offsets, k))
+
+
 @within
-def load_queries(job, kind, piece, queries):
+def load_queries(job, query_kind, kind, piece, queries):
     """The queries as `dots` takes them, `[num_kv_heads, num_queries, group, row]`."""
     row = queries
     for kv_head in range(job.num_kv_heads):
@@ -57,7 +58,7 @@ def load_queries(job, kind, piece, queries):
             for head in range(kv_head * job.group, (kv_head + 1) * job.group):
                 token = piece.token + i
                 source = job.query + token * job.query_token + head * job.query_head
-                set_query(source, row, job.head_dim, kind)
+                set_query(source, row, job.head_dim, query_kind, kind)
                 row += job.row_bytes
 
 
@@ -84,7 +85,7 @@ def set_logits(job, kind, queries, rows, plane, offsets, ahead, count, logits):
 @within
 def add_values(job, kind, sums, rows, plane, offsets, ahead, count, weights, kept):
     """`sums = sums * kept + weights @ values`, for the rows of a KV head."""
-    step, dim, r = job.row_bytes, job.head_dim, 0
+    step, dim, r = job.row_bytes, job.value_dim, 0
     while r + 4 <= rows:
         mix_4(sums, step, plane, offsets, ahead, count, dim, weights, CHUNK, kept, kind)
         r, sums, weights, kept = r + 4, sums + 4 * step, weights + 16 * CHUNK, kept + 16
@@ -95,74 +96,20 @@ def add_values(job, kind, sums, rows, plane, offsets, ahead, count, weights, kep
         mix_1(sums, step, plane, offsets, ahead, count, dim, weights, CHUNK, kept, kind)
 
 
-@fast
-def cap_logits(cap, logits, count):
-    for k in range(count):
-        put_float32(logits, k, cap * tanh(get_float32(logits, k) / cap))
-
-
-@fast
-def add_alibi(slope, logits, position, first, count):
-    for k in range(count):
-        apart = np.float32(np.int32(abs(position - first - k)))
-        put_float32(logits, k, get_float32(logits, k) - slope * apart)
-
-
-@fast
-def hide(job, logits, position, seq_len, first, count):
-    """-inf at the keys of a chunk that a query may not see."""
-    begin, end = key_range(job, seq_len, position, position)
-    for k in range(min(max(begin - first, 0), count)):
-        put_float32(logits, k, NONE)
-    for k in range(max(end - first, 0), count):
-        put_float32(logits, k, NONE)
-
-
-@fast
-def soften(logits, highest, total, kept, row):
-    """Turns a row's logits into weights; updates its highest logit and its sum of weights."""
-    before = get_float32(highest, row)
-    top = max(before, highest_of(logits, CHUNK))
-    shift = ZERO if top == NONE else top
-    summed = ZERO
-    for k in range(CHUNK):
-        weight = exp(get_float32(logits, k) - shift)
-        put_float32(logits, k, weight)
-        summed += weight
-    factor = exp(before - shift)
-    put_float32(highest, row, top)
-    put_float32(total, row, get_float32(total, row) * factor + summed)
-    put_float32(kept, row, factor)
-
-
-@fast
-def mask_and_soften(job, piece, kv_head, first, count, logits, highest, total, kept):
-    """From logits of a chunk and a KV head to weights."""
-    context = piece.seq_len - piece.num_queries
-    for i in range(piece.num_queries):
-        for g in range(job.group):
-            row = i * job.group + g
-            at = logits + 4 * row * CHUNK
-            if job.soft_cap > ZERO:
-                cap_logits(job.soft_cap, at, count)
-            if job.slopes != 0:
-                slope = get_float32(job.slopes, kv_head * job.group + g)
-                add_alibi(slope, at, context + i, first, count)
-            if piece.num_queries > 1:
-                hide(job, at, context + i, piece.seq_len, first, count)
-            soften(at, highest, total, kept, row)
-
-
 @within
 def attend(job, kind, piece, queries, sums, highest, total, room):
     """Adds the keys of a piece to the state of its rows; `room` is scratch of `room_bytes`."""
     rows, heads = piece.num_queries * job.group, job.num_kv_heads
     keys, values = room, room + 8 * CHUNK
     next_keys, next_values = room + 16 * CHUNK, room + 24 * CHUNK
-    ahead_keys = room + 32 * CHUNK
+    shown = room + 32 * CHUNK
+    shown_values = shown + 8 * CHUNK
+    ahead_keys = shown_values + 8 * CHUNK
     ahead_values = ahead_keys + 8 * CHUNK * heads
-    kept = ahead_values + 8 * CHUNK * heads
+    zeros = ahead_values + 8 * CHUNK * heads
+    kept = zeros + job.row_bytes
     logits = kept + 4 * rows
+    memset(zeros, 0, job.row_bytes)
     table = job.tables + piece.seq * job.table_row
     count = min(CHUNK, piece.last - piece.first)
     set_offsets(job, table, piece.first, count, next_keys, next_values)
@@ -184,12 +131,19 @@ def attend(job, kind, piece, queries, sums, highest, total, room):
             tops, totals = highest + 4 * skip, total + 4 * skip
             row, out = queries + skip * job.row_bytes, sums + skip * job.row_bytes
             set_logits(job, kind, row, rows, key, keys, ahead_keys + later, count, logits)
-            mask_and_soften(job, piece, head, first, count, logits, tops, totals, kept)
+            for k in range(CHUNK):
+                put_float32(shown, k, NONE)
+            mask_and_soften(job, piece, head, first, count, logits, shown, tops, totals, kept)
+            at = values
+            if job.bias != 0:
+                set_shown(values, zeros - value, shown)
+                at = shown_values
             later += ahead_values
-            add_values(job, kind, out, rows, value, values, later, count, logits, kept)
+            add_values(job, kind, out, rows, value, at, later, count, logits, kept)
 
 
 @fast
-def room_bytes(rows, num_kv_heads):
+def room_bytes(job, rows):
     """The scratch that `attend` needs, for this many rows of a KV head."""
-    return 32 * CHUNK + 16 * CHUNK * num_kv_heads + 4 * rows * (CHUNK + 1)
+    offsets = (6 + 2 * job.num_kv_heads) * 8 * CHUNK
+    return offsets + job.row_bytes + 4 * rows * (CHUNK + 1)
