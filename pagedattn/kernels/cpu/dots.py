@@ -10,10 +10,12 @@ from .kinds import each, put_vector, row_vector, size_of, widened
 from .lanes import (
     KEYS,
     LANES,
+    LINE,
     PAIRS,
     WORD,
     ZEROS,
     add_pairs,
+    along,
     at,
     fetch,
     fused,
@@ -49,7 +51,7 @@ def _dots(rows):
     def dots(typing, query, step, plane, offsets, ahead, dim, scale, logits, width, kind):
         """Logits `[rows, KEYS]`, `width` apart, of queries and of keys at byte offsets.
 
-        What the addresses `ahead` point to, one for each key, is fetched into the cache meanwhile.
+        The keys at the offsets `ahead`, as many, are fetched into the cache meanwhile.
         """
 
         def code(context, builder, signature, args):
@@ -61,18 +63,20 @@ def _dots(rows):
             keys = [builder.load(at(builder, offsets, place, WORD)) for place in words]
             keys = [builder.add(plane, key) for key in keys]
             later = [builder.load(at(builder, ahead, place, WORD)) for place in words]
+            later = [builder.add(plane, key) for key in later]
             starts = [builder.add(query, builder.mul(step, word(r))) for r in range(rows)]
 
             def add(index, take):
                 taken = [products.operand(builder, take(key), products.kind) for key in keys]
-                for row in later:
-                    fetch(builder, row, index, size_of(products.kind))
                 for r, start in enumerate(starts):
                     row = row_vector(builder, start, index, products.query_kind, products.count)
                     for k, key in enumerate(taken):
                         total = products.add(builder, builder.load(totals[r, k]), row, key)
                         builder.store(total, totals[r, k])
 
+            row_bytes = builder.mul(dim, word(size_of(products.kind)))
+            for row in later:
+                fetch_row(builder, row, row_bytes)
             each(builder, products.kind, dim, products.count, add)
             found = [builder.load(totals[at_]) for at_ in tile]
             _store_tile(builder, found, rows, scale, logits, width)
@@ -82,6 +86,11 @@ def _dots(rows):
         return types.void(*arguments, kind), code
 
     return dots
+
+
+def fetch_row(builder, row, row_bytes):
+    """By itself: among the products its addresses would push theirs out of the registers."""
+    along(builder, LINE, word(0), row_bytes, lambda index: fetch(builder, row, index, 1))
 
 
 def _store_tile(builder, found, rows, scale, logits, width):

@@ -16,6 +16,7 @@ LANES = 16 if "+avx512bw" in FEATURES else 8 if "+avx2" in FEATURES else 4
 MANY = LANES != 8
 KEYS = 4 if MANY else 2  # keys of a tile of logits
 SPAN = 4 if MANY else 2  # vectors of a value row in a tile of sums
+LINE = 64  # bytes that are fetched at once
 PAIRS = "+avx512bf16" in FEATURES  # products of pairs of bfloat16, added up in float32
 
 WORD, FLOAT, BYTE = ir.IntType(64), ir.FloatType(), ir.IntType(8)
@@ -23,11 +24,17 @@ VECTOR = ir.VectorType(FLOAT, LANES)
 ZEROS = ir.Constant(VECTOR, [0.0] * LANES)
 
 
-class BFloat16(ir.HalfType):
+class BFloat16(ir.Type):
     """LLVM's bfloat, which llvmlite does not know."""
 
-    def __str__(self):
+    def _to_string(self):
         return "bfloat"
+
+    def __eq__(self, other):
+        return isinstance(other, BFloat16)
+
+    def __hash__(self):
+        return hash(BFloat16)
 
 
 def word(number):
@@ -82,6 +89,11 @@ def add_pairs(builder, total, a, b):
     name = "llvm.x86.avx512bf16.dpbf16ps.512"
     function = cgutils.get_or_insert_function(builder.module, kind, name)
     return builder.call(function, [total, *(builder.bitcast(x, pairs) for x in (a, b))])
+
+
+def as_bfloat16(builder, numbers):
+    """A vector of float32, rounded, on CPUs with products of pairs."""
+    return builder.fptrunc(numbers, ir.VectorType(BFloat16(), LANES))
 
 
 def spread(builder, number, count=LANES):

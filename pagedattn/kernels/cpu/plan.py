@@ -21,7 +21,8 @@ def begin(call):
     Its users are as many threads as may work on it, and whoever asked for it.
     """
     given = job_at(call)
-    row_bytes = 4 * LANES * -(-max(given.head_dim, given.value_dim) // LANES)
+    columns = 2 * LANES  # a multiple of what any product takes at a time
+    row_bytes = 4 * columns * -(-max(given.head_dim, given.value_dim) // columns)
     keys, most_queries = measure(given)
     token_bytes = bytes_of_token(given)
     threads = min(given.threads, 1 + keys * token_bytes // BYTES_OF_A_THREAD)

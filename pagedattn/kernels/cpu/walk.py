@@ -1,7 +1,7 @@
 """One sequence's queries along a range of its keys: the online softmax of Milakov & Gimelshein.
 
-Keys come in chunks. Of a chunk all heads are taken one after the other, as they lie in memory, so
-that a block is read in a row, while the next chunk is fetched into the cache.
+Keys come in chunks. Their logits are computed in the order in which keys lie in memory, all heads
+of a few keys, and then values head by head. Meanwhile those to come are fetched into the cache.
 """
 
 import numpy as np
@@ -9,9 +9,11 @@ import numpy as np
 from .compiling import fast, within
 from .dots import dots_1, dots_2, dots_4, set_query
 from .lanes import KEYS
-from .memory import get_float32, get_int32, get_int64, memset, put_float32, put_int64
-from .mix import mix_1, mix_2, mix_4
+from .memory import get_float32, get_int32, get_int64, memcpy, memset, put_float32, put_int64
+from .mix import mix_1, mix_2, mix_4, set_weights
 from .weights import CHUNK, NONE, mask_and_soften
+
+LEAD_BYTES = 1 << 14
 
 
 @fast
@@ -27,15 +29,6 @@ def set_offsets(job, table, first, count, keys, values):
         block = min(max(np.int64(get_int32(table, column)), 0), job.num_blocks - 1)
         put_int64(keys, k, block * job.key_block + slot * job.key_slot)
         put_int64(values, k, block * job.value_block + slot * job.value_slot)
-
-
-@fast
-def set_ahead(plane, offsets, head_stride, num_heads, ahead):
-    """The addresses of all heads of a chunk's slots, in the order in which they lie in memory."""
-    for k in range(CHUNK):
-        row = plane + get_int64(offsets, k)
-        for head in range(num_heads):
-            put_int64(ahead, k * num_heads + head, row + head * head_stride)
 
 
 @fast
@@ -63,87 +56,95 @@ def load_queries(job, query_kind, kind, piece, queries):
 
 
 @within
-def set_logits(job, kind, queries, rows, plane, offsets, ahead, count, logits):
-    """Logits `[rows, CHUNK]` of the keys of a chunk; -inf past the last one."""
-    step, dim, scale = job.row_bytes, job.head_dim, job.scale
-    for k in range(0, count, KEYS):
-        r, at, later = 0, offsets + 8 * k, ahead + 8 * k
-        row, out = queries, logits + 4 * k
-        while r + 4 <= rows:
-            dots_4(row, step, plane, at, later, dim, scale, out, CHUNK, kind)
-            r, row, out = r + 4, row + 4 * step, out + 16 * CHUNK
-        if r + 2 <= rows:
-            dots_2(row, step, plane, at, later, dim, scale, out, CHUNK, kind)
-            r, row, out = r + 2, row + 2 * step, out + 8 * CHUNK
-        if r < rows:
-            dots_1(row, step, plane, at, later, dim, scale, out, CHUNK, kind)
-    for r in range(rows):
-        for k in range(count, CHUNK):
-            put_float32(logits, r * CHUNK + k, NONE)
+def set_logits(job, kind, queries, rows, plane, offsets, ahead, logits):
+    """Logits `[rows, KEYS]` of some keys, CHUNK apart."""
+    step, dim, scale, r = job.row_bytes, job.head_dim, job.scale, 0
+    while r + 4 <= rows:
+        dots_4(queries, step, plane, offsets, ahead, dim, scale, logits, CHUNK, kind)
+        r, queries, logits = r + 4, queries + 4 * step, logits + 16 * CHUNK
+    if r + 2 <= rows:
+        dots_2(queries, step, plane, offsets, ahead, dim, scale, logits, CHUNK, kind)
+        r, queries, logits = r + 2, queries + 2 * step, logits + 8 * CHUNK
+    if r < rows:
+        dots_1(queries, step, plane, offsets, ahead, dim, scale, logits, CHUNK, kind)
 
 
 @within
-def add_values(job, kind, sums, rows, plane, offsets, ahead, count, weights, kept):
+def add_values(job, kind, sums, rows, plane, offsets, later, ahead, count, weights, kept):
     """`sums = sums * kept + weights @ values`, for the rows of a KV head."""
     step, dim, r = job.row_bytes, job.value_dim, 0
+    for row in range(rows):
+        set_weights(weights + 4 * row * CHUNK, CHUNK, kind)
     while r + 4 <= rows:
-        mix_4(sums, step, plane, offsets, ahead, count, dim, weights, CHUNK, kept, kind)
+        mix_4(sums, step, plane, offsets, later, ahead, count, dim, weights, CHUNK, kept, kind)
         r, sums, weights, kept = r + 4, sums + 4 * step, weights + 16 * CHUNK, kept + 16
     if r + 2 <= rows:
-        mix_2(sums, step, plane, offsets, ahead, count, dim, weights, CHUNK, kept, kind)
+        mix_2(sums, step, plane, offsets, later, ahead, count, dim, weights, CHUNK, kept, kind)
         r, sums, weights, kept = r + 2, sums + 2 * step, weights + 8 * CHUNK, kept + 8
     if r < rows:
-        mix_1(sums, step, plane, offsets, ahead, count, dim, weights, CHUNK, kept, kind)
+        mix_1(sums, step, plane, offsets, later, ahead, count, dim, weights, CHUNK, kept, kind)
+
+
+@fast
+def lead_of(job):
+    """How many keys ahead they are fetched, by about LEAD_BYTES of all heads."""
+    slot = job.num_kv_heads * job.head_dim * job.cache_itemsize
+    return min(CHUNK, KEYS * (1 + LEAD_BYTES // (slot * KEYS)))
 
 
 @within
 def attend(job, kind, piece, queries, sums, highest, total, room):
-    """Adds the keys of a piece to the state of its rows; `room` is scratch of `room_bytes`."""
+    """Adds the keys of a piece to the state of its rows; `room` is scratch of `room_bytes`.
+
+    Offsets are those of a chunk and of the next one: keys are fetched some keys ahead, values half
+    of the heads ahead.
+    """
     rows, heads = piece.num_queries * job.group, job.num_kv_heads
-    keys, values = room, room + 8 * CHUNK
-    next_keys, next_values = room + 16 * CHUNK, room + 24 * CHUNK
+    head_bytes = 4 * CHUNK * rows
+    keys, values = room, room + 16 * CHUNK
     shown = room + 32 * CHUNK
     shown_values = shown + 8 * CHUNK
-    ahead_keys = shown_values + 8 * CHUNK
-    ahead_values = ahead_keys + 8 * CHUNK * heads
-    zeros = ahead_values + 8 * CHUNK * heads
+    zeros = shown_values + 8 * CHUNK
     kept = zeros + job.row_bytes
     logits = kept + 4 * rows
     memset(zeros, 0, job.row_bytes)
-    table = job.tables + piece.seq * job.table_row
+    table, lead = job.tables + piece.seq * job.table_row, 8 * lead_of(job)
     count = min(CHUNK, piece.last - piece.first)
-    set_offsets(job, table, piece.first, count, next_keys, next_values)
+    set_offsets(job, table, piece.first, count, keys + 8 * CHUNK, values + 8 * CHUNK)
     for first in range(piece.first, piece.last, CHUNK):
-        keys, next_keys = next_keys, keys
-        values, next_values = next_values, values
+        memcpy(keys, keys + 8 * CHUNK, 8 * CHUNK)
+        memcpy(values, values + 8 * CHUNK, 8 * CHUNK)
         count = min(CHUNK, piece.last - first)
         following = min(CHUNK, piece.last - first - CHUNK)
         if following > 0:
-            set_offsets(job, table, first + CHUNK, following, next_keys, next_values)
-            set_ahead(job.key, next_keys, job.key_head, heads, ahead_keys)
-            set_ahead(job.value, next_values, job.value_head, heads, ahead_values)
-        elif first == piece.first:
-            set_ahead(job.key, keys, job.key_head, heads, ahead_keys)
-            set_ahead(job.value, values, job.value_head, heads, ahead_values)
+            after = first + CHUNK
+            set_offsets(job, table, after, following, keys + 8 * CHUNK, values + 8 * CHUNK)
+        for k in range(0, count, KEYS):
+            at, ahead = keys + 8 * k, keys + 8 * k + lead
+            for head in range(heads):
+                row, out = queries + head * rows * job.row_bytes, logits + head * head_bytes + 4 * k
+                plane = job.key + head * job.key_head
+                set_logits(job, kind, row, rows, plane, at, ahead, out)
         for head in range(heads):
-            skip, later = head * rows, 8 * head * CHUNK
-            key, value = job.key + head * job.key_head, job.value + head * job.value_head
-            tops, totals = highest + 4 * skip, total + 4 * skip
-            row, out = queries + skip * job.row_bytes, sums + skip * job.row_bytes
-            set_logits(job, kind, row, rows, key, keys, ahead_keys + later, count, logits)
+            own, tops = logits + head * head_bytes, highest + 4 * head * rows
+            totals, out = total + 4 * head * rows, sums + head * rows * job.row_bytes
+            for r in range(rows):
+                for k in range(count, CHUNK):
+                    put_float32(own, r * CHUNK + k, NONE)
             for k in range(CHUNK):
                 put_float32(shown, k, NONE)
-            mask_and_soften(job, piece, head, first, count, logits, shown, tops, totals, kept)
-            at = values
+            mask_and_soften(job, piece, head, first, count, own, shown, tops, totals, kept)
+            value, at = job.value + head * job.value_head, values
             if job.bias != 0:
                 set_shown(values, zeros - value, shown)
                 at = shown_values
-            later += ahead_values
-            add_values(job, kind, out, rows, value, at, later, count, logits, kept)
+            later = head + (heads + 1) // 2
+            ahead = values + 8 * CHUNK * (later // heads)
+            plane = job.value + (later % heads) * job.value_head
+            add_values(job, kind, out, rows, value, at, plane, ahead, count, own, kept)
 
 
 @fast
 def room_bytes(job, rows):
     """The scratch that `attend` needs, for this many rows of a KV head."""
-    offsets = (6 + 2 * job.num_kv_heads) * 8 * CHUNK
-    return offsets + job.row_bytes + 4 * rows * (CHUNK + 1)
+    return 48 * CHUNK + job.row_bytes + 4 * rows * (job.num_kv_heads * CHUNK + 1)
