@@ -19,7 +19,7 @@ HONOURS = frozenset(
     | {"cache_dtype", "value_dim", "bias", "return_lse"}
 )
 DTYPES = "bfloat16", "float16", "float32"
-LONGEST = 16  # queries of a sequence
+LONGEST = 32  # queries of a sequence
 
 
 def refusals(call: Call) -> list[str]:

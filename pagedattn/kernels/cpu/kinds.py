@@ -8,7 +8,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from .lanes import BYTE, FLOAT, LANES, along, at, load, store, word
+from .lanes import BYTE, FLOAT, LANES, PAIRS, along, as_bfloat16, at, load, store, word
 
 BFLOAT16, E4M3, E5M2 = np.uint16, np.uint8, np.uint32
 KINDS = {
@@ -84,7 +84,7 @@ def _all(kind, number):
 def narrowed(builder, numbers, kind):
     """A vector of float32 as numbers of a floating kind, rounded to even."""
     if kind == types.uint16:
-        return _bfloat16(builder, numbers)
+        return (as_bfloat16 if PAIRS else _bfloat16)(builder, numbers)
     if kind == types.float16:
         return builder.fptrunc(numbers, ir.VectorType(ir.HalfType(), numbers.type.count))
     return numbers

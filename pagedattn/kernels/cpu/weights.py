@@ -9,7 +9,7 @@ from .rows import highest_of
 
 CHUNK = 32  # keys; a multiple of KEYS
 NONE = np.float32(-np.inf)
-ZERO = np.float32(0)
+ZERO, ONE = np.float32(0), np.float32(1)
 
 
 @fast
@@ -74,7 +74,7 @@ def soften(logits, highest, total, kept, row):
         weight = exp(get_float32(logits, k) - shift)
         put_float32(logits, k, weight)
         summed += weight
-    factor = exp(before - shift)
+    factor = ONE if top == before else exp(before - shift)
     put_float32(highest, row, top)
     put_float32(total, row, get_float32(total, row) * factor + summed)
     put_float32(kept, row, factor)

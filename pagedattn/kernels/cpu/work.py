@@ -103,15 +103,16 @@ def write_row(job, kind, parts, rows, row, states, index):
     for part in range(parts):
         top = max(top, get_float32(states + part * job.state_bytes, tops))
     shift = ZERO if top == NONE else top
-    for part in range(parts):
-        state = states + part * job.state_bytes
-        total += get_float32(state, totals) * exp(get_float32(state, tops) - shift)
-    sums = states
-    if parts > 1:
+    if parts == 1:
+        total = get_float32(states, totals)
+    else:
+        for part in range(parts):
+            state = states + part * job.state_bytes
+            total += get_float32(state, totals) * exp(get_float32(state, tops) - shift)
         join_sums(job, parts, row, states, tops, shift)
     over = ZERO if total == ZERO else np.float32(1) / total
     out = job.out + index * job.value_dim * job.itemsize
-    narrow_row(sums + row * job.row_bytes, over * job.unit, out, job.value_dim, kind)
+    narrow_row(states + row * job.row_bytes, over * job.unit, out, job.value_dim, kind)
     if job.lse != 0:
         put_float32(job.lse, index, NONE if total == ZERO else shift + log(total))
 
