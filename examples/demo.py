@@ -85,6 +85,7 @@ def backends_to_show(model: Decoder, limits: Limits) -> dict[str, str | None]:
     for name, why_not in reasons.items():
         if why_not:
             console.print(f"{name} is left out: {'; '.join(why_not)}", style="dim")
+    console.print(f"backend=None takes {reasons.choice} for a new token of each request\n")
     usable = {name: name for name, why_not in reasons.items() if not why_not}
     return {"backend=None": None} | usable
 

@@ -20,7 +20,6 @@ REFUSING = {
         *("alibi_slopes", "bias", "cache_dtype", "return_lse", "sinks", "sliding_window"),
         "value_dim",
     ),
-    "numba": ("bias", "cache_dtype", "value_dim"),
     "triton": ("bias",),
 }
 if can_load("sdpa"):

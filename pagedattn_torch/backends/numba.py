@@ -21,7 +21,16 @@ from pagedattn.backend import Backend
 from pagedattn.batch import Sequences, in_order
 from pagedattn.call import Call
 from pagedattn.kernels.cpu import compiled
-from pagedattn.kernels.cpu.call import HONOURS, LONGEST, long_ones, partner, unfit
+from pagedattn.kernels.cpu.call import (
+    HONOURS,
+    LONGEST,
+    cache_dtype_of,
+    dtype_of,
+    itemsizes,
+    long_ones,
+    partner,
+    unfit,
+)
 from pagedattn.kernels.cpu.call import numbers as numbers_of
 from pagedattn.kernels.cpu.call import refusals as refusals_of
 from pagedattn.kernels.cpu.job import JOB, NO_WINDOW, offset
@@ -43,9 +52,10 @@ class Plan(NamedTuple):
 
 
 def refusals(call: Call) -> list[str]:
-    strides = call.strides.key[3], call.strides.value[3]
-    if strides == (1, 1):
+    planes = [strides for strides in call.strides[1:] if strides]
+    if all(strides[3] == 1 for strides in planes):
         return refusals_of(call)
+    strides = tuple(strides[3] for strides in planes)
     return [*refusals_of(call), f"the cache must have stride 1 along head_dim, got {strides}"]
 
 
@@ -64,20 +74,27 @@ def plan(call: Call, batch: Sequences) -> Plan:
     return Plan(job, (tables, lens, starts, numbers), other)
 
 
-def run(call: Call, query: Tensor, cache: KVCache, plan: Plan):
+def run(call: Call, query: Tensor, cache: KVCache, plan: Plan, *, bias: Tensor | None = None):
     """out and lse of a call; every element is written by the kernel, or by the partner."""
+    dtype = getattr(torch, dtype_of(call))
+    given = query.to(dtype).contiguous() if call.cache_dtype else query
     if plan.partner is None:
-        out = query.new_empty(call.out_shape)
+        out = given.new_empty(call.out_shape)
         lse = query.new_empty(call.lse_shape, dtype=torch.float32) if call.return_lse else None
     else:
         backend, prepared = plan.partner
-        out, lse = backend.run(call, query, cache, prepared)
-    job = plan.job.copy()
-    arrays = {"query": query, "key": cache.key, "value": cache.value, "out": out}
+        options = {} if bias is None else {"bias": bias}
+        out, lse = backend.run(call, query, cache, prepared, **options)
+        out = out.to(dtype)
+    job, value = plan.job.copy(), cache.key if cache.value is None else cache.value
+    arrays = {"query": given, "key": cache.key, "value": value, "out": out}
     _fill(job, {name: array.data_ptr() for name, array in arrays.items()})
     job["lse"] = 0 if lse is None else lse.data_ptr()
-    _work(call.dtype, job)
-    return out, lse
+    if bias is not None:
+        bias = bias.to(torch.float32).contiguous()
+        _fill(job, _bias(bias))
+    _work(cache_dtype_of(call), job)
+    return out.to(query.dtype), lse
 
 
 BACKEND = Backend("numba", HONOURS, run, refusals, unfit=unfit, plan=plan)
@@ -90,24 +107,36 @@ def _fill(job: np.ndarray, fields: Mapping[str, Any]) -> None:
 
 def _sizes(call: Call) -> dict[str, int]:
     names = "num_tokens", "num_kv_heads", "group", "head_dim", "num_blocks", "block_size"
-    names = *names, "num_seqs", "max_blocks", "itemsize"
-    return {name: getattr(call, name) for name in names}
+    names = *names, "num_seqs", "max_blocks"
+    own, of_cache = itemsizes(call)
+    sizes = {"value_dim": call.out_dim, "itemsize": own, "cache_itemsize": of_cache}
+    return sizes | {name: getattr(call, name) for name in names}
 
 
 def _strides(call: Call) -> dict[str, int]:
-    query, key, value = call.strides
-    strides = {"query_token": query[0], "query_head": query[1]}
-    for name, plane in (("key", key), ("value", value)):
-        strides |= {f"{name}_block": plane[0], f"{name}_slot": plane[1], f"{name}_head": plane[2]}
-    in_bytes = {name: stride * call.itemsize for name, stride in strides.items()}
-    return in_bytes | {"table_row": 4 * call.max_blocks}
+    (query, key, value), (own, of_cache) = call.strides, itemsizes(call)
+    if call.cache_dtype:  # `run` makes a dense one of its own
+        query = call.num_heads * call.head_dim, call.head_dim
+    strides = {"query_token": query[0] * own, "query_head": query[1] * own}
+    for name, plane in (("key", key), ("value", value or key)):
+        axes = zip(("block", "slot", "head"), plane[:3], strict=True)
+        strides |= {f"{name}_{axis}": stride * of_cache for axis, stride in axes}
+    return strides | {"table_row": 4 * call.max_blocks}
+
+
+def _bias(bias: Tensor) -> dict[str, int]:
+    """A bias of one head is that of all."""
+    token, head, _ = bias.stride()
+    strides = {"bias_token": 4 * token, "bias_head": 4 * head if bias.shape[1] > 1 else 0}
+    return strides | {"bias": bias.data_ptr(), "bias_columns": bias.shape[2]}
 
 
 def _options(call: Call, numbers: np.ndarray) -> dict[str, Any]:
     return {
         "scale": numbers[0],
         "soft_cap": numbers[1],
-        "slopes": numbers[2:].ctypes.data if len(numbers) > 2 else 0,
+        "unit": numbers[2],
+        "slopes": numbers[3:].ctypes.data if len(numbers) > 3 else 0,
         "causal": call.spec.causal,
         "window": NO_WINDOW if call.window is None else call.window,
         "longest": LONGEST,
@@ -115,13 +144,13 @@ def _options(call: Call, numbers: np.ndarray) -> dict[str, Any]:
     }
 
 
-def _work(dtype: str, call: np.ndarray) -> None:
+def _work(cache_dtype: str, call: np.ndarray) -> None:
     """Begins a job, invites helpers, works, and waits for what they have begun.
 
     Machine code called by ctypes does not hold the GIL. A helper that comes late finds no work; the
     last one who leaves a job frees it.
     """
-    task = compiled.task(dtype).ctypes
+    task = compiled.task(cache_dtype).ctypes
     job = compiled.begin().ctypes(call.ctypes.data)
     for _ in range(ctypes.c_int64.from_address(job + offset("threads")).value - 1):
         _helpers(torch.get_num_threads()).submit(task, job)

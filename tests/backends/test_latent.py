@@ -24,16 +24,20 @@ from pagedattn import (
     paged_attention,
     ragged_attention,
 )
+from pagedattn.registry import can_load
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
 from pagedattn.testing import reference_attention as reference
 from pagedattn.testing.strategies import BUCKETS, problems
 
 BUCKET = BUCKETS[0]
+ON_CPU = can_load("numba") and jax.default_backend() == "cpu"
 LATENT = {"value_dim": 8, "latent": True}
-WAYS = [("xla", "eager"), ("xla", "jit"), ("sdpa", "eager"), ("sdpa", "jit"), ("sdpa", "torch")]
+WITH_TORCH = ["sdpa", *["numba"] * ON_CPU]
+WAYS = [(name, way) for name in ("xla", *WITH_TORCH) for way in ("eager", "jit")]
+WAYS += [(name, "torch") for name in WITH_TORCH]
 
 
-@pytest.fixture(params=["xla", "sdpa"])
+@pytest.fixture(params=["xla", *WITH_TORCH])
 def backend(request):
     """Those that have such values."""
     return request.param
@@ -88,7 +92,7 @@ def test_widths(backend, cache, dtype):
     out, lse = run(problem, backend, "eager")
     assert out.dtype == dtype
     assert_attention_close(out, lse, problem, name=backend)
-    if backend == "sdpa":
+    if backend in WITH_TORCH:
         assert_attention_close(*by_torch(problem, backend), problem, name="torch")
 
 
@@ -147,7 +151,7 @@ def test_packed_keys_with_narrower_values(backend):
     pools, tables = (key[:, None], value[:, None]), [range(2), range(2, 5)]
     want = reference(query, *pools, tables, [2, 3], starts, AttentionSpec())
     got = [ragged_attention(query, key, value, starts, starts, backend=backend, **options)]
-    if backend == "sdpa":
+    if backend in WITH_TORCH:
         tensors = map(torch.from_numpy, (query, key, value, starts, starts))
         got.append(pagedattn_torch.ragged_attention(*tensors, backend=backend, **options))
     for out, lse in got:
@@ -164,7 +168,7 @@ def test_others_refuse_by_name(cache):
     arrays = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
     why = explain(*arrays)
     assert why["xla"] == why["sdpa"] == []
-    assert why.choice in ("xla", "sdpa")
+    assert why.choice in ("xla", *WITH_TORCH)
     loaded = {name: reasons for name, reasons in why.items() if "does not have it" in str(reasons)}
     assert all(
         reasons == [f"value_dim: {name} does not have it"] for name, reasons in loaded.items()

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from cases import SPECS, as_numpy, random_cache, rows, run
 
-from pagedattn import UnsupportedError, explain, paged_attention, write_kv
-from pagedattn.features import DTYPES
+from pagedattn import KVCache, UnsupportedError, explain, make_batch, paged_attention, write_kv
+from pagedattn.features import CACHE_DTYPES, DTYPES
 from pagedattn.registry import can_load
 from pagedattn.testing import (
     assert_attention_close,
@@ -39,6 +39,16 @@ def attend(problem, threads):
 
 def check(problem, threads=1):
     assert_attention_close(*map(np.asarray, attend(problem, threads)), problem)
+
+
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+def test_every_number_of_eight_bits_is_read_as_it_is(cache_dtype):
+    """All 256 as values of one key, of which a weight of 1 makes the result; NaN stays NaN."""
+    held = np.arange(256, dtype=np.uint8).view(cache_dtype).reshape(1, 1, 1, 256)
+    cache = KVCache(jnp.zeros_like(held), jnp.asarray(held))
+    batch, query = make_batch([1], [0], [[0]], block_size=1), jnp.ones((1, 1, 256))
+    out = jax.jit(partial(paged_attention, backend="numba"))(query, cache, batch)
+    np.testing.assert_array_equal(out[0, 0], held[0, 0, 0].astype(np.float32))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

@@ -18,6 +18,8 @@ from ...gradient import with_xla_gradient
 from ...kernels.cpu.call import (
     HONOURS,
     LONGEST,
+    cache_dtype_of,
+    dtype_of,
     long_ones,
     num_threads,
     numbers,
@@ -37,36 +39,40 @@ def plan(call: Call, batch: Sequences) -> Sequences:
     return batch if call.longest_query <= LONGEST else in_order(batch)
 
 
-def run(call: Call, query, cache, batch: Sequences, threads: int | None = None):
-    return _run(call, query, cache, batch, num_threads() if threads is None else threads)
+def run(call: Call, query, cache, batch: Sequences, *, bias=None, threads: int | None = None):
+    return _run(call, query, cache, batch, bias, num_threads() if threads is None else threads)
 
 
 @functools.partial(jax.jit, static_argnames=("call", "threads"))
-def _run(call: Call, query, cache, batch, threads):
+def _run(call: Call, query, cache, batch, bias, threads):
     """out and lse of a call; every element of both is written by the kernel, or by the partner."""
-    register_kernel(call.dtype)
-    given = _of_long_ones(call, query, cache, batch)
-    arrays = query, cache.key, cache.value, batch.block_tables, batch.seq_lens
-    arrays = *arrays, batch.query_start_loc, *given
-    outs = [jax.ShapeDtypeStruct(call.out_shape, query.dtype)]
+    register_kernel(cache_dtype_of(call))
+    given = _of_long_ones(call, query, cache, batch, bias)
+    value = cache.key if cache.value is None else cache.value
+    arrays = query.astype(dtype_of(call)), cache.key, value, batch.block_tables, batch.seq_lens
+    added = () if bias is None else (bias.astype(jnp.float32),)
+    arrays = *arrays, batch.query_start_loc, *added, *given
+    outs = [jax.ShapeDtypeStruct(call.out_shape, dtype_of(call))]
     if call.return_lse:
         outs.append(jax.ShapeDtypeStruct(call.lse_shape, jnp.float32))
-    aliases = {6 + number: number for number in range(len(given))}
+    aliases = {len(arrays) - len(given) + number: number for number in range(len(given))}
     kernel = jax.ffi.ffi_call(
         ATTENTION, outs, input_output_aliases=aliases, vmap_method="sequential"
     )
     results = kernel(*arrays, floats=numbers(call), integers=options(call, threads))
     out, *lse = varying(tuple(results), axes_of(arrays))
-    return out, lse[0] if lse else None
+    return out.astype(query.dtype), lse[0] if lse else None
 
 
-def _of_long_ones(call, query, cache, batch):
+def _of_long_ones(call, query, cache, batch, bias):
     """Results in which the kernel overwrites the rows of short queries; () if all are short."""
     if call.longest_query <= LONGEST:
         return ()
     backend = partner(call, Framework.JAX)
     batch = long_ones(batch)
-    out, lse = backend.run(call, query, cache, backend.plan(call, batch))
+    options = {} if bias is None else {"bias": bias}
+    out, lse = backend.run(call, query, cache, backend.plan(call, batch), **options)
+    out = out.astype(dtype_of(call))
     return (out, lse) if call.return_lse else (out,)
 
 

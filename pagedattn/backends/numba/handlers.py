@@ -75,33 +75,48 @@ def describe(frame, job):
     if at(frame, NUM_RESULTS) > 1:
         job.lse = at(item(frame, RESULTS, 1), DATA)
     job.num_tokens, num_heads = get_int64(at(query, DIMS), 0), get_int64(at(query, DIMS), 1)
-    cache = at(key, DIMS)
+    cache, out = at(key, DIMS), at(item(frame, RESULTS, 0), DIMS)
     job.num_blocks, job.block_size = get_int64(cache, 0), get_int64(cache, 1)
     job.num_kv_heads, job.head_dim = get_int64(cache, 2), get_int64(cache, 3)
+    job.value_dim = get_int64(out, 2)
     job.group = num_heads // job.num_kv_heads
     job.num_seqs, job.max_blocks = get_int64(at(tables, DIMS), 0), get_int64(at(tables, DIMS), 1)
     numbers, integers = item(frame, ATTRIBUTES, 0), item(frame, ATTRIBUTES, 1)
     floats, count = at(numbers, ARRAY_DATA), at(numbers, ARRAY_SIZE)
     job.scale, job.soft_cap = get_float32(floats, 0), get_float32(floats, 1)
-    job.slopes = floats + 8 if count > 2 else 0
+    job.unit = get_float32(floats, 2)
+    job.slopes = floats + 12 if count > 3 else 0
     options = at(integers, ARRAY_DATA)
     job.causal, job.window = get_int64(options, 0), get_int64(options, 1)
     job.longest, job.threads = get_int64(options, 2), get_int64(options, 3)
-    job.itemsize = get_int64(options, 4)
-    set_dense_strides(job)
-    return get_int64(tasks(), get_int64(options, 5))
+    job.itemsize, job.cache_itemsize = get_int64(options, 4), get_int64(options, 5)
+    set_dense_strides(job, get_int64(at(value, DIMS), 3))
+    job.bias = 0
+    if get_int64(options, 7) != 0:
+        set_bias(job, item(frame, ARGUMENTS, 6))
+    return get_int64(tasks(), get_int64(options, 6))
 
 
 @fast
-def set_dense_strides(job):
+def set_dense_strides(job, value_columns):
     """XLA's arrays are dense."""
-    head = job.head_dim * job.itemsize
-    slot = head * job.num_kv_heads
-    job.query_head, job.key_head, job.value_head = head, head, head
-    job.query_token = slot * job.group
-    job.key_slot, job.value_slot = slot, slot
-    job.key_block, job.value_block = slot * job.block_size, slot * job.block_size
+    job.query_head = job.head_dim * job.itemsize
+    job.query_token = job.query_head * job.num_kv_heads * job.group
+    job.key_head = job.head_dim * job.cache_itemsize
+    job.value_head = value_columns * job.cache_itemsize
+    job.key_slot = job.key_head * job.num_kv_heads
+    job.value_slot = job.value_head * job.num_kv_heads
+    job.key_block, job.value_block = job.key_slot * job.block_size, job.value_slot * job.block_size
     job.table_row = 4 * job.max_blocks
+
+
+@fast
+def set_bias(job, bias):
+    """A bias of one head is that of all."""
+    heads, columns = get_int64(at(bias, DIMS), 1), get_int64(at(bias, DIMS), 2)
+    job.bias, job.bias_columns = at(bias, DATA), columns
+    job.bias_token = 4 * heads * columns
+    job.bias_head = 4 * columns if heads > 1 else 0
 
 
 @fast

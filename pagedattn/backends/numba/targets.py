@@ -11,9 +11,9 @@ from . import handlers
 ATTENTION, SET_ROWS = "pagedattn_numba_attention", "pagedattn_numba_set_rows"
 
 
-def register_kernel(dtype: str) -> None:
-    """Compiles the kernel for a kind of numbers, or takes it from disk."""
-    task(dtype)
+def register_kernel(cache_dtype: str) -> None:
+    """Compiles the kernel for a kind of cache, or takes it from disk."""
+    task(cache_dtype)
     register_attention()
 
 

@@ -7,33 +7,53 @@ import numpy as np
 
 from ...backend import Backend
 from ...batch import Sequences
-from ...call import Call
+from ...call import ITEM_BYTES, Call
 from ...ragged import namespace
 from ...registry import Framework, can_load, load
 from .compiled import CODES
 from .job import NO_WINDOW
+from .kinds import UNITS
 
 HONOURS = frozenset(
-    {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes", "return_lse"}
+    {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
+    | {"cache_dtype", "value_dim", "bias", "return_lse"}
 )
-LONGEST = 16  # queries of a sequence
+DTYPES = "bfloat16", "float16", "float32"
+LONGEST = 32  # queries of a sequence
 
 
 def refusals(call: Call) -> list[str]:
-    if call.dtype in CODES:
+    if call.dtype in DTYPES:
         return []
-    return [f"it computes {', '.join(CODES)}, not {call.dtype}"]
+    return [f"it computes {', '.join(DTYPES)}, not {call.dtype}"]
+
+
+def cache_dtype_of(call: Call) -> str:
+    return call.cache_dtype or call.dtype
+
+
+def dtype_of(call: Call) -> str:
+    """That of the query and out, as the kernel takes them."""
+    return "float32" if call.cache_dtype else call.dtype
+
+
+def itemsizes(call: Call) -> tuple[int, int]:
+    """Bytes of a number of the query and out, and of one of the cache."""
+    own = ITEM_BYTES[dtype_of(call)]
+    return own, 1 if call.cache_dtype else own
 
 
 def numbers(call: Call) -> np.ndarray:
-    """scale, soft-cap (0: none), and the slopes of ALiBi if there are any."""
-    slopes = call.spec.alibi_slopes or ()
-    return np.asarray([call.scale, call.spec.logits_soft_cap or 0.0, *slopes], np.float32)
+    """scale, soft-cap (0: none), unit of the values, and the slopes of ALiBi if there are any."""
+    slopes, unit = call.spec.alibi_slopes or (), UNITS.get(cache_dtype_of(call), 1.0)
+    facts = call.scale * unit, call.spec.logits_soft_cap or 0.0, unit
+    return np.asarray([*facts, *slopes], np.float32)
 
 
 def options(call: Call, threads: int) -> np.ndarray:
     window = NO_WINDOW if call.window is None else call.window
-    facts = call.spec.causal, window, LONGEST, threads, call.itemsize, CODES[call.dtype]
+    facts = call.spec.causal, window, LONGEST, threads, *itemsizes(call)
+    facts = *facts, CODES[cache_dtype_of(call)], call.bias is not None
     return np.asarray(facts, np.int64)
 
 
@@ -57,7 +77,8 @@ def partner(call: Call, framework: Framework) -> Backend:
     """The backend that computes sequences of more queries than LONGEST."""
     names = ("sdpa", "xla") if framework is Framework.JAX else ("sdpa",)
     backends = [load(name, framework) for name in names if can_load(name, framework)]
-    return next((b for b in backends if not b.unfit(call)), backends[-1])
+    fit = (b for b in backends if not (b.why_not(call) or b.why_passed_over(call)))
+    return next(fit, backends[-1])
 
 
 def long_ones(batch: Sequences) -> Sequences:

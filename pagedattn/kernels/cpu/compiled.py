@@ -15,12 +15,12 @@ import numpy as np
 from llvmlite import binding
 from numba import cfunc, types
 
+from ...quantise import LARGEST
 from . import plan, work
 from .compiling import MODE
-from .memory import BFLOAT16
+from .kinds import KINDS
 
-KINDS = {"bfloat16": BFLOAT16, "float16": np.float16, "float32": np.float32}
-CODES = {dtype: code for code, dtype in enumerate(KINDS)}
+CODES = {cache_dtype: code for code, cache_dtype in enumerate(KINDS)}
 TASKS = "pagedattn_tasks"  # the symbol by which machine code finds the addresses of `task`s
 _tasks = np.zeros(len(CODES), np.intp)
 binding.add_symbol(TASKS, _tasks.ctypes.data)
@@ -45,17 +45,21 @@ def sources() -> int:
 
 
 @functools.cache
-def task(dtype: str):
-    """`void task(job)`: works on a job of numbers of this kind as long as there is work."""
-    kind, version = KINDS[dtype], sources()
+def task(cache_dtype: str):
+    """`void task(job)`: works on a job with such a cache as long as there is work.
+
+    Query and out are of the cache's dtype, or of float32 where that has eight bits.
+    """
+    kind, version = KINDS[cache_dtype], sources()
+    query_kind = KINDS["float32" if cache_dtype in LARGEST else cache_dtype]
 
     def task(job):
         if job != version:
-            work.work(job, kind)
+            work.work(job, query_kind, kind)
             work.leave(job)
 
     compiled = machine_code(NOTHING(NUMBER), task)
-    _tasks[CODES[dtype]] = compiled.address
+    _tasks[CODES[cache_dtype]] = compiled.address
     return compiled
 
 

@@ -7,14 +7,21 @@ from numba import from_dtype, types
 
 from .compiling import intrinsic
 
-ADDRESSES = ("query", "key", "value", "tables", "seq_lens", "starts", "slopes", "out", "lse")
+ADDRESSES = (
+    *("query", "key", "value", "tables", "seq_lens", "starts", "slopes"),
+    "bias",  # float32; 0 if there is none
+    *("out", "lse"),
+)
 SIZES = (
-    *("num_tokens", "num_kv_heads", "group", "head_dim", "num_blocks", "block_size"),
-    *("num_seqs", "max_blocks", "itemsize"),
+    *("num_tokens", "num_kv_heads", "group", "head_dim", "value_dim", "num_blocks", "block_size"),
+    *("num_seqs", "max_blocks"),
+    "itemsize",  # of query and out
+    "cache_itemsize",
+    "bias_columns",
 )
 STRIDES = (  # in bytes
     *("query_token", "query_head", "key_block", "key_slot", "key_head"),
-    *("value_block", "value_slot", "value_head", "table_row"),
+    *("value_block", "value_slot", "value_head", "table_row", "bias_token", "bias_head"),
 )
 OPTIONS = (
     "causal",
@@ -30,9 +37,13 @@ PROGRESS = (
     "pieces",  # the address of the first
     "partials",  # the address of the states of sequences in several pieces
     "state_bytes",  # of one of them
-    "row_bytes",  # of a row of float32
+    "row_bytes",  # of a row of float32, of a query or of sums
 )
-NUMBERS = ("scale", "soft_cap")  # a soft-cap of 0 is none
+NUMBERS = (
+    "scale",
+    "soft_cap",  # 0 if there is none
+    "unit",  # a factor on the values
+)
 INTEGERS = (*ADDRESSES, *SIZES, *STRIDES, *OPTIONS, *PROGRESS)
 JOB = np.dtype([(name, "i8") for name in INTEGERS] + [(name, "f4") for name in NUMBERS])
 PIECE_FIELDS = (

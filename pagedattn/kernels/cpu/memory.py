@@ -4,7 +4,6 @@ An address is an integer. Elements are counted from an address that stays the sa
 that LLVM sees through it and can use vectors.
 """
 
-import numpy as np
 from llvmlite import ir
 from numba import types
 
@@ -15,8 +14,6 @@ free = types.ExternalFunction("free", types.void(types.intp))
 memcpy = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.uintp))
 memset = types.ExternalFunction("memset", types.intp(types.intp, types.int32, types.uintp))
 give_way = types.ExternalFunction("sched_yield", types.int32())
-
-BFLOAT16 = np.uint16  # NumPy has no bfloat16: its bits stand for it
 
 
 def element(builder, context, address, index, kind):

@@ -31,7 +31,7 @@ def _float_of_bits(typing, bits):
 def exp(x):
     """e ** x for x <= 0, to 1 ulp; exactly 0 at -inf."""
     held = max(x, LEAST)
-    n = np.float32(math.floor(held * LOG2_E + HALF))
+    n = np.floor(held * LOG2_E + HALF)  # math.floor would go by way of int64
     r = held - n * LN2_HIGH - n * LN2_LOW
     p = ((((E0 * r + E1) * r + E2) * r + E3) * r + E4) * r + E5
     power = _float_of_bits((np.int32(n) + np.int32(127)) << np.int32(23))

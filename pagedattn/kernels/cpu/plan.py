@@ -4,9 +4,9 @@ import numpy as np
 
 from .compiling import fast
 from .job import JOB, PIECE, job_at, piece_at
+from .lanes import LANES
 from .memory import get_int32, malloc, memcpy, memset, put_float32
-from .vectors import LANES
-from .walk import CHUNK, NONE, key_range
+from .weights import CHUNK, NONE, key_range
 
 PIECES = 4  # for each thread, if there are keys enough
 LEAST_BYTES = 1 << 18  # of keys and values in a piece of a longer sequence
@@ -21,9 +21,10 @@ def begin(call):
     Its users are as many threads as may work on it, and whoever asked for it.
     """
     given = job_at(call)
-    row_bytes = 4 * LANES * -(-given.head_dim // LANES)
+    columns = 2 * LANES  # a multiple of what any product takes at a time
+    row_bytes = 4 * columns * -(-max(given.head_dim, given.value_dim) // columns)
     keys, most_queries = measure(given)
-    token_bytes = 2 * given.num_kv_heads * given.head_dim * given.itemsize
+    token_bytes = bytes_of_token(given)
     threads = min(given.threads, 1 + keys * token_bytes // BYTES_OF_A_THREAD)
     size = piece_keys(keys, threads, token_bytes)
     num_pieces, num_states = count_pieces(given, size)
@@ -39,6 +40,13 @@ def begin(call):
     job.state_bytes, job.row_bytes = state_bytes, row_bytes
     set_pieces(job, size)
     return address
+
+
+@fast
+def bytes_of_token(job):
+    """What is read of the cache for one key; a latent cache has its values among the keys."""
+    columns = job.head_dim if job.value == job.key else job.head_dim + job.value_dim
+    return job.num_kv_heads * columns * job.cache_itemsize
 
 
 @fast
@@ -134,7 +142,7 @@ def set_pieces(job, size):
 def clear_rows(job, first, last):
     """out 0 and lse -inf."""
     heads = job.num_kv_heads * job.group
-    row_bytes = heads * job.head_dim * job.itemsize
+    row_bytes = heads * job.value_dim * job.itemsize
     memset(job.out + first * row_bytes, 0, (last - first) * row_bytes)
     if job.lse != 0:
         for i in range(first * heads, last * heads):

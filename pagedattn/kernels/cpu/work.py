@@ -6,8 +6,9 @@ from .compiling import fast, within
 from .job import PIECE, job_at, offset, piece_at
 from .memory import add_at, free, get_float32, give_way, malloc, put_float32
 from .numbers import exp, log
-from .vectors import narrow_row
-from .walk import NONE, ZERO, attend, load_queries, room_bytes
+from .rows import narrow_row
+from .walk import attend, load_queries, room_bytes
+from .weights import NONE, ZERO
 
 PIECE_BYTES = PIECE.itemsize
 USERS, CLAIMED, DONE = map(offset, ("users", "claimed", "done"))
@@ -15,7 +16,7 @@ FINISHED = offset("finished", PIECE)
 
 
 @within
-def work(address, kind):
+def work(address, query_kind, kind):
     """Works on pieces until none is left to begin."""
     job = job_at(address)
     scratch = 0
@@ -23,7 +24,7 @@ def work(address, kind):
     while number < job.num_pieces:
         if scratch == 0:
             scratch = malloc(scratch_bytes(job))
-        do_piece(job, kind, job.pieces + number * PIECE_BYTES, scratch)
+        do_piece(job, query_kind, kind, job.pieces + number * PIECE_BYTES, scratch)
         add_at(address + DONE, 1)
         number = add_at(address + CLAIMED, 1)
     if scratch != 0:
@@ -50,17 +51,17 @@ def end(address):
 def scratch_bytes(job):
     """Queries, a state, and what `attend` needs, for the most rows that a piece has."""
     rows = job.state_bytes // (job.row_bytes + 8) // job.num_kv_heads
-    return 2 * job.state_bytes + room_bytes(rows, job.num_kv_heads)
+    return 2 * job.state_bytes + room_bytes(job, rows)
 
 
 @within
-def do_piece(job, kind, at, scratch):
+def do_piece(job, query_kind, kind, at, scratch):
     piece = piece_at(at)
     rows = piece.num_queries * job.num_kv_heads * job.group
     state = piece.state if piece.parts > 1 else scratch + job.state_bytes
     clear(job, rows, state)
     if piece.first < piece.last:
-        load_queries(job, kind, piece, scratch)
+        load_queries(job, query_kind, kind, piece, scratch)
         highest = state + rows * job.row_bytes
         room = scratch + 2 * job.state_bytes
         attend(job, kind, piece, scratch, state, highest, highest + 4 * rows, room)
@@ -68,7 +69,7 @@ def do_piece(job, kind, at, scratch):
     if add_at(first + FINISHED, 1) == piece.parts - 1:
         if piece.parts > 1:
             state = piece_at(first).state
-        finish(job, kind, piece, rows, state)
+        finish(job, query_kind, piece, rows, state)
 
 
 @fast
@@ -102,15 +103,16 @@ def write_row(job, kind, parts, rows, row, states, index):
     for part in range(parts):
         top = max(top, get_float32(states + part * job.state_bytes, tops))
     shift = ZERO if top == NONE else top
-    for part in range(parts):
-        state = states + part * job.state_bytes
-        total += get_float32(state, totals) * exp(get_float32(state, tops) - shift)
-    sums = states
-    if parts > 1:
+    if parts == 1:
+        total = get_float32(states, totals)
+    else:
+        for part in range(parts):
+            state = states + part * job.state_bytes
+            total += get_float32(state, totals) * exp(get_float32(state, tops) - shift)
         join_sums(job, parts, row, states, tops, shift)
     over = ZERO if total == ZERO else np.float32(1) / total
-    out = job.out + index * job.head_dim * job.itemsize
-    narrow_row(sums + row * job.row_bytes, over, out, job.head_dim, kind)
+    out = job.out + index * job.value_dim * job.itemsize
+    narrow_row(states + row * job.row_bytes, over * job.unit, out, job.value_dim, kind)
     if job.lse != 0:
         put_float32(job.lse, index, NONE if total == ZERO else shift + log(total))
 
@@ -120,10 +122,10 @@ def join_sums(job, parts, row, states, tops, shift):
     """Adds a row's sums of all parts up in the first one's."""
     sums = states + row * job.row_bytes
     factor = exp(get_float32(states, tops) - shift)
-    for d in range(job.head_dim):
+    for d in range(job.value_dim):
         put_float32(sums, d, get_float32(sums, d) * factor)
     for part in range(1, parts):
         state = states + part * job.state_bytes
         factor, other = exp(get_float32(state, tops) - shift), state + row * job.row_bytes
-        for d in range(job.head_dim):
+        for d in range(job.value_dim):
             put_float32(sums, d, get_float32(sums, d) + get_float32(other, d) * factor)

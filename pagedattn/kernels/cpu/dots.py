@@ -1,0 +1,150 @@
+"""Logits: products of a few queries and a few keys at a time."""
+
+from typing import Any
+
+from numba import types
+from numba.core import cgutils
+
+from .compiling import intrinsic
+from .kinds import each, put_vector, row_vector, size_of, widened
+from .lanes import (
+    KEYS,
+    LANES,
+    LINE,
+    PAIRS,
+    WORD,
+    ZEROS,
+    add_pairs,
+    along,
+    at,
+    fetch,
+    fused,
+    picks,
+    spread,
+    store,
+    word,
+)
+
+
+class Products:
+    """How queries and keys of a kind are multiplied: in float32, or as pairs of bfloat16."""
+
+    def __init__(self, kind):
+        self.kind = kind
+        self.pairs = PAIRS and kind == types.uint16
+        self.count = LANES * 2 if self.pairs else LANES
+        self.query_kind: Any = types.uint16 if self.pairs else types.float32
+
+    def operand(self, builder, numbers, kind):
+        """Numbers of the cache or the query, as they are multiplied."""
+        return numbers if self.pairs else widened(builder, numbers, kind)
+
+    def add(self, builder, total, a, b):
+        """The total plus the products, LANES sums."""
+        return add_pairs(builder, total, a, b) if self.pairs else fused(builder, a, b, total)
+
+
+def _dots(rows):
+    """Makes the products of `rows` queries and KEYS keys."""
+
+    @intrinsic
+    def dots(typing, query, step, plane, offsets, ahead, dim, scale, logits, width, kind):
+        """Logits `[rows, KEYS]`, `width` apart, of queries and of keys at byte offsets.
+
+        The keys at the offsets `ahead`, as many, are fetched into the cache meanwhile.
+        """
+
+        def code(context, builder, signature, args):
+            query, step, plane, offsets, ahead, dim, scale, logits, width, _ = args
+            products = Products(signature.args[-1].dtype)
+            tile = [(r, k) for r in range(rows) for k in range(KEYS)]
+            totals = {at_: cgutils.alloca_once_value(builder, ZEROS) for at_ in tile}
+            words = [word(8 * k) for k in range(KEYS)]
+            keys = [builder.load(at(builder, offsets, place, WORD)) for place in words]
+            keys = [builder.add(plane, key) for key in keys]
+            later = [builder.load(at(builder, ahead, place, WORD)) for place in words]
+            later = [builder.add(plane, key) for key in later]
+            starts = [builder.add(query, builder.mul(step, word(r))) for r in range(rows)]
+
+            def add(index, take):
+                taken = [products.operand(builder, take(key), products.kind) for key in keys]
+                for r, start in enumerate(starts):
+                    row = row_vector(builder, start, index, products.query_kind, products.count)
+                    for k, key in enumerate(taken):
+                        total = products.add(builder, builder.load(totals[r, k]), row, key)
+                        builder.store(total, totals[r, k])
+
+            row_bytes = builder.mul(dim, word(size_of(products.kind)))
+            for row in later:
+                fetch_row(builder, row, row_bytes)
+            each(builder, products.kind, dim, products.count, add)
+            found = [builder.load(totals[at_]) for at_ in tile]
+            _store_tile(builder, found, rows, scale, logits, width)
+            return context.get_dummy_value()
+
+        arguments = [types.intp] * 6 + [types.float32] + [types.intp] * 2
+        return types.void(*arguments, kind), code
+
+    return dots
+
+
+def fetch_row(builder, row, row_bytes):
+    """By itself: among the products its addresses would push theirs out of the registers."""
+    along(builder, LINE, word(0), row_bytes, lambda index: fetch(builder, row, index, 1))
+
+
+def _store_tile(builder, found, rows, scale, logits, width):
+    at_once = min(rows, LANES // KEYS)
+    for first in range(0, rows, at_once):
+        packed = sums(builder, found[first * KEYS : (first + at_once) * KEYS])
+        packed = builder.fmul(packed, spread(builder, scale, packed.type.count))
+        for r in range(at_once):
+            row = builder.shuffle_vector(packed, packed, picks(range(r * KEYS, (r + 1) * KEYS)))
+            place = builder.add(logits, builder.mul(width, word(4 * (first + r))))
+            store(builder, row, at(builder, place, word(0), row.type), 4)
+
+
+def sums(builder, vectors):
+    """The sum of each of some vectors, as one vector; their number is a power of 2, to LANES.
+
+    Each step adds the halves of all segments of a pair of vectors, side by side in one vector.
+    """
+    segment = LANES
+    while len(vectors) > 1:
+        pairs = zip(vectors[::2], vectors[1::2], strict=True)
+        vectors = [_halved(builder, a, b, segment, 2 * LANES) for a, b in pairs]
+        segment //= 2
+    (vector,), lanes = vectors, LANES
+    while segment > 1:
+        vector = _halved(builder, vector, vector, segment, lanes)
+        segment, lanes = segment // 2, lanes // 2
+    return vector
+
+
+def _halved(builder, a, b, segment, lanes):
+    half = segment // 2
+    lower = [start + lane for start in range(0, lanes, segment) for lane in range(half)]
+    low = builder.shuffle_vector(a, b, picks(lower))
+    high = builder.shuffle_vector(a, b, picks([lane + half for lane in lower]))
+    return builder.fadd(low, high)
+
+
+dots_1, dots_2, dots_4 = map(_dots, (1, 2, 4))
+
+
+@intrinsic
+def set_query(typing, source, row, dim, query_kind, kind):
+    """A row of queries as `dots` takes it for keys of a kind, with zeros up to a whole vector."""
+
+    def code(context, builder, signature, args):
+        source, row, dim, _, _ = args
+        given, products = signature.args[-2].dtype, Products(signature.args[-1].dtype)
+
+        def put(index, take):
+            numbers = products.operand(builder, take(source), given)
+            put_vector(builder, row, index, numbers, products.query_kind)
+
+        each(builder, given, dim, products.count, put)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp, query_kind, kind), code

@@ -1,0 +1,108 @@
+"""Vectors of float32 as wide as the CPU at hand has them, and loops along memory in LLVM.
+
+LLVM does not find the forms of `dots` and `mix` from loops over numbers: accumulators that stay in
+registers, each key widened once for several rows, and sums across vectors by one tree of shuffles.
+"""
+
+from typing import Any
+
+from llvmlite import binding, ir
+from numba.core import cgutils, config
+
+NUMBA: Any = config
+FEATURES = NUMBA.CPU_FEATURES or binding.get_host_cpu_features().flatten()  # as Numba does
+LANES = 16 if "+avx512bw" in FEATURES else 8 if "+avx2" in FEATURES else 4
+# Registers bound the tiles: those with AVX-512 and NEON have 32, others 16.
+MANY = LANES != 8
+KEYS = 4 if MANY else 2  # keys of a tile of logits
+SPAN = 4 if MANY else 2  # vectors of a value row in a tile of sums
+LINE = 64  # bytes that are fetched at once
+PAIRS = "+avx512bf16" in FEATURES  # products of pairs of bfloat16, added up in float32
+
+WORD, FLOAT, BYTE = ir.IntType(64), ir.FloatType(), ir.IntType(8)
+VECTOR = ir.VectorType(FLOAT, LANES)
+ZEROS = ir.Constant(VECTOR, [0.0] * LANES)
+
+
+class BFloat16(ir.Type):
+    """LLVM's bfloat, which llvmlite does not know."""
+
+    def _to_string(self):
+        return "bfloat"
+
+    def __eq__(self, other):
+        return isinstance(other, BFloat16)
+
+    def __hash__(self):
+        return hash(BFloat16)
+
+
+def word(number):
+    return ir.Constant(WORD, number)
+
+
+def at(builder, address, offset, kind):
+    """A pointer to a kind of value, some bytes after an address."""
+    return builder.inttoptr(builder.add(address, offset), kind.as_pointer())
+
+
+def load(builder, pointer, align):
+    value = builder.load(pointer)
+    value.align = align
+    return value
+
+
+def store(builder, value, pointer, align):
+    builder.store(value, pointer).align = align
+
+
+def along(builder, width, begin, end, body):
+    """`body(index)` for each whole `width` from `begin` to `end`; gives where they stop."""
+    whole = builder.mul(builder.udiv(builder.sub(end, begin), word(width)), word(width))
+    stop = builder.add(begin, whole)
+    with cgutils.for_range_slice(builder, begin, stop, word(width), WORD) as (index, _):
+        body(index)
+    return stop
+
+
+def fetch(builder, row, index, size):
+    """Asks for the cache line of an element of a row, into the second level."""
+    pointer, number = BYTE.as_pointer(), ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+    function = builder.module.declare_intrinsic("llvm.prefetch", (pointer,), kind)
+    hints = [number(hint) for hint in (0, 2, 1)]  # to read, second level, data
+    address = builder.add(row, builder.mul(index, word(size)))
+    builder.call(function, [builder.inttoptr(address, pointer), *hints])
+
+
+def fused(builder, a, b, c):
+    """a * b + c."""
+    kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
+    name = f"llvm.fma.v{LANES}f32"
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [a, b, c])
+
+
+def add_pairs(builder, total, a, b):
+    """The total plus products of pairs of neighbours: `a` and `b` have twice as many bfloat16."""
+    pairs = ir.VectorType(BFloat16(), 2 * LANES)
+    kind = ir.FunctionType(VECTOR, [VECTOR, pairs, pairs])
+    name = "llvm.x86.avx512bf16.dpbf16ps.512"
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    return builder.call(function, [total, *(builder.bitcast(x, pairs) for x in (a, b))])
+
+
+def as_bfloat16(builder, numbers):
+    """A vector of float32, rounded, on CPUs with products of pairs."""
+    return builder.fptrunc(numbers, ir.VectorType(BFloat16(), LANES))
+
+
+def spread(builder, number, count=LANES):
+    """A number in all lanes."""
+    empty = ir.Constant(ir.VectorType(number.type, count), ir.Undefined)
+    one = builder.insert_element(empty, number, ir.IntType(32)(0))
+    return builder.shuffle_vector(one, empty, picks([0] * count))
+
+
+def picks(lanes):
+    """A constant that says which lanes a shuffle takes."""
+    return ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), list(lanes))
