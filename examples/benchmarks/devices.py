@@ -1,7 +1,7 @@
 """What several devices gain: the same work on one of them and on all, in one run.
 
     export PYTHONPATH=examples:. XLA_PYTHON_CLIENT_PREALLOCATE=false
-    python -m benchmarks.devices [-o docs/results] [-k attention]
+    python -m benchmarks.devices [-o docs/results/devices.json] [-k attention]
 
 Heads are spread in "attention" and "decode loop" (serving/parallel.py), keys in "context"
 (examples/context_parallel.py). `--small` is for machines without GPUs: it shows that all of it
@@ -9,15 +9,12 @@ runs, and its times mean nothing.
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +25,8 @@ from serving.generation import Generation, decode_loop
 from serving.initial import init_params
 from serving.parallel import AXIS, EVERYWHERE, HEADS, PAGES, OverHeads, spec_of, start_over
 
+from benchmarks.machine import caption, machine, write
+from benchmarks.models import SHAPES
 from pagedattn import (
     AttentionSpec,
     KVCache,
@@ -44,27 +43,19 @@ CALLS = 20
 BLOCK_SIZE = 16
 
 
-class Sizes(NamedTuple):
-    """Of a Llama, named as in its config.json."""
-
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    vocab_size: int
-
-    def model(self) -> Llama:
-        return Llama(**self._asdict(), max_position_embeddings=1 << 17)
-
-    @property
-    def block(self) -> tuple[int, int, int]:
-        return BLOCK_SIZE, self.num_key_value_heads, self.head_dim
+SMALL = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "vocab_size": 256,
+}
 
 
-LLAMA_8B = Sizes(32, 8, 128, 4096, 14336, 32, 128256)
-SMALL = Sizes(8, 2, 16, 64, 128, 2, 256)
+def block_of(model: Llama) -> tuple[int, int, int]:
+    return BLOCK_SIZE, model.num_key_value_heads, model.head_dim
 
 
 def seconds_a_call(call: Callable) -> float:
@@ -82,8 +73,8 @@ def seconds_a_call(call: Callable) -> float:
 
 def random_cache(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]) -> KVCache:
     def make():
-        keys = jax.random.split(jax.random.key(0))
-        return KVCache(*(jax.random.normal(key, shape, jnp.bfloat16) for key in keys))
+        key, value = jax.random.normal(jax.random.key(0), (2, *shape), jnp.bfloat16)
+        return KVCache(key, value)
 
     return jax.jit(make, out_shardings=NamedSharding(mesh, spec))()
 
@@ -108,28 +99,28 @@ def layers_of(call: Callable) -> Callable:
     return program
 
 
-def attention(mesh: Mesh, sizes: Sizes, num_seqs: int, length: int) -> float:
+def attention(mesh: Mesh, model: Llama, num_seqs: int, length: int) -> float:
     """Seconds of a layer's attention, its heads spread."""
-    cache = random_cache(mesh, PAGES, (num_seqs * cdiv(length, BLOCK_SIZE), *sizes.block))
-    return a_layer(mesh, sizes, num_seqs, length, cache, paged_attention, HEADS, PAGES)
+    cache = random_cache(mesh, PAGES, (num_seqs * cdiv(length, BLOCK_SIZE), *block_of(model)))
+    return a_layer(mesh, model, num_seqs, length, cache, paged_attention, HEADS, PAGES)
 
 
-def context(mesh: Mesh, sizes: Sizes, num_seqs: int, length: int) -> float:
+def context(mesh: Mesh, model: Llama, num_seqs: int, length: int) -> float:
     """Seconds of a layer's attention, the keys of each sequence spread."""
     here, spread = cdiv(length, mesh.size), PartitionSpec(AXIS)
     num_blocks = mesh.size * num_seqs * cdiv(here, BLOCK_SIZE)
-    cache = random_cache(mesh, spread, (num_blocks, *sizes.block))
+    cache = random_cache(mesh, spread, (num_blocks, *block_of(model)))
 
     def attend(query, cache, batch):
         spec = AttentionSpec(causal=False)
         return merge_across(*paged_attention(query, cache, batch, spec, return_lse=True), AXIS)[0]
 
-    return a_layer(mesh, sizes, num_seqs, here, cache, attend, EVERYWHERE, spread)
+    return a_layer(mesh, model, num_seqs, here, cache, attend, EVERYWHERE, spread)
 
 
-def a_layer(mesh, sizes, num_seqs, length, cache, attend, heads, pages) -> float:
+def a_layer(mesh, model, num_seqs, length, cache, attend, heads, pages) -> float:
     """Seconds of `attend` on decodes over so many keys a device, in a program of many layers."""
-    query = jnp.ones((num_seqs, sizes.num_attention_heads, sizes.head_dim), jnp.bfloat16)
+    query = jnp.ones((num_seqs, model.num_attention_heads, model.head_dim), jnp.bfloat16)
     ins = heads, pages, EVERYWHERE
     program = layers_of(jax.shard_map(attend, mesh=mesh, in_specs=ins, out_specs=heads))
     query = jax.device_put(query, NamedSharding(mesh, heads))
@@ -137,20 +128,19 @@ def a_layer(mesh, sizes, num_seqs, length, cache, attend, heads, pages) -> float
     return seconds_a_call(lambda: program(query, cache, batch)) / LAYERS
 
 
-def loop(mesh: Mesh, sizes: Sizes, num_seqs: int, length: int) -> float:
+def loop(mesh: Mesh, model: Llama, num_seqs: int, length: int) -> float:
     """Seconds of a token of the whole model in one compiled program."""
-    model, params = made_on(mesh, sizes)
+    params = made_on(mesh, model)
     state = state_after(mesh, model, params, num_seqs, length, max_new_tokens=4 * STEPS)
     run = partial(decode_loop, params, model, attend=OverHeads(mesh))
-    state = jax.block_until_ready(run(state, 0.0, STEPS))
+    state = jax.block_until_ready(run(state, None, STEPS))
     begin = time.perf_counter()
-    jax.block_until_ready(run(state, 0.0, 2 * STEPS))
+    jax.block_until_ready(run(state, None, 2 * STEPS))
     return (time.perf_counter() - begin) / (2 * STEPS)
 
 
-def made_on(mesh: Mesh, sizes: Sizes) -> tuple[Llama, dict]:
-    """A Llama of random weights, each made on the devices that hold it."""
-    model = sizes.model()
+def made_on(mesh: Mesh, model: Llama) -> dict:
+    """Random weights, each made on the devices that hold it."""
     shapes = jax.eval_shape(partial(init_params, model), jax.random.key(0))
 
     def place(path, leaf):
@@ -173,7 +163,7 @@ def made_on(mesh: Mesh, sizes: Sizes) -> tuple[Llama, dict]:
     of_layers = shardings.pop("layers")
     params = make(keys[0], shapes, shardings)
     params["layers"] = [make(*each) for each in zip(keys[1:], layers, of_layers, strict=True)]
-    return model, params
+    return params
 
 
 def state_after(mesh, model, params, num_seqs, length, max_new_tokens) -> Generation:
@@ -207,7 +197,8 @@ def measured(names: list[str], small: bool) -> dict[str, dict[str, float]]:
         work, *shapes = WORK[name]
         num_seqs, length = shapes[small]
         meshes = [Mesh(np.array(jax.devices()[:n]), AXIS) for n in (1, jax.device_count())]
-        one, all_ = (work(mesh, SMALL if small else LLAMA_8B, num_seqs, length) for mesh in meshes)
+        model = replace(SHAPES["llama-8b"], **(SMALL if small else {}))
+        one, all_ = (work(mesh, model, num_seqs, length) for mesh in meshes)
         results[f"{name}, {num_seqs} x {length}"] = {"one": one, "all": all_}
         print(
             f"{name}: {one * 1e6:.1f} us on one, {all_ * 1e6:.1f} us on all, {one / all_:.2f}",
@@ -218,21 +209,14 @@ def measured(names: list[str], small: bool) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("-o", "--out", type=Path, help="folder for the report")
+    parser.add_argument("-o", "--out", type=Path, help="write the seconds there, as JSON")
     parser.add_argument("-k", "--only", default="", help="work whose name contains this")
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     arguments = parser.parse_args()
-    about = {
-        "device": jax.devices()[0].device_kind,
-        "devices": jax.device_count(),
-        "versions": {name: version(name) for name in ("jax", "jaxlib")},
-        "small": arguments.small,
-    }
-    print(about)
+    about = machine() | {"devices": jax.device_count(), "small": arguments.small}
+    print(caption(about))
     seconds = measured([name for name in WORK if arguments.only in name], arguments.small)
-    if arguments.out:
-        report = arguments.out / "devices.json"
-        report.write_text(json.dumps({"machine": about, "seconds": seconds}, indent=1) + "\n")
+    write(arguments.out, {"machine": about, "seconds": seconds})
 
 
 if __name__ == "__main__":

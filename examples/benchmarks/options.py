@@ -1,16 +1,14 @@
 """What options cost or gain on one GPU: eight bits, sinks, shared prefixes, latent caches.
 
     export PYTHONPATH=examples:. XLA_PYTHON_CLIENT_PREALLOCATE=false
-    python -m benchmarks.options [-o docs/results]
+    python -m benchmarks.options [-o docs/results/options.json]
 
 Each is a decode of 64 sequences in bfloat16 in `jax.jit`, beside the same without the option.
 """
 
 import argparse
-import json
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,11 +16,13 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.devices import LAYERS, layers_of, seconds_a_call, shuffled
+from benchmarks.machine import caption, machine, write
 from pagedattn import (
     KVCache,
     cascade_attention,
     make_batch,
     paged_attention,
+    split_prefix,
 )
 
 SEQS, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 64, 4096, 32, 8, 128
@@ -51,8 +51,8 @@ def random_cache(num_blocks: int, dtype=jnp.bfloat16) -> KVCache:
     @jax.jit
     def make():
         shape = num_blocks, 16, KV_HEADS, HEAD_DIM
-        keys = jax.random.split(jax.random.key(0))
-        return KVCache(*(jax.random.normal(key, shape).astype(dtype) for key in keys))
+        key, value = jax.random.normal(jax.random.key(0), (2, *shape)).astype(dtype)
+        return KVCache(key, value)
 
     return make()
 
@@ -112,25 +112,14 @@ WORK = {
 }
 
 
-def copy_speed() -> float:
-    """TB/s of a copy on the device, read and written."""
-    source = jnp.zeros(1 << 31, jnp.uint8)
-    copy = jax.jit(lambda x: x + jnp.uint8(1))
-    return 2 * source.nbytes / seconds_a_call(lambda: copy(source)) / 1e12
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("-o", "--out", type=Path, help="folder for the report")
+    parser.add_argument("-o", "--out", type=Path, help="write the figures there, as JSON")
     parser.add_argument("-k", "--only", default="", help="work whose name contains this")
     arguments = parser.parse_args()
     names = [name for name in WORK if arguments.only in name]
-    about = {
-        "device": jax.devices()[0].device_kind,
-        "copy_tb_s": round(copy_speed(), 3),
-        "versions": {name: version(name) for name in ("jax", "jaxlib")},
-    }
-    print(about)
+    about = machine()
+    print(caption(about))
     rows = {}
     for name in names:
         try:
@@ -138,9 +127,7 @@ def main() -> None:
         except Exception as error:
             rows[name] = {"refused": str(error).partition("\n")[0]}
         print(f"{name:34}{rows[name]}", flush=True)
-    if arguments.out:
-        report = {"machine": about, "work": rows}
-        (arguments.out / "options.json").write_text(json.dumps(report, indent=1) + "\n")
+    write(arguments.out, {"machine": about, "work": rows})
 
 
 if __name__ == "__main__":

@@ -246,7 +246,7 @@ def test_check_backend_wants_reasons_that_name_the_feature(monkeypatch, reason):
         assert sum(cell.result.startswith("refused") for cell in cells) == 1
 
 
-@pytest.mark.parametrize("name", [n for n in ("numba", "triton") if can_load(n)])
+@pytest.mark.parametrize("name", [n for n in ("triton",) if can_load(n)])
 def test_the_tests_let_these_refuse_only_what_they_do_not_know(name):
     """Else what one has learnt would go on to be skipped."""
     assert not set(REFUSING[name]) & registry.load(name).honours
