@@ -46,8 +46,8 @@ def narrowed(
     """The logits of the tokens that may be drawn, and -inf for the others.
 
     First the `top_k` likeliest stay; then of these the fewest, likeliest first, whose probabilities
-    at the temperature come to `top_p` of theirs together. Tokens as likely as the last of them stay
-    too, and so does always the likeliest.
+    at the temperature come to `top_p` of theirs together. Both times those as likely as the last
+    stay too, and the likeliest always does.
     """
     order = in_order(logits)
     kept = order >= cut(order, jnp.ones_like(logits), top_k)
