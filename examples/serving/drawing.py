@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from serving.request import Draw, Found
+from serving.request import Draw, Found, Settings
 
 AllLogits = Float[Array, "rows vocab_size"]
 Ints = Int[Array, " rows"]
@@ -46,8 +46,8 @@ def narrowed(
     """The logits of the tokens that may be drawn, and -inf for the others.
 
     First the `top_k` likeliest stay; then of these the fewest, likeliest first, whose probabilities
-    at the temperature come to `top_p` of theirs together. Tokens as likely as the last of them stay
-    too, and so does always the likeliest.
+    at the temperature come to `top_p` of theirs together. Both times those as likely as the last
+    stay too, and the likeliest always does.
     """
     order = in_order(logits)
     kept = order >= cut(order, jnp.ones_like(logits), top_k)
@@ -129,44 +129,42 @@ class Drawn(NamedTuple):
         if self.likeliest is None:
             return [Found(tokens[draw.row]) for draw in self.draws]
         logprobs, top, top_logprobs = (np.asarray(array).tolist() for array in self.likeliest)
-        found = []
-        for *_, row, _source, _position in self.draws:
-            scored = tuple(zip(top[row], top_logprobs[row], strict=True))
-            found.append(Found(tokens[row], logprobs[row], scored))
-        return found
+        scored = [tuple(zip(*row, strict=True)) for row in zip(top, top_logprobs, strict=True)]
+        return [Found(tokens[d.row], logprobs[d.row], scored[d.row]) for d in self.draws]
 
 
 def enqueue(logits: AllLogits, draws: list[Draw]) -> Drawn:
     """Has the device choose a token for each draw, from the logits of its row."""
     settings = [draw.group.request.decoding.settings for draw in draws]
-    rows, (num_rows, vocab_size) = [draw.row for draw in draws], logits.shape
-
-    def by_row(values, dtype: type = np.int32, other=0):
-        array = np.full(num_rows, other, dtype)
-        array[rows] = values
-        return array
-
-    temperatures = by_row([s.temperature for s in settings], np.float32)
-    narrow = logits
-    if any(s.narrows for s in settings):
-        top_ks = by_row([min(s.top_k or vocab_size, vocab_size) for s in settings], other=1)
-        top_ps = by_row([s.top_p for s in settings], np.float32, other=1)
-        narrow = narrow_rows(logits, temperatures, top_ks, top_ps)
-    if temperatures.any():
-        seeds, samples = (
-            by_row([s.seed for s in settings]),
-            by_row([d.sequence.sample for d in draws]),
-        )
-        positions = by_row([draw.position for draw in draws])
-        tokens = pick_rows(narrow, seeds, samples, positions, temperatures)
-    else:
-        tokens = greedy_rows(logits)
-    scores = None
+    tokens, scores = choose(logits, draws, settings), None
     if any(s.scored for s in settings):
-        count = min(power_of_two(max(s.num_top for s in settings)), vocab_size)
+        count = min(power_of_two(max(s.num_top for s in settings)), logits.shape[1])
         scores = likeliest_rows(logits, tokens, count)
     jax.tree.map(lambda array: array.copy_to_host_async(), (tokens, scores))
     return Drawn(draws, tokens, scores)
+
+
+def choose(logits: AllLogits, draws: list[Draw], settings: list[Settings]) -> Ints:
+    """The tokens by row; what no draw asks for is not run."""
+    num_rows, vocab_size = logits.shape
+    by_row = partial(spread, [draw.row for draw in draws], num_rows)
+    temperatures = by_row([s.temperature for s in settings], np.float32)
+    if not temperatures.any():
+        return greedy_rows(logits)
+    if any(s.narrows for s in settings):
+        top_ks = by_row([min(s.top_k or vocab_size, vocab_size) for s in settings])
+        top_ps = by_row([s.top_p for s in settings], np.float32)
+        logits = narrow_rows(logits, temperatures, top_ks, top_ps)
+    seeds, positions = by_row([s.seed for s in settings]), by_row([d.position for d in draws])
+    samples = by_row([draw.sequence.sample for draw in draws])
+    return pick_rows(logits, seeds, samples, positions, temperatures)
+
+
+def spread(rows: list[int], num_rows: int, values: list, dtype: type = np.int32) -> np.ndarray:
+    """The values at their rows, 0 elsewhere."""
+    array = np.zeros(num_rows, dtype)
+    array[rows] = values
+    return array
 
 
 def power_of_two(count: int) -> int:

@@ -23,7 +23,8 @@ VOCAB, ROWS = 12, 3
 
 def kept_by_the_book(logits, temperature, top_k, top_p):
     """Which tokens may be drawn, by sorting and adding one by one."""
-    order = sorted(range(len(logits)), key=lambda token: -logits[token])[:top_k]
+    order = sorted(range(len(logits)), key=lambda token: -logits[token])
+    order = [token for token in order if logits[token] >= logits[order[top_k - 1]]]
     weights = np.exp((logits[order] - logits.max()).astype(np.float64) / temperature)
     kept, total = [], 0.0
     for token, share in zip(order, weights / weights.sum(), strict=True):
