@@ -16,7 +16,7 @@ from pagedattn import BlockPool, KVCache, batch_from_pool
 from serving.decoder import Decoder, Tokens, forward_paged
 from serving.limits import Limits
 from serving.memory import Memory
-from serving.occupancy import Owners, owners_of
+from serving.owners import Owners, owners_of
 from serving.preemption import Preemption, Recompute
 from serving.prefix_cache import PrefixCache
 from serving.request import NO_ROW, Choice, Group, Request, Streamed

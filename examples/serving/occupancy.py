@@ -1,4 +1,4 @@
-"""Who owned which block when: the numbers, and a picture of them."""
+"""Who owned which block when: counts, and a picture of them."""
 
 from pathlib import Path
 
@@ -9,24 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap, to_hex
 from matplotlib.figure import Figure
 
-from pagedattn.ragged import cdiv
-from serving.memory import Memory
-from serving.request import Group
+from serving.owners import CACHED, FREE, Owners
 
 KEPT = "#8a8a8a40"  # the colour of blocks that only the prefix cache holds
-FREE, CACHED = -1, -2  # owners of a block: nobody, and the prefix cache alone
-Owners = Int[np.ndarray, "*steps num_blocks"]
-
-
-def owners_of(memory: Memory, groups: list[Group]) -> Int[np.ndarray, " num_blocks"]:
-    """The request that owns each block, the oldest if several share it; or `FREE` or `CACHED`."""
-    owners = np.where(memory.ref_counts() > 0, CACHED, FREE)
-    tables, block_size = memory.tables(), memory.limits.block_size
-    for group in reversed(groups):
-        for sequence in group.sequences:
-            used = cdiv(sequence.num_cached, block_size)
-            owners[tables[sequence.row, :used]] = group.request.id
-    return owners
 
 
 def colour_of(request_id: int) -> str:
