@@ -23,7 +23,10 @@ SECONDS = 20  # after which a test fails rather than hangs
 
 
 class EchoEngine:
-    """Answers with the prompt, again and again; `gate` holds its steps, `break_with` ends them."""
+    """Answers with the prompt, again and again.
+
+    `gate` holds its steps, `delay` makes them longer, `break_with` ends them.
+    """
 
     def __init__(self, max_seqs=8, max_seq_len=20_000):
         self.limits = Limits(max_seq_len // 16, 16, max_seq_len, max_seqs)
@@ -31,6 +34,7 @@ class EchoEngine:
         self.prefixes, self.completions = SimpleNamespace(num_hit_tokens=0), {}
         self.cancelled, self.break_with, self.gate = [], None, threading.Event()
         self.gate.set()
+        self.delay = 0.0
 
     @property
     def idle(self):
@@ -52,6 +56,7 @@ class EchoEngine:
 
     def step(self):
         self.gate.wait(SECONDS)
+        time.sleep(self.delay)
         if self.break_with:
             raise self.break_with
         running, waiting = self.scheduler.running, self.scheduler.waiting

@@ -16,7 +16,7 @@ from serving.engine import Engine, Step
 from serving.request import Request, Streamed
 from serving.server import refusal
 from serving.server.refusal import Refusal
-from serving.server.tickets import QueueTicket, State, Ticket
+from serving.server.tickets import QueueTicket, State
 
 Command = Callable[[], None]
 
@@ -38,15 +38,9 @@ class EngineThread:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    def check(self) -> None:
-        """Raises Refusal if no request can be taken now."""
+    async def open(self, requests: Sequence[Request]) -> list[QueueTicket]:
         if self.problem:
             raise self.problem
-        if len(self.tickets) >= self.max_requests:
-            raise refusal.busy(self.max_requests)
-
-    async def open(self, requests: Sequence[Request]) -> list[Ticket]:
-        self.check()
         if len(self.tickets) + len(requests) > self.max_requests:
             raise refusal.busy(self.max_requests)
         return [self._submit(replace(request, id=next(self._ids))) for request in requests]
@@ -65,7 +59,7 @@ class EngineThread:
         self._fail(reason or refusal.draining())
         self._commands.put(None)
 
-    def _submit(self, request: Request) -> Ticket:
+    def _submit(self, request: Request) -> QueueTicket:
         ticket = self.tickets[request.id] = QueueTicket(request, self._forget)
         self._commands.put(lambda: self._begin(request))
         return ticket

@@ -41,7 +41,7 @@ class State:
 class Engines(Protocol):
     """Takes requests and hands out their tokens."""
 
-    async def open(self, requests: Sequence[Request]) -> list[Ticket]:
+    async def open(self, requests: Sequence[Request]) -> Sequence[Ticket]:
         """Takes all requests or none, and numbers them itself; Refusal if it takes none."""
         ...
 
