@@ -17,7 +17,7 @@ collect_ignore = ["backends/triton_interpreted.py"]
 DEMO = [name for name in ("matplotlib", "optax", "rich", "safetensors") if not find_spec(name)]
 if DEMO:  # the examples cannot be imported
     collect_ignore += ["serving", "parallel"]
-NEEDED = ("jinja2", "openai", "prometheus_client", "starlette", "tokenizers", "uvicorn")
+NEEDED = ("httpx", "jinja2", "openai", "prometheus_client", "starlette", "tokenizers", "uvicorn")
 SERVE = [name for name in NEEDED if not find_spec(name)]
 collect_ignore_glob = ["serving/test_serve*"] if SERVE else []
 

@@ -112,16 +112,18 @@ def one_dies_under_load(url):
         body = {"max_tokens": 30, "stream": index % 2 == 0}
         return index, ask(url, f"{index:02}", **body)
 
+    names = ray.util.list_named_actors(all_namespaces=True)
+    name = next(each for each in names if "#Replica#" in each["name"])
+    victim = ray.get_actor(name["name"], name["namespace"])
     with concurrent.futures.ThreadPoolExecutor(40) as clients:
         asked = [clients.submit(one, index) for index in range(40)]
         eventually(lambda: sum(each.done() for each in asked) >= 2)
-        names = ray.util.list_named_actors(all_namespaces=True)
-        victim = next(n for n in names if f"#{'Replica'}#" in n["name"])
-        ray.kill(ray.get_actor(victim["name"], victim["namespace"]), no_restart=True)
+        ray.kill(victim, no_restart=True)
         answers = [each.result(timeout=3 * SECONDS) for each in asked]
     outcomes = collections.Counter(outcome(answer) for _, answer in answers)
     assert outcomes["whole"] + outcomes["replica_failed"] == 40, outcomes
     assert outcomes["whole"] >= 2
+    assert outcomes["replica_failed"]  # else it died too late to show anything
     assert ask(url, "after").status_code == 200
 
 
