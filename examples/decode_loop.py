@@ -26,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 from serving.checkpoint import load_checkpoint
 from serving.decoder import Decoder
+from serving.fused import fused
 from serving.generation import Generation, decode_loop, decode_step, prefill, start
 from serving.prompts import PROMPTS
 from serving.tokenizer import load_tokenizer
@@ -114,6 +115,7 @@ def torch_calls_per_step(params: dict, model: Decoder, state: Generation, backen
 def outcomes_of(args: argparse.Namespace, backend: str) -> list[Outcome]:
     """Both loops on both sizes of the cache."""
     model, params = load_checkpoint(args.model)
+    params = fused(params)
     encode = load_tokenizer(args.model).encode
     prompts = [encode(prompt) for prompt in PROMPTS[: args.sequences]]
     loops = {name: loop(params, model, backend, args.temperature) for name, loop in LOOPS.items()}

@@ -21,6 +21,7 @@ from serving.checkpoint import load_checkpoint
 from serving.decoder import Decoder
 from serving.display import render
 from serving.engine import Engine
+from serving.fused import fused
 from serving.limits import Limits
 from serving.parity import dense_scores
 from serving.preemption import Recompute, Swap
@@ -128,6 +129,7 @@ def main() -> int:
     jax.config.update("jax_default_matmul_precision", "highest")  # no TF32: texts are compared
     try:
         model, params = load_checkpoint(args.model)
+        params = fused(params)
     except InvalidInputError as error:
         sys.exit(f"demo.py: {error}")
     tokenizer = load_tokenizer(args.model)

@@ -68,7 +68,9 @@ def sequence_ids(
     [0, 0, 2, -1]
     """
     xp, tokens = namespace(query_start_loc), arange(num_tokens, query_start_loc)
-    owners = xp.searchsorted(query_start_loc, tokens, side="right") - 1
+    # JAX would search by a loop, which a GPU runs as many small programs, one after the other.
+    how = {"method": "compare_all"} if xp is jnp else {}
+    owners = xp.searchsorted(query_start_loc, tokens, side="right", **how) - 1
     return xp.where(tokens < query_start_loc[-1], xp.asarray(owners, dtype=xp.int32), -1)
 
 

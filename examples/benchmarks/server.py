@@ -1,4 +1,5 @@
-"""Measures what the server's own Python costs: processor time for each streamed token and row.
+"""Measures what the server's own Python costs: processor time for each streamed token and
+ranked replica.
 
     PYTHONPATH=examples python -m benchmarks.server [-o docs/results]
 
@@ -25,14 +26,16 @@ import numpy as np
 import uvicorn
 from serving.engine import Step
 from serving.limits import Limits
+from serving.owners import Holdings
 from serving.request import Streamed
+from serving.server.affinity import prefix_of, ranked
 from serving.server.jobs import Served
 from serving.server.launch import local_app
 from serving.server.text import NUM_BYTES, load_text
 from serving.server.thread import EngineThread
 
 CLIENTS, TOKENS = 64, 200
-VOCABULARY, ROWS = 128_256, 64  # Llama 3's
+REPLICAS, PROMPTS = 800, 64
 PACKAGES = ("numpy", "starlette", "uvicorn")
 
 
@@ -54,8 +57,9 @@ class FreeEngine:
     def cancel(self, request_id: int) -> None:
         del request_id
 
-    def owners(self) -> np.ndarray:
-        return np.zeros(self.limits.num_blocks, np.int32)
+    def holdings(self) -> Holdings:
+        zeros = np.zeros(self.limits.num_blocks, np.int32)
+        return Holdings(zeros, zeros[None], self.limits.block_size, [])
 
     def step(self) -> Step:
         time.sleep(0.005)  # as a device would take, so that steps hold tokens of many requests
@@ -65,7 +69,7 @@ class FreeEngine:
             final = group[1] == group[0].max_new_tokens
             tokens.append(Streamed(group[0].id, 97, 0, final, "length" if final else None))
         self.scheduler.running = [g for g in self.scheduler.running if g[1] < g[0].max_new_tokens]
-        return Step(self.owners(), {}, tokens)
+        return Step(tokens, self.holdings())
 
 
 def serve() -> None:
@@ -114,7 +118,8 @@ def streaming() -> dict[str, float]:
     command = [sys.executable, "-m", "benchmarks.server", "--serve"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, text=True, **pipes) as server:
-        assert server.stdin and server.stdout
+        if not (server.stdin and server.stdout):
+            raise RuntimeError("the server's pipes are missing")
         port = int(server.stdout.readline())
         asyncio.run(clients(port))  # once to warm up
         server.stdin.write("\n")
@@ -127,13 +132,13 @@ def streaming() -> dict[str, float]:
     return {"us_a_streamed_token": 1e6 * seconds / tokens, "bytes_a_streamed_token": total / tokens}
 
 
-def choosing() -> dict[str, float]:
-    """Microseconds for the likeliest token of a row of logits, as the example engine takes it."""
-    rows = np.random.default_rng(0).normal(size=(ROWS, VOCABULARY)).astype(np.float32)
+def ranking() -> dict[str, float]:
+    """Microseconds to rank the replicas for a prompt, for each replica."""
+    loads = {f"replica-{index}": index % 3 for index in range(REPLICAS)}
     start = time.process_time()
-    for row in rows:
-        int(np.argmax(row))
-    return {"us_an_argmax_of_a_row": 1e6 * (time.process_time() - start) / ROWS}
+    for index in range(PROMPTS):
+        ranked(prefix_of([index]), loads)
+    return {"us_a_ranked_replica": 1e6 * (time.process_time() - start) / PROMPTS / REPLICAS}
 
 
 def main() -> None:
@@ -148,8 +153,8 @@ def main() -> None:
     versions = {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     machine = {"device": "cpu", "cores": os.cpu_count(), "date": date, "versions": versions}
-    sizes = {"clients": CLIENTS, "tokens_a_client": TOKENS, "vocabulary": VOCABULARY}
-    figures = {"machine": machine, "sizes": sizes, **streaming(), **choosing()}
+    sizes = {"clients": CLIENTS, "tokens_a_client": TOKENS, "replicas": REPLICAS}
+    figures = {"machine": machine, "sizes": sizes, **streaming(), **ranking()}
     text = json.dumps(figures, indent=1)
     print(text)
     if args.out:

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-from jaxtyping import Float
-
-from serving.request import Choice, Group, Sequence, Streamed
+from serving.memory import Memory
+from serving.request import Draw, Found, Group, Sequence, Settings, Streamed
+from serving.succession import Choice, succeed
 
 
 @dataclass(frozen=True)
@@ -14,6 +13,9 @@ class Beam:
 
     A completion that stops leaves the beam. The search is over when `num_beams` have stopped. These
     are ranked by log-probability divided by `length ** length_penalty`.
+
+    The host decides which hypotheses go on, so a request waits until each step's candidates are
+    there: as many of every hypothesis as may stop and go on together.
     """
 
     num_beams: int
@@ -23,25 +25,43 @@ class Beam:
     def width(self) -> int:
         return self.num_beams
 
+    @property
+    def settings(self) -> Settings:
+        return Settings(num_top=2 * self.num_beams, scored=True)
+
+    def draw(self, group: Group, ready: list[Sequence], memory: Memory) -> list[Draw]:
+        """The candidates of each; nothing goes on before they are read."""
+        del memory
+        return [Draw(group, s, s.row, s.row, len(s.tokens)) for s in ready]
+
+    def read(
+        self,
+        group: Group,
+        found: list[tuple[Sequence, Found]],
+        memory: Memory,
+        stop_tokens: tuple[int, ...],
+    ) -> list[Streamed]:
+        """Nothing until the search is over, then the best completion."""
+        for sequence, new in found:
+            sequence.candidates = new.top
+        if not all(sequence.candidates for sequence in group.sequences):
+            return []  # some are computed anew after a preemption
+        succeed(memory, group, self.choose(group, stop_tokens))
+        return [] if group.sequences else self._best_streamed(group)
+
     def choose(self, group: Group, stop_tokens: tuple[int, ...]) -> list[Choice]:
+        """What follows the sequences of a group whose candidates are all known."""
+        full = len(group.completion(group.sequences[0])) + 1 == group.request.max_new_tokens
         final, live = [], []
         for rank, (parent, token, score) in enumerate(self._best(group)):
             if token in stop_tokens:
                 if rank < self.num_beams:
                     final.append(Choice(parent, token, rank, score, "stop"))
             elif len(live) < self.num_beams:
-                live.append(Choice(parent, token, len(live), score))
+                reason = "length" if full else None
+                live.append(Choice(parent, token, len(live), score, reason))
         over = len(group.finished) + len(final) >= self.num_beams
         return final if over else final + live
-
-    def settled(self, group: Group, choices: list[Choice]) -> list[Streamed]:
-        """Nothing until the search is over, then the best completion."""
-        del choices
-        if group.sequences:
-            return []
-        best = self.ranked(group)[0]
-        *tokens, last = (Streamed(group.request.id, token) for token in group.completion(best))
-        return [*tokens, last._replace(final=True, reason=best.reason)]
 
     def ranked(self, group: Group) -> list[Sequence]:
         def quality(sequence: Sequence) -> float:
@@ -51,12 +71,14 @@ class Beam:
 
     def _best(self, group: Group) -> list[tuple[int, int, float]]:
         """(parent, token, score) of the best candidates: `2 * num_beams`, as that many may stop."""
-        scores = np.stack([s.score + log_softmax(s.logits) for s in group.sequences])
-        order = np.argsort(-scores, axis=None, kind="stable")[: 2 * self.num_beams]
-        parents, tokens = np.unravel_index(order, scores.shape)
-        return [(int(p), int(t), float(scores[p, t])) for p, t in zip(parents, tokens, strict=True)]
+        scored = [
+            (parent, token, sequence.score + logprob)
+            for parent, sequence in enumerate(group.sequences)
+            for token, logprob in sequence.candidates
+        ]
+        return sorted(scored, key=lambda candidate: -candidate[2])[: 2 * self.num_beams]
 
-
-def log_softmax(logits: Float[np.ndarray, " vocab_size"]) -> Float[np.ndarray, " vocab_size"]:
-    shifted = logits - logits.max()
-    return shifted - np.log(np.exp(shifted).sum())
+    def _best_streamed(self, group: Group) -> list[Streamed]:
+        best = self.ranked(group)[0]
+        *tokens, last = (Streamed(group.request.id, token) for token in group.completion(best))
+        return [*tokens, last._replace(final=True, reason=best.reason)]

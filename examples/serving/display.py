@@ -35,7 +35,8 @@ def row_of(engine: Engine, request: Request, group: Group | None, tokenizer: Tok
         bar = ProgressBar(request.max_cached, first.num_cached)
         blocks = sum(engine.limits.blocks_for(s.num_cached) for s in group.sequences)
         state = "decode" if group.completion(first) else "prefill"
-        return name, state, bar, str(blocks), tail_of(first.tokens, tokenizer)
+        known = first.tokens[: first.num_known]
+        return name, state, bar, str(blocks), tail_of(known, tokenizer)
     completions = engine.completions.get(request.id)
     state, progress = ("done", 1) if completions else ("waiting", 0)
     tokens = [*request.prompt, *(completions[0] if completions else [])]

@@ -1,42 +1,70 @@
 """Continuous batching: each step is one forward pass over all that the scheduler plans.
 
 A step is padded to one of two shapes, all decode or mixed with chunks of prompts, so two compiled
-programs serve every mix of requests.
+programs serve every mix of requests; a small one after them chooses the tokens on the device.
+
+The device never waits for the host: while it runs a forward, the host plans the next one, which
+takes the tokens that it does not know yet from the device. It reads them one step late. What was
+computed meanwhile for a sequence that has met a stop token is dropped.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pagedattn import BlockPool, KVCache, batch_from_pool
+from pagedattn.ragged import sequence_ids
 from serving.decoder import Decoder, Tokens, forward_paged
+from serving.drawing import Drawn, enqueue
 from serving.limits import Limits
 from serving.memory import Memory
-from serving.owners import Owners, owners_of
+from serving.owners import Holdings, Owners, holdings_of
 from serving.preemption import Preemption, Recompute
 from serving.prefix_cache import PrefixCache
-from serving.request import NO_ROW, Choice, Group, Request, Streamed
+from serving.request import IN_FLIGHT, NO_ROW, Draw, Found, Group, Request, Sequence, Streamed
 from serving.scheduler import Plan, Scheduler
 
 
 @dataclass(frozen=True)
 class Step:
-    """What happened in a step.
+    """What the host has read in a step: the tokens of the forward before.
 
     Fields:
-      owners: the request in each block after the forward, or `FREE` or `CACHED`.
-      scores: for each request that got tokens, the logits that they were chosen from, one row a
-        sequence.
-      tokens: the new tokens that no later step takes back.
+      tokens: the new tokens that no later step takes back; none if there was nothing to read.
+      holdings: who had which blocks when that forward was enqueued.
+      logits: that forward's, a row a sequence, on the device.
+      rows: of each request that got tokens, the rows that they were chosen from.
     """
 
-    owners: Owners
-    scores: dict[int, Float[np.ndarray, "num_seqs vocab_size"]]
     tokens: list[Streamed]
+    holdings: Holdings
+    logits: Float[Array, "max_seqs vocab_size"] | None = None
+    rows: dict[int, list[int]] = field(default_factory=dict)
+
+    @property
+    def owners(self) -> Owners:
+        """The request in each block, or `FREE` or `CACHED`."""
+        return self.holdings.owners()
+
+    @property
+    def scores(self) -> dict[int, Float[np.ndarray, "num_draws vocab_size"]]:
+        """The logits behind each request's tokens: they come from the device when asked for."""
+        logits = np.asarray(self.logits) if self.rows else np.empty(0)
+        return {request: logits[rows] for request, rows in self.rows.items()}
+
+
+class Flight(NamedTuple):
+    """A forward that is enqueued, and whose tokens have not been read."""
+
+    drawn: Drawn
+    logits: Float[Array, "max_seqs vocab_size"]
+    holdings: Holdings
 
 
 @partial(jax.jit, static_argnames=("model", "max_query_len", "backend"), donate_argnames="caches")
@@ -44,17 +72,25 @@ def next_logits(
     params: dict,
     model: Decoder,
     tokens: Tokens,
+    last: Int[Array, " max_seqs"],
     caches: list[KVCache],
     pool: BlockPool,
     query_lens: Int[Array, " max_seqs"],
+    sources: Int[Array, " max_seqs"],
     max_query_len: int,
     backend: str | None,
 ) -> tuple[Float[Array, "max_seqs vocab_size"], list[KVCache]]:
-    """Scores after each row's last token; the caches are updated in place."""
+    """Scores after the last token of the row `sources[s]`, for each s; caches change in place.
+
+    `last` has the token of each row that is `IN_FLIGHT` in `tokens`.
+    """
     shapes = {"num_tokens": len(tokens), "max_query_len": max_query_len}
     batch = batch_from_pool(pool, query_lens, **shapes)
+    rows = sequence_ids(batch.query_start_loc, len(tokens))
+    tokens = jnp.where(tokens == IN_FLIGHT, last[rows], tokens)
     hidden, caches = forward_paged(params, model, tokens, caches, batch, backend)
-    return model.logits(params, hidden[batch.query_start_loc[1:] - 1]), caches
+    ends = batch.query_start_loc[1:] - 1
+    return model.logits(params, hidden[ends[sources]]), caches
 
 
 class Engine:
@@ -83,6 +119,7 @@ class Engine:
         self.scheduler = Scheduler(self.memory, self.prefixes, preemption(self.memory))
         self.submit = self.scheduler.submit
         self.completions: dict[int, list[list[int]]] = {}
+        self._flight: Flight | None = None
 
     @property
     def idle(self) -> bool:
@@ -104,36 +141,49 @@ class Engine:
             yield from self.step().tokens
 
     def step(self) -> Step:
-        """One forward over the planned tokens; groups whose logits are all there get new tokens."""
-        plan = self.scheduler.plan()
-        self._forward(plan)
+        """Enqueues one forward over the planned tokens, then reads what the one before has given.
+
+        A step may have nothing to enqueue, or, as the first, nothing to read.
+        """
+        plan = self.scheduler.plan(unread=self._flight is not None)
+        flight, self._flight = self._flight, self._launch(plan) if plan else None
         self.prefixes.keep(self.scheduler.running)
-        owners = self.owners()
-        ready = [group for group in self.scheduler.running if group.ready]
-        scores = {g.request.id: np.stack([s.logits for s in g.sequences]) for g in ready}
-        return Step(owners, scores, [token for group in ready for token in self._advance(group)])
+        return self._land(flight) if flight else Step([], self.holdings())
+
+    def holdings(self) -> Holdings:
+        return holdings_of(self.memory, self.scheduler.running)
 
     def owners(self) -> Owners:
-        return owners_of(self.memory, self.scheduler.running)
+        return self.holdings().owners()
 
-    def _forward(self, plan: Plan) -> None:
-        """Feeds the planned tokens; sequences that have no more to feed get their logits."""
+    def _launch(self, plan: Plan) -> Flight:
+        """Enqueues a forward, and the choice of a token after each sequence that is all fed."""
         tokens, query_lens, max_query_len = self._pack(plan)
+        pool, fed = self.memory.arrays(), {id(sequence) for sequence, _ in plan}
+        for sequence, length in plan:
+            sequence.num_cached += length
+        holdings = self.holdings()
+        draws = [draw for group in self.scheduler.running for draw in self._draw(group, fed)]
+        sources = np.arange(self.limits.max_seqs, dtype=np.int32)
+        sources[[draw.row for draw in draws]] = [draw.source for draw in draws]
+        last = self._flight.drawn.tokens if self._flight else np.zeros_like(sources)
         logits, self.memory.caches = next_logits(
             self.params,
             self.model,
             tokens,
+            last,
             self.memory.caches,
-            self.memory.pool,
+            pool,
             query_lens,
+            sources,
             max_query_len,
             self.backend,
         )
-        rows = np.asarray(logits)
-        for sequence, length in plan:
-            sequence.num_cached += length
-            if not sequence.num_pending:
-                sequence.logits = rows[sequence.row]
+        return Flight(enqueue(logits, draws), logits, holdings)
+
+    def _draw(self, group: Group, fed: set[int]) -> list[Draw]:
+        ready = [s for s in group.sequences if id(s) in fed and not group.num_pending(s)]
+        return group.request.decoding.draw(group, ready, self.memory)
 
     def _pack(self, plan: Plan) -> tuple[np.ndarray, np.ndarray, int]:
         """(tokens, query_lens, max_query_len) of a plan, tokens in row order, padded to a shape."""
@@ -148,35 +198,25 @@ class Engine:
             start += length
         return tokens, query_lens, 1 if decoding else limits.max_query_len
 
-    def _advance(self, group: Group) -> list[Streamed]:
-        """Appends the tokens that the group's decoding chooses; retires a group that is done."""
-        request, decoding = group.request, group.request.decoding
-        choices = decoding.choose(group, self.model.stop_tokens)
-        full = len(group.completion(group.sequences[0])) + 1 == request.max_new_tokens
-        choices = [c._replace(reason=c.reason or ("length" if full else None)) for c in choices]
-        succeed(self.memory, group, choices)
+    def _land(self, flight: Flight) -> Step:
+        """Reads a forward's tokens, and gives them to the requests that are still there."""
+        by_group: dict[int, tuple[Group, list[tuple[Sequence, Found]]]] = {}
+        rows: dict[int, list[int]] = {}
+        for draw, found in zip(flight.drawn.draws, flight.drawn.read(), strict=True):
+            if draw.sequence.row != NO_ROW:  # else it has ended, or was cancelled
+                group = draw.group
+                by_group.setdefault(id(group), (group, []))[1].append((draw.sequence, found))
+                rows.setdefault(group.request.id, []).append(draw.row)
+        streamed = []
+        for group, found in by_group.values():
+            streamed += self._read(group, found)
+        return Step(streamed, flight.holdings, flight.logits, rows)
+
+    def _read(self, group: Group, found: list[tuple[Sequence, Found]]) -> list[Streamed]:
+        """Gives a group what was found; retires it when it is done."""
+        request, stop_tokens = group.request, self.model.stop_tokens
+        streamed = request.decoding.read(group, found, self.memory, stop_tokens)
         if not group.sequences:
             self.scheduler.retire(group)
             self.completions[request.id] = group.completions()
-        return decoding.settled(group, choices)
-
-
-def succeed(memory: Memory, group: Group, choices: list[Choice]) -> None:
-    """Replaces a group's sequences by those that the choices make of them.
-
-    A parent's first live choice goes on in the parent's row, its others in forks of that row.
-    """
-    parents, live = group.sequences, [choice for choice in choices if not choice.final]
-    group.finished += [parents[c.parent].followed_by(c, NO_ROW) for c in choices if c.final]
-    survivors = {choice.parent for choice in live}
-    ended = [s.row for i, s in enumerate(parents) if i not in survivors]
-    memory.release(ended)
-    group.spare_rows += ended
-    rows = [parents[choice.parent].row for choice in live]
-    forked = [i for i, row in enumerate(rows) if rows.index(row) < i]
-    children = [group.spare_rows.pop() for _ in forked]
-    memory.fork([rows[i] for i in forked], children)
-    for i, child in zip(forked, children, strict=True):
-        rows[i] = child
-    chosen = zip(live, rows, strict=True)
-    group.sequences = [parents[choice.parent].followed_by(choice, row) for choice, row in chosen]
+        return streamed

@@ -1,9 +1,9 @@
 """A whole generation in one compiled program: the host sees no token before all are there.
 
 `lax.while_loop` carries the pool and the caches. Both are donated, so every step writes them in
-place. A step appends tokens to the pool, makes the copies that copy-on-write asks for, runs the
-model, samples, and decides which sequences go on. `decode_step` is one such step by itself, for a
-loop in Python to compare with.
+place. A step appends tokens to the pool, runs the model, samples, and decides which sequences go
+on. No sequences share a block here, so that no step has to look for copies to make on writing.
+`decode_step` is one such step by itself, for a loop in Python to compare with.
 """
 
 from collections.abc import Callable
@@ -19,13 +19,12 @@ from pagedattn import (
     KVCache,
     append_tokens,
     batch_from_pool,
-    copy_blocks,
     init_block_pool,
     init_kv_cache,
 )
-from pagedattn.ragged import cdiv
+from pagedattn.ragged import cdiv, sequence_ids
 from serving.decoder import Decoder, cached_attention, forward_paged
-from serving.sampling import pick
+from serving.drawing import greedy_rows, pick
 
 STATIC = ("model", "backend", "attend")
 
@@ -36,7 +35,7 @@ class Generation:
     """The state of a generation: a pytree that `jax.jit` can donate.
 
     Fields:
-      pool, caches: the cached tokens; row s of the pool is sequence s.
+      pool, caches: the cached tokens; row s of the pool is sequence s, whose blocks are its own.
       tokens: prompts and completions, one row a sequence, 0 past their ends.
       lengths: the number of tokens of each sequence; the cache holds all but the last.
       ends: the length at which each sequence is full.
@@ -88,12 +87,15 @@ def prefill(
     params: dict,
     model: Decoder,
     state: Generation,
-    temperature: Float[Array, ""],
+    temperature: Float[Array, ""] | None,
     max_query_len: int,
     backend: str | None = None,
     attend: Callable = cached_attention,
 ) -> Generation:
-    """Caches the prompts, of `max_query_len` tokens at most, and appends the first new token."""
+    """Caches the prompts, of `max_query_len` tokens at most, and appends the first new token.
+
+    It is drawn at the temperature; None takes the likeliest, as 0 does, and makes no noise for it.
+    """
     return _advance(params, model, state, temperature, max_query_len, backend, attend)
 
 
@@ -102,7 +104,7 @@ def decode_step(
     params: dict,
     model: Decoder,
     state: Generation,
-    temperature: Float[Array, ""],
+    temperature: Float[Array, ""] | None,
     backend: str | None = None,
     attend: Callable = cached_attention,
 ) -> Generation:
@@ -115,7 +117,7 @@ def decode_loop(
     params: dict,
     model: Decoder,
     state: Generation,
-    temperature: Float[Array, ""],
+    temperature: Float[Array, ""] | None,
     max_steps: Int[Array, ""],
     backend: str | None = None,
     attend: Callable = cached_attention,
@@ -141,26 +143,30 @@ def _advance(params, model, state, temperature, max_query_len, backend, attend) 
     tokens = _packed(state.tokens, batch, num_tokens)
     hidden, caches = forward_paged(params, model, tokens, state.caches, batch, backend, attend)
     logits = model.logits(params, hidden[batch.query_start_loc[1:] - 1])
-    sample, each = jnp.int32(0), jax.vmap(pick, in_axes=(0, 0, None, 0, None))
-    chosen = each(logits, state.seeds, sample, state.lengths, temperature)
+    chosen = _chosen(logits, state, temperature)
     return _append(replace(state, caches=caches), chosen, model.stop_tokens)
+
+
+def _chosen(logits, state, temperature):
+    if temperature is None:
+        return greedy_rows(logits)
+    sample, each = jnp.int32(0), jax.vmap(pick, in_axes=(0, 0, None, 0, None))
+    return each(logits, state.seeds, sample, state.lengths, temperature)
 
 
 def _grow(state, max_query_len):
     """Takes blocks for tokens that are not cached yet; a sequence that gets none ends here."""
     new = jnp.where(state.live, state.lengths - state.pool.seq_lens, 0)
     pool, growth = append_tokens(state.pool, new, max_new_tokens=max_query_len)
-    caches = [copy_blocks(cache, growth.copy_src, growth.copy_dst) for cache in state.caches]
     live, starved = state.live & growth.ok, state.starved | ~growth.ok
-    state = replace(state, pool=pool, caches=caches, live=live, starved=starved)
+    state = replace(state, pool=pool, live=live, starved=starved)
     return state, jnp.where(growth.ok, new, 0)
 
 
 def _packed(tokens, batch, num_tokens):
     """The new tokens of all sequences, one sequence after the other."""
-    packed = jnp.arange(num_tokens)
-    seqs = jnp.searchsorted(batch.query_start_loc[1:], packed, side="right")
-    return tokens.at[seqs, batch.positions].get(mode="clip")  # past the end: padding
+    seqs = sequence_ids(batch.query_start_loc, num_tokens)
+    return tokens[seqs, batch.positions]  # anything for padding, of sequence -1
 
 
 def _append(state, chosen, stop_tokens) -> Generation:

@@ -2,6 +2,9 @@
 
 Every function that changes them is compiled once. Caches are donated to it, so that it works in
 place, in a time that does not depend on their size.
+
+The pool lies in the host's memory, and its functions run there: what it decides never waits for the
+device. A forward gets its tables and lengths as they are when it is enqueued.
 """
 
 from collections.abc import Sequence
@@ -43,13 +46,18 @@ def padded(ids: Sequence[int], length: int) -> Int[np.ndarray, " length"]:
     return np.array([*ids, *[-1] * (length - len(ids))], np.int32)
 
 
+def on_host(pool: BlockPool) -> BlockPool:
+    """The pool in the host's memory, where all that is made of it stays."""
+    return jax.device_put(pool, jax.devices("cpu")[0])
+
+
 class Memory:
     """A pool of `limits.num_blocks` blocks, and a cache over them for each layer of the model."""
 
     def __init__(self, limits: Limits, model: Decoder | None = None, dtype=jnp.float32):
         self.limits = limits
         sizes = {"max_seqs": limits.max_seqs, "max_blocks": limits.max_blocks}
-        self.pool: BlockPool = init_block_pool(limits.num_blocks, limits.block_size, **sizes)
+        self.pool = on_host(init_block_pool(limits.num_blocks, limits.block_size, **sizes))
         self.caches = caches_of(model, limits.num_blocks, limits.block_size, dtype)
         self.free_rows = list(range(limits.max_seqs))
 
@@ -65,8 +73,9 @@ class Memory:
         failed = np.flatnonzero(~np.asarray(growth.ok)).tolist()
         if not failed:
             self.pool = pool
-            if (np.asarray(growth.copy_src) >= 0).any():
-                self.caches = copy_jit(self.caches, growth.copy_src, growth.copy_dst)
+            src, dst = np.asarray(growth.copy_src), np.asarray(growth.copy_dst)
+            if (src >= 0).any():
+                self.caches = copy_jit(self.caches, src, dst)
         return failed
 
     def fork(self, parents: list[int], children: list[int]) -> None:
@@ -90,6 +99,10 @@ class Memory:
     def drop(self, blocks: list[int]) -> None:
         for chunk in self._chunks(blocks):
             self.pool, _ = drop_jit(self.pool, chunk)
+
+    def arrays(self) -> BlockPool:
+        """The pool as NumPy arrays, for a program on the device."""
+        return jax.tree.map(np.asarray, self.pool)
 
     def tables(self) -> Int[np.ndarray, "max_seqs max_blocks"]:
         return np.asarray(self.pool.block_tables)

@@ -17,7 +17,7 @@ from pagedattn import (
     swap_in,
     swap_out,
 )
-from serving.memory import Memory, padded, release_jit
+from serving.memory import Memory, on_host, padded, release_jit
 from serving.request import NO_ROW, Group, Sequence
 
 
@@ -44,7 +44,8 @@ class Recompute:
     def suspend(self, group: Group) -> None:
         self.memory.release(group.rows)
         for sequence in group.sequences:
-            sequence.row, sequence.num_cached, sequence.logits = NO_ROW, 0, np.empty(0)
+            sequence.row, sequence.num_cached, sequence.num_kept = NO_ROW, 0, 0
+            sequence.candidates = ()
 
     def resume(self, sequence: Sequence) -> bool:
         del sequence
@@ -60,7 +61,8 @@ class Swap:
     def __init__(self, memory: Memory, num_blocks: int, num_rows: int):
         self.memory, self.recompute = memory, Recompute(memory)
         size, width = memory.limits.block_size, memory.limits.max_blocks
-        self.pool = init_block_pool(num_blocks, size, max_seqs=num_rows, max_blocks=width)
+        pool = init_block_pool(num_blocks, size, max_seqs=num_rows, max_blocks=width)
+        self.pool = on_host(pool)
         self.host, self.device = jax.devices("cpu")[0], jax.devices()[0]
         with jax.default_device(self.host):
             self.caches = [
@@ -118,8 +120,8 @@ def moved(
 
     Only these blocks cross between the devices.
     """
-    staged = jax.device_put(gather_jit(sources, src), device)
-    return scatter_jit(staged, targets, jax.device_put(dst, device))
+    staged = jax.device_put(gather_jit(sources, np.asarray(src)), device)
+    return scatter_jit(staged, targets, np.asarray(dst))
 
 
 @jax.jit

@@ -36,19 +36,22 @@ class PrefixCache:
                 break
             found.append(self.blocks[key])
         if found:
-            sequence.num_cached = len(found) * block_size
+            sequence.num_cached, sequence.num_kept = len(found) * block_size, len(found)
             self.memory.share(sequence.row, found, sequence.num_cached)
             self.num_hit_tokens += sequence.num_cached
         self.touch(sequence)
 
     def keep(self, groups: list[Group]) -> None:
-        """Names and holds the blocks that running sequences have filled."""
+        """Names and holds the blocks that running sequences have filled with known tokens."""
         tables, added = self.memory.tables(), {}
         for sequence in (s for group in groups for s in group.sequences):
-            self._name_blocks(sequence, sequence.num_cached)
-            full = sequence.num_cached // self.memory.limits.block_size
-            named = zip(sequence.keys[:full], tables[sequence.row].tolist(), strict=False)
-            added |= {key: block for key, block in named if key not in self.blocks | added}
+            filled = min(sequence.num_cached, sequence.num_known)
+            self._name_blocks(sequence, filled)
+            new = slice(sequence.num_kept, filled // self.memory.limits.block_size)
+            for key, block in zip(sequence.keys[new], tables[sequence.row, new], strict=True):
+                if key not in self.blocks:
+                    added.setdefault(key, int(block))
+            sequence.num_kept = max(new.start, new.stop)
         self.memory.hold(list(added.values()))
         self.blocks |= added
 

@@ -1,39 +1,61 @@
 """Requests, and the sequences that answer them."""
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-import numpy as np
-from jaxtyping import Float
+if TYPE_CHECKING:
+    from serving.memory import Memory
 
 NO_ROW = -1  # the row of a sequence that is not in the pool
-Logits = Float[np.ndarray, " vocab_size"]
+IN_FLIGHT = -1  # stands for a token that the device chooses, and that the host has not read yet
 Reason = Literal["stop", "length"]  # why a sample ends: at a stop token, or at its full length
+Scored = tuple[tuple[int, float], ...]  # tokens and their log-probabilities, the likeliest first
 
 
-class Choice(NamedTuple):
-    """A token chosen to follow one of a group's sequences.
+class Settings(NamedTuple):
+    """How the device chooses a token.
 
     Fields:
-      parent: the index of that sequence in the group.
-      token: the token.
-      sample: which of the request's samples the new sequence is.
-      score: the new sequence's log-probability; in beam search only.
-      reason: why the sequence ends with this token, or None if it goes on.
-      logprob, top_logprobs: as in `Streamed`.
+      temperature, seed, top_k, top_p: as in `sampling.Sampling`.
+      num_top: how many of the likeliest tokens the host is told.
+      scored: whether the host is told log-probabilities at all.
     """
 
-    parent: int
-    token: int
-    sample: int = 0
-    score: float = 0.0
-    reason: Reason | None = None
-    logprob: float | None = None
-    top_logprobs: tuple[tuple[int, float], ...] = ()
+    temperature: float = 0.0
+    seed: int = 0
+    top_k: int | None = None
+    top_p: float = 1.0
+    num_top: int = 0
+    scored: bool = False
 
     @property
-    def final(self) -> bool:
-        return self.reason is not None
+    def narrows(self) -> bool:
+        return self.temperature > 0 and (self.top_k is not None or self.top_p < 1)
+
+
+class Draw(NamedTuple):
+    """A token that the device is to choose once a forward has run.
+
+    Fields:
+      group, sequence: whose it will be.
+      row: the sequence's row.
+      source: the row after whose last token it comes: the sequence's own, or its parent's.
+      position: the token's index in the sequence.
+    """
+
+    group: "Group"
+    sequence: "Sequence"
+    row: int
+    source: int
+    position: int
+
+
+class Found(NamedTuple):
+    """What the host reads of a draw: the token, its log-probability, and the likeliest tokens."""
+
+    token: int
+    logprob: float | None = None
+    top: Scored = ()
 
 
 class Decoding(Protocol):
@@ -44,15 +66,26 @@ class Decoding(Protocol):
         """How many sequences a request may have at a time."""
         ...
 
-    def choose(self, group: "Group", stop_tokens: tuple[int, ...]) -> list[Choice]:
-        """The next tokens of a group whose sequences all have their logits.
-
-        A sequence that no choice names as its parent ends, unfinished.
-        """
+    @property
+    def settings(self) -> Settings:
+        """What the device has to know."""
         ...
 
-    def settled(self, group: "Group", choices: list[Choice]) -> list["Streamed"]:
-        """The tokens of this step that no later one takes back."""
+    def draw(self, group: "Group", ready: list["Sequence"], memory: "Memory") -> list[Draw]:
+        """The draws after a forward that feeds the last tokens of the sequences `ready`."""
+        ...
+
+    def read(
+        self,
+        group: "Group",
+        found: list[tuple["Sequence", Found]],
+        memory: "Memory",
+        stop_tokens: tuple[int, ...],
+    ) -> list["Streamed"]:
+        """Takes in what was drawn for sequences; gives the tokens that no later step takes back.
+
+        A group that has no more sequences is done.
+        """
         ...
 
     def ranked(self, group: "Group") -> list["Sequence"]:
@@ -81,7 +114,7 @@ class Streamed(NamedTuple):
     final: bool = False
     reason: Reason | None = None
     logprob: float | None = None
-    top_logprobs: tuple[tuple[int, float], ...] = ()
+    top_logprobs: Scored = ()
 
 
 @dataclass(frozen=True)
@@ -104,12 +137,14 @@ class Sequence:
     """One sequence of a request.
 
     Fields:
-      tokens: the prompt and what has been generated.
-      sample, score, reason: as in `Choice`.
-      num_cached: how many of the tokens the cache holds.
+      tokens: the prompt and what has been generated; the last two may be `IN_FLIGHT`.
+      sample: which of the request's samples it is.
+      score: its log-probability; in beam search only.
+      num_cached: how many of the tokens the cache holds once the device has caught up.
       row, host_row: its row in the device's pool and in the host's, or `NO_ROW`.
-      keys: the prefix cache's names of its full blocks.
-      logits: those after its last token; empty until they are computed.
+      keys: the prefix cache's names of its full blocks; it was offered the first `num_kept`.
+      candidates: the likeliest next tokens, once they are known; in beam search only.
+      reason: why it has ended, if it has.
     """
 
     tokens: list[int]
@@ -119,24 +154,14 @@ class Sequence:
     row: int = NO_ROW
     host_row: int = NO_ROW
     keys: list[bytes] = field(default_factory=list)
-    logits: Logits = field(default_factory=lambda: np.empty(0))
+    num_kept: int = 0
+    candidates: Scored = ()
     reason: Reason | None = None
 
     @property
-    def num_pending(self) -> int:
-        return len(self.tokens) - self.num_cached
-
-    def followed_by(self, choice: Choice, row: int) -> "Sequence":
-        """A new sequence: this one and the chosen token, in row `row`."""
-        return Sequence(
-            [*self.tokens, choice.token],
-            choice.sample,
-            choice.score,
-            self.num_cached,
-            row,
-            keys=list(self.keys),
-            reason=choice.reason,
-        )
+    def num_known(self) -> int:
+        """How many tokens the host knows."""
+        return len(self.tokens) - self.tokens[-2:].count(IN_FLIGHT)
 
 
 @dataclass
@@ -148,10 +173,9 @@ class Group:
     finished: list[Sequence] = field(default_factory=list)
     spare_rows: list[int] = field(default_factory=list)
 
-    @property
-    def ready(self) -> bool:
-        """Whether all sequences have the logits after their last token."""
-        return all(sequence.logits.size for sequence in self.sequences)
+    def num_pending(self, sequence: Sequence) -> int:
+        """How many tokens are still to be fed; the last of a full sequence never is."""
+        return min(len(sequence.tokens), self.request.max_cached) - sequence.num_cached
 
     @property
     def rows(self) -> list[int]:

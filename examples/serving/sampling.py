@@ -1,67 +1,14 @@
-"""Choosing the next token: the likeliest, or one at random, reproducibly."""
+"""Completions drawn token by token, each for itself."""
 
 import math
 from dataclasses import dataclass
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Int
-
 from pagedattn import InvalidInputError
-from serving.request import Choice, Group, Sequence, Streamed
+from serving.memory import Memory
+from serving.request import IN_FLIGHT, Draw, Found, Group, Reason, Sequence, Settings, Streamed
+from serving.succession import Choice, finish, succeed
 
 MAX_LOGPROBS = 20  # a request may ask for the likeliest tokens, up to so many
-
-
-def pick(
-    logits: Float[Array, " vocab_size"],
-    seed: Int[Array, ""],
-    sample: Int[Array, ""],
-    position: Int[Array, ""],
-    temperature: Float[Array, ""],
-) -> Int[Array, ""]:
-    """The token that follows: the likeliest at temperature 0, else drawn from the softmax.
-
-    The noise depends only on the request's seed, the number of the sample and the token's position.
-    So a text is the same whether it is served alone or in any batch, with preemption or without.
-    Adding Gumbel noise and taking the largest draws from the softmax (the Gumbel-max trick).
-    """
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sample), position)
-    noise = jax.random.gumbel(key, logits.shape, logits.dtype)
-    return jnp.argmax(logits + temperature * noise).astype(jnp.int32)
-
-
-def narrowed(
-    logits: Float[Array, " vocab_size"],
-    temperature: Float[Array, ""],
-    top_k: Int[Array, ""],
-    top_p: Float[Array, ""],
-) -> Float[Array, " vocab_size"]:
-    """The logits of the tokens that may be drawn, and -inf for the others.
-
-    First the `top_k` likeliest stay; then of these the fewest, likeliest first, whose probabilities
-    at the temperature come to `top_p` of theirs together. Tokens as likely as the last of them stay
-    too, and so does always the likeliest.
-    """
-    down, rank = jnp.sort(logits, descending=True), jnp.arange(len(logits))
-    warmth = jnp.where(temperature > 0, temperature, 1)
-    kept = jax.nn.softmax(jnp.where(rank < top_k, down / warmth, -jnp.inf))
-    stays = (rank < top_k) & ((jnp.cumsum(kept) - kept < top_p) | (top_p >= 1))
-    return jnp.where(logits >= down[stays.sum() - 1], logits, -jnp.inf)
-
-
-def likeliest(
-    logits: Float[Array, " vocab_size"], chosen: Int[Array, ""], count: int
-) -> tuple[Float[Array, ""], Int[Array, " count"], Float[Array, " count"]]:
-    """The chosen token's log-probability; the `count` likeliest tokens, and theirs."""
-    logprobs = jax.nn.log_softmax(logits)
-    top, tokens = jax.lax.top_k(logprobs, count)
-    return logprobs[chosen], tokens, top
-
-
-pick_jit, narrowed_jit = jax.jit(pick), jax.jit(narrowed)
-likeliest_jit = jax.jit(likeliest, static_argnames="count")
 
 
 @dataclass(frozen=True)
@@ -105,45 +52,63 @@ class Sampling:
     def width(self) -> int:
         return self.num_samples
 
-    def choose(self, group: Group, stop_tokens: tuple[int, ...]) -> list[Choice]:
-        first = not group.completion(group.sequences[0])
-        samples = range(self.num_samples) if first else [s.sample for s in group.sequences]
-        return [
-            self._chosen(group.sequences[0 if first else i], 0 if first else i, sample, stop_tokens)
-            for i, sample in enumerate(samples)
-        ]
+    @property
+    def settings(self) -> Settings:
+        asked = self.logprobs is not None
+        how = (self.temperature, self.seed, self.top_k, self.top_p)
+        return Settings(*how, num_top=self.logprobs or 0, scored=asked)
 
-    def settled(self, group: Group, choices: list[Choice]) -> list[Streamed]:
-        """Every token, as soon as it is drawn."""
-        return [
-            Streamed(
-                group.request.id, c.token, c.sample, c.final, c.reason, c.logprob, c.top_logprobs
-            )
-            for c in choices
-        ]
+    def draw(self, group: Group, ready: list[Sequence], memory: Memory) -> list[Draw]:
+        """One for each sequence; after the prompt, one for each sample.
+
+        The sequences go on at once: the next forward takes the tokens from the device.
+        """
+        if not ready:
+            return []
+        last = len(ready[0].tokens)
+        if last == len(group.request.prompt):
+            source = ready[0].row
+            samples = range(self.num_samples)
+            succeed(memory, group, [Choice(0, IN_FLIGHT, sample) for sample in samples])
+            return [Draw(group, s, s.row, source, last) for s in group.sequences]
+        for sequence in ready:
+            sequence.tokens.append(IN_FLIGHT)
+        return [Draw(group, s, s.row, s.row, len(s.tokens) - 1) for s in ready]
+
+    def read(
+        self,
+        group: Group,
+        found: list[tuple[Sequence, Found]],
+        memory: Memory,
+        stop_tokens: tuple[int, ...],
+    ) -> list[Streamed]:
+        """Every token; what was drawn after a stop token is dropped with its sequence."""
+        streamed = []
+        for sequence, new in found:
+            known = sequence.num_known
+            sequence.tokens[known] = new.token
+            sequence.reason = self._reason(group.request, known + 1, new.token, stop_tokens)
+            if sequence.reason:
+                del sequence.tokens[known + 1 :]
+            streamed.append(self._streamed(group.request.id, sequence, new))
+        finish(memory, group, [sequence for sequence, _ in found if sequence.reason])
+        return streamed
 
     def ranked(self, group: Group) -> list[Sequence]:
         return sorted(group.finished, key=lambda sequence: sequence.sample)
 
-    def _chosen(self, sequence: Sequence, parent: int, sample: int, stop_tokens) -> Choice:
-        token = self._pick(sequence, sample)
-        reason = "stop" if token in stop_tokens else None
-        choice = Choice(parent, token, sample, reason=reason)
+    def _streamed(self, request_id: int, sequence: Sequence, new: Found) -> Streamed:
+        reason = sequence.reason
+        streamed = Streamed(request_id, new.token, sequence.sample, reason is not None, reason)
         if self.logprobs is None:
-            return choice
-        count = min(MAX_LOGPROBS, len(sequence.logits))
-        logprob, tokens, top = likeliest_jit(sequence.logits, token, count)
-        top = zip(tokens.tolist(), top.tolist(), strict=True)
-        return choice._replace(logprob=float(logprob), top_logprobs=tuple(top)[: self.logprobs])
+            return streamed
+        return streamed._replace(logprob=new.logprob, top_logprobs=new.top[: self.logprobs])
 
-    def _pick(self, sequence: Sequence, sample: int) -> int:
-        if not self.temperature:
-            return int(np.argmax(sequence.logits))
-        noise, logits = (self.seed, sample, len(sequence.tokens)), sequence.logits
-        if self.top_k is not None or self.top_p < 1:
-            top_k = min(self.top_k or len(logits), len(logits))
-            logits = narrowed_jit(logits, self.temperature, top_k, self.top_p)
-        return int(pick_jit(logits, *noise, self.temperature))
+    @staticmethod
+    def _reason(request, length: int, token: int, stop_tokens) -> Reason | None:
+        if token in stop_tokens:
+            return "stop"
+        return "length" if length == len(request.prompt) + request.max_new_tokens else None
 
 
 GREEDY = Sampling()

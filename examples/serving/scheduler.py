@@ -50,23 +50,35 @@ class Scheduler:
             )
         self.waiting.append(Group(request, [Sequence(list(request.prompt))]))
 
-    def plan(self) -> Plan:
+    def plan(self, unread: bool = False) -> Plan:
         """The sequences of the next step, each with how many of its pending tokens it brings.
 
         Decodes come first, so that no prompt delays them; chunks of prompts get the rest of the
         budget. The pool has blocks for all these tokens when this returns.
+
+        Args:
+          unread: whether the host has tokens to read that the device chose. Then nobody is
+            preempted, and the plan is empty instead: a sequence that has ended may make room.
         """
         self._admit()
-        while True:
-            plan = self._within_budget()
+        while plan := self._within_budget():
             failed = self.memory.grow({s.row: length for s, length in plan})
             if not failed:
                 return plan
-            self._make_room(sum(self._lacking(s, n) for s, n in plan if s.row in failed))
+            missing = sum(self._lacking(s, n) for s, n in plan if s.row in failed)
+            # A block a row, so that not every step has to look for some.
+            if not self.prefixes.evict(max(missing, self.limits.max_seqs)):
+                if unread:
+                    return []
+                self._preempt_youngest()
+        return []
 
     def retire(self, group: Group) -> None:
+        """Frees the rows and blocks of a running group; what it has in flight will not be read."""
         self.memory.release(group.rows)
         self._leave(group)
+        for sequence in group.sequences:
+            sequence.row = NO_ROW
 
     def cancel(self, request_id: int) -> bool:
         """Forgets a request wherever it is; whether it was waiting or running."""
@@ -83,20 +95,17 @@ class Scheduler:
 
     def _within_budget(self) -> Plan:
         plan, budget = [], self.limits.token_budget
-        live = [sequence for group in self.running for sequence in group.sequences]
-        for sequence in sorted(live, key=lambda sequence: sequence.num_pending > 1):
-            if length := min(sequence.num_pending, self.limits.max_query_len, budget):
+        pending = [(s, g.num_pending(s)) for g in self.running for s in g.sequences]
+        for sequence, count in sorted(pending, key=lambda each: each[1] > 1):
+            if length := min(count, self.limits.max_query_len, budget):
                 plan.append((sequence, length))
                 budget -= length
         return plan
 
-    def _make_room(self, num_blocks: int) -> None:
-        if not self.prefixes.evict(num_blocks):
-            if len(self.running) == 1:  # cannot happen: submit() refuses such requests
-                raise OutOfBlocksError("one request alone finds no blocks in the pool")
-            self._preempt(self.running[-1])
-
-    def _preempt(self, group: Group) -> None:
+    def _preempt_youngest(self) -> None:
+        if len(self.running) == 1:  # cannot happen: submit() refuses such requests
+            raise OutOfBlocksError("one request alone finds no blocks in the pool")
+        group = self.running[-1]
         self.num_preemptions += 1
         rows = group.rows
         self.preemption.suspend(group)
@@ -129,11 +138,13 @@ class Scheduler:
         """Whether a group finds rows, and blocks for its tokens and one more in each sequence."""
         if len(self.memory.free_rows) < group.request.decoding.width:
             return False
-        needed = sum(self._lacking(s, s.num_pending + 1) for s in group.sequences)
+        needed = sum(self._lacking(s, group.num_pending(s) + 1) for s in group.sequences)
         swapped = sum(self._owned(s) for s in group.sequences if s.host_row != NO_ROW)
-        promised = sum(self._lacking(s, s.num_pending) for g in self.running for s in g.sequences)
+        promised = sum(
+            self._lacking(s, g.num_pending(s)) for g in self.running for s in g.sequences
+        )
         missing = needed + swapped + promised - self.memory.num_free
-        if self.running and missing > self.prefixes.num_evictable():
+        if self.running and missing > 0 and missing > self.prefixes.num_evictable():
             return False
         if swapped:  # blocks come back from the host before `plan` would make room
             self.prefixes.evict(max(missing, 0))

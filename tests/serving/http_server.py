@@ -51,6 +51,10 @@ class EchoEngine:
             groups[:] = [group for group in groups if group[0].id != request_id]
         return True
 
+    def holdings(self):
+        owners = self.owners()
+        return SimpleNamespace(owners=lambda: owners)
+
     def owners(self):
         return np.full(self.limits.num_blocks, -1)
 
@@ -66,7 +70,7 @@ class EchoEngine:
         for group in running:
             group[1] += 1
         running[:] = [group for group in running if group[1] < group[0].max_new_tokens]
-        return Step(self.owners(), {}, tokens)
+        return Step(tokens, self.holdings())
 
     def _tokens(self, group):
         request, count = group

@@ -13,6 +13,7 @@ from serving.beam import Beam
 from serving.checkpoint import load_checkpoint, save_checkpoint
 from serving.engine import Engine
 from serving.families import model_of
+from serving.fused import fused
 from serving.limits import Limits
 from serving.parity import dense_logits
 from serving.preemption import Recompute, Swap
@@ -177,6 +178,14 @@ PUBLISHED = {
         "sliding_window": 6,
     },
 }
+QKV = {"query", "key", "value"}
+QKV_BIASES = {f"{name}_bias" for name in QKV}
+FUSED_IN = {
+    "llama": QKV | {"gate", "up"},
+    "qwen2": QKV | QKV_BIASES | {"gate", "up"},
+    "gpt-oss": QKV | QKV_BIASES,
+    "mixtral": QKV,
+}
 # XLA compiles ten times as long as torch, so it serves each option of attention once.
 TORCH = "sdpa" if "sdpa" in available_backends() else "xla"
 BY_XLA = ("llama", "gemma2", "gpt-oss", "bloom")
@@ -231,7 +240,7 @@ def shared_prefix_requests() -> list[Request]:
 def served(directory: Path, requests, preemption, backend=TORCH, dtype=jnp.float32):
     """Completions and the logits behind them, of a batch that shares, and that does not fit."""
     model, params = load_checkpoint(directory, dtype)
-    engine = Engine(params, model, LIMITS, backend, preemption)
+    engine = Engine(fused(params), model, LIMITS, backend, preemption)
     steps = serve(engine, requests)
     assert engine.scheduler.num_preemptions > 0
     assert engine.prefixes.num_hit_tokens > 0
@@ -268,6 +277,21 @@ def test_torch_serves_them_too(tmp_path, name):
     judge, requests = theirs(name), shared_prefix_requests()
     judge.model.save_pretrained(tmp_path)
     check(judge, requests, *served(tmp_path, requests, Recompute, backend="sdpa"))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt-oss", "mixtral", "phi3", "bloom"])
+def test_fused_weights_compute_the_same(tmp_path, name):
+    judge, (request, *_) = theirs(name), shared_prefix_requests()
+    judge.model.save_pretrained(tmp_path)
+    model, params = load_checkpoint(tmp_path)
+    together = fused(params)
+    assert sum(leaf.size for leaf in jax.tree.leaves(together)) == sum(
+        leaf.size for leaf in jax.tree.leaves(params)
+    )
+    changed = set(params["layers"][0]) - set(together["layers"][0])
+    assert changed == FUSED_IN.get(name, set())
+    ours, apart = (dense_logits(p, model, jnp.array([request.prompt])) for p in (together, params))
+    np.testing.assert_allclose(ours, apart, atol=1e-5 * np.abs(apart).max())
 
 
 def test_sinks_and_experts_need_no_cache(tmp_path):

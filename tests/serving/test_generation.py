@@ -66,7 +66,7 @@ def test_sampled_tokens_are_the_engines():
 def test_sequences_stop_one_by_one():
     stops = tuple(completion[index] for index, completion in enumerate(served(), start=3))
     model = replace(TINY, eos_token_id=stops)
-    state = decode_loop(tiny_params(), model, begin(model), 0.0, 99, "xla")
+    state = decode_loop(tiny_params(), model, begin(model, None), None, 99, "xla")
     assert completions_of(state) == served(model)
     assert len(set(state.lengths.tolist())) > 1
 
@@ -123,6 +123,14 @@ def test_a_whole_generation_traces_one_step(monkeypatch):
     state = begin(model)
     decode_loop(tiny_params(), model, state, 0.0, 99, "xla")
     assert traced == [(3 * 9,), (3,)]
+
+
+def test_bookkeeping_runs_without_loops():
+    """A GPU runs a loop in a program as many small programs, one after the other."""
+    model = replace(TINY, num_hidden_layers=0)
+    params = tiny_params() | {"layers": []}
+    state = start(params, model, PROMPTS, [0, 1, 2], max_new_tokens=9, num_blocks=30)
+    assert "stablehlo.while" not in decode_step.lower(params, model, state, None, "xla").as_text()
 
 
 def test_the_benchmark_compares_both_loops(tmp_path, capsys):

@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving.beam import Beam, log_softmax
-from serving.engine import Engine, succeed
+from serving.beam import Beam
+from serving.drawing import pick
+from serving.engine import Engine
 from serving.memory import Memory
 from serving.occupancy import blocks_used
 from serving.parity import dense_logits
 from serving.preemption import Recompute, Swap
 from serving.prefix_cache import PrefixCache
-from serving.request import Request
-from serving.sampling import GREEDY, Sampling, pick
+from serving.request import Found, Request
+from serving.sampling import GREEDY, Sampling
 from serving.scheduler import Scheduler
 from tiny import LIMITS, ROOMY, TINY, serve, tiny_params, tiny_requests
 
@@ -76,8 +77,8 @@ def test_swapped_blocks_come_back_instead_of_being_computed():
         engine.prefixes.keep = lambda groups: None  # else recomputing finds its blocks again
         tokens[name], plan = 0, engine.scheduler.plan
 
-        def counting(plan=plan, name=name):
-            steps = plan()
+        def counting(unread, plan=plan, name=name):
+            steps = plan(unread)
             tokens[name] += sum(length for _, length in steps)
             return steps
 
@@ -168,6 +169,11 @@ def test_samples_share_the_blocks_of_their_prompt():
     engine = Engine(tiny_params(), TINY, ROOMY, "xla")
     steps = serve(engine, [request])
     assert blocks_used(np.stack([step.owners for step in steps])).max() == 6 + 3
+
+
+def log_softmax(logits):
+    shifted = logits - logits.max()
+    return shifted - np.log(np.exp(shifted).sum())
 
 
 def beams_of(prompt, decoding, stop_tokens, max_new_tokens):
@@ -264,18 +270,19 @@ def test_the_scheduler_brings_every_request_to_its_end(asked, policy):
         assert plan
         assert steps < 2000
         assert sum(length for _, length in plan) <= LIMITS.token_budget
+        draws = []
         for sequence, length in plan:
             sequence.num_cached += length
             assert int(memory.pool.seq_lens[sequence.row]) == sequence.num_cached
-            if not sequence.num_pending:
-                sequence.logits = np.arange(3.0)
+        for group in scheduler.running:
+            fed = [s for s in group.sequences if any(s is t for t, _ in plan)]
+            ready = [s for s in fed if not group.num_pending(s)]
+            draws += group.request.decoding.draw(group, ready, memory)
         prefixes.keep(scheduler.running)
-        for group in [group for group in scheduler.running if group.ready]:
-            choices = group.request.decoding.choose(group, ())
-            last = len(group.completion(group.sequences[0])) + 1 == group.request.max_new_tokens
-            succeed(memory, group, [c._replace(reason="length" if last else None) for c in choices])
-            if not group.sequences:
-                scheduler.retire(group)
-                lengths[group.request.id] = list(map(len, group.completions()))
+        for draw in draws:
+            draw.group.request.decoding.read(draw.group, [(draw.sequence, Found(2))], memory, ())
+        for group in [group for group in scheduler.running if not group.sequences]:
+            scheduler.retire(group)
+            lengths[group.request.id] = list(map(len, group.completions()))
     assert lengths == {i: [new] * width for i, (_, new, width) in enumerate(asked)}
     assert memory.num_free + len(prefixes.blocks) == 21

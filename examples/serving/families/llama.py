@@ -9,7 +9,16 @@ from jaxtyping import Array, Float
 
 from serving.decoder import Decoder, Heads, Hidden, Logits, Name, Tokens
 
-from .pieces import Features, biases, gated_mlp, head_logits, linear, rms_norm
+from .pieces import (
+    QUERY_KEY_VALUE,
+    Features,
+    biases,
+    gated_mlp,
+    head_logits,
+    linear,
+    linears,
+    rms_norm,
+)
 from .rotary import Scaling, rope, take_rope
 
 ATTENTION = {
@@ -86,7 +95,9 @@ class Llama(Decoder):
 
     def project(self, layer: dict, x: Hidden) -> tuple[Flat, Flat, Flat]:
         """Query, key and value, the heads side by side."""
-        query, key, value = (linear(layer, name, x) for name in ("query", "key", "value"))
+        queries = self.num_attention_heads * self.head_dim
+        keys = queries + self.num_key_value_heads * self.head_dim
+        query, key, value = linears(layer, QUERY_KEY_VALUE, x, [queries, keys])
         return query, key, value
 
     def norm_heads(self, layer: dict, name: str, x: Flat) -> Flat:

@@ -1,17 +1,13 @@
-"""Phi-3: Mistral with one projection for query, key and value, and one for gate and up."""
+"""Phi-3: Mistral whose checkpoints have the projections that serving/fused.py makes of others'."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import jax
-import jax.numpy as jnp
+from serving.decoder import Name
 
-from serving.decoder import Hidden, Name
-
-from .llama import ATTENTION, MLP, Flat
+from .llama import ATTENTION, MLP
 from .mistral import Mistral
-from .pieces import linear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +27,3 @@ class Phi3(Mistral):
     def mlp_names(self) -> Mapping[str, Name]:
         kept = {name: MLP[name] for name in ("mlp_norm", "down")}
         return kept | {"gate_up": "mlp.gate_up_proj.weight"}
-
-    def project(self, layer: dict, x: Hidden) -> tuple[Flat, Flat, Flat]:
-        query = self.num_attention_heads * self.head_dim
-        key = query + self.num_key_value_heads * self.head_dim
-        fused = linear(layer, "query_key_value", x)
-        return fused[:, :query], fused[:, query:key], fused[:, key:]
-
-    def mlp(self, layer: dict, x: Hidden) -> Hidden:
-        gate, up = jnp.split(linear(layer, "gate_up", x), 2, axis=-1)
-        return linear(layer, "down", jax.nn.silu(gate) * up)

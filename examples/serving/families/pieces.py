@@ -6,12 +6,24 @@ from jaxtyping import Array, Float
 
 Features = Float[Array, "*tokens _"]
 Weight = Float[Array, " size"]
+QUERY_KEY_VALUE, GATE_UP = ("query", "key", "value"), ("gate", "up")
 
 
 def linear(layer: dict, name: str, x: Features) -> Features:
     """`x @ weight.T`, and the bias where the layer has one."""
     out = x @ layer[name].T
     return out + layer[f"{name}_bias"] if f"{name}_bias" in layer else out
+
+
+def linears(layer: dict, names: tuple[str, ...], x: Features, split) -> list[Features]:
+    """Several linear maps of x: by one product if their weights are fused (serving/fused.py).
+
+    Its outputs are then split as `jnp.split` does by `split`.
+    """
+    fused = "_".join(names)
+    if fused in layer:
+        return jnp.split(linear(layer, fused, x), split, axis=-1)
+    return [linear(layer, name, x) for name in names]
 
 
 def biases(names: dict[str, str], *biased: str) -> dict[str, str]:
@@ -34,8 +46,8 @@ def layer_norm(x: Features, weight: Weight, bias: Weight, eps: float) -> Feature
 
 
 def gated_mlp(layer: dict, x: Features, activation) -> Features:
-    gate = activation(linear(layer, "gate", x))
-    return linear(layer, "down", gate * linear(layer, "up", x))
+    gate, up = linears(layer, GATE_UP, x, 2)
+    return linear(layer, "down", activation(gate) * up)
 
 
 def gelu_tanh(x: Features) -> Features:

@@ -17,6 +17,7 @@ from pagedattn import InvalidInputError
 from serving.checkpoint import load_checkpoint
 from serving.decoder import Decoder
 from serving.engine import Engine
+from serving.fused import fused
 from serving.limits import Limits
 from serving.request import Request
 from serving.sampling import Sampling
@@ -53,7 +54,7 @@ def load(directory: Path, name: str | None = None, dtype: str = "float32") -> Lo
         raise InvalidInputError(
             f"{directory} is no checkpoint that is read here: {text}"
         ) from error
-    return Loaded(name or directory.resolve().name, model, params, text)
+    return Loaded(name or directory.resolve().name, model, fused(params), text)
 
 
 def ready_engine(loaded: Loaded, limits: Limits, backend: str | None = None) -> Engine:

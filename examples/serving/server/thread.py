@@ -32,7 +32,7 @@ class EngineThread:
         self._ids = itertools.count()
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._seen = self._look(engine.owners())
+        self._seen = self._look()
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -46,9 +46,10 @@ class EngineThread:
         return [self._submit(replace(request, id=next(self._ids))) for request in requests]
 
     async def state(self) -> State:
-        gauges = self._seen.gauges | {"requests_open": len(self.tickets)}  # pyright: ignore
+        seen = self._seen()
+        gauges = {**seen.gauges, "requests_open": len(self.tickets)}
         problem = self.problem.message if self.problem else None
-        return replace(self._seen, gauges=gauges, problem=problem)
+        return replace(seen, gauges=gauges, problem=problem)
 
     def drain(self) -> None:
         """Takes no further request; those that it has taken go on."""
@@ -89,7 +90,7 @@ class EngineThread:
             while self._obey():
                 step = self.engine.step()
                 self.num_steps += 1
-                self._seen = self._look(step.owners)
+                self._seen = self._look()
                 self._tell(self._deliver, step.tokens)
                 self._drop_completions(step)
         except BaseException as error:  # whatever it was, those who wait are told
@@ -101,7 +102,7 @@ class EngineThread:
         """Does what was asked since the last step; waits while there is nothing to run."""
         while self.engine.idle or not self._commands.empty():
             if self._commands.empty():
-                self._seen = self._look(self.engine.owners())
+                self._seen = self._look()
             command = self._commands.get()
             if command is None:
                 return False
@@ -123,20 +124,20 @@ class EngineThread:
         for token in step.tokens:
             self.engine.completions.pop(token.request, None)
 
-    def _look(self, owners) -> State:
-        scheduler, limits = self.engine.scheduler, self.engine.limits
-        return State(
-            owners=owners.tolist(),
-            block_size=limits.block_size,
-            gauges={
-                "requests_running": len(scheduler.running),
-                "requests_waiting": len(scheduler.waiting),
-            },
-            counters={
-                "steps": self.num_steps,
-                "preemptions": scheduler.num_preemptions,
-                "prefix_hit_tokens": self.engine.prefixes.num_hit_tokens,
-            },
+    def _look(self) -> Callable[[], State]:
+        """The engine's state, to be worked out by those who ask for it."""
+        scheduler, holdings = self.engine.scheduler, self.engine.holdings()
+        running, waiting = len(scheduler.running), len(scheduler.waiting)
+        counters = {
+            "steps": self.num_steps,
+            "preemptions": scheduler.num_preemptions,
+            "prefix_hit_tokens": self.engine.prefixes.num_hit_tokens,
+        }
+        return lambda: State(
+            owners=holdings.owners().tolist(),
+            block_size=self.engine.limits.block_size,
+            gauges={"requests_running": running, "requests_waiting": waiting},
+            counters=counters,
         )
 
     def _tell(self, callback: Callable, *args) -> None:

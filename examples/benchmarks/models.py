@@ -1,0 +1,73 @@
+"""The models of the serving benchmarks: the shipped one, or sizes with random weights."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PRNGKeyArray
+from serving.checkpoint import load_checkpoint
+from serving.decoder import Decoder
+from serving.families.llama import Llama
+from serving.fused import fused
+
+SHIPPED = Path(__file__).parents[1] / "models" / "pydoc-llama"
+SHAPES = {
+    "llama-8b": Llama(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+    ),
+}
+NAMES = (SHIPPED.name, *SHAPES)
+
+
+def model_called(name: str, changes: dict[str, int]) -> tuple[Decoder, dict]:
+    """A model without stop tokens and its parameters, with sizes changed if weights are random."""
+    if name == SHIPPED.name:
+        model, params = load_checkpoint(SHIPPED)
+        return replace(model, eos_token_id=None, **changes), fused(params)
+    model = replace(SHAPES[name], **changes)
+    return model, random_params(model)
+
+
+def random_params(model: Llama, dtype=jnp.bfloat16) -> dict:
+    """Random parameters, fused, made on the device a layer at a time."""
+    vocab, *layers = jax.random.split(jax.random.key(0), model.num_hidden_layers + 1)
+    embedding, head = jax.random.split(vocab)
+    table = (model.vocab_size, model.hidden_size)
+    return {
+        "embedding": random_weight(embedding, table, dtype),
+        "lm_head": random_weight(head, table, dtype),
+        "layers": [random_layer(key, model, dtype) for key in layers],
+        "norm": jnp.ones(model.hidden_size, dtype),
+    }
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def random_layer(key: PRNGKeyArray, model: Llama, dtype) -> dict[str, Array]:
+    hidden, inner = model.hidden_size, model.intermediate_size
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    shapes = {
+        "query_key_value": ((heads + 2 * kv_heads) * model.head_dim, hidden),
+        "output": (hidden, heads * model.head_dim),
+        "gate_up": (2 * inner, hidden),
+        "down": (hidden, inner),
+    }
+    keys = jax.random.split(key, len(shapes))
+    weights = zip(keys, shapes.items(), strict=True)
+    layer = {name: random_weight(key, shape, dtype) for key, (name, shape) in weights}
+    return layer | {name: jnp.ones(hidden, dtype) for name in ("attention_norm", "mlp_norm")}
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def random_weight(key: PRNGKeyArray, shape: tuple[int, ...], dtype) -> Array:
+    return 0.02 * jax.random.normal(key, shape, dtype)

@@ -1,0 +1,76 @@
+"""A decode loop over a cache that is full already: its time a step, and what it has to read."""
+
+import time
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from serving.decoder import Decoder
+from serving.generation import Generation, decode_loop
+
+from pagedattn import BlockPool, KVCache, append_tokens, init_block_pool
+from pagedattn.ragged import cdiv
+
+BLOCK_SIZE = 16
+WARM_UP = 2  # steps, of which the first compiles
+
+
+def filled(model: Decoder, params: dict, lengths: list[int], new_tokens: int) -> Generation:
+    """Sequences with so many cached tokens each, of random keys and values in scattered blocks."""
+    num_seqs, max_blocks = len(lengths), cdiv(max(lengths) + new_tokens + 1, BLOCK_SIZE)
+    num_blocks = sum(cdiv(length + new_tokens + 1, BLOCK_SIZE) for length in lengths)
+    cached = jnp.array(lengths, jnp.int32)
+    pool = scattered_pool(cached, num_blocks, max_blocks)
+    keys = jax.random.split(jax.random.key(1), model.num_hidden_layers)
+    shape = (num_blocks, BLOCK_SIZE, model.num_key_value_heads, model.head_dim)
+    return Generation(
+        pool=pool,
+        caches=[random_cache(key, shape, params["embedding"].dtype) for key in keys],
+        tokens=jnp.zeros((num_seqs, max(lengths) + new_tokens + 1), jnp.int32),
+        lengths=cached + 1,
+        ends=cached + 1 + new_tokens,
+        live=jnp.ones(num_seqs, bool),
+        starved=jnp.zeros(num_seqs, bool),
+        seeds=jnp.zeros(num_seqs, jnp.int32),
+    )
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def scattered_pool(lengths, num_blocks: int, max_blocks: int) -> BlockPool:
+    pool = init_block_pool(num_blocks, BLOCK_SIZE, max_seqs=len(lengths), max_blocks=max_blocks)
+    order = jax.random.permutation(jax.random.key(2), num_blocks).astype(jnp.int32)
+    return append_tokens(replace(pool, free_blocks=order), lengths)[0]
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def random_cache(key, shape: tuple[int, ...], dtype) -> KVCache:
+    of_keys, of_values = jax.random.split(key)
+    drawn = partial(jax.random.normal, shape=shape, dtype=dtype)
+    return KVCache(drawn(of_keys), drawn(of_values))
+
+
+def seconds_a_step(
+    model: Decoder, params: dict, lengths: list[int], steps: int, backend: str | None, runs: int = 3
+) -> float:
+    """Of `decode_loop` taking the likeliest tokens: the median of some runs of so many steps."""
+    state = filled(model, params, lengths, WARM_UP + runs * steps)
+    state = jax.block_until_ready(decode_loop(params, model, state, None, WARM_UP, backend))
+    times = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        state = jax.block_until_ready(decode_loop(params, model, state, None, steps, backend))
+        times.append((time.perf_counter() - start) / steps)
+    if not bool(state.lengths.sum() == state.ends.sum()):
+        raise RuntimeError("a sequence ended early, so that steps were not of the whole batch")
+    return sorted(times)[runs // 2]
+
+
+def bytes_a_step(model: Decoder, params: dict, lengths: list[int]) -> int:
+    """What a step has to read: the weights once, and the cached keys and values."""
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    table = params["embedding"]
+    if "lm_head" in params:  # then only a row a sequence of the embedding is read
+        weights -= table.nbytes
+    token = 2 * model.num_key_value_heads * model.head_dim * table.dtype.itemsize
+    return weights + sum(lengths) * token * model.num_hidden_layers

@@ -1,0 +1,150 @@
+"""Choosing next tokens on the device: the likeliest, or one at random, reproducibly.
+
+Each row has settings of its own, as arrays, so that one program serves every mix of them. What no
+row of a step asks for is not computed: whether any does is known on the host.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from serving.request import Draw, Found
+
+AllLogits = Float[Array, "rows vocab_size"]
+Ints = Int[Array, " rows"]
+Floats = Float[Array, " rows"]
+
+
+def pick(
+    logits: Float[Array, " vocab_size"],
+    seed: Int[Array, ""],
+    sample: Int[Array, ""],
+    position: Int[Array, ""],
+    temperature: Float[Array, ""],
+) -> Int[Array, ""]:
+    """The token that follows: the likeliest at temperature 0, else drawn from the softmax.
+
+    The noise depends only on the request's seed, the number of the sample and the token's position.
+    So a text is the same whether it is served alone or in any batch, with preemption or without.
+    Adding Gumbel noise and taking the largest draws from the softmax (the Gumbel-max trick).
+    """
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sample), position)
+    noise = jax.random.gumbel(key, logits.shape, logits.dtype)
+    return jnp.argmax(logits + temperature * noise).astype(jnp.int32)
+
+
+def narrowed(
+    logits: Float[Array, " vocab_size"],
+    temperature: Float[Array, ""],
+    top_k: Int[Array, ""],
+    top_p: Float[Array, ""],
+) -> Float[Array, " vocab_size"]:
+    """The logits of the tokens that may be drawn, and -inf for the others.
+
+    First the `top_k` likeliest stay; then of these the fewest, likeliest first, whose probabilities
+    at the temperature come to `top_p` of theirs together. Tokens as likely as the last of them stay
+    too, and so does always the likeliest.
+    """
+    down, rank = jnp.sort(logits, descending=True), jnp.arange(len(logits))
+    warmth = jnp.where(temperature > 0, temperature, 1)
+    kept = jax.nn.softmax(jnp.where(rank < top_k, down / warmth, -jnp.inf))
+    stays = (rank < top_k) & ((jnp.cumsum(kept) - kept < top_p) | (top_p >= 1))
+    return jnp.where(logits >= down[stays.sum() - 1], logits, -jnp.inf)
+
+
+def likeliest(
+    logits: Float[Array, " vocab_size"], chosen: Int[Array, ""], count: int
+) -> tuple[Float[Array, ""], Int[Array, " count"], Float[Array, " count"]]:
+    """The chosen token's log-probability; the `count` likeliest tokens, and theirs."""
+    logprobs = jax.nn.log_softmax(logits)
+    top, tokens = jax.lax.top_k(logprobs, count)
+    return logprobs[chosen], tokens, top
+
+
+@jax.jit
+def greedy_rows(logits: AllLogits) -> Ints:
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+@jax.jit
+def pick_rows(
+    logits: AllLogits, seeds: Ints, samples: Ints, positions: Ints, temperatures: Floats
+) -> Ints:
+    return jax.vmap(pick)(logits, seeds, samples, positions, temperatures)
+
+
+@jax.jit
+def narrow_rows(logits: AllLogits, temperatures: Floats, top_ks: Ints, top_ps: Floats) -> AllLogits:
+    return jax.vmap(narrowed)(logits, temperatures, top_ks, top_ps)
+
+
+@partial(jax.jit, static_argnames="count")
+def likeliest_rows(logits: AllLogits, chosen: Ints, count: int):
+    return jax.vmap(partial(likeliest, count=count))(logits, chosen)
+
+
+class Drawn(NamedTuple):
+    """What the device chooses for draws; the copies to the host are under way.
+
+    Fields:
+      tokens: of each row of the pool, on the device; anything for a row without a draw.
+      likeliest: the results of `likeliest` by row, if any draw asks for them.
+    """
+
+    draws: list[Draw]
+    tokens: Ints
+    likeliest: tuple[Floats, Int[Array, "rows count"], Float[Array, "rows count"]] | None
+
+    def read(self) -> list[Found]:
+        """What was found for each draw; waits for the device."""
+        tokens = np.asarray(self.tokens).tolist()
+        if self.likeliest is None:
+            return [Found(tokens[draw.row]) for draw in self.draws]
+        logprobs, top, top_logprobs = (np.asarray(array).tolist() for array in self.likeliest)
+        found = []
+        for *_, row, _source, _position in self.draws:
+            scored = tuple(zip(top[row], top_logprobs[row], strict=True))
+            found.append(Found(tokens[row], logprobs[row], scored))
+        return found
+
+
+def enqueue(logits: AllLogits, draws: list[Draw]) -> Drawn:
+    """Has the device choose a token for each draw, from the logits of its row."""
+    settings = [draw.group.request.decoding.settings for draw in draws]
+    rows, (num_rows, vocab_size) = [draw.row for draw in draws], logits.shape
+
+    def by_row(values, dtype: type = np.int32, other=0):
+        array = np.full(num_rows, other, dtype)
+        array[rows] = values
+        return array
+
+    temperatures = by_row([s.temperature for s in settings], np.float32)
+    narrow = logits
+    if any(s.narrows for s in settings):
+        top_ks = by_row([min(s.top_k or vocab_size, vocab_size) for s in settings], other=1)
+        top_ps = by_row([s.top_p for s in settings], np.float32, other=1)
+        narrow = narrow_rows(logits, temperatures, top_ks, top_ps)
+    if temperatures.any():
+        seeds, samples = (
+            by_row([s.seed for s in settings]),
+            by_row([d.sequence.sample for d in draws]),
+        )
+        positions = by_row([draw.position for draw in draws])
+        tokens = pick_rows(narrow, seeds, samples, positions, temperatures)
+    else:
+        tokens = greedy_rows(logits)
+    scores = None
+    if any(s.scored for s in settings):
+        count = min(power_of_two(max(s.num_top for s in settings)), vocab_size)
+        scores = likeliest_rows(logits, tokens, count)
+    jax.tree.map(lambda array: array.copy_to_host_async(), (tokens, scores))
+    return Drawn(draws, tokens, scores)
+
+
+def power_of_two(count: int) -> int:
+    """The next one, so that few programs serve all counts."""
+    return 1 << max(count - 1, 0).bit_length()
