@@ -8,16 +8,18 @@ their beginning cached, unless it has much more to do than another. With `--most
 replicas follows the load.
 """
 
+# Ray is in no environment of the tests.
+# pyright: reportMissingImports=false
 import argparse
 import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
 
 from ray import serve
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, HTTPOptions, RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
@@ -94,7 +96,7 @@ class RemoteTicket:
     def __init__(self, response):
         self.response = response
 
-    async def tokens(self) -> AsyncIterator[Streamed]:
+    async def tokens(self) -> AsyncGenerator[Streamed, None]:
         try:
             async for tokens in self.response:
                 for token in tokens:
@@ -128,7 +130,7 @@ class Replicas:
 
 def refused(error: Exception) -> Refusal:
     """Why a replica did not finish a request: what it says, or that it is full or gone."""
-    cause = error.cause if isinstance(error, RayTaskError) else None
+    cause = getattr(error, "cause", None)  # what the replica raised
     if isinstance(cause, Refusal):
         return cause
     if isinstance(error, BackPressureError):
@@ -165,8 +167,10 @@ def application(
         max_queued_requests=MAX_REQUESTS,
         health_check_period_s=2,
         graceful_shutdown_timeout_s=30,
-        request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
-        ray_actor_options=resources or None,
+        request_router_config=RequestRouterConfig(
+            request_router_class=PrefixRouter  # pyright: ignore[reportArgumentType]
+        ),
+        ray_actor_options=resources,
     ).bind(str(folder.resolve()), limits, dtype)
     front = serve.deployment(serve.ingress(web)(), name="Web", max_ongoing_requests=1000)
     return front.bind(model)

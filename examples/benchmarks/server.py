@@ -116,8 +116,8 @@ async def clients(port: int) -> int:
 def streaming() -> dict[str, float]:
     """Microseconds of the server's processor time for each streamed token, and bytes of it."""
     command = [sys.executable, "-m", "benchmarks.server", "--serve"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, **pipes) as server:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe) as server:
         if not (server.stdin and server.stdout):
             raise RuntimeError("the server's pipes are missing")
         port = int(server.stdout.readline())

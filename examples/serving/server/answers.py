@@ -32,7 +32,8 @@ class Sample:
     def __init__(self, index: int, text: Text, prompt: tuple[int, ...], stop: tuple[str, ...]):
         self.index = index
         self.detokenizer, self.stops = Detokenizer(text.decode, prompt), Stops(stop)
-        self.num_tokens, self.reason = 0, None
+        self.num_tokens = 0
+        self.reason: Reason | None = None
         self.read = self.passed = 0  # characters that were read and passed on
         self.waiting: list[tuple[int, Streamed]] = []  # tokens whose text was not passed on yet
 

@@ -125,7 +125,7 @@ class Api:
     async def _pieces(self, job: Job) -> AsyncGenerator[Piece, None]:
         """The job's pieces; the first one's time is noted."""
         start, first = time.monotonic(), True
-        async with aclosing(job.pieces()) as pieces:  # pyright: ignore[reportArgumentType]
+        async with aclosing(job.pieces()) as pieces:
             async for piece in pieces:
                 if first:
                     self.metrics.first.observe(time.monotonic() - start)

@@ -69,7 +69,8 @@ def read_completion(body: Any) -> Asked:
     prompts = values.pop("prompt", None)
     if prompts is None:
         raise invalid("prompt", "expected one, got none")
-    return Asked(prompts=prompts, **{"max_tokens": COMPLETION_TOKENS} | values)
+    values.setdefault("max_tokens", COMPLETION_TOKENS)
+    return Asked(prompts=prompts, **values)
 
 
 def read_chat(body: Any) -> Asked:
@@ -87,7 +88,7 @@ def read_chat(body: Any) -> Asked:
     return Asked(logprobs=(top or 0) if told else None, **values)
 
 
-def _values(body: Any, readers: dict[str, Read]) -> dict:
+def _values(body: Any, readers: dict[str, Read]) -> dict[str, Any]:
     """The fields of `Asked` that the body gives; null stands for what is not given."""
     if not isinstance(body, dict):
         raise Refusal(400, f"expected a JSON object, got {_kind(body)}")

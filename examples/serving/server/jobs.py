@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -61,7 +61,7 @@ class Job:
         for ticket in self.tickets:
             ticket.close()
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
         """The pieces of all choices as they come; Refusal if a request cannot be finished."""
         arrived: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
         readers = [asyncio.create_task(self._read(i, arrived)) for i in range(len(self.tickets))]
@@ -85,12 +85,12 @@ class Job:
         except Exception as error:
             arrived.put_nowait(error)
 
-    async def _of_ticket(self, index: int) -> AsyncIterator[Piece]:
+    async def _of_ticket(self, index: int) -> AsyncGenerator[Piece, None]:
         """Pieces of one prompt's samples; when all have ended, the engine is told."""
         asked, ticket = self.asked, self.tickets[index]
         parts = self.text, self.prompts[index], asked.stop
         samples = [Sample(index * asked.n + sample, *parts) for sample in range(asked.n)]
-        async with aclosing(ticket.tokens()) as tokens:  # pyright: ignore[reportArgumentType]
+        async with aclosing(ticket.tokens()) as tokens:
             async for token in tokens:
                 sample = samples[token.sample]
                 self.num_tokens += not sample.reason

@@ -1,7 +1,7 @@
 """What the web server asks of whoever runs the model: an engine's thread, or replicas elsewhere."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,7 +12,7 @@ from serving.server.refusal import Refusal
 class Ticket(Protocol):
     """An accepted request: its tokens as they come, until each of its samples has its last."""
 
-    def tokens(self) -> AsyncIterator[Streamed]:
+    def tokens(self) -> AsyncGenerator[Streamed, None]:
         """Raises Refusal if the request cannot be finished."""
         ...
 
@@ -56,7 +56,7 @@ class QueueTicket:
     forget: "Forget"
     queue: asyncio.Queue[Streamed | Refusal] = field(default_factory=asyncio.Queue)
 
-    async def tokens(self) -> AsyncIterator[Streamed]:
+    async def tokens(self) -> AsyncGenerator[Streamed, None]:
         live = self.request.decoding.width
         while live:
             token = await self.queue.get()
