@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 IPEX_VENV := .venv-ipex
 DOCS_VENV := .venv-docs
 DEMO_VENV := .venv-demo
+SERVE_VENV := .venv-serve
 OLDEST_VENV := .venv-oldest
 NEWEST_VENV := .venv-newest
 SMOKE_VENV := .venv-smoke
@@ -23,12 +24,16 @@ OPTIMISED := tests/core/test_cache.py tests/core/test_jit.py tests/backends/test
 PLAINLY := XLA_FLAGS="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false \
 	--xla_llvm_disable_expensive_passes=true"
 
-.PHONY: demo docs test test-deep test-oldest test-newest smoke lint test-ipex test-gpu bench-cpu \
+.PHONY: demo serve docs test test-deep test-oldest test-newest smoke lint test-ipex test-gpu bench-cpu \
 	bench-gpu clean
 
 # 740 MB: JAX without torch, so it shows the backends of JAX alone.
 demo: $(DEMO_VENV)/ready
 	$(DEMO_VENV)/bin/python examples/demo.py
+
+# 680 MB: JAX without torch or matplotlib. MODEL=DIR serves another checkpoint, PORT=8001 elsewhere.
+serve: $(SERVE_VENV)/ready
+	$(SERVE_VENV)/bin/python examples/serve.py $(MODEL) --port $(or $(PORT),8000)
 
 test: $(VENV)/ready
 	$(KEPT) $(PLAINLY) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
@@ -84,13 +89,18 @@ bench-gpu:
 # xformers' own requirements would replace torch; on a CPU only its masks are used.
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt -e '.[torch,demo,dev]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[torch,demo,serve,dev]'
 	$(BIN)/pip install -q -c constraints.txt --no-deps xformers
 	touch $@
 
 $(DEMO_VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(DEMO_VENV)
 	$(DEMO_VENV)/bin/pip install -q -c constraints.txt -e '.[demo]'
+	touch $@
+
+$(SERVE_VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(SERVE_VENV)
+	$(SERVE_VENV)/bin/pip install -q -c constraints.txt -e '.[serve]'
 	touch $@
 
 $(OLDEST_VENV)/ready: pyproject.toml constraints-oldest.txt
@@ -116,5 +126,5 @@ $(DOCS_VENV)/ready: constraints-docs.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(IPEX_VENV) $(DOCS_VENV) $(DEMO_VENV) $(OLDEST_VENV) $(NEWEST_VENV) \
-		$(SMOKE_VENV) .jax_cache .site dist
+	rm -rf $(VENV) $(IPEX_VENV) $(DOCS_VENV) $(DEMO_VENV) $(SERVE_VENV) $(OLDEST_VENV) \
+		$(NEWEST_VENV) $(SMOKE_VENV) .jax_cache .site dist

@@ -17,7 +17,9 @@ collect_ignore = ["backends/triton_interpreted.py"]
 DEMO = [name for name in ("matplotlib", "optax", "rich", "safetensors") if not find_spec(name)]
 if DEMO:  # the examples cannot be imported
     collect_ignore += ["serving", "parallel"]
-
+NEEDED = ("httpx", "jinja2", "openai", "prometheus_client", "starlette", "tokenizers", "uvicorn")
+SERVE = [name for name in NEEDED if not find_spec(name)]
+collect_ignore_glob = ["serving/test_serve*"] if SERVE else []
 
 if jax.default_backend() == "gpu":
     # Torch's current device stays the first: what forgets to enter its tensors' device is seen.
@@ -25,7 +27,10 @@ if jax.default_backend() == "gpu":
 
 
 def pytest_report_header():
-    return f"examples are not tested without {', '.join(DEMO)}" if DEMO else None
+    missing = {"examples are": DEMO, "the server is": SERVE}
+    return [
+        f"{what} not tested without {', '.join(names)}" for what, names in missing.items() if names
+    ]
 
 
 def pytest_collection_modifyitems(config, items):

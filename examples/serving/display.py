@@ -6,7 +6,8 @@ from rich.table import Table
 from rich.text import Text
 
 from serving.engine import Engine
-from serving.occupancy import CACHED, FREE, colour_of
+from serving.occupancy import colour_of
+from serving.owners import CACHED, FREE
 from serving.request import Group, Request
 from serving.tokenizer import Tokenizer
 

@@ -24,7 +24,7 @@ from serving.decoder import Decoder, Tokens, forward_paged
 from serving.drawing import Drawn, enqueue
 from serving.limits import Limits
 from serving.memory import Memory
-from serving.occupancy import Holdings, Owners, holdings_of
+from serving.owners import Holdings, Owners, holdings_of
 from serving.preemption import Preemption, Recompute
 from serving.prefix_cache import PrefixCache
 from serving.request import IN_FLIGHT, NO_ROW, Draw, Found, Group, Request, Sequence, Streamed

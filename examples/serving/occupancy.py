@@ -1,7 +1,6 @@
-"""Who owned which block when: the numbers, and a picture of them."""
+"""Who owned which block when: counts, and a picture of them."""
 
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -10,40 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap, to_hex
 from matplotlib.figure import Figure
 
-from pagedattn.ragged import cdiv
-from serving.memory import Memory
-from serving.request import Group
+from serving.owners import CACHED, FREE, Owners
 
 KEPT = "#8a8a8a40"  # the colour of blocks that only the prefix cache holds
-FREE, CACHED = -1, -2  # owners of a block: nobody, and the prefix cache alone
-Owners = Int[np.ndarray, "*steps num_blocks"]
-
-
-class Holdings(NamedTuple):
-    """Who has which blocks at a moment.
-
-    Fields:
-      ref_counts, tables: those of the pool.
-      block_size: tokens a block.
-      held: (request id, row, cached tokens) of each running sequence, the oldest request first.
-    """
-
-    ref_counts: Int[np.ndarray, " num_blocks"]
-    tables: Int[np.ndarray, "max_seqs max_blocks"]
-    block_size: int
-    held: list[tuple[int, int, int]]
-
-    def owners(self) -> Int[np.ndarray, " num_blocks"]:
-        """The request in each block, the oldest if several share it; or `FREE` or `CACHED`."""
-        owners = np.where(self.ref_counts > 0, CACHED, FREE)
-        for request, row, num_cached in reversed(self.held):
-            owners[self.tables[row, : cdiv(num_cached, self.block_size)]] = request
-        return owners
-
-
-def holdings_of(memory: Memory, groups: list[Group]) -> Holdings:
-    held = [(g.request.id, s.row, s.num_cached) for g in groups for s in g.sequences]
-    return Holdings(memory.ref_counts(), memory.tables(), memory.limits.block_size, held)
 
 
 def colour_of(request_id: int) -> str:

@@ -1,0 +1,195 @@
+"""The web server: routes, and the way of a request through them."""
+
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from serving.server.answers import Piece, joined
+from serving.server.asked import Asked, read_chat, read_completion
+from serving.server.connection import Events, read_json, refused, while_connected
+from serving.server.forms import ChatForm, Form
+from serving.server.jobs import Job, Served, open_job
+from serving.server.metrics import Metrics
+from serving.server.refusal import Refusal
+from serving.server.tickets import Engines
+
+PAGE = Path(__file__).with_name("page.html")
+MAX_BODY = 4 << 20
+GONE = 499  # nginx's name for a client that left; nobody reads it
+
+
+@dataclass
+class Api:
+    """The endpoints of one model."""
+
+    served: Served
+    engines: Engines
+    max_body: int = MAX_BODY
+    metrics: Metrics = field(default_factory=Metrics)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    async def completions(self, request: Request) -> Response:
+        return await self._serve(request, "completions", read_completion, Form)
+
+    async def chat(self, request: Request) -> Response:
+        return await self._serve(request, "chat", read_chat, ChatForm)
+
+    async def models(self, request: Request) -> Response:
+        del request
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name != self.served.name:
+            raise Refusal(404, f"there is no model {name[:80]!r}", "model", "model_not_found")
+        return JSONResponse(self._model())
+
+    async def health(self, request: Request) -> Response:
+        del request
+        problem = (await self.engines.state()).problem
+        if problem is None:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "not serving", "reason": problem}, 503)
+
+    async def pool(self, request: Request) -> Response:
+        """The request in each block of the pool; -1 is free, -2 is kept by the prefix cache."""
+        del request
+        state = await self.engines.state()
+        owners, counts = list(state.owners), {**state.gauges, **state.counters}
+        return JSONResponse({"owners": owners, "block_size": state.block_size, **counts})
+
+    async def show_metrics(self, request: Request) -> Response:
+        del request
+        self.metrics.state = await self.engines.state()
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def page(self, request: Request) -> Response:
+        del request
+        return HTMLResponse(PAGE.read_text())
+
+    def _model(self) -> dict:
+        about = {"created": self.created, "owned_by": "pagedattn"}
+        longest = self.served.longest(1)
+        return {"id": self.served.name, "object": "model", **about, "max_model_len": longest}
+
+    async def _serve(
+        self,
+        request: Request,
+        endpoint: str,
+        read: Callable[[Any], Asked],
+        form: type[Form],
+    ) -> Response:
+        try:
+            asked = read(await read_json(request, self.max_body))
+            job = await open_job(self.served, self.engines, asked)
+        except Refusal:
+            self.metrics.requests.labels(endpoint, "refused").inc()
+            raise
+        ended = self._watch(endpoint, job)
+        if asked.stream:
+            return Events(self._records(job, form(job)), ended)
+        outcome: str | None = "error"
+        try:
+            answer = await while_connected(request.receive, self._whole(job, form(job)))
+            outcome = None
+            return JSONResponse(answer)
+        except ClientDisconnect:
+            outcome = "cancelled"
+            return Response(status_code=GONE)
+        finally:
+            ended(outcome)
+
+    def _watch(self, endpoint: str, job: Job) -> Callable[[str | None], None]:
+        """To be called when the job ends, with what became of it if not all samples ended."""
+        start = time.monotonic()
+        self.metrics.prompt_tokens.inc(job.usage["prompt_tokens"])
+
+        def ended(outcome: str | None) -> None:
+            job.close()
+            outcome = outcome or (job.reasons[-1] if job.reasons else "error")
+            self.metrics.requests.labels(endpoint, outcome).inc()
+            self.metrics.tokens.inc(job.num_tokens)
+            self.metrics.whole.observe(time.monotonic() - start)
+
+        return ended
+
+    async def _pieces(self, job: Job) -> AsyncGenerator[Piece, None]:
+        """The job's pieces; the first one's time is noted."""
+        start, first = time.monotonic(), True
+        async with aclosing(job.pieces()) as pieces:
+            async for piece in pieces:
+                if first:
+                    self.metrics.first.observe(time.monotonic() - start)
+                first = False
+                yield piece
+
+    async def _whole(self, job: Job, form: Form) -> dict:
+        choices: dict[int, list[Piece]] = {}
+        async for piece in self._pieces(job):
+            choices.setdefault(piece.sample, []).append(piece)
+        return form.whole([joined(choices[index]) for index in sorted(choices)])
+
+    async def _records(self, job: Job, form: Form) -> AsyncGenerator[dict, None]:
+        opened = False
+        async with aclosing(self._pieces(job)) as pieces:
+            async for piece in pieces:
+                if not opened:
+                    for opening in form.openings():
+                        yield opening
+                opened = True
+                yield form.chunk(piece)
+        if job.asked.include_usage:
+            yield form.closing()
+
+
+def make_app(api: Api, **options) -> Starlette:
+    """The ASGI application; `options` are Starlette's."""
+    routes = [
+        Route("/", api.page),
+        Route("/health", api.health),
+        Route("/metrics", api.show_metrics),
+        Route("/pool", api.pool),
+        Route("/v1/models", api.models),
+        Route("/v1/models/{name:path}", api.model),
+        Route("/v1/completions", api.completions, methods=["POST"]),
+        Route("/v1/chat/completions", api.chat, methods=["POST"]),
+    ]
+    handlers = {Refusal: _refused, HTTPException: _http_error, ClientDisconnect: _gone}
+    handlers[Exception] = _bug
+    return Starlette(routes=routes, exception_handlers=handlers, **options)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    del request
+    assert isinstance(error, Refusal)
+    return refused(error)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """No such path, or no such method on it."""
+    assert isinstance(error, HTTPException)
+    text = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    response = refused(Refusal(error.status_code, text))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    """The client left while it sent its request."""
+    del request, error
+    return Response(status_code=GONE)
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    """What nobody foresaw; the traceback goes to the log."""
+    del request
+    return refused(Refusal(500, f"the server failed: {type(error).__name__}"))

@@ -1,0 +1,167 @@
+"""From a checked request to the engine's requests, and from their tokens to pieces of answers."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from serving.limits import Limits
+from serving.request import Request
+from serving.sampling import Sampling
+from serving.server.answers import Piece, Sample
+from serving.server.asked import Asked
+from serving.server.refusal import Refusal, invalid
+from serving.server.text import Text
+from serving.server.tickets import Engines, Ticket
+
+SEEDS = 1 << 31  # the engine's seeds are smaller
+TOO_LONG = "context_length_exceeded"
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model that is served: its name, its text, and what fits into its engine."""
+
+    name: str
+    text: Text
+    vocab_size: int
+    limits: Limits
+
+    def longest(self, width: int) -> int:
+        """Tokens of a prompt and its answer together, the last of which is never cached."""
+        limits = self.limits
+        blocks = min(limits.max_blocks, limits.num_blocks // width)
+        return min(blocks * limits.block_size, limits.max_seq_len) + 1
+
+
+class Job:
+    """An accepted request under way.
+
+    Fields:
+      prompts: its prompts as tokens.
+      num_tokens: how many tokens were generated so far, for all samples.
+      reasons: why samples ended, of those that have.
+    """
+
+    def __init__(self, served: Served, asked: Asked, requests: list[Request], tickets):
+        self.text, self.asked = served.text, asked
+        self.prompts = [request.prompt for request in requests]
+        self.tickets: list[Ticket] = tickets
+        self.num_tokens, self.reasons = 0, []
+
+    @property
+    def usage(self) -> dict:
+        prompt = sum(len(prompt) for prompt in self.prompts)
+        total = prompt + self.num_tokens
+        parts = {"prompt_tokens": prompt, "completion_tokens": self.num_tokens}
+        return parts | {"total_tokens": total}
+
+    def close(self) -> None:
+        for ticket in self.tickets:
+            ticket.close()
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """The pieces of all choices as they come; Refusal if a request cannot be finished."""
+        arrived: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+        readers = [asyncio.create_task(self._read(i, arrived)) for i in range(len(self.tickets))]
+        try:
+            for _ in readers:
+                while (piece := await arrived.get()) is not None:
+                    if isinstance(piece, BaseException):
+                        raise piece
+                    yield piece
+        finally:
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
+
+    async def _read(self, index: int, arrived: asyncio.Queue) -> None:
+        try:
+            async with aclosing(self._of_ticket(index)) as pieces:
+                async for piece in pieces:
+                    arrived.put_nowait(piece)
+            arrived.put_nowait(None)
+        except Exception as error:
+            arrived.put_nowait(error)
+
+    async def _of_ticket(self, index: int) -> AsyncGenerator[Piece, None]:
+        """Pieces of one prompt's samples; when all have ended, the engine is told."""
+        asked, ticket = self.asked, self.tickets[index]
+        parts = self.text, self.prompts[index], asked.stop
+        samples = [Sample(index * asked.n + sample, *parts) for sample in range(asked.n)]
+        async with aclosing(ticket.tokens()) as tokens:
+            async for token in tokens:
+                sample = samples[token.sample]
+                self.num_tokens += not sample.reason
+                if piece := sample.push(token):
+                    self.reasons += [piece.reason] if piece.reason else []
+                    yield piece
+                if all(sample.reason for sample in samples):
+                    break
+        ticket.close()
+
+
+async def open_job(served: Served, engines: Engines, asked: Asked) -> Job:
+    """Tokens, limits, then the engine; Refusal where one of them says no."""
+    if asked.model != served.name:
+        text = f"there is no model {asked.model[:80]!r} here, only {served.name!r}"
+        raise Refusal(404, text, "model", "model_not_found")
+    if asked.n > served.limits.max_seqs:
+        raise invalid("n", f"at most {served.limits.max_seqs} samples run at a time")
+    prompts = await asyncio.to_thread(_tokens, served, asked)
+    sampling = _sampling(asked)
+    requests = [
+        Request(0, prompt, _room(served, asked, prompt), replace(sampling, seed=seed))
+        for prompt, seed in zip(prompts, _seeds(asked, len(prompts)), strict=True)
+    ]
+    return Job(served, asked, requests, await engines.open(requests))
+
+
+def _tokens(served: Served, asked: Asked) -> list[tuple[int, ...]]:
+    """Every prompt as tokens; in a thread, for a long one takes a while."""
+    if asked.messages:
+        prompts: Sequence = [tuple(served.text.chat(list(asked.messages)))]
+    else:
+        prompts = [
+            tuple(served.text.encode(prompt, True)) if isinstance(prompt, str) else prompt
+            for prompt in asked.prompts
+        ]
+    blamed = "messages" if asked.messages else "prompt"
+    for prompt in prompts:
+        if not prompt:
+            raise invalid(blamed, "expected at least one token, got an empty text")
+        if not all(0 <= token < served.vocab_size for token in prompt):
+            raise invalid(blamed, f"expected tokens from 0 to {served.vocab_size - 1}")
+    return list(prompts)
+
+
+def _room(served: Served, asked: Asked, prompt: tuple[int, ...]) -> int:
+    """How many tokens to generate at most."""
+    longest = served.longest(asked.n)
+    room = longest - len(prompt)
+    if room < 1:
+        blamed = "messages" if asked.messages else "prompt"
+        text = f"{len(prompt)} tokens; at most {longest - 1} fit before an answer"
+        raise invalid(blamed, text, TOO_LONG)
+    if asked.max_tokens is not None and asked.max_tokens > room:
+        text = f"{asked.max_tokens} after a prompt of {len(prompt)} tokens; {longest} fit together"
+        raise invalid("max_tokens", text, TOO_LONG)
+    return asked.max_tokens or room
+
+
+def _seeds(asked: Asked, count: int) -> list[int]:
+    """One for each prompt: alike prompts of a request without a seed are to differ."""
+    if asked.seed is None:
+        return [secrets.randbelow(SEEDS) for _ in range(count)]
+    return [asked.seed % SEEDS] * count
+
+
+def _sampling(asked: Asked) -> Sampling:
+    return Sampling(
+        temperature=asked.temperature,
+        num_samples=asked.n,
+        top_k=asked.top_k,
+        top_p=asked.top_p,
+        logprobs=asked.logprobs,
+    )

@@ -1,0 +1,114 @@
+"""An engine and its web server in this process, from a checkpoint's folder to a clean end."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import jax.numpy as jnp
+import uvicorn
+from safetensors import SafetensorError
+from starlette.applications import Starlette
+
+from pagedattn import InvalidInputError
+from serving.checkpoint import load_checkpoint
+from serving.decoder import Decoder
+from serving.engine import Engine
+from serving.fused import fused
+from serving.limits import Limits
+from serving.request import Request
+from serving.sampling import Sampling
+from serving.server.app import MAX_BODY, Api, make_app
+from serving.server.jobs import Served
+from serving.server.text import Text, load_text
+from serving.server.thread import EngineThread
+
+LAST_WORDS = 2.0  # seconds for errors to reach the clients, after the engine was stopped
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint in memory."""
+
+    name: str
+    model: Decoder
+    params: dict
+    text: Text
+
+    def served(self, limits: Limits) -> Served:
+        return Served(self.name, self.text, self.model.vocab_size, limits)
+
+
+def load(directory: Path, name: str | None = None, dtype: str = "float32") -> Loaded:
+    """Raises InvalidInputError, with what is wrong with the folder."""
+    try:
+        model, params = load_checkpoint(directory, jnp.dtype(dtype))
+        text = load_text(directory, model.vocab_size)
+    except InvalidInputError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, SafetensorError) as error:
+        text = f"{type(error).__name__}: {error}"
+        raise InvalidInputError(
+            f"{directory} is no checkpoint that is read here: {text}"
+        ) from error
+    return Loaded(name or directory.resolve().name, model, fused(params), text)
+
+
+def ready_engine(loaded: Loaded, limits: Limits, backend: str | None = None) -> Engine:
+    """An engine that has compiled its programs: the first client is not to wait for that.
+
+    Raises ValueError if the model is not for these limits, or the backend not for the model.
+    """
+    engine = Engine(loaded.params, loaded.model, limits, backend)
+    for prompt in ((0,), (0, 0)):
+        engine.submit(Request(0, prompt, 1, Sampling(1.0, top_k=1, logprobs=0)))
+        while not engine.idle:
+            engine.step()
+    engine.completions.clear()
+    return engine
+
+
+def local_app(served: Served, thread: EngineThread, max_body: int = MAX_BODY) -> Starlette:
+    """The application over an engine's thread, which starts and ends with it."""
+
+    @contextlib.asynccontextmanager
+    async def life(app: Starlette) -> AsyncIterator[None]:
+        del app
+        thread.start()
+        yield
+        thread.stop()
+
+    return make_app(Api(served, thread, max_body), lifespan=life)
+
+
+class Server(uvicorn.Server):
+    """Ends in order: upon a signal it takes nothing new, and gives what runs `seconds` to end.
+
+    What has not ended then gets an error, and the process ends with status 0.
+    """
+
+    def __init__(self, config: uvicorn.Config, thread: EngineThread, seconds: float):
+        config.timeout_graceful_shutdown = int(seconds + 2 * LAST_WORDS)
+        super().__init__(config)
+        self.thread, self.seconds = thread, seconds
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Replaces uvicorn's, which would end the process by the same signal again."""
+        del sig, frame
+        self.force_exit = self.should_exit  # a second signal does not wait
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.thread.drain()
+        ending = asyncio.get_running_loop().call_later(self.seconds, self.thread.stop)
+        await super().shutdown(sockets)
+        ending.cancel()
+
+
+def run(app: Starlette, thread: EngineThread, listener: socket.socket, seconds: float) -> None:
+    """Serves until a signal comes."""
+    config = uvicorn.Config(app, log_level="warning", timeout_keep_alive=30)
+    Server(config, thread, seconds).run([listener])

@@ -1,0 +1,115 @@
+"""Parameters: each of OpenAI's is honoured, changes nothing or is refused; nothing is ignored."""
+
+import inspect
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.resources.chat.completions import Completions as ChatCompletions
+from openai.resources.completions import Completions
+from serving.server.asked import UNSUPPORTED, WITHOUT_EFFECT, Asked, read_chat, read_completion
+from serving.server.refusal import Refusal
+
+TEXT = {"model": "m", "prompt": "a"}
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+READERS = {"completion": (read_completion, TEXT), "chat": (read_chat, CHAT)}
+THEIRS = {"completion": Completions, "chat": ChatCompletions}
+NOT_SENT = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
+# Values that ask for something, for each parameter that is computed.
+HONOURED = {
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "top_k": 3,
+    "seed": 7,
+    "n": 2,
+    "max_tokens": 9,
+    "stop": "x",
+    "stream": True,
+    "logprobs": 2,
+}
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+
+
+def read_or_refused(read, body) -> Asked | Refusal:
+    try:
+        return read(body)
+    except Refusal as refusal:
+        return refusal
+
+
+def known(name):
+    return [*HONOURED, *UNSUPPORTED, *WITHOUT_EFFECT, "model", *READERS[name][1]]
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_every_parameter_of_the_official_client_is_known(name):
+    theirs = set(inspect.signature(THEIRS[name].create).parameters) - NOT_SENT
+    extra = {"stream_options", "top_logprobs", "max_completion_tokens"}
+    assert theirs <= {*known(name), *extra}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_what_is_honoured_changes_what_is_asked(name):
+    read, body = READERS[name]
+    for param, value in HONOURED.items():
+        value = True if (name, param) == ("chat", "logprobs") else value
+        assert read(body | {param: value}) != read(body), param
+        assert read(body | {param: None}) == read(body), param
+
+
+@pytest.mark.parametrize("param", UNSUPPORTED)
+@pytest.mark.parametrize("name", READERS)
+def test_what_is_not_computed_is_refused_unless_it_asks_for_nothing(name, param):
+    read, body = READERS[name]
+    for neutral in (None, *UNSUPPORTED[param]):
+        assert read(body | {param: neutral}) == read(body)
+    with pytest.raises(Refusal) as refused:
+        read(body | {param: {"type": "json_object"}})
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize("name", READERS)
+@given(st.data())
+def test_junk_is_read_or_refused(name, data):
+    """By a Refusal with a status and JSON, whatever the value of whatever parameter."""
+    read, body = READERS[name]
+    params = st.sampled_from(sorted({*known(name), "stream_options", "top_logprobs"}))
+    body = data.draw(st.dictionaries(params, JUNK, max_size=4).map(lambda junk: body | junk) | JUNK)
+    asked = read_or_refused(read, body)
+    if isinstance(asked, Refusal):
+        assert asked.status == 400
+        json.dumps(asked.body)
+    else:
+        hash((asked.prompts, asked.stop))
+
+
+@given(JUNK)
+def test_junk_in_messages_is_read_or_refused(junk):
+    for message in (junk, {"role": "user", "content": junk}, {"role": junk, "content": "a"}):
+        asked = read_or_refused(read_chat, CHAT | {"messages": [message]})
+        if isinstance(asked, Refusal):
+            assert (asked.param or "").startswith("messages[0]")
+        else:
+            assert isinstance(asked.messages[0]["content"], str)
+
+
+def test_parts_of_text_are_one_text():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    asked = read_chat(CHAT | {"messages": [{"role": "user", "content": parts}]})
+    assert asked.messages == ({"role": "user", "content": "ab"},)
+    image = {"type": "image_url", "image_url": {"url": "x"}}
+    with pytest.raises(Refusal, match=r"content\[0\]"):
+        read_chat(CHAT | {"messages": [{"role": "user", "content": [image]}]})
+
+
+def test_both_names_of_the_longest_answer_are_one():
+    assert read_chat(CHAT | {"max_completion_tokens": 5}).max_tokens == 5
+    with pytest.raises(Refusal, match="max_completion_tokens"):
+        read_chat(CHAT | {"max_completion_tokens": 5, "max_tokens": 6})
