@@ -255,7 +255,7 @@ def test_the_tests_let_these_refuse_only_what_they_do_not_know(name):
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the rule is about CPUs")
 def test_torch_is_called_only_for_work_that_is_worth_it():
     """By name it runs anything; by choice, what xla would be slower at."""
-    small = random_problem([20], [20], AttentionSpec())
+    small = random_problem([40], [40], AttentionSpec())
     large = random_problem([64] * 4, [1000] * 4, small.spec, num_heads=8, head_dim=64)
     for problem, chosen in ((small, "xla"), (large, "sdpa")):
         call = (jnp.asarray(problem.query), cache_of(problem), batch_of(problem), problem.spec)

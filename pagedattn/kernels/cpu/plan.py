@@ -4,8 +4,9 @@ import numpy as np
 
 from .compiling import fast
 from .job import JOB, PIECE, job_at, piece_at
-from .lanes import LANES
+from .lanes import LANES, LINE
 from .memory import get_int32, malloc, memcpy, memset, put_float32
+from .numbers import aligned
 from .weights import CHUNK, NONE, key_range
 
 PIECES = 4  # for each thread, if there are keys enough
@@ -31,12 +32,13 @@ def begin(call):
     rows = most_queries * given.num_kv_heads * given.group
     state_bytes = rows * (row_bytes + 8)
     pieces_bytes = num_pieces * PIECE_BYTES
-    address = malloc(JOB_BYTES + pieces_bytes + num_states * state_bytes)
+    address = malloc(JOB_BYTES + pieces_bytes + LINE + num_states * state_bytes)
     memcpy(address, call, JOB_BYTES)
     job = job_at(address)
     job.threads = max(1, min(threads, num_pieces))
     job.users, job.claimed, job.done, job.num_pieces = job.threads + 1, 0, 0, num_pieces
-    job.pieces, job.partials = address + JOB_BYTES, address + JOB_BYTES + pieces_bytes
+    job.pieces = address + JOB_BYTES
+    job.partials = aligned(job.pieces + pieces_bytes)
     job.state_bytes, job.row_bytes = state_bytes, row_bytes
     set_pieces(job, size)
     return address

@@ -13,7 +13,7 @@ from .memory import get_float32, get_int32, get_int64, memcpy, memset, put_float
 from .mix import mix_1, mix_2, mix_4, set_weights
 from .weights import CHUNK, NONE, mask_and_soften
 
-LEAD_BYTES = 1 << 14
+LEAD_BYTES = 1 << 13
 
 
 @fast
@@ -105,8 +105,8 @@ def attend(job, kind, piece, queries, sums, highest, total, room):
     shown = room + 32 * CHUNK
     shown_values = shown + 8 * CHUNK
     zeros = shown_values + 8 * CHUNK
-    kept = zeros + job.row_bytes
-    logits = kept + 4 * rows
+    logits = zeros + job.row_bytes
+    kept = logits + heads * head_bytes
     memset(zeros, 0, job.row_bytes)
     table, lead = job.tables + piece.seq * job.table_row, 8 * lead_of(job)
     count = min(CHUNK, piece.last - piece.first)

@@ -4,8 +4,9 @@ import numpy as np
 
 from .compiling import fast, within
 from .job import PIECE, job_at, offset, piece_at
+from .lanes import LINE
 from .memory import add_at, free, get_float32, give_way, malloc, put_float32
-from .numbers import exp, log
+from .numbers import aligned, exp, log
 from .rows import narrow_row
 from .walk import attend, load_queries, room_bytes
 from .weights import NONE, ZERO
@@ -23,8 +24,9 @@ def work(address, query_kind, kind):
     number = add_at(address + CLAIMED, 1)
     while number < job.num_pieces:
         if scratch == 0:
-            scratch = malloc(scratch_bytes(job))
-        do_piece(job, query_kind, kind, job.pieces + number * PIECE_BYTES, scratch)
+            scratch = malloc(scratch_bytes(job) + LINE)
+        piece = job.pieces + number * PIECE_BYTES
+        do_piece(job, query_kind, kind, piece, aligned(scratch))
         add_at(address + DONE, 1)
         number = add_at(address + CLAIMED, 1)
     if scratch != 0:
