@@ -16,8 +16,10 @@ def draw(report: Path) -> Path:
 def plot(data: dict):
     from matplotlib import pyplot
 
+    heights = (10, 4.5, 2.8) if data["step"] else (10, 4.5)
+    size = (11, sum(heights) * 0.87)
     figure, panels = pyplot.subplots(
-        3, 1, figsize=(11, 15), height_ratios=(10, 4.5, 2.8), layout="constrained"
+        len(heights), 1, figsize=size, height_ratios=heights, layout="constrained"
     )
     machine, looks = data["machine"], styles(data)
     bandwidth, rate = machine["copy_tb_s"], machine["matmul_tflop_s"]
@@ -30,7 +32,8 @@ def plot(data: dict):
     panels[1].set_xlabel(
         f"arithmetic, as a share of a matrix product's {rate:.0f} TFLOP/s (further right is faster)"
     )
-    plot_step(panels[2], data["step"])
+    if data["step"]:
+        plot_step(panels[2], data["step"])
     legends(figure, looks, data["ours"])
     about = f"{machine['gpu']}: {machine['heads']}, bfloat16"
     figure.supxlabel(f"{about}\n{versions_of(machine)}", fontsize=9)

@@ -7,7 +7,8 @@ from benchmarks.pictures import GREY, OURS, draw_both
 # Contenders of a gpu.py run, as the picture names them.
 BARS = {
     f"{OURS}, backend=None, in jax.jit": ("backend=None, jax.jit", "#e4572e"),
-    "FlashInfer, paged": ("FlashInfer decode", "#5f7a94"),
+    "FlashAttention-3, paged": ("FlashAttention-3", "#3f5a74"),
+    "FlashAttention-4, paged": ("FlashAttention-4", "#5f7a94"),
     "JAX's Pallas kernel, paged": ("JAX Pallas", "#7f9bb3"),
     "gather, then cuDNN": ("JAX gather + cuDNN", "#a3b8c9"),
     "cuDNN on keys in a row: no paging": ("JAX cuDNN, dense", "none"),
@@ -28,16 +29,16 @@ def draw(report: Path) -> Path:
 def plot(data: dict):
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(10, 6), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(10, 7), layout="constrained")
     for offset, (label, (name, colour)) in enumerate(BARS.items()):
         rows = [data["cases"][case] for case in CASES.values()]
         rates = [row["kv_bytes"] / row["us"][name] / 1e6 for row in rows]
-        places = [-(place + 0.16 * offset) for place in range(len(rows))]
+        places = [-(place + 0.14 * offset) for place in range(len(rows))]
         edge = GREY if colour == "none" else colour
-        bars = axes.barh(places, rates, 0.15, label=label, color=colour, edgecolor=edge)
+        bars = axes.barh(places, rates, 0.13, label=label, color=colour, edgecolor=edge)
         axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
     machine = data["machine"]
-    axes.set_yticks([-(place + 0.32) for place in range(len(CASES))], list(CASES))
+    axes.set_yticks([-(place + 0.35) for place in range(len(CASES))], list(CASES))
     about = f"longer is faster; a copy moves {machine['copy_tb_s']:.2f}"
     axes.set_xlabel(f"TB/s of keys and values read ({about})")
     axes.set_title(f"Decode on one {machine['gpu']}: {machine['heads']}, bfloat16, blocks of 16")
