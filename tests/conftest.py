@@ -1,7 +1,10 @@
 """Hypothesis profiles and the axes that every backend test runs over."""
 
+import ctypes
+import gc
 import inspect
 import os
+import resource
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -72,8 +75,8 @@ SOME_SPECS = {"cpu": ("ipex",), "gpu": ()}
 BACKENDS = [n for n in EVERY_SPEC[jax.default_backend()] if can_load(n)]
 PARTIAL = [n for n in SOME_SPECS[jax.default_backend()] if can_load(n)]
 MODES = ("eager", "jit")
-MAPS = Path("/proc/self/maps")
-MANY_MAPS = 30_000  # of the 65 530 that Linux allows a process unless told otherwise
+STATM = Path("/proc/self/statm")
+MOST_GROWTH = 1 << 30  # bytes
 
 
 @pytest.fixture(params=[*BACKENDS, *PARTIAL])
@@ -89,10 +92,25 @@ def layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch_layers, "layer_cls", torch_layers.LAYERS[request.param])
 
 
+held = [0]  # bytes in memory, at first and after the last time that programs were forgotten
+
+
+def resident() -> int:
+    """Bytes of this process in memory; 0 where nothing says so."""
+    return int(STATM.read_text().split()[1]) * resource.getpagesize() if STATM.exists() else 0
+
+
+def pytest_collection_finish():
+    held[0] = resident()
+
+
 def pytest_runtest_teardown():
-    """A compiled program holds about five memory maps; XLA crashes when a process has no more."""
-    if MAPS.exists() and len(MAPS.read_bytes().splitlines()) > MANY_MAPS:
+    """A compiled program holds a megabyte, and memory maps: XLA crashes when there are no more."""
+    if resident() > held[0] + MOST_GROWTH:
         jax.clear_caches()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # else what is free stays with the process
+        held[0] = resident()
 
 
 @pytest.hookimpl(wrapper=True)

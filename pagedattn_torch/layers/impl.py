@@ -133,7 +133,9 @@ class AttentionImpl:
 
         Raises:
           InvalidInputError, UnsupportedError: nothing has been written then. Tensors that require
-            gradients are unsupported.
+            gradients are unsupported. Where a kernel itself fails, as by lack of memory, the slots
+            of this step's tokens may have been written, and no others: the same call may be made
+            again.
 
         >>> import torch
         >>> from pagedattn_torch import TorchSDPABackendImpl, TorchSDPAMetadata

@@ -1,6 +1,7 @@
 """The layers: every type of attention, every mix, held to the oracle; and what they refuse."""
 
 import dataclasses
+from unittest import mock
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -43,6 +44,7 @@ from pagedattn_torch import (
     AttentionType,
     IpexAttnBackendImpl,
 )
+from pagedattn_torch import step as torch_step
 from pagedattn_torch.backends import ipex
 
 pytestmark = pytest.mark.usefixtures("layers")
@@ -545,6 +547,22 @@ def test_metadata_of_small_integers():
     )
     out = layer.forward(*step[:4], meta)
     assert_close(out, reference(problem), atol=1e-5)
+
+
+def test_a_kernel_that_fails_has_written_the_new_tokens_and_nothing_else(monkeypatch):
+    """As it may by lack of memory. The same call again then gives what it would have given."""
+    problem = random_problem([5, 3, 1], [5, 9, 17], SPECS["plain"])
+    layer, step = layer_of(problem), step_of(problem)
+    before, want = step.kv_cache.clone(), reference(problem)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_step.Step, "run", mock.Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            layer.forward(*step)
+    slots = step.attn_metadata.slot_mapping
+    slots = slots[slots >= 0].long()
+    before.flatten(1, 2)[:, slots] = step.kv_cache.flatten(1, 2)[:, slots]
+    assert_same(step.kv_cache, before)
+    assert_close(layer.forward(*step), want, **TIGHT)
 
 
 @pytest.fixture
