@@ -42,7 +42,9 @@ def gpu_table(data: dict) -> list[str]:
     """The best of each kind of contender that ran, in units of the machine."""
     cases = {title: case for title, case in GPU_ROWS.items() if case in data["cases"]}
     times = [data["cases"][case]["us"] for case in cases.values()]
-    columns = {c: names for c, names in GPU_COLUMNS.items() if any(_best(us, names) for us in times)}
+    columns = {
+        c: names for c, names in GPU_COLUMNS.items() if any(_best(us, names) for us in times)
+    }
     lines = _head(list(columns))
     for title, case in cases.items():
         row = data["cases"][case]
