@@ -1,6 +1,7 @@
 """The picture of a gpu.py run: each contender's speed as a share of the machine's."""
 
 from pathlib import Path
+from textwrap import fill
 
 from benchmarks.dots import dots, legends, split, styles
 from benchmarks.pictures import GREY, OURS, draw_both, versions_of
@@ -36,7 +37,7 @@ def plot(data: dict):
         plot_step(panels[2], data["step"])
     legends(figure, looks, data["ours"])
     about = f"{machine['gpu']}: {machine['heads']}, bfloat16"
-    figure.supxlabel(f"{about}\n{versions_of(machine)}", fontsize=9)
+    figure.supxlabel(f"{about}\n{fill(versions_of(machine), 110)}", fontsize=9)
     return figure
 
 

@@ -41,7 +41,9 @@ def plot(data: dict):
     axes.set_yticks([-(place + 0.35) for place in range(len(CASES))], list(CASES))
     about = f"longer is faster; a copy moves {machine['copy_tb_s']:.2f}"
     axes.set_xlabel(f"TB/s of keys and values read ({about})")
-    axes.set_title(f"Decode on one {machine['gpu']}: {machine['heads']}, bfloat16, blocks of 16")
+    axes.set_title(
+        f"Decode on one {machine['gpu']}: {machine['heads']}, bfloat16, blocks of 16", fontsize=10
+    )
     axes.legend(frameon=False, fontsize=9, loc="lower center", bbox_to_anchor=(0.4, 1.05), ncols=3)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
