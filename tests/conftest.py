@@ -22,7 +22,7 @@ if DEMO:  # the examples cannot be imported
     collect_ignore += ["serving", "parallel"]
 NEEDED = ("httpx", "jinja2", "openai", "prometheus_client", "starlette", "tokenizers", "uvicorn")
 SERVE = [name for name in NEEDED if not find_spec(name)]
-collect_ignore_glob = ["serving/test_serve*"] if SERVE else []
+collect_ignore_glob = ["serving/test_serve*", "serving/http_server.py"] if SERVE else []
 
 if jax.default_backend() == "gpu":
     # Torch's current device stays the first: what forgets to enter its tensors' device is seen.
