@@ -31,6 +31,7 @@ from serving.server.affinity import prefix_of, ranked
 from serving.server.app import Api, make_app
 from serving.server.launch import load, ready_engine
 from serving.server.refusal import Refusal
+from serving.server.text import load_text
 from serving.server.thread import EngineThread
 from serving.server.tickets import State, Ticket
 from starlette.applications import Starlette
@@ -172,7 +173,12 @@ def application(
         ),
         ray_actor_options=resources,
     ).bind(str(folder.resolve()), limits, dtype)
-    front = serve.deployment(serve.ingress(web)(), name="Web", max_ongoing_requests=1000)
+    front = serve.deployment(
+        serve.ingress(web)(),
+        name="Web",
+        max_ongoing_requests=1000,
+        ray_actor_options={"num_cpus": 0},  # else two replicas leave it no core of two
+    )
     return front.bind(model)
 
 
@@ -196,9 +202,8 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     try:
-        limits = limits_of(args)
-        load(args.model, dtype=args.dtype)  # what is wrong with it is said here, not by replicas
-    except ValueError as error:
+        limits = limits_of(args)  # no tensors yet: Ray forks, which JAX's threads may not survive
+    except (ValueError, OSError) as error:
         sys.exit(f"serve_ray.py: {error}")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # for the replicas
     ending = {signal.SIGINT, signal.SIGTERM}
@@ -213,9 +218,10 @@ def main() -> None:
 
 
 def limits_of(args: argparse.Namespace) -> Limits:
-    longest = args.max_seq_len or min(
-        read_config(args.model / CONFIG).max_position_embeddings, 4096
-    )
+    """Raises ValueError for a folder without a known model or its tokenizer."""
+    model = read_config(args.model / CONFIG)
+    load_text(args.model, model.vocab_size)
+    longest = args.max_seq_len or min(model.max_position_embeddings, 4096)
     step = {"token_budget": max(64, 2 * args.max_seqs), "max_query_len": 64}
     return Limits(args.num_blocks, args.block_size, longest, args.max_seqs, **step)
 
