@@ -145,9 +145,11 @@ ENGINES = {"whole prompts": 256, "chunks of prompts": 32}
 
 def batched(made, max_batch_tokens: int) -> list[list[int]]:
     settings = GenerationConfig(max_new_tokens=24, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    # Its own choice takes any GPU of the machine for the model's.
-    sizes = {"page_size": 16, "num_blocks": 64, "max_batch_tokens": max_batch_tokens}
-    engine = ContinuousBatchingConfig(**sizes, use_async_batching=False)
+    # Where there is a GPU, transformers' engine runs on no other device.
+    made = made.to("cuda" if torch.cuda.is_available() else "cpu")
+    engine = ContinuousBatchingConfig(
+        page_size=16, num_blocks=64, max_batch_tokens=max_batch_tokens, use_cuda_graph=False
+    )
     prompts = [prompt.tolist() for prompt in PROMPTS]
     prompts[-1] = prompts[2][:48] + prompts[-1]  # shares whole pages with another
     done = made.generate_batch(
