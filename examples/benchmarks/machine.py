@@ -37,9 +37,9 @@ def processor() -> str:
     return names[0] if names else platform.processor()
 
 
-def installed() -> dict[str, str]:
+def installed(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
     found = {}
-    for package in PACKAGES:
+    for package in packages:
         try:
             found[package] = version(package)
         except PackageNotFoundError:

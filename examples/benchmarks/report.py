@@ -4,13 +4,13 @@ import json
 import platform
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.case import Case
+from benchmarks.machine import installed
 from benchmarks.timing import copy_bandwidth, matmul_rate
 from benchmarks.work import HEAD_DIM, HEADS, KV_HEADS
 
@@ -107,10 +107,4 @@ def machine() -> dict:
 
 
 def _versions() -> dict[str, str]:
-    found = {"torch": str(torch.__version__)}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    return {"torch": str(torch.__version__)} | installed(PACKAGES)
