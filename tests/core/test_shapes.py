@@ -21,6 +21,7 @@ LEFT_OUT = {
     "pagedattn.kernels.cpu": "Numba compiles its source",
     "pagedattn.kernels.eight_bits": "Triton compiles its source",
     "pagedattn.kernels.merge": "Triton compiles its source",
+    "pagedattn.kernels.tile": "Triton compiles its source",
     "pagedattn.kernels.walk": "Triton compiles its source",
     "pagedattn.signatures": "beartype cannot read Unpack of a generic TypedDict",
     "pagedattn.testing.strategies": "beartype cannot read Hypothesis' DrawFn",
