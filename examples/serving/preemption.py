@@ -63,8 +63,7 @@ class Swap:
         size, width = memory.limits.block_size, memory.limits.max_blocks
         pool = init_block_pool(num_blocks, size, max_seqs=num_rows, max_blocks=width)
         self.pool = on_host(pool)
-        self.host, self.device = jax.devices("cpu")[0], jax.devices()[0]
-        with jax.default_device(self.host):
+        with jax.default_device(jax.devices("cpu")[0]):
             self.caches = [
                 init_kv_cache(num_blocks, size, cache.num_kv_heads, cache.head_dim, cache.dtype)
                 for cache in memory.caches
@@ -85,7 +84,7 @@ class Swap:
         self.memory.pool, self.pool, swap = swap_in_jit(self.memory.pool, self.pool, *rows)
         if not swap.ok[0]:  # cannot happen: the scheduler has counted the free blocks
             raise OutOfBlocksError("a request was resumed without room for its blocks")
-        self.memory.caches = moved(self.caches, self.memory.caches, swap.src, swap.dst, self.device)
+        self.memory.caches = moved(self.caches, self.memory.caches, swap.src, swap.dst)
         self.free_rows.append(sequence.host_row)
         sequence.host_row = NO_ROW
         return True
@@ -102,7 +101,7 @@ class Swap:
         rows = (padded([row], 1) for row in (sequence.row, self.free_rows[-1]))
         self.memory.pool, self.pool, swap = swap_out_jit(self.memory.pool, self.pool, *rows)
         if swap.ok[0]:
-            self.caches = moved(self.memory.caches, self.caches, swap.src, swap.dst, self.host)
+            self.caches = moved(self.memory.caches, self.caches, swap.src, swap.dst)
             sequence.row, sequence.host_row = NO_ROW, self.free_rows.pop()
 
 
@@ -114,13 +113,13 @@ def moved(
     targets: list[KVCache],
     src: Int[Array, " n"],
     dst: Int[Array, " n"],
-    device,
 ) -> list[KVCache]:
-    """The targets, on `device`, with copies of the sources' blocks `src` at `dst`.
+    """The targets, where they lie, with copies of the sources' blocks `src` at `dst`.
 
     Only these blocks cross between the devices.
     """
-    staged = jax.device_put(gather_jit(sources, np.asarray(src)), device)
+    shardings = jax.tree.map(lambda plane: plane.sharding, targets)
+    staged = jax.device_put(gather_jit(sources, np.asarray(src)), shardings)
     return scatter_jit(staged, targets, np.asarray(dst))
 
 
