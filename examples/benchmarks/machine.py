@@ -32,10 +32,16 @@ def machine() -> dict:
 
 
 def processor() -> str:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    return facts_of_cpu().get("model name", platform.processor())
+
+
+def facts_of_cpu() -> dict[str, str]:
+    """What Linux says of the first CPU, by its names; nothing elsewhere."""
+    path, facts = Path("/proc/cpuinfo"), {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        name, _, value = line.partition(":")
+        facts.setdefault(name.strip(), value.strip())
+    return facts
 
 
 def installed(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:

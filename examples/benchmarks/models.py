@@ -1,16 +1,20 @@
 """The models of the serving benchmarks: the shipped one, or sizes with random weights."""
 
+import argparse
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PRNGKeyArray
 from serving.checkpoint import load_checkpoint
 from serving.decoder import Decoder
 from serving.families.llama import Llama
 from serving.fused import fused
+from serving.initial import init_params
+from serving.parallel import spec_of
 
 SHIPPED = Path(__file__).parents[1] / "models" / "pydoc-llama"
 SHAPES = {
@@ -28,6 +32,19 @@ SHAPES = {
     ),
 }
 NAMES = (SHIPPED.name, *SHAPES)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which model a benchmark takes, of which sizes, run how, and where its figures go."""
+    parser.add_argument("--shape", choices=NAMES, default=NAMES[0], help="the model")
+    parser.add_argument("--size", type=size, action="append", default=[], help="e.g. vocab_size=64")
+    parser.add_argument("--backend", help="default: the library's choice")
+    parser.add_argument("--out", type=Path, help="write the figures there, as JSON")
+
+
+def size(text: str) -> tuple[str, int]:
+    name, _, value = text.partition("=")
+    return name, int(value)
 
 
 def model_called(name: str, changes: dict[str, int]) -> tuple[Decoder, dict]:
@@ -71,3 +88,29 @@ def random_layer(key: PRNGKeyArray, model: Llama, dtype) -> dict[str, Array]:
 @partial(jax.jit, static_argnums=(1, 2))
 def random_weight(key: PRNGKeyArray, shape: tuple[int, ...], dtype) -> Array:
     return 0.02 * jax.random.normal(key, shape, dtype)
+
+
+def spread_params(mesh: Mesh, model: Llama) -> dict:
+    """Random parameters for the devices of a mesh, each made on those that hold it."""
+    shapes = jax.eval_shape(partial(init_params, model), jax.random.key(0))
+
+    def place(path, leaf):
+        return NamedSharding(mesh, spec_of(path[-1].key))
+
+    def make(key, shapes, shardings):
+        leaves, tree = jax.tree.flatten(shapes)
+        keys = jax.random.split(key, len(leaves))
+
+        def weights(keys):
+            each = zip(keys, leaves, strict=True)
+            return tree.unflatten(random_weight(key, x.shape, jnp.bfloat16) for key, x in each)
+
+        return jax.jit(weights, out_shardings=shardings)(keys)
+
+    shardings = jax.tree_util.tree_map_with_path(place, shapes)
+    layers = shapes.pop("layers")
+    keys = jax.random.split(jax.random.key(0), len(layers) + 1)
+    of_layers = shardings.pop("layers")
+    params = make(keys[0], shapes, shardings)
+    params["layers"] = [make(*each) for each in zip(keys[1:], layers, of_layers, strict=True)]
+    return params

@@ -10,14 +10,13 @@ into account that products of many rows are bound by arithmetic.
 """
 
 import argparse
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from serving.decoder import Decoder
 
 from benchmarks.machine import caption, machine, write
-from benchmarks.models import NAMES, model_called
+from benchmarks.models import add_arguments, model_called
 from benchmarks.steps import needs_of_a_step, seconds_a_step
 
 CASES = {"llama-8b": "64x4096,1x1024,8x2048,256x1024"}
@@ -67,21 +66,13 @@ def table_of(data: dict) -> Table:
     return table
 
 
-def size(text: str) -> tuple[str, int]:
-    name, _, value = text.partition("=")
-    return name, int(value)
-
-
 def parse_args(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", choices=NAMES, default=NAMES[0], help="the model")
-    parser.add_argument("--size", type=size, action="append", default=[], help="e.g. vocab_size=64")
+    add_arguments(parser)
     parser.add_argument("--cases", help="BATCHxCONTEXT, separated by commas")
     parser.add_argument("--steps", type=int, default=24, help="of each of three runs")
-    parser.add_argument("--backend", help="default: the library's choice")
-    parser.add_argument("--out", type=Path, help="write the figures there, as JSON")
     return parser.parse_args(arguments)
 
 

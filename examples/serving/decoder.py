@@ -11,7 +11,7 @@ Parameters are a dict of arrays; weights are `[out, in]`, as Hugging Face stores
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,15 @@ Logits = Float[Array, "num_tokens vocab_size"]
 Tokens = Int[Array, " num_tokens"]
 Sinks = Float[Array, " num_heads"]
 Name = str | tuple[str, ...]  # of a tensor of a checkpoint, or of those that make up one of ours
+
+
+class Operands(NamedTuple):
+    """What a layer gives to its attention, apart from the cache."""
+
+    query: Heads
+    key: Heads
+    value: Heads
+    sinks: Sinks | None  # a logit a head that takes weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,16 +140,14 @@ def forward_dense(params: dict, model: Decoder, tokens: Tokens) -> Hidden:
 
 
 def cached_attention(
-    query: Heads,
-    key: Heads,
-    value: Heads,
+    operands: Operands,
     cache: KVCache,
     batch: BatchMetadata,
-    sinks: Sinks | None,
     spec: AttentionSpec,
     backend: str | None = None,
 ) -> tuple[Heads, KVCache]:
     """Attention of new tokens, and the cache, to which their keys and values are written first."""
+    query, key, value, sinks = operands
     cache = write_kv(cache, key, value, batch.slot_mapping)
     return paged_attention(query, cache, batch, spec, backend=backend, sinks=sinks), cache
 
@@ -159,16 +166,15 @@ def forward_paged(
     `attend` is `cached_attention`, or the same over several devices (serving/parallel.py).
     """
 
-    def cached(query: Heads, key: Heads, value: Heads, cache: KVCache, spec: AttentionSpec, sinks):
-        return attend(query, key, value, cache, batch, sinks, spec, backend)
+    def cached(operands: Operands, cache: KVCache, spec: AttentionSpec):
+        return attend(operands, cache, batch, spec, backend)
 
     return _forward(params, model, tokens, batch.positions, caches, cached)
 
 
-def dense_attention(
-    query: Heads, key: Heads, value: Heads, cache: None, spec: AttentionSpec, sinks: Sinks | None
-):
+def dense_attention(operands: Operands, cache: None, spec: AttentionSpec) -> tuple[Heads, None]:
     """Attention of a whole sequence to itself, by the textbook formula."""
+    query, key, value, sinks = operands
     num_tokens, num_kv_heads, head_dim = key.shape
     grouped = query.reshape(num_tokens, num_kv_heads, -1, head_dim)
     logits = spec.scale_for(head_dim) * jnp.einsum("qhgd,khd->hgqk", grouped, key)
@@ -185,12 +191,11 @@ def dense_attention(
 
 
 def _forward(params: dict, model: Decoder, tokens: Tokens, positions: Tokens, caches, attend):
-    """The decoder around any `attend(query, key, value, cache, spec, sinks) -> (out, cache)`."""
+    """The decoder around any `attend(operands, cache, spec) -> (out, cache)`."""
     hidden, new_caches = model.embed(params, tokens), []
     for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
-        query, key, value = model.heads(index, layer, hidden, positions)
-        spec, sinks = model.attention_spec(index), layer.get("sinks")
-        out, cache = attend(query, key, value, cache, spec, sinks)
+        operands = Operands(*model.heads(index, layer, hidden, positions), layer.get("sinks"))
+        out, cache = attend(operands, cache, model.attention_spec(index))
         new_caches.append(cache)
         hidden = model.rest(layer, hidden, out.reshape(len(tokens), -1))
     return hidden, new_caches

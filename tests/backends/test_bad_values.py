@@ -24,7 +24,7 @@ import pytest
 from pagedattn import AttentionSpec, explain, write_kv
 from pagedattn.registry import can_load
 from pagedattn.testing import batch_of, cache_of, random_problem
-from pagedattn.testing.harness import attend_in_jit
+from pagedattn.testing.running import attend_in_jit
 
 NAMES = ("xla", "sdpa", "numba", "triton", "mosaic", "xformers", "cudnn", "flash")
 NAMES = [name for name in NAMES if can_load(name)]
