@@ -24,7 +24,6 @@ from pagedattn import (
     fork,
     hold_blocks,
     init_block_pool,
-    init_kv_cache,
     release,
     share_blocks,
 )
@@ -121,5 +120,5 @@ def caches_of(model: Decoder | None, num_blocks: int, block_size: int, dtype) ->
     """A cache for each layer; none without a model, to test the scheduler alone."""
     if model is None:
         return []
-    shape = (num_blocks, block_size, model.num_key_value_heads, model.head_dim)
-    return [init_kv_cache(*shape, dtype=dtype) for _ in range(model.num_hidden_layers)]
+    layers = range(model.num_hidden_layers)
+    return [model.init_cache(num_blocks, block_size, dtype) for _ in layers]

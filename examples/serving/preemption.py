@@ -12,7 +12,6 @@ from pagedattn import (
     KVCache,
     OutOfBlocksError,
     init_block_pool,
-    init_kv_cache,
     swap_blocks,
     swap_in,
     swap_out,
@@ -65,10 +64,7 @@ class Swap:
         self.pool = on_host(pool)
         self.host, self.device = jax.devices("cpu")[0], jax.devices()[0]
         with jax.default_device(self.host):
-            self.caches = [
-                init_kv_cache(num_blocks, size, cache.num_kv_heads, cache.head_dim, cache.dtype)
-                for cache in memory.caches
-            ]
+            self.caches = [resized(cache, num_blocks) for cache in memory.caches]
         self.free_rows = list(range(num_rows))
 
     def suspend(self, group: Group) -> None:
@@ -109,6 +105,11 @@ class Swap:
 swap_in_jit, swap_out_jit = jax.jit(swap_in), jax.jit(swap_out)
 
 
+def resized(cache: KVCache, num_blocks: int) -> KVCache:
+    """An empty cache such as this one, of so many blocks."""
+    return jax.tree.map(lambda plane: jnp.zeros((num_blocks, *plane.shape[1:]), plane.dtype), cache)
+
+
 def moved(
     sources: list[KVCache],
     targets: list[KVCache],
@@ -127,7 +128,7 @@ def moved(
 @jax.jit
 def gather_jit(caches: list[KVCache], src: Int[Array, " n"]) -> list[KVCache]:
     at = jnp.arange(len(src))
-    rooms = jax.tree.map(lambda x: jnp.zeros((len(src), *x.shape[1:]), x.dtype), caches)
+    rooms = [resized(cache, len(src)) for cache in caches]
     return [swap_blocks(cache, room, src, at) for cache, room in zip(caches, rooms, strict=True)]
 
 

@@ -63,6 +63,20 @@ YARN = THETA | {
     "beta_slow": 0.1,
     "original_max_position_embeddings": 16,
 }
+YARN_MLA = YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}
+MLA = SIZES | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 6,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+GROUPS = {"n_group": 4, "topk_group": 2}
 BLOOM = {"vocab_size": 40, "hidden_size": 40, "n_layer": 2, "n_head": 5, "eos_token_id": None}
 UNTRUNCATED = YARN | {"truncate": False}
 LLAMA_3_2 = {"rope_parameters": LLAMA3, "tie_word_embeddings": True, "attention_bias": True}
@@ -107,6 +121,19 @@ CONFIGS = {
     "cohere": ("Cohere", SIZES | {"rope_parameters": LLAMA3}),
     "cohere2": ("Cohere2", SIZES | BY_TURNS),
     "bloom": ("Bloom", BLOOM),
+    "deepseek v3": (
+        "DeepseekV3",
+        MLA | GROUPS | {"rope_parameters": YARN_MLA, "attention_bias": True},
+    ),
+    "deepseek v3, plain": (
+        "DeepseekV3",
+        MLA | {"n_group": 1, "topk_group": 1, "q_lora_rank": None, "rope_interleave": False},
+    ),
+    "deepseek v2": (
+        "DeepseekV2",
+        MLA | GROUPS | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0},
+    ),
+    "deepseek v2 lite": ("DeepseekV2", MLA | {"q_lora_rank": None, "n_shared_experts": 2}),
 }
 # What published configs say beside their sizes: names from before transformers 5, and odd ones.
 PUBLISHED = {
@@ -223,9 +250,9 @@ def theirs(case: str, seed: int = 0) -> Theirs:
     config._attn_implementation = "eager"  # the only one of theirs that caps logits
     model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 1 or name.endswith("bias"):
-                parameter.add_(0.2 * torch.randn_like(parameter))
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name.endswith("bias") or (tensor.ndim == 1 and "inv_freq" not in name):
+                tensor.add_(0.2 * torch.randn_like(tensor))
     return Theirs(model)
 
 
@@ -311,6 +338,7 @@ def test_sinks_and_experts_need_no_cache(tmp_path):
         {"rope_parameters": YARN},
         {"rope_parameters": UNTRUNCATED},
         {"rope_parameters": YARN | {"attention_factor": 0.7}},
+        {"rope_parameters": YARN_MLA},
         {"rope_parameters": YARN | {"beta_fast": 32, "beta_slow": 1, "factor": 0.5}},
         {"rope_parameters": YARN | {"original_max_position_embeddings": 4096}, "head_dim": 128},
     ],
