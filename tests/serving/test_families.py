@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.flax import load_file, save_file
 from serving.beam import Beam
 from serving.checkpoint import load_checkpoint, save_checkpoint
 from serving.engine import Engine
@@ -155,6 +156,39 @@ PUBLISHED = {
         "router_aux_loss_coef": 0.9,
         "sliding_window": 6,
         "swiglu_limit": 7.0,
+    },
+    "deepseek_v3": {
+        **MLA,
+        "aux_loss_alpha": 0.001,
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+        "ep_size": 1,
+        "moe_layer_freq": 1,
+        "n_group": 8,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 1,
+        "rope_scaling": {k: v for k, v in YARN_MLA.items() if k not in ("rope_theta", "rope_type")}
+        | {"type": "yarn"},
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "seq_aux": True,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "v_head_dim": 128,
+    },
+    "deepseek_v2": {
+        **MLA,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "q_lora_rank": None,
+        "rope_theta": 10000,
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "softmax",
+        "topk_group": 1,
+        "topk_method": "greedy",
     },
     "qwen3_moe": {
         "decoder_sparse_step": 1,
@@ -389,6 +423,17 @@ def test_bfloat16_errs_no_more_than_transformers_does(tmp_path, name):
     assert 0 < ours <= 1.5 * others
 
 
+def test_layers_for_later_tokens_are_left_out(tmp_path):
+    theirs("deepseek v3").model.save_pretrained(tmp_path)
+    model, params = load_checkpoint(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    later = {name.replace("layers.1.", "layers.2."): tensor for name, tensor in tensors.items()}
+    save_file(later | tensors, tmp_path / "model.safetensors")
+    again, same = load_checkpoint(tmp_path)
+    assert again == model
+    jax.tree.map(np.testing.assert_array_equal, same, params)
+
+
 def test_shards_are_one_checkpoint(tmp_path):
     judge = theirs("qwen3")
     judge.model.save_pretrained(tmp_path / "whole")
@@ -421,6 +466,7 @@ def test_a_shard_elsewhere_is_refused(tmp_path):
         ("bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm"),
         ("llama", {"model_type": "mamba"}, "llama, mistral, .*gpt_oss, .*bloom, got 'mamba'"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantized"),
+        ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, "quantized"),
         ("llama", {"hidden_act": "relu"}, "hidden_act"),
         ("llama", {"sliding_window": 4}, "sliding_window"),
         ("llama", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
@@ -433,6 +479,11 @@ def test_a_shard_elsewhere_is_refused(tmp_path):
         ("qwen3 moe", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
         ("qwen3 moe", {"num_local_experts": 5}, "lacks"),
         ("smollm3", {"use_sliding_window": True}, "use_sliding_window"),
+        ("deepseek v3", {"scoring_func": "softmax"}, "scoring_func"),
+        ("deepseek v3", {"moe_layer_freq": 2}, "moe_layer_freq"),
+        ("deepseek v2", {"topk_method": "noaux_tc"}, "topk_method"),
+        ("deepseek v2", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("deepseek v3", {"num_hidden_layers": 1, "num_nextn_predict_layers": 0}, "not be used"),
         ("cohere", {"use_qk_norm": True}, "use_qk_norm"),
         ("cohere2", {"use_parallel_block": False}, "use_parallel_block"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
