@@ -102,6 +102,12 @@ class Decoder:
         raise NotImplementedError
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer."""
+        specs = (self.attention_spec(index) for index in range(self.num_hidden_layers))
+        return tuple(spec.sliding_window for spec in specs)
+
+    @property
     def other_layers(self) -> tuple[str, ...]:
         """How the names of tensors begin that a checkpoint may have and that no token needs."""
         return ()

@@ -71,7 +71,8 @@ def test_mxfp4_is_read_as_transformers_reads_it(scales):
     blocks, powers = random_blocks(0, 6, 64, scales)
     expected = theirs(torch.tensor(blocks), torch.tensor(powers), dtype=torch.float32).numpy()
     ours = from_mxfp4(blocks, powers)
-    assert ours.dtype == jnp.bfloat16 and ours.shape == (3, 64, 6)
+    assert ours.dtype == jnp.bfloat16
+    assert ours.shape == (3, 64, 6)
     np.testing.assert_array_equal(np.asarray(ours, np.float32), expected)
 
 
