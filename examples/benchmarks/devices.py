@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, PRNGKeyArray
 from serving.families.llama import Llama
 from serving.generation import Generation, decode_loop
 from serving.initial import init_params
@@ -71,12 +72,18 @@ def seconds_a_call(call: Callable) -> float:
     return statistics.median(times)
 
 
-def random_cache(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]) -> KVCache:
-    def make():
-        key, value = jax.random.normal(jax.random.key(0), (2, *shape), jnp.bfloat16)
-        return KVCache(key, value)
+@partial(jax.jit, static_argnames=("shape", "sharding"))
+def drawn(
+    key: PRNGKeyArray, scale: float, shape: tuple[int, ...], sharding: NamedSharding
+) -> Array:
+    """Random numbers, each made on the device that holds it: one program for all of a shape."""
+    numbers = scale * jax.random.normal(key, shape, jnp.bfloat16)
+    return jax.lax.with_sharding_constraint(numbers, sharding)
 
-    return jax.jit(make, out_shardings=NamedSharding(mesh, spec))()
+
+def random_cache(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...], seed: int = 0) -> KVCache:
+    draw = partial(drawn, scale=1.0, shape=shape, sharding=NamedSharding(mesh, spec))
+    return KVCache(*map(draw, jax.random.split(jax.random.key(seed))))
 
 
 def shuffled(num_seqs: int, length: int):
@@ -142,28 +149,13 @@ def loop(mesh: Mesh, model: Llama, num_seqs: int, length: int) -> float:
 def made_on(mesh: Mesh, model: Llama) -> dict:
     """Random weights, each made on the devices that hold it."""
     shapes = jax.eval_shape(partial(init_params, model), jax.random.key(0))
+    leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
 
-    def place(path, leaf):
-        return NamedSharding(mesh, spec_of(path[-1].key))
+    def made(path, leaf, key):
+        return drawn(key, 0.02, leaf.shape, NamedSharding(mesh, spec_of(path[-1].key)))
 
-    def make(key, shapes, shardings):
-        def random(leaf, key):
-            return 0.02 * jax.random.normal(key, leaf.shape, jnp.bfloat16)
-
-        leaves, tree = jax.tree.flatten(shapes)
-        keys = jax.random.split(key, len(leaves))
-        program = jax.jit(
-            lambda keys: tree.unflatten(map(random, leaves, keys)), out_shardings=shardings
-        )
-        return program(keys)
-
-    shardings = jax.tree_util.tree_map_with_path(place, shapes)
-    layers = shapes.pop("layers")
-    keys = jax.random.split(jax.random.key(0), len(layers) + 1)
-    of_layers = shardings.pop("layers")
-    params = make(keys[0], shapes, shardings)
-    params["layers"] = [make(*each) for each in zip(keys[1:], layers, of_layers, strict=True)]
-    return params
+    return tree.unflatten(made(*at, key) for at, key in zip(leaves, keys, strict=True))
 
 
 def state_after(mesh, model, params, num_seqs, length, max_new_tokens) -> Generation:
@@ -179,7 +171,7 @@ def state_after(mesh, model, params, num_seqs, length, max_new_tokens) -> Genera
     pool, _ = grow(state.pool, jnp.full(num_seqs, length - 1, jnp.int32))
     shape = state.caches[0].key.shape
     del state.caches[:]
-    caches = [random_cache(mesh, PAGES, shape) for _ in params["layers"]]
+    caches = [random_cache(mesh, PAGES, shape, seed) for seed in range(len(params["layers"]))]
     return replace(state, pool=pool, caches=caches)
 
 
