@@ -46,11 +46,15 @@ test-deep: $(VENV)/ready
 
 # The oldest versions that pyproject.toml allows.
 test-oldest: $(OLDEST_VENV)/ready
-	OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python -m pytest -q -n 2 --dist worksteal $(WITHOUT_TORCH)
+	$(KEPT) $(PLAINLY) OMP_NUM_THREADS=1 \
+		$(OLDEST_VENV)/bin/python -m pytest -q -n 2 --dist worksteal $(WITHOUT_TORCH)
+	$(KEPT) OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python -m pytest -q $(filter $(OPTIMISED),$(WITHOUT_TORCH))
 
 # The newest versions that the index has for this Python: make test-newest PYTHON=python3.13
 test-newest: $(NEWEST_VENV)/ready
-	OMP_NUM_THREADS=1 $(NEWEST_VENV)/bin/python -m pytest -q -n 2 --dist worksteal $(WITHOUT_TORCH)
+	$(KEPT) $(PLAINLY) OMP_NUM_THREADS=1 \
+		$(NEWEST_VENV)/bin/python -m pytest -q -n 2 --dist worksteal $(WITHOUT_TORCH)
+	$(KEPT) OMP_NUM_THREADS=1 $(NEWEST_VENV)/bin/python -m pytest -q $(filter $(OPTIMISED),$(WITHOUT_TORCH))
 
 # Wheel and sdist, each in an empty environment.
 smoke:
