@@ -4,16 +4,15 @@
 
 Block i of sequence s lies on device (i + s) % num_devices, in that device's own pool and cache. The
 new tokens of a step see two sets of keys. Those of the context, which are spread, are earlier than
-all of them: so each device attends to its own without a mask, in whatever order they lie, and
-`merge_across` joins the devices. Those of the step itself are at hand on every device and need no
-cache: `ragged_attention` masks them, and `merge_states` adds them. A decode, a chunk of a prompt
+all of them: so each device attends to its own without a mask, in whatever order they lie. Those of
+the step itself are at hand on every device; one device for each sequence attends to them, with the
+mask. `merge_states` adds both, and `merge_across` joins the devices. A decode, a chunk of a prompt
 and any mix are this one step.
 
-Not for sliding windows and ALiBi, which depend on how far back a key lies: a layer with a window
-needs no spreading, since one device can hold all that it sees.
+Sliding windows and ALiBi depend on how far back a key lies. A device knows where its own stand, and
+says so by a bias; of a window it reads only the blocks that any new token sees.
 
-All functions are called inside `jax.shard_map`. A chunk's own keys are attended to on every device,
-so let a chunk be short beside the context.
+All functions are called inside `jax.shard_map`.
 """
 
 from collections.abc import Callable
@@ -31,8 +30,8 @@ from pagedattn import (
     BatchMetadata,
     BlockPool,
     KVCache,
-    UnsupportedError,
     append_tokens,
+    attention_bias,
     init_block_pool,
     init_kv_cache,
     merge_across,
@@ -43,23 +42,38 @@ from pagedattn import (
     slot_mapping,
     write_kv,
 )
+from pagedattn.packed import packed_batch
 from pagedattn.ragged import cdiv, sequence_ids
 
 AXIS = "context"
 SPREAD, EVERYWHERE = PartitionSpec(AXIS), PartitionSpec()
 Heads = Float[Array, "num_tokens num_heads head_dim"]
+Results = tuple[Heads, Float[Array, "num_tokens num_heads"]]  # out and lse
+Sinks = Float[Array, " num_heads"]
 State = tuple[BlockPool, KVCache]
+
+
+def turn(seqs: Int[Array, "*n"]) -> Int[Array, "*n"]:
+    """Of blocks turn, turn + num_devices, ... of some sequences this device has the keys."""
+    return (jax.lax.axis_index(AXIS) - seqs) % jax.lax.axis_size(AXIS)
 
 
 def length_here(
     lengths: Int[Array, " n"], seqs: Int[Array, " n"], block_size: int
 ) -> Int[Array, " n"]:
     """How many of the first `lengths` tokens of some sequences lie on this device."""
-    num_devices = jax.lax.axis_size(AXIS)
-    turn = (jax.lax.axis_index(AXIS) - seqs) % num_devices  # of blocks turn, turn + num_devices...
+    num_devices, first = jax.lax.axis_size(AXIS), turn(seqs)
     whole = lengths // block_size
-    rest = jnp.where(whole % num_devices == turn, lengths % block_size, 0)
-    return cdiv(whole - turn, num_devices) * block_size + rest
+    rest = jnp.where(whole % num_devices == first, lengths % block_size, 0)
+    return cdiv(whole - first, num_devices) * block_size + rest
+
+
+def positions_of(
+    tokens: Int[Array, "n m"], seqs: Int[Array, " n"], block_size: int
+) -> Int[Array, "n m"]:
+    """Where tokens of some sequences stand, of which this device counts only its own."""
+    blocks = tokens // block_size * jax.lax.axis_size(AXIS) + turn(seqs)[:, None]
+    return blocks * block_size + tokens % block_size
 
 
 def grow(
@@ -102,34 +116,78 @@ def attend(
     cache: KVCache,
     batch: BatchMetadata,
     spec: AttentionSpec = AttentionSpec(),
+    sinks: Sinks | None = None,
 ) -> tuple[Heads, KVCache]:
-    """Attention of new tokens to their sequences, and this device's cache with its share of them.
-
-    Raises:
-      UnsupportedError: a spec or a cache that it would not compute exactly.
-    """
-    require_exact(cache, spec)
+    """Attention of new tokens, and this device's cache with its share of their keys and values."""
     cache = write_kv(cache, key, value, batch.slot_mapping)
-    unmasked = replace(spec, causal=False)
-    context = paged_attention(query, cache, batch, unmasked, return_lse=True)
-    starts, longest = batch.query_start_loc, batch.max_query_len
-    new = ragged_attention(
-        *(query, key, value, starts, starts, spec),
-        max_query_len=longest,
-        max_key_len=longest,
-        return_lse=True,
-    )
-    return merge_states(*merge_across(*context, AXIS), *new)[0], cache
+    context = attend_to_context(query, cache, batch, spec)
+    new = attend_to_new(query, key, value, cache, batch, spec, sinks)
+    return merge_across(*merge_states(*context, *new), AXIS)[0], cache
 
 
-def require_exact(cache: KVCache, spec: AttentionSpec) -> None:
-    refused = {
-        "sliding_window": spec.sliding_window is not None,
-        "alibi_slopes": spec.alibi_slopes is not None,
-        "caches in eight bits (a step's own keys are not rounded)": cache.key.dtype.itemsize == 1,
-    }
-    if named := ", ".join(name for name, asked in refused.items() if asked):
-        raise UnsupportedError(f"not with keys spread over devices: {named}")
+def attend_to_context(
+    query: Heads, cache: KVCache, batch: BatchMetadata, spec: AttentionSpec
+) -> Results:
+    """Attention to the keys of the context that lie here."""
+    unmasked = replace(spec, causal=False, sliding_window=None, alibi_slopes=None)
+    if unmasked == replace(spec, causal=False):
+        return paged_attention(query, cache, batch, unmasked, return_lse=True)
+    first, batch = in_window(batch, spec.sliding_window)
+    bias = bias_here(first, batch, spec)
+    return paged_attention(query, cache, batch, unmasked, bias=bias, return_lse=True)
+
+
+def in_window(
+    batch: BatchMetadata, window: int | None
+) -> tuple[Int[Array, " max_seqs"], BatchMetadata]:
+    """The first block here of each sequence that the window shows, and the batch from there on."""
+    rows, size = jnp.arange(batch.num_seqs, dtype=jnp.int32), batch.block_size
+    if window is None:
+        return 0 * rows, batch
+    oldest = batch.positions[batch.query_start_loc[:-1]] - window + 1  # seen by the first new token
+    first = length_here(jnp.maximum(oldest, 0), rows, size) // size
+    most = cdiv(cdiv(window - 2, size) + 1, jax.lax.axis_size(AXIS))
+    columns = first[:, None] + jnp.arange(min(most, batch.max_blocks), dtype=jnp.int32)
+    tables = jnp.take_along_axis(batch.block_tables, columns, axis=1, mode="clip")
+    lens = jnp.clip(batch.seq_lens - first * size, 0, columns.shape[1] * size)
+    return first, replace(batch, block_tables=tables, seq_lens=lens)
+
+
+def bias_here(
+    first: Int[Array, " max_seqs"], batch: BatchMetadata, spec: AttentionSpec
+) -> Float[Array, "num_tokens heads num_keys"]:
+    """What the spec adds to the logits of this device's keys, from the first blocks on."""
+    rows, size = jnp.arange(batch.num_seqs, dtype=jnp.int32), batch.block_size
+    num_keys = batch.max_blocks * size
+    tokens = first[:, None] * size + jnp.arange(num_keys, dtype=jnp.int32)
+    seqs = sequence_ids(batch.query_start_loc, batch.num_tokens)
+    keys = positions_of(tokens, rows, size)[seqs]
+    bias = attention_bias(batch.positions[:, None], keys, replace(spec, causal=False))
+    return bias.reshape(batch.num_tokens, -1, num_keys)
+
+
+def attend_to_new(
+    query: Heads,
+    key: Heads,
+    value: Heads,
+    cache: KVCache,
+    batch: BatchMetadata,
+    spec: AttentionSpec,
+    sinks: Sinks | None,
+) -> Results:
+    """Attention of the step's tokens to each other, of each sequence on one device.
+
+    The keys pass through a small cache, which rounds them as the large one does.
+    """
+    starts, longest, device = batch.query_start_loc, batch.max_query_len, jax.lax.axis_index(AXIS)
+    new = packed_batch(len(query), starts, starts, longest, longest)
+    here = turn(jnp.arange(batch.num_seqs)) == 0
+    new = replace(new, seq_lens=jnp.where(here, new.seq_lens, 0))
+    empty = (jnp.zeros((len(key), 1, *plane.shape[2:]), plane.dtype) for plane in cache.planes)
+    small = write_kv(cache.with_planes(*empty), key, value, jnp.arange(len(key)))
+    if sinks is not None:
+        sinks = jnp.where(device == 0, sinks, -jnp.inf)  # they take weight once
+    return paged_attention(query, small, new, spec, sinks=sinks, return_lse=True)
 
 
 def start(mesh: Mesh, make: Callable[[], State]) -> State:
@@ -149,18 +207,20 @@ def step(
     new: Int[Array, " max_seqs"],
     max_query_len: int,
     spec: AttentionSpec = AttentionSpec(),
+    sinks: Sinks | None = None,
 ) -> tuple[State, Heads, Bool[Array, " max_seqs"]]:
     """One layer's step on all devices: what has come of the state, out, and who has grown."""
 
-    def on_each(state, heads, new):
+    def on_each(state, heads, new, sinks):
         pool, cache = jax.tree.map(lambda leaf: leaf[0], state)
         query, key, value = heads
         pool, batch, ok = grow(pool, new, num_tokens=len(query), max_query_len=max_query_len)
-        out, cache = attend(query, key, value, cache, batch, spec)
+        out, cache = attend(query, key, value, cache, batch, spec, sinks)
         return jax.tree.map(lambda leaf: leaf[None], (pool, cache)), out, ok
 
-    specs = (SPREAD, EVERYWHERE, EVERYWHERE)
-    return jax.shard_map(on_each, mesh=mesh, in_specs=specs, out_specs=specs)(state, heads, new)
+    outs = (SPREAD, EVERYWHERE, EVERYWHERE)
+    on_all = jax.shard_map(on_each, mesh=mesh, in_specs=(*outs, EVERYWHERE), out_specs=outs)
+    return on_all(state, heads, new, sinks)
 
 
 def main() -> None:

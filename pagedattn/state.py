@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 from .checks import an_array, describe, is_floating, require
 from .errors import InvalidInputError
 from .foreign import takes_any_array
+from .tracing import axes_of
 
 
 @takes_any_array
@@ -55,8 +56,9 @@ def merge_across(
     """`merge_states` over all devices along an axis: each has attended to keys of its own.
 
     Inside `jax.shard_map`, or any function that names an axis, as `jax.vmap` does. It costs one
-    maximum of `lse` over the devices and two sums, of which that of `out` is in float32. Like
-    theirs, the results are known not to vary along the axis, so no `check_vma=False` is needed.
+    collective: every device gathers the results of all, `out` and `lse` side by side in float32,
+    and joins them by itself. The results are known not to vary along the axis, so no
+    `check_vma=False` is needed.
 
     Args:
       out, lse: of this device's keys, as `paged_attention(..., return_lse=True)` gives them. A row
@@ -78,12 +80,20 @@ def merge_across(
     """
     _check_part(out, lse, axis_name)
     lse = _marked(lse)
-    # The shift cancels out of the result, so it needs no gradient; a maximum over devices has none.
-    shift = _finite(jax.lax.pmax(jax.lax.stop_gradient(lse), axis_name))
-    weight = jnp.exp(lse - shift)
-    summed, total = jax.lax.psum((_weighted(out, weight), weight), axis_name)
-    merged, lse = _normalised(summed, total, shift)
+    state = jnp.concatenate([out.astype(lse.dtype), lse[..., None]], axis=-1)
+    states = _gathered(state, axis_name)
+    outs, lses = states[..., :-1], states[..., -1]
+    # The shift cancels out of the result, so it needs no gradient.
+    shift = _finite(jax.lax.stop_gradient(lses.max(0, keepdims=True)))
+    weights = jnp.exp(lses - shift)
+    merged, lse = _normalised(_weighted(outs, weights).sum(0), weights.sum(0), shift[0])
     return merged.astype(out.dtype), lse
+
+
+def _gathered(array, axis_name):
+    """Those of all devices, on a new first axis; known not to vary, where that is kept track of."""
+    tracked = axes_of(jax.lax.axis_index(axis_name))  # not by jax.vmap, nor without check_vma
+    return jax.lax.all_gather(array, axis_name, to="invarying" if tracked else "varying")
 
 
 def _marked(lse):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
+from benchmarks.drawn import drawn
 from pagedattn import BatchMetadata, KVCache, make_batch
 from pagedattn.ragged import cdiv
 
@@ -15,15 +16,11 @@ LAYERS = 8  # calls of attention in one program
 
 
 def random_cache(
-    shape: tuple[int, ...], dtype=jnp.bfloat16, sharding: Sharding | None = None
+    shape: tuple[int, ...], dtype=jnp.bfloat16, sharding: Sharding | None = None, seed: int = 0
 ) -> KVCache:
-    """A cache whose planes have this shape, made where it lies."""
-
-    def make():
-        key, value = jax.random.normal(jax.random.key(0), (2, *shape), jnp.bfloat16).astype(dtype)
-        return KVCache(key, value)
-
-    return jax.jit(make, out_shardings=sharding)()
+    """A cache whose planes have this shape."""
+    keys = jax.random.split(jax.random.key(seed))
+    return KVCache(*(drawn(key, shape, dtype, sharding) for key in keys))
 
 
 def shuffled(num_seqs: int, length: int) -> BatchMetadata:

@@ -104,8 +104,8 @@ def state_after(mesh, model, params, num_seqs, length, max_new_tokens) -> Genera
     pool, _ = grow(state.pool, jnp.full(num_seqs, length - 1, jnp.int32))
     shape = state.caches[0].key.shape
     del state.caches[:]
-    sharding = NamedSharding(mesh, PAGES)
-    caches = [random_cache(shape, sharding=sharding) for _ in params["layers"]]
+    sharding, layers = NamedSharding(mesh, PAGES), range(len(params["layers"]))
+    caches = [random_cache(shape, sharding=sharding, seed=layer) for layer in layers]
     return replace(state, pool=pool, caches=caches)
 
 

@@ -16,6 +16,9 @@ from serving.fused import fused
 from serving.initial import init_params
 from serving.parallel import spec_of
 
+from benchmarks.drawn import drawn
+
+SCALE = 0.02  # of random weights
 SHIPPED = Path(__file__).parents[1] / "models" / "pydoc-llama"
 SHAPES = {
     "llama-8b": Llama(
@@ -62,8 +65,8 @@ def random_params(model: Llama, dtype=jnp.bfloat16) -> dict:
     embedding, head = jax.random.split(vocab)
     table = (model.vocab_size, model.hidden_size)
     return {
-        "embedding": random_weight(embedding, table, dtype),
-        "lm_head": random_weight(head, table, dtype),
+        "embedding": drawn(embedding, table, dtype, scale=SCALE),
+        "lm_head": drawn(head, table, dtype, scale=SCALE),
         "layers": [random_layer(key, model, dtype) for key in layers],
         "norm": jnp.ones(model.hidden_size, dtype),
     }
@@ -81,36 +84,18 @@ def random_layer(key: PRNGKeyArray, model: Llama, dtype) -> dict[str, Array]:
     }
     keys = jax.random.split(key, len(shapes))
     weights = zip(keys, shapes.items(), strict=True)
-    layer = {name: random_weight(key, shape, dtype) for key, (name, shape) in weights}
+    layer = {name: drawn(key, shape, dtype, scale=SCALE) for key, (name, shape) in weights}
     return layer | {name: jnp.ones(hidden, dtype) for name in ("attention_norm", "mlp_norm")}
-
-
-@partial(jax.jit, static_argnums=(1, 2))
-def random_weight(key: PRNGKeyArray, shape: tuple[int, ...], dtype) -> Array:
-    return 0.02 * jax.random.normal(key, shape, dtype)
 
 
 def spread_params(mesh: Mesh, model: Llama) -> dict:
     """Random parameters for the devices of a mesh, each made on those that hold it."""
     shapes = jax.eval_shape(partial(init_params, model), jax.random.key(0))
+    leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
 
-    def place(path, leaf):
-        return NamedSharding(mesh, spec_of(path[-1].key))
+    def made(path, leaf, key):
+        sharding = NamedSharding(mesh, spec_of(path[-1].key))
+        return drawn(key, leaf.shape, sharding=sharding, scale=SCALE)
 
-    def make(key, shapes, shardings):
-        leaves, tree = jax.tree.flatten(shapes)
-        keys = jax.random.split(key, len(leaves))
-
-        def weights(keys):
-            each = zip(keys, leaves, strict=True)
-            return tree.unflatten(random_weight(key, x.shape, jnp.bfloat16) for key, x in each)
-
-        return jax.jit(weights, out_shardings=shardings)(keys)
-
-    shardings = jax.tree_util.tree_map_with_path(place, shapes)
-    layers = shapes.pop("layers")
-    keys = jax.random.split(jax.random.key(0), len(layers) + 1)
-    of_layers = shardings.pop("layers")
-    params = make(keys[0], shapes, shardings)
-    params["layers"] = [make(*each) for each in zip(keys[1:], layers, of_layers, strict=True)]
-    return params
+    return tree.unflatten(made(*at, key) for at, key in zip(leaves, keys, strict=True))

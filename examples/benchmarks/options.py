@@ -96,6 +96,16 @@ def latent(backend: str) -> Timed:
     return timed(call, query, cache, shuffled(SEQS, LENGTH), SEQS * LENGTH)
 
 
+def latent_by_flashinfer() -> Timed:
+    """Its time alone, in a CUDA graph; with pages of 64."""
+    # The other figures need no torch.
+    from benchmarks import flashinfer_peers, timing
+
+    call = flashinfer_peers.latent(SEQS, LENGTH, LATENT_HEADS, (VALUES, LATENT - VALUES))
+    microseconds = timing.time_alone(timing.captured(call, LAYERS).replay) / LAYERS
+    return Timed(microseconds, 2 * SEQS * LENGTH * LATENT)
+
+
 WORK = {
     "decode": partial(decode, jnp.bfloat16),
     "decode, float8_e4m3fn": partial(decode, jnp.float8_e4m3fn),
@@ -106,6 +116,7 @@ WORK = {
     "shared prefix, cascade_attention": partial(behind_prefix, cascade, prepare=split_prefix),
     "latent cache, sdpa": partial(latent, "sdpa"),
     "latent cache, triton": partial(latent, "triton"),
+    "latent cache, FlashInfer": latent_by_flashinfer,
 }
 
 

@@ -60,7 +60,7 @@ class FreeEngine:
 
     def holdings(self) -> Holdings:
         zeros = np.zeros(self.limits.num_blocks, np.int32)
-        return Holdings(zeros, zeros[None], self.limits.block_size, [])
+        return Holdings(zeros, zeros[None, None], self.limits.block_size, [])
 
     def step(self) -> Step:
         time.sleep(0.005)  # as a device would take, so that steps hold tokens of many requests

@@ -93,7 +93,7 @@ def ready_engine(model: Decoder, params: dict, plan: Plan, args: argparse.Namesp
     engine = Engine(params, model, plan.limits(room), args.backend)
     for first_id in (0, 2):  # the second time the prompts are found in the prefix cache
         all_running(engine, [(0,) * plan.longest, (1,) * plan.longest], BLOCK_SIZE, first_id)
-    engine.prefixes.evict(1)
+    engine.prefixes.evict([1] * len(engine.memory.pools))
     return engine
 
 

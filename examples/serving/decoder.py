@@ -23,13 +23,15 @@ from pagedattn import (
     InvalidInputError,
     KVCache,
     attention_bias,
+    init_kv_cache,
     paged_attention,
     write_kv,
 )
 from serving.settings import refuse_others, require
 
 Hidden = Float[Array, "num_tokens hidden_size"]
-Heads = Float[Array, "num_tokens _ head_dim"]  # of queries, or of keys and values: fewer
+Heads = Float[Array, "num_tokens _ head_dim"]  # of queries, or of keys: fewer
+Values = Float[Array, "num_tokens _ value_dim"]
 Logits = Float[Array, "num_tokens vocab_size"]
 Tokens = Int[Array, " num_tokens"]
 Sinks = Float[Array, " num_heads"]
@@ -41,7 +43,7 @@ class Operands(NamedTuple):
 
     query: Heads
     key: Heads
-    value: Heads
+    value: Values
     sinks: Sinks | None  # a logit a head that takes weight
 
 
@@ -70,6 +72,7 @@ class Decoder:
     renamed: ClassVar[Mapping[str, str]] = {}
     required: ClassVar[Mapping[str, tuple]] = {}
     ignored: ClassVar[tuple[str, ...]] = ()
+    quantised: ClassVar[tuple[str, ...]] = ()  # methods of which serving/quantised.py knows
 
     @classmethod
     def from_config(cls, raw: dict) -> Self:
@@ -79,12 +82,16 @@ class Decoder:
           InvalidInputError: It asks for something that the family does not compute.
         """
         name = cls.model_type
-        if raw.get("quantization_config"):
-            raise InvalidInputError(f"{name}: quantized checkpoints are not implemented")
+        quantised = raw.get("quantization_config") or {}
+        if quantised and quantised.get("quant_method") not in cls.quantised:
+            raise InvalidInputError(
+                f"{name}: expected a checkpoint that is not quantized, got {quantised}"
+            )
+        raw = {setting: raw[setting] for setting in raw if setting != "quantization_config"}
         raw = cls.read({cls.renamed.get(theirs, theirs): value for theirs, value in raw.items()})
         require(name, raw, cls.required)
         ours = {field.name for field in fields(cls)}
-        refuse_others(name, raw, {*ours, *cls.ignored, "model_type"})
+        refuse_others(name, raw, {*ours, *cls.required, *cls.ignored, "model_type"})
         values: dict[str, Any] = {name: _hashable(raw[name]) for name in ours & raw.keys()}
         return cls(**values)
 
@@ -103,19 +110,35 @@ class Decoder:
         """The checkpoint's names of the tensors outside the layers, by ours."""
         raise NotImplementedError
 
-    def layer_names(self) -> Mapping[str, Name]:
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer."""
+        specs = (self.attention_spec(index) for index in range(self.num_hidden_layers))
+        return tuple(spec.sliding_window for spec in specs)
+
+    @property
+    def other_layers(self) -> tuple[str, ...]:
+        """How the names of tensors begin that a checkpoint may have and that no token needs."""
+        return ()
+
+    def layer_names(self, index: int) -> Mapping[str, Name]:
         """The checkpoint's names of a layer's tensors, without the layer's prefix, by ours.
 
         One called "sinks" is a logit a head that takes weight in attention's softmax.
         """
         raise NotImplementedError
 
+    def init_cache(self, num_blocks: int, block_size: int, dtype) -> KVCache:
+        """An empty cache of one layer."""
+        heads = self.num_key_value_heads, self.head_dim
+        return init_kv_cache(num_blocks, block_size, *heads, dtype)
+
     def embed(self, params: dict, tokens: Tokens) -> Hidden:
         return params["embedding"][tokens]
 
     def heads(
         self, index: int, layer: dict, hidden: Hidden, positions: Tokens
-    ) -> tuple[Heads, Heads, Heads]:
+    ) -> tuple[Heads, Heads, Values]:
         """Query, key and value of each token: the part of layer `index` before attention."""
         raise NotImplementedError
 
@@ -145,10 +168,11 @@ def cached_attention(
     batch: BatchMetadata,
     spec: AttentionSpec,
     backend: str | None = None,
-) -> tuple[Heads, KVCache]:
+) -> tuple[Values, KVCache]:
     """Attention of new tokens, and the cache, to which their keys and values are written first."""
     query, key, value, sinks = operands
-    cache = write_kv(cache, key, value, batch.slot_mapping)
+    held = None if cache.value is None else value  # else it is a part of the key
+    cache = write_kv(cache, key, held, batch.slot_mapping)
     return paged_attention(query, cache, batch, spec, backend=backend, sinks=sinks), cache
 
 
@@ -187,7 +211,8 @@ def dense_attention(operands: Operands, cache: None, spec: AttentionSpec) -> tup
         last = jnp.broadcast_to(sinks[:, None, None], (*by_head.shape[:2], 1))
         by_head = jnp.concatenate([by_head, last], axis=-1)
     weights = jax.nn.softmax(by_head, axis=-1)[..., :num_tokens].reshape(logits.shape)
-    return jnp.einsum("hgqk,khd->qhgd", weights, value).reshape(query.shape), cache
+    out = jnp.einsum("hgqk,khd->qhgd", weights, value)
+    return out.reshape(*query.shape[:2], value.shape[-1]), cache
 
 
 def _forward(params: dict, model: Decoder, tokens: Tokens, positions: Tokens, caches, attend):

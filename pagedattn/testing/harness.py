@@ -60,7 +60,7 @@ def check_backend(
 
     Example:
         >>> from pagedattn.testing import check_backend
-        >>> cells = check_backend("xla", dtypes=["float32"], verbose=False)
+        >>> cells = check_backend("xla", dtypes=["float32"], jit=True, verbose=False)
         >>> {cell.result for cell in cells}
         {'ok'}
     """

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -65,3 +66,12 @@ def test_results_and_gradients_are_those_of_the_folded_merge(check_vma):
     got, want = of(on_devices(check_vma)), of(folded)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@several
+def test_it_is_one_collective():
+    """Each costs a decode as much as the other, however little it carries."""
+    out, lse = jnp.ones((4, 2, 2, 8), jnp.bfloat16), jnp.ones((4, 2, 2))
+    program = jax.jit(on_devices(True)).lower(out, lse).compile().as_text()
+    collectives = r" (all-[a-z-]+?|reduce-scatter|collective-\w+)(?:-start)?\("
+    assert re.findall(collectives, program) == ["all-gather"]

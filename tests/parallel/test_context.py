@@ -8,26 +8,35 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.sharding import Mesh
 
-from pagedattn import AttentionSpec, UnsupportedError, init_block_pool, init_kv_cache
+from pagedattn import AttentionSpec, BatchMetadata, init_block_pool, init_kv_cache
 from pagedattn.testing import assert_attention_close, random_problem
 
 SEQ_LENS = [30, 3, 61, 0, 12]
 MIXED, DECODE = [7, 1, 16, 0, 1], [1, 1, 1, 0, 1]
 LONGEST, TOKENS = 16, 40  # of a step: few programs
 PLAIN = AttentionSpec()
+SLOPES = (0.25, -0.5, 0.75, -1.0)
+ALL = AttentionSpec(scale=0.4, logits_soft_cap=2.0, sliding_window=21, alibi_slopes=SLOPES)
 CASES = {
-    "a mix on 2": (2, MIXED, PLAIN, np.float32),
-    "a mix on 4": (4, MIXED, AttentionSpec(scale=0.4, logits_soft_cap=2.0), np.float32),
-    "decodes on 4": (4, DECODE, AttentionSpec(causal=False), np.float32),
-    "halves on 4": (4, MIXED, PLAIN, ml_dtypes.bfloat16),
+    "a mix on 2": (2, MIXED, PLAIN, {}),
+    "a mix on 4": (4, MIXED, AttentionSpec(scale=0.4, logits_soft_cap=2.0), {}),
+    "decodes on 4": (4, DECODE, AttentionSpec(causal=False), {}),
+    "halves on 4": (4, MIXED, PLAIN, {"dtype": ml_dtypes.bfloat16}),
+    "a window on 4": (4, MIXED, AttentionSpec(sliding_window=9), {}),
+    "both ways on 4": (4, MIXED, AttentionSpec(causal=False, sliding_window=12), {}),
+    "ALiBi on 2": (2, MIXED, AttentionSpec(alibi_slopes=SLOPES), {}),
+    "sinks on 4": (4, DECODE, PLAIN, {"arrays": ["sinks"]}),
+    "all in eight bits on 2": (2, MIXED, ALL, {"arrays": ["sinks"], "cache_dtype": np.int8}),
 }
 several = pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
 
 
-def problem_of(query_lens=MIXED, spec=PLAIN, dtype=np.float32):
-    return random_problem(query_lens, SEQ_LENS, spec, dtype=dtype, poison=None)
+def problem_of(query_lens=MIXED, spec=PLAIN, **options):
+    return random_problem(query_lens, SEQ_LENS, spec, **options, poison=None)
 
 
 def mesh_of(num_devices):
@@ -38,10 +47,19 @@ def start(problem, num_devices, num_blocks=20):
     def make():
         sizes = num_blocks, problem.block_size
         pool = init_block_pool(*sizes, max_seqs=len(problem.seq_lens), max_blocks=16)
-        cache = init_kv_cache(*sizes, *problem.key_cache.shape[2:], problem.query.dtype)
-        return pool, jax.tree.map(lambda plane: plane + jnp.nan, cache)  # what nobody wrote
+        cache = init_kv_cache(
+            *(*sizes, *problem.key_cache.shape[2:], problem.key_cache.dtype),
+            key_scale=problem.key_scale,
+            value_scale=problem.value_scale,
+        )
+        return pool, cache.with_planes(*map(unwritten, cache.planes))
 
     return example.start(mesh_of(num_devices), make)
+
+
+def unwritten(plane):
+    """What nobody has written there; int8 has no NaN."""
+    return jnp.full_like(plane, -128 if plane.dtype == jnp.int8 else jnp.nan)
 
 
 def keys_of(problem, begins, ends):
@@ -49,7 +67,11 @@ def keys_of(problem, begins, ends):
     size, spans = problem.block_size, zip(problem.block_tables, begins, ends, strict=True)
     at = [(row[j // size], j % size) for row, a, b in spans for j in range(a, b)]
     blocks, offsets = np.array(at, int).reshape(-1, 2).T
-    return problem.key_cache[blocks, offsets], problem.value_cache[blocks, offsets]
+    held = problem.key_cache[blocks, offsets], problem.value_cache[blocks, offsets]
+    scales = problem.key_scale, problem.value_scale
+    if problem.key_scale is None:
+        return held
+    return tuple(np.float32(x) * s.reshape(-1, 1) for x, s in zip(held, scales, strict=True))
 
 
 def step(problem, state, num_devices, begins, ends, query=None, tokens=TOKENS, longest=LONGEST):
@@ -61,7 +83,8 @@ def step(problem, state, num_devices, begins, ends, query=None, tokens=TOKENS, l
     padded = (np.pad(x, padding, constant_values=np.nan) for x in (query, key, value))
     heads, new = tuple(map(jnp.asarray, padded)), jnp.asarray(np.subtract(ends, begins))
     mesh = mesh_of(num_devices)
-    state, out, ok = example.step(mesh, state, heads, new, longest, problem.spec)
+    sinks = problem.sinks
+    state, out, ok = example.step(mesh, state, heads, new, longest, problem.spec, sinks)
     assert not np.asarray(out[len(key) :]).any()
     return state, np.asarray(out[: len(key)]), ok
 
@@ -81,8 +104,8 @@ def with_context(problem, num_devices):
 @several
 @pytest.mark.parametrize("name", CASES)
 def test_decodes_and_chunks_match_the_oracle(name):
-    num_devices, query_lens, spec, dtype = CASES[name]
-    problem = problem_of(query_lens, spec, dtype)
+    num_devices, query_lens, spec, options = CASES[name]
+    problem = problem_of(query_lens, spec, **options)
     state = with_context(problem, num_devices)
     sizes = {"tokens": 4, "longest": 1} if query_lens == DECODE else {}
     ends = problem.seq_lens
@@ -99,7 +122,10 @@ def assert_spread(pool, cache):
     lens = np.asarray(pool.seq_lens)
     np.testing.assert_array_equal(lens.sum(0), SEQ_LENS)
     assert (lens.max(0) - lens.min(0) <= pool.block_size).all()
-    written = ~np.isnan(np.asarray(cache.key, np.float32)).any(axis=(3, 4))
+    key = np.asarray(cache.key)
+    written = (key != np.asarray(unwritten(cache.key))).any(axis=(3, 4))
+    if key.dtype != np.int8:
+        written = ~np.isnan(np.float32(key)).any(axis=(3, 4))
     np.testing.assert_array_equal(written.sum(axis=(1, 2)), lens.sum(1))
 
 
@@ -125,15 +151,39 @@ def test_without_blocks_on_one_device_a_sequence_grows_on_none():
     assert ok.all()
 
 
-@pytest.mark.parametrize(
-    ("spec", "dtype", "word"),
-    [
-        (AttentionSpec(sliding_window=4), np.float32, "sliding_window"),
-        (AttentionSpec(alibi_slopes=(0.5,) * 4), np.float32, "alibi_slopes"),
-        (AttentionSpec(), jnp.int8, "eight bits"),
-    ],
-)
-def test_what_would_not_be_exact_is_refused_by_name(spec, dtype, word):
-    refuse = partial(example.require_exact, init_kv_cache(4, 4, 2, 16, dtype))
-    with pytest.raises(UnsupportedError, match=word):
-        refuse(spec)
+@partial(jax.jit, static_argnums=1)
+def read_on_four(context_lens, window):
+    """For a token more of three sequences: the columns that each device reads, lengths, positions.
+
+    An axis of `jax.vmap` stands for the devices.
+    """
+
+    def on_each():
+        rows = jnp.arange(3)
+        batch = BatchMetadata(
+            block_tables=jnp.tile(jnp.arange(16), (3, 1)),
+            seq_lens=example.length_here(context_lens, rows, 4),
+            query_start_loc=jnp.arange(4),
+            slot_mapping=jnp.full(3, -1),
+            positions=context_lens,
+            block_size=4,
+            max_query_len=1,
+        )
+        first, batch = example.in_window(batch, window)
+        tokens = first[:, None] * 4 + jnp.arange(4 * batch.max_blocks)
+        return batch.block_tables, batch.seq_lens, example.positions_of(tokens, rows, 4)
+
+    return jax.vmap(on_each, axis_name=example.AXIS, axis_size=4)()
+
+
+@pytest.mark.parametrize("window", [1, 5, 16, 40])
+@given(context_lens=st.lists(st.integers(0, 60), min_size=3, max_size=3))
+def test_of_a_window_each_key_is_read_once_and_few_others(window, context_lens):
+    tables, lens, positions = map(np.asarray, read_on_four(np.int32(context_lens), window))
+    assert tables.shape[2] <= ((window - 1) / 4 + 2) / 4 + 1
+    read = np.arange(positions.shape[2]) < lens[..., None]
+    for s, length in enumerate(context_lens):
+        keys, oldest = positions[:, s][read[:, s]], max(0, length - window + 1)
+        assert sorted(keys[keys >= oldest]) == list(range(oldest, length))
+    blocks = positions[..., ::4] // 16  # the fourth part of all, by their columns
+    np.testing.assert_array_equal(np.where(read[..., ::4], blocks - tables, 0), 0)
