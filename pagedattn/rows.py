@@ -25,9 +25,9 @@ def set_rows(
     of a slot, or of a block, depending on the shape of a row.
 
     Works in place inside a jit that donates the array, with one exception: XLA:CPU computes
-    bfloat16 in float32, and float8 in float16, so to set one row it rewrites the whole array
-    (jax-ml/jax#40101 is of that kind), 500 MB for each token. There `Backend.set_rows` of some
-    backend runs instead, if one is installed that has it and takes the dtype.
+    bfloat16 in float32, and float8 in float16, so to set one row it rewrites the whole array,
+    however large (jax-ml/jax#40101 is of that kind). There `Backend.set_rows` of some backend runs
+    instead, if one is installed that has it and takes the dtype.
     """
     array, indices, rows = jnp.asarray(array), int32(indices), jnp.asarray(rows)
     if array.dtype.name in WIDENED and is_traced(array) and device_of(array) == "cpu":

@@ -47,9 +47,10 @@ def refusals(call: Call, capability: tuple[int, int] | None) -> list[str]:
 
 
 def starts_in_order(call: Call, batch: Sequences) -> Sequences:
-    """The batch, whose starts never fall where tiles search them.
+    """The batch; with starts that never fall, where tiles find their sequence by searching them.
 
-    Tiles that are given to a sequence mend starts padded with 0 themselves: no kernel more.
+    Where each sequence is given tiles, the kernel itself takes padding with 0 for the end, and
+    nothing need run before it.
     """
     return batch if is_short(call) else in_order(batch)
 

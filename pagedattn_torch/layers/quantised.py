@@ -44,7 +44,10 @@ def as_quantised(cache: KVCache, dtype: torch.dtype, k_scale, v_scale) -> KVCach
 
 
 def like_cache(packed: KVCache, cache: KVCache | None) -> KVCache:
-    """New keys and values as the cache will hold them: it is of no account who reads which."""
+    """New keys and values rounded as the cache will hold them.
+
+    So a result does not depend on whether new keys are read as they are given or from the cache.
+    """
     if cache is None or largest(cache.dtype) is None:
         return packed
     key = quantised(packed.key, cache.dtype, cache.key_scale)

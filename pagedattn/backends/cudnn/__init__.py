@@ -45,9 +45,10 @@ def refusals(call: Call) -> list[str]:
 def unfit(call: Call) -> list[str]:
     """Why another backend is likely faster, judged by shapes: the rule of `backend=None`.
 
-    cuDNN's kernels are the fastest of all, but the keys must first be gathered, and padded to
-    rectangles. So queries must be long enough to reuse a gathered key, and of like lengths: a few
-    prefills among many decodes would pad every decode to the longest prefill.
+    Where Mosaic does not run, cuDNN's kernels are the fastest that JAX brings along; but the keys
+    must first be gathered, and may have to be padded to rectangles. So queries must be long enough
+    to reuse a gathered key, and of like lengths: a few prefills among many decodes would pad every
+    decode to the longest prefill.
     """
     reasons = []
     if call.longest_query < SHORTEST:

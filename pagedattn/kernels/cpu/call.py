@@ -69,7 +69,7 @@ def num_threads() -> int:
 
 
 def unfit(call: Call) -> list[str]:
-    """Sequences of many queries are faster by matrix products."""
+    """Why another backend is likely faster: with many queries a sequence, by matrix products."""
     if call.longest_query <= LONGEST or call.num_tokens < call.num_seqs * call.longest_query:
         return []
     return [f"no sequence of fewer than {LONGEST + 1} queries is likely: products are faster"]

@@ -33,7 +33,7 @@ def set_offsets(job, table, first, count, keys, values):
 
 @fast
 def set_shown(offsets, away, shown):
-    """Turns `shown` into value offsets; a key that no row sees gets `away`, where zeros are.
+    """Writes value offsets behind `shown`: a key's own, or `away`, to zeros, if no row sees it.
 
     What a slot holds that a bias hides from all may be NaN, which a weight of 0 would not undo.
     """
