@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import Mesh
 from serving import parallel
 from serving.checkpoint import load_checkpoint, save_checkpoint
-from serving.initial import init_params
+from serving.initial import large_params
 from serving.prompts import PROMPTS
 from serving.tokenizer import BYTES
 from tiny import TINY
@@ -31,7 +31,7 @@ pytestmark = [alone, pytest.mark.usefixtures("exact_products")]
 def checkpoint(tmp_path_factory):
     """A tiny model of bytes."""
     folder, model = tmp_path_factory.mktemp("tiny"), replace(TINY, vocab_size=256)
-    params = jax.tree.map(lambda leaf: 8 * leaf, init_params(model, jax.random.key(0)))
+    params = large_params(model, jax.random.key(0))
     save_checkpoint(folder, model, params)
     return folder
 
