@@ -31,7 +31,7 @@ from serving.request import Request
 from serving.sampling import GREEDY
 from serving.tokenizer import Tokenizer, load_tokenizer
 
-from pagedattn import InvalidInputError, explain, init_kv_cache, make_batch
+from pagedattn import InvalidInputError, explain, make_batch
 
 MODEL = Path(__file__).parent / "models" / "pydoc-llama"
 
@@ -77,10 +77,9 @@ def backends_to_show(model: Decoder, limits: Limits) -> dict[str, str | None]:
 
     Prints why the others cannot.
     """
-    shape = (1, limits.block_size, model.num_key_value_heads, model.head_dim)
     batch = make_batch([1], [0], [[0]], block_size=limits.block_size)
-    query = jnp.zeros((1, model.num_attention_heads, model.head_dim))
-    cache = init_kv_cache(*shape, dtype=query.dtype)
+    cache = model.init_cache(1, limits.block_size, jnp.float32)
+    query = jnp.zeros((1, model.num_attention_heads, cache.head_dim))
     reasons = explain(query, cache, batch, model.attention_spec(0))
     for name, why_not in reasons.items():
         if why_not:

@@ -11,7 +11,7 @@ from pagedattn import AttentionSpec, KVCache, UnsupportedError, explain, paged_a
 from pagedattn.features import signed_slopes, spec_of
 from pagedattn.registry import can_load
 from pagedattn.testing import Problem, batch_of, cache_of, random_problem, reference_attention
-from pagedattn.testing.harness import attend_with_lse
+from pagedattn.testing.running import attend_with_lse
 from pagedattn.testing.tolerances import arguments
 
 # The options that a backend may refuse; any other must honour every one.

@@ -14,7 +14,6 @@ import platform
 import threading
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 
 import jax
@@ -26,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.bridge_chart import draw
+from benchmarks.machine import installed, write
 
 OUT = jax.ShapeDtypeStruct((1,), jnp.float32)
 SIZES = {"1 KB": 10, "64 KB": 16, "1 MB": 20, "32 MB": 25, "1 GB": 30}
@@ -137,7 +137,7 @@ def machine() -> dict:
         "cores": len(os.sched_getaffinity(0)),
         "date": datetime.date.today().isoformat(),
         "versions": {"python": platform.python_version(), "torch": str(torch.__version__)}
-        | {name: version(name) for name in ("jax", "jax-tvm-ffi")},
+        | installed(("jax", "jax-tvm-ffi")),
     }
 
 
@@ -160,9 +160,8 @@ def main() -> None:
     for part, rows in report["us"].items():
         print_table(part, rows)
     if out:
-        out.mkdir(parents=True, exist_ok=True)
         path = out / "bridge.json"
-        path.write_text(json.dumps(report, indent=1) + "\n")
+        write(path, report)
         print(draw(path))
 
 

@@ -5,7 +5,6 @@ import json
 import os
 import platform
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.cpu_case import Case
+from benchmarks.machine import facts_of_cpu, installed, processor, write
 from benchmarks.work import HEAD_DIM, HEADS, KV_HEADS
 
 # The ratios that the library aims at: speed of the first contender over that of the second.
@@ -46,9 +46,7 @@ class Report:
             print(f"  {name:24}{microseconds / 1e3:10.2f} ms {_rate(row, name):>8}", flush=True)
         for name, reason in refused.items():
             print(f"  {name:24}{'-':>10}    {reason}", flush=True)
-        if self.path:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(json.dumps(self.data, indent=1) + "\n")
+        write(self.path, self.data)
 
     def print_tables(self) -> None:
         for decode in (True, False):
@@ -95,18 +93,14 @@ def machine() -> dict:
             for name in ("float32", "bfloat16")
         },
         "versions": {"python": platform.python_version(), "torch": str(torch.__version__)}
-        | {package: version(package) for package in ("jax", "jax-tvm-ffi", "numba")},
+        | installed(("jax", "jax-tvm-ffi", "numba")),
     }
 
 
 def _cpu() -> str:
     """The CPU's name, and which of the instructions for short floats it has."""
-    about: dict[str, str] = {}
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        about.setdefault(name.strip(), value.strip())
-    found = [flag for flag in SHORT_FLOATS if flag in about.get("flags", "").split()]
-    return f"{about.get('model name', platform.processor())} ({', '.join(found)})"
+    flags = facts_of_cpu().get("flags", "").split()
+    return f"{processor()} ({', '.join(flag for flag in SHORT_FLOATS if flag in flags)})"
 
 
 def _read_rate() -> float:

@@ -9,9 +9,7 @@ runs, and its times mean nothing.
 """
 
 import argparse
-import statistics
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,29 +18,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, PRNGKeyArray
 from serving.families.llama import Llama
 from serving.generation import Generation, decode_loop
-from serving.initial import init_params
-from serving.parallel import AXIS, EVERYWHERE, HEADS, PAGES, OverHeads, spec_of, start_over
+from serving.parallel import AXIS, EVERYWHERE, HEADS, PAGES, OverHeads, start_over
 
+from benchmarks.decodes import BLOCK_SIZE, LAYERS, layers_of, random_cache, shuffled
+from benchmarks.enqueued import seconds_a_call
 from benchmarks.machine import caption, machine, write
-from benchmarks.models import SHAPES
-from pagedattn import (
-    AttentionSpec,
-    KVCache,
-    append_tokens,
-    make_batch,
-    merge_across,
-    paged_attention,
-)
+from benchmarks.models import SHAPES, spread_params
+from pagedattn import AttentionSpec, append_tokens, merge_across, paged_attention
 from pagedattn.ragged import cdiv
 
-LAYERS = 8  # calls of attention in one program
 STEPS = 10  # of the decode loop
+# Enqueued at a time. With 40 the devices of a CPU wait for each other until XLA gives up: they are
+# threads, and those of later calls take the places that an earlier one needs.
 CALLS = 20
-BLOCK_SIZE = 16
-
 
 SMALL = {
     "num_attention_heads": 8,
@@ -59,56 +49,10 @@ def block_of(model: Llama) -> tuple[int, int, int]:
     return BLOCK_SIZE, model.num_key_value_heads, model.head_dim
 
 
-def seconds_a_call(call: Callable) -> float:
-    """When calls are enqueued faster than the device computes them; the median of some."""
-    jax.block_until_ready(call())
-    times = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        for _ in range(CALLS):
-            result = call()
-        jax.block_until_ready(result)
-        times.append((time.perf_counter() - begin) / CALLS)
-    return statistics.median(times)
-
-
-@partial(jax.jit, static_argnames=("shape", "sharding"))
-def drawn(
-    key: PRNGKeyArray, scale: float, shape: tuple[int, ...], sharding: NamedSharding
-) -> Array:
-    """Random numbers, each made on the device that holds it: one program for all of a shape."""
-    numbers = scale * jax.random.normal(key, shape, jnp.bfloat16)
-    return jax.lax.with_sharding_constraint(numbers, sharding)
-
-
-def random_cache(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...], seed: int = 0) -> KVCache:
-    draw = partial(drawn, scale=1.0, shape=shape, sharding=NamedSharding(mesh, spec))
-    return KVCache(*map(draw, jax.random.split(jax.random.key(seed))))
-
-
-def shuffled(num_seqs: int, length: int):
-    """Decodes of sequences whose blocks lie anywhere in the cache."""
-    blocks = np.random.default_rng(0).permutation(num_seqs * cdiv(length, BLOCK_SIZE))
-    tables, ones = blocks.reshape(num_seqs, -1).tolist(), [1] * num_seqs
-    return make_batch(ones, [length - 1] * num_seqs, tables, block_size=BLOCK_SIZE)
-
-
-def layers_of(call: Callable) -> Callable:
-    """Calls of which each waits for the one before, as the layers of a model do."""
-
-    @jax.jit
-    def program(query, cache, batch):
-        for _ in range(LAYERS):
-            query, cache, batch = jax.lax.optimization_barrier((query, cache, batch))
-            query = call(query, cache, batch)
-        return query
-
-    return program
-
-
 def attention(mesh: Mesh, model: Llama, num_seqs: int, length: int) -> float:
     """Seconds of a layer's attention, its heads spread."""
-    cache = random_cache(mesh, PAGES, (num_seqs * cdiv(length, BLOCK_SIZE), *block_of(model)))
+    shape = num_seqs * cdiv(length, BLOCK_SIZE), *block_of(model)
+    cache = random_cache(shape, sharding=NamedSharding(mesh, PAGES))
     return a_layer(mesh, model, num_seqs, length, cache, paged_attention, HEADS, PAGES)
 
 
@@ -116,7 +60,8 @@ def context(mesh: Mesh, model: Llama, num_seqs: int, length: int) -> float:
     """Seconds of a layer's attention, the keys of each sequence spread."""
     here, spread = cdiv(length, mesh.size), PartitionSpec(AXIS)
     num_blocks = mesh.size * num_seqs * cdiv(here, BLOCK_SIZE)
-    cache = random_cache(mesh, spread, (num_blocks, *block_of(model)))
+    shape = num_blocks, *block_of(model)
+    cache = random_cache(shape, sharding=NamedSharding(mesh, spread))
 
     def attend(query, cache, batch):
         spec = AttentionSpec(causal=False)
@@ -132,30 +77,18 @@ def a_layer(mesh, model, num_seqs, length, cache, attend, heads, pages) -> float
     program = layers_of(jax.shard_map(attend, mesh=mesh, in_specs=ins, out_specs=heads))
     query = jax.device_put(query, NamedSharding(mesh, heads))
     batch = jax.device_put(shuffled(num_seqs, length), NamedSharding(mesh, EVERYWHERE))
-    return seconds_a_call(lambda: program(query, cache, batch)) / LAYERS
+    return seconds_a_call(lambda: program(query, cache, batch), calls=CALLS) / LAYERS
 
 
 def loop(mesh: Mesh, model: Llama, num_seqs: int, length: int) -> float:
     """Seconds of a token of the whole model in one compiled program."""
-    params = made_on(mesh, model)
+    params = spread_params(mesh, model)
     state = state_after(mesh, model, params, num_seqs, length, max_new_tokens=4 * STEPS)
     run = partial(decode_loop, params, model, attend=OverHeads(mesh))
     state = jax.block_until_ready(run(state, None, STEPS))
     begin = time.perf_counter()
     jax.block_until_ready(run(state, None, 2 * STEPS))
     return (time.perf_counter() - begin) / (2 * STEPS)
-
-
-def made_on(mesh: Mesh, model: Llama) -> dict:
-    """Random weights, each made on the devices that hold it."""
-    shapes = jax.eval_shape(partial(init_params, model), jax.random.key(0))
-    leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
-    keys = jax.random.split(jax.random.key(0), len(leaves))
-
-    def made(path, leaf, key):
-        return drawn(key, 0.02, leaf.shape, NamedSharding(mesh, spec_of(path[-1].key)))
-
-    return tree.unflatten(made(*at, key) for at, key in zip(leaves, keys, strict=True))
 
 
 def state_after(mesh, model, params, num_seqs, length, max_new_tokens) -> Generation:
@@ -171,7 +104,8 @@ def state_after(mesh, model, params, num_seqs, length, max_new_tokens) -> Genera
     pool, _ = grow(state.pool, jnp.full(num_seqs, length - 1, jnp.int32))
     shape = state.caches[0].key.shape
     del state.caches[:]
-    caches = [random_cache(mesh, PAGES, shape, seed) for seed in range(len(params["layers"]))]
+    sharding, layers = NamedSharding(mesh, PAGES), range(len(params["layers"]))
+    caches = [random_cache(shape, sharding=sharding, seed=layer) for layer in layers]
     return replace(state, pool=pool, caches=caches)
 
 

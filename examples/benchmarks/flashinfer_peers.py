@@ -18,12 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.case import Case
 from benchmarks.work import HEAD_DIM, HEADS, KV_HEADS
 from pagedattn.ragged import cdiv
 
 WORKSPACE_BYTES = 512 << 20
+LATENT_PAGE = 64  # tokens: as large as its kernels like them
 
 
 class Build:
@@ -94,17 +96,61 @@ def _pages(case, batch) -> tuple[torch.Tensor, ...]:
     return starts, torch.cat([row[:count] for row, count in rows]), last
 
 
+def latent(num_seqs: int, length: int, heads: int, widths: tuple[int, int]) -> Callable:
+    """BatchMLAPagedAttentionWrapper, decodes over latents whose first `widths[0]` are the values.
+
+    It checks itself on one sequence.
+    """
+    pages, total = length // LATENT_PAGE, sum(widths)
+    cache = torch.randn(num_seqs * pages, LATENT_PAGE, total, dtype=torch.bfloat16, device="cuda")
+    query = torch.randn(num_seqs, heads, total, dtype=torch.bfloat16, device="cuda")
+    tables = torch.randperm(len(cache), dtype=torch.int32, device="cuda").view(num_seqs, pages)
+    starts = torch.arange(num_seqs + 1, dtype=torch.int32, device="cuda")
+    lengths = torch.full_like(starts[1:], length)
+    room = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+    mla = importlib.import_module("flashinfer.mla")
+    wrapper = mla.BatchMLAPagedAttentionWrapper(room, backend=generation())
+    wrapper.plan(
+        qo_indptr=starts,
+        kv_indptr=starts * pages,
+        kv_indices=tables.flatten(),
+        kv_len_arr=lengths,
+        num_heads=heads,
+        head_dim_ckv=widths[0],
+        head_dim_kpe=widths[1],
+        page_size=LATENT_PAGE,
+        causal=True,
+        sm_scale=total**-0.5,
+        q_data_type=query.dtype,
+        kv_data_type=cache.dtype,
+    )
+    parts = [*query.split(widths, -1), *cache.split(widths, -1)]
+
+    def call(index: int) -> torch.Tensor:
+        del index
+        return wrapper.run(*parts)
+
+    keys = cache[tables[0]].view(1, length, total).float()
+    want = scaled_dot_product_attention(query[:1].float(), keys, keys[..., : widths[0]])
+    torch.testing.assert_close(call(0)[:1].float(), want, atol=2e-2, rtol=2e-2)
+    return call
+
+
+def generation() -> str:
+    """The newest of FlashInfer's kernels that the GPU runs."""
+    return "fa3" if torch.cuda.get_device_capability() == (9, 0) else "fa2"
+
+
 def compile_kernels() -> None:
     jit = importlib.import_module("flashinfer.jit")
     dtypes = (torch.bfloat16,) * 3 + (torch.int32,)
     options = (HEAD_DIM, HEAD_DIM, 0, False, False)
-    backend = "fa3" if torch.cuda.get_device_capability() == (9, 0) else "fa2"
     modules = [
-        jit.gen_batch_prefill_module(backend, *dtypes, *options, False),
+        jit.gen_batch_prefill_module(generation(), *dtypes, *options, False),
         jit.gen_batch_decode_module(*dtypes, *options),
     ]
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda module: module.build(verbose=False), modules))
+        list(pool.map(lambda module: module.build_and_load(), modules))
 
 
 FLASHINFER = {"FlashInfer decode": decode, "FlashInfer prefill": prefill}

@@ -21,10 +21,11 @@ import torch
 import pagedattn_torch
 from benchmarks.case import CASES, STEP, Case
 from benchmarks.chart import draw
+from benchmarks.enqueued import seconds_a_call
 from benchmarks.flashinfer_peers import FLASHINFER, Build
 from benchmarks.peers import JAX_PEERS, TORCH_PEERS
 from benchmarks.report import Report
-from benchmarks.timing import captured, time_alone, time_enqueued
+from benchmarks.timing import captured, time_alone
 from pagedattn import paged_attention
 
 LAYERS = 32
@@ -79,7 +80,7 @@ def in_jit(prepare: Callable, checked: bool = False) -> Callable:
             query = pagedattn_interop.to_jax(case.query)
             case.require(pagedattn_interop.to_torch(jax.jit(call)(query, operands[0])))
         layers = max(LAYERS if case.decode else 8, len(operands))
-        return time_enqueued(_layers_in_jit(case, call, operands, layers)) / layers
+        return 1e6 * seconds_a_call(_layers_in_jit(case, call, operands, layers)) / layers
 
     return contender
 
@@ -124,7 +125,7 @@ def in_eager(prepare: Callable) -> Callable:
             for layer in range(LAYERS):
                 query = call(layer, query)
 
-        return time_enqueued(step, lambda _: torch.cuda.synchronize()) / LAYERS
+        return 1e6 * seconds_a_call(step, lambda _: torch.cuda.synchronize()) / LAYERS
 
     return contender
 
@@ -134,7 +135,7 @@ def in_step_graph(prepare: Callable) -> Callable:
 
     def contender(case: Case) -> float:
         replay = captured(prepare(case), LAYERS).replay
-        return time_enqueued(replay, lambda _: torch.cuda.synchronize()) / LAYERS
+        return 1e6 * seconds_a_call(replay, lambda _: torch.cuda.synchronize()) / LAYERS
 
     return contender
 

@@ -1,4 +1,4 @@
-"""What a benchmark ran on, by JAX alone: the device, the versions, and how fast it copies."""
+"""What a benchmark ran on, by JAX alone: device, versions, how fast it copies and multiplies."""
 
 import datetime
 import json
@@ -25,16 +25,23 @@ def machine() -> dict:
         "processor": processor(),
         "date": datetime.date.today().isoformat(),
         "copy_gb_s": round(copy_rate(1 << 30 if device.platform == "gpu" else 1 << 26) / 1e9, 1),
+        "product_tflop_s": round(product_rate(8192 if device.platform == "gpu" else 512) / 1e12, 3),
         "versions": {"python": platform.python_version(), "pagedattn": pagedattn.__version__}
         | installed(),
     }
 
 
 def processor() -> str:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    return facts_of_cpu().get("model name", platform.processor())
+
+
+def facts_of_cpu() -> dict[str, str]:
+    """What Linux says of the first CPU, by its names; nothing elsewhere."""
+    path, facts = Path("/proc/cpuinfo"), {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        name, _, value = line.partition(":")
+        facts.setdefault(name.strip(), value.strip())
+    return facts
 
 
 def installed(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
@@ -47,18 +54,28 @@ def installed(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
     return found
 
 
-def copy_rate(num_bytes: int, calls: int = 10) -> float:
-    """Bytes a second of a copy on the device, read and written; the best of some."""
-    copy = copies_of(num_bytes)
-    jax.block_until_ready(copy())
+def copy_rate(num_bytes: int) -> float:
+    """Bytes a second of a copy on the device, read and written."""
+    return 2 * num_bytes / seconds_at_best(copies_of(num_bytes))
+
+
+def product_rate(size: int) -> float:
+    """Floating-point operations a second of a product of random bfloat16 matrices."""
+    pair = jax.random.normal(jax.random.key(0), (2, size, size), jnp.bfloat16)
+    return 2 * size**3 / seconds_at_best(partial(jax.jit(jnp.matmul), *pair))
+
+
+def seconds_at_best(call: Callable[[], object], calls: int = 10) -> float:
+    """Of a call, when several are enqueued; the best of some."""
+    jax.block_until_ready(call())
     best = float("inf")
     for _ in range(4):
         start = time.perf_counter()
         for _ in range(calls):
-            target = copy()
-        jax.block_until_ready(target)
+            result = call()
+        jax.block_until_ready(result)
         best = min(best, (time.perf_counter() - start) / calls)
-    return 2 * num_bytes / best
+    return best
 
 
 def copies_of(num_bytes: int) -> Callable[[], object]:
@@ -72,7 +89,8 @@ def copies_of(num_bytes: int) -> Callable[[], object]:
 
 def caption(about: dict) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
-    return f"{about['device']}, copies {about['copy_gb_s']} GB/s; {about['processor']}; {versions}"
+    rates = f"copies {about['copy_gb_s']} GB/s, multiplies {about['product_tflop_s']} TFLOP/s"
+    return f"{about['device']}, {rates}; {about['processor']}; {versions}"
 
 
 def write(path: Path | None, data: dict) -> None:

@@ -1,17 +1,24 @@
 """The models of the serving benchmarks: the shipped one, or sizes with random weights."""
 
+import argparse
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PRNGKeyArray
 from serving.checkpoint import load_checkpoint
 from serving.decoder import Decoder
 from serving.families.llama import Llama
 from serving.fused import fused
+from serving.initial import init_params
+from serving.parallel import spec_of
 
+from benchmarks.drawn import drawn
+
+SCALE = 0.02  # of random weights
 SHIPPED = Path(__file__).parents[1] / "models" / "pydoc-llama"
 SHAPES = {
     "llama-8b": Llama(
@@ -30,6 +37,19 @@ SHAPES = {
 NAMES = (SHIPPED.name, *SHAPES)
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which model a benchmark takes, of which sizes, run how, and where its figures go."""
+    parser.add_argument("--shape", choices=NAMES, default=NAMES[0], help="the model")
+    parser.add_argument("--size", type=size, action="append", default=[], help="e.g. vocab_size=64")
+    parser.add_argument("--backend", help="default: the library's choice")
+    parser.add_argument("--out", type=Path, help="write the figures there, as JSON")
+
+
+def size(text: str) -> tuple[str, int]:
+    name, _, value = text.partition("=")
+    return name, int(value)
+
+
 def model_called(name: str, changes: dict[str, int]) -> tuple[Decoder, dict]:
     """A model without stop tokens and its parameters, with sizes changed if weights are random."""
     if name == SHIPPED.name:
@@ -45,8 +65,8 @@ def random_params(model: Llama, dtype=jnp.bfloat16) -> dict:
     embedding, head = jax.random.split(vocab)
     table = (model.vocab_size, model.hidden_size)
     return {
-        "embedding": random_weight(embedding, table, dtype),
-        "lm_head": random_weight(head, table, dtype),
+        "embedding": drawn(embedding, table, dtype, scale=SCALE),
+        "lm_head": drawn(head, table, dtype, scale=SCALE),
         "layers": [random_layer(key, model, dtype) for key in layers],
         "norm": jnp.ones(model.hidden_size, dtype),
     }
@@ -64,10 +84,18 @@ def random_layer(key: PRNGKeyArray, model: Llama, dtype) -> dict[str, Array]:
     }
     keys = jax.random.split(key, len(shapes))
     weights = zip(keys, shapes.items(), strict=True)
-    layer = {name: random_weight(key, shape, dtype) for key, (name, shape) in weights}
+    layer = {name: drawn(key, shape, dtype, scale=SCALE) for key, (name, shape) in weights}
     return layer | {name: jnp.ones(hidden, dtype) for name in ("attention_norm", "mlp_norm")}
 
 
-@partial(jax.jit, static_argnums=(1, 2))
-def random_weight(key: PRNGKeyArray, shape: tuple[int, ...], dtype) -> Array:
-    return 0.02 * jax.random.normal(key, shape, dtype)
+def spread_params(mesh: Mesh, model: Llama) -> dict:
+    """Random parameters for the devices of a mesh, each made on those that hold it."""
+    shapes = jax.eval_shape(partial(init_params, model), jax.random.key(0))
+    leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+
+    def made(path, leaf, key):
+        sharding = NamedSharding(mesh, spec_of(path[-1].key))
+        return drawn(key, leaf.shape, sharding=sharding, scale=SCALE)
+
+    return tree.unflatten(made(*at, key) for at, key in zip(leaves, keys, strict=True))

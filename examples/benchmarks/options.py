@@ -15,7 +15,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from benchmarks.devices import LAYERS, layers_of, seconds_a_call, shuffled
+from benchmarks.decodes import BLOCK_SIZE, LAYERS, layers_of, random_cache, shuffled
+from benchmarks.enqueued import seconds_a_call
 from benchmarks.machine import caption, machine, write
 from pagedattn import (
     KVCache,
@@ -47,14 +48,9 @@ def timed(call: Callable, query, cache, batch, num_keys: int, prepare=lambda bat
     return Timed(seconds * 1e6, held * num_keys // slots)
 
 
-def random_cache(num_blocks: int, dtype=jnp.bfloat16) -> KVCache:
-    @jax.jit
-    def make():
-        shape = num_blocks, 16, KV_HEADS, HEAD_DIM
-        key, value = jax.random.normal(jax.random.key(0), (2, *shape)).astype(dtype)
-        return KVCache(key, value)
-
-    return make()
+def planes(num_keys: int) -> tuple[int, ...]:
+    """The shape of the keys, and of the values, of a cache with room for so many."""
+    return num_keys // BLOCK_SIZE, BLOCK_SIZE, KV_HEADS, HEAD_DIM
 
 
 def queries(heads: int = HEADS, size: int = HEAD_DIM):
@@ -62,23 +58,23 @@ def queries(heads: int = HEADS, size: int = HEAD_DIM):
 
 
 def decode(dtype) -> Timed:
-    cache = random_cache(SEQS * LENGTH // 16, dtype)
+    cache = random_cache(planes(SEQS * LENGTH), dtype)
     return timed(paged_attention, queries(), cache, shuffled(SEQS, LENGTH), SEQS * LENGTH)
 
 
 def sinks() -> Timed:
     call = partial(paged_attention, sinks=jnp.zeros(HEADS, jnp.float32))
-    cache = random_cache(SEQS * LENGTH // 16)
+    cache = random_cache(planes(SEQS * LENGTH))
     return timed(call, queries(), cache, shuffled(SEQS, LENGTH), SEQS * LENGTH)
 
 
 def behind_prefix(call: Callable, **options) -> Timed:
-    prefix, own = SHARED // 16, OWN // 16
+    prefix, own = SHARED // BLOCK_SIZE, OWN // BLOCK_SIZE
     tables = [
         [*range(prefix), *range(prefix + i * own, prefix + i * own + own)] for i in range(SEQS)
     ]
-    batch = make_batch([1] * SEQS, [SHARED + OWN - 1] * SEQS, tables, block_size=16)
-    cache = random_cache(prefix + SEQS * own)
+    batch = make_batch([1] * SEQS, [SHARED + OWN - 1] * SEQS, tables, block_size=BLOCK_SIZE)
+    cache = random_cache(planes(SHARED + SEQS * OWN))
     return timed(call, queries(), cache, batch, SHARED + SEQS * OWN, **options)
 
 
@@ -88,7 +84,8 @@ def cascade(query, cache, batch):
 
 def latent(backend: str) -> Timed:
     """A latent cache of which the first columns are the values; out is as narrow as they are."""
-    key = jax.random.normal(jax.random.key(0), (SEQS * LENGTH // 16, 16, 1, LATENT), jnp.bfloat16)
+    shape = SEQS * LENGTH // BLOCK_SIZE, BLOCK_SIZE, 1, LATENT
+    key = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
     pad = [(0, 0), (0, 0), (0, LATENT - VALUES)]
 
     def call(query, cache, batch):
@@ -97,6 +94,16 @@ def latent(backend: str) -> Timed:
     cache = KVCache(key, None, value_dim=VALUES)
     query = queries(LATENT_HEADS, LATENT)
     return timed(call, query, cache, shuffled(SEQS, LENGTH), SEQS * LENGTH)
+
+
+def latent_by_flashinfer() -> Timed:
+    """Its time alone, in a CUDA graph; with pages of 64."""
+    # The other figures need no torch.
+    from benchmarks import flashinfer_peers, timing
+
+    call = flashinfer_peers.latent(SEQS, LENGTH, LATENT_HEADS, (VALUES, LATENT - VALUES))
+    microseconds = timing.time_alone(timing.captured(call, LAYERS).replay) / LAYERS
+    return Timed(microseconds, 2 * SEQS * LENGTH * LATENT)
 
 
 WORK = {
@@ -109,6 +116,7 @@ WORK = {
     "shared prefix, cascade_attention": partial(behind_prefix, cascade, prepare=split_prefix),
     "latent cache, sdpa": partial(latent, "sdpa"),
     "latent cache, triton": partial(latent, "triton"),
+    "latent cache, FlashInfer": latent_by_flashinfer,
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.case import Case
-from benchmarks.machine import installed
+from benchmarks.machine import installed, write
 from benchmarks.timing import copy_bandwidth, matmul_rate
 from benchmarks.work import HEAD_DIM, HEADS, KV_HEADS
 
@@ -91,9 +91,7 @@ class Report:
         return f"{microseconds:10.1f} us {rate:8.2f} {unit:8}{rate / most:5.2f}"
 
     def write(self) -> None:
-        if self.path:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(json.dumps(self.data, indent=1) + "\n")
+        write(self.path, self.data)
 
 
 def machine() -> dict:

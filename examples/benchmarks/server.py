@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,6 +32,8 @@ from serving.server.jobs import Served
 from serving.server.launch import local_app
 from serving.server.text import NUM_BYTES, load_text
 from serving.server.thread import EngineThread
+
+from benchmarks.machine import installed
 
 CLIENTS, TOKENS = 64, 200
 REPLICAS, PROMPTS = 800, 64
@@ -59,7 +60,7 @@ class FreeEngine:
 
     def holdings(self) -> Holdings:
         zeros = np.zeros(self.limits.num_blocks, np.int32)
-        return Holdings(zeros, zeros[None], self.limits.block_size, [])
+        return Holdings(zeros, zeros[None, None], self.limits.block_size, [])
 
     def step(self) -> Step:
         time.sleep(0.005)  # as a device would take, so that steps hold tokens of many requests
@@ -150,7 +151,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.serve:
         return serve()
-    versions = {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
+    versions = {"python": platform.python_version()} | installed(PACKAGES)
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     machine = {"device": "cpu", "cores": os.cpu_count(), "date": date, "versions": versions}
     sizes = {"clients": CLIENTS, "tokens_a_client": TOKENS, "replicas": REPLICAS}

@@ -10,7 +10,6 @@ decode_loop`, with no host between two tokens: what the engine loses is what ser
 
 import argparse
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import numpy as np
 from rich.console import Console
@@ -21,9 +20,8 @@ from serving.limits import Limits
 
 from benchmarks.load import Load, all_running, serve
 from benchmarks.machine import caption, machine, write
-from benchmarks.models import NAMES, model_called
+from benchmarks.models import add_arguments, model_called
 from benchmarks.steps import BLOCK_SIZE, seconds_a_step
-from benchmarks.whole_step import size
 from pagedattn.ragged import cdiv
 
 
@@ -95,7 +93,7 @@ def ready_engine(model: Decoder, params: dict, plan: Plan, args: argparse.Namesp
     engine = Engine(params, model, plan.limits(room), args.backend)
     for first_id in (0, 2):  # the second time the prompts are found in the prefix cache
         all_running(engine, [(0,) * plan.longest, (1,) * plan.longest], BLOCK_SIZE, first_id)
-    engine.prefixes.evict(1)
+    engine.prefixes.evict([1] * len(engine.memory.pools))
     return engine
 
 
@@ -129,15 +127,12 @@ def parse_args(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", choices=NAMES, default=NAMES[0], help="the model")
-    parser.add_argument("--size", type=size, action="append", default=[], help="e.g. vocab_size=64")
+    add_arguments(parser)
     parser.add_argument("--rates", type=float, nargs="*", help="requests a second")
     parser.add_argument("--seconds", type=float, default=6, help="that requests arrive, at a rate")
     parser.add_argument("--running", type=int, help="sequences at a time")
     parser.add_argument("--longest", type=int, help="tokens of a prompt")
     parser.add_argument("--steps", type=int, default=48, help="timed of the full batch")
-    parser.add_argument("--backend", help="default: the library's choice")
-    parser.add_argument("--out", type=Path, help="write the figures there, as JSON")
     return parser.parse_args(arguments)
 
 

@@ -3,6 +3,7 @@
 import time
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,11 +67,32 @@ def seconds_a_step(
     return sorted(times)[runs // 2]
 
 
-def bytes_a_step(model: Decoder, params: dict, lengths: list[int]) -> int:
-    """What a step has to read: the weights once, and the cached keys and values."""
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+class Needs(NamedTuple):
+    """What a decode step cannot do without."""
+
+    weight_bytes: int  # of all weights that are read
+    cache_bytes: int  # of the cached keys and values
+    operations: int  # floating-point, of the products with the weights
+
+    @property
+    def bytes(self) -> int:
+        return self.weight_bytes + self.cache_bytes
+
+    def roofline(self, bytes_s: float, operations_s: float) -> float:
+        """Seconds at best: products read weights while they compute, attention comes between."""
+        products = max(self.weight_bytes / bytes_s, self.operations / operations_s)
+        return products + self.cache_bytes / bytes_s
+
+
+def needs_of_a_step(model: Decoder, params: dict, lengths: list[int]) -> Needs:
+    """A step of sequences with so many cached tokens each."""
     table = params["embedding"]
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     if "lm_head" in params:  # then only a row a sequence of the embedding is read
         weights -= table.nbytes
     token = 2 * model.num_key_value_heads * model.head_dim * table.dtype.itemsize
-    return weights + sum(lengths) * token * model.num_hidden_layers
+    return Needs(
+        weight_bytes=weights,
+        cache_bytes=sum(lengths) * token * model.num_hidden_layers,
+        operations=2 * len(lengths) * weights // table.dtype.itemsize,
+    )

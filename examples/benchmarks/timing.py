@@ -1,13 +1,9 @@
-"""How gpu.py measures: microseconds on the device, and the machine's ceilings."""
+"""How gpu.py measures by torch: microseconds on the device, and the machine's ceilings."""
 
 import statistics
-import time
 from collections.abc import Callable
 
-import jax
 import torch
-
-CALLS = 40  # enqueued at a time: many, since the host may see the end a millisecond late
 
 
 def captured(call: Callable, times: int) -> torch.cuda.CUDAGraph:
@@ -33,22 +29,6 @@ def time_alone(call: Callable) -> float:
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times)
-
-
-def time_enqueued(call: Callable, wait: Callable = jax.block_until_ready) -> float:
-    """Microseconds a call when calls are enqueued faster than the device computes them."""
-    wait(call())
-    wait(call())
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            # Each result is dropped at once, as in a serving loop, so that buffers are used again:
-            # XLA captures a CUDA graph anew for buffers that its last 16 captures did not use.
-            result = call()
-        wait(result)
-        times.append((time.perf_counter() - start) / CALLS * 1e6)
     return statistics.median(times)
 
 

@@ -5,37 +5,47 @@
 
 A case is BATCHxCONTEXT: so many sequences with so many cached tokens each, of random keys and
 values. `serving/generation.py: decode_loop`, one program, decodes them. A step has to read the
-weights and the cache; how fast the device copies is measured in the same run.
+weights and the cache; how fast the device copies is measured in the same run. The roofline takes
+into account that products of many rows are bound by arithmetic.
 """
 
 import argparse
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from serving.decoder import Decoder
 
 from benchmarks.machine import caption, machine, write
-from benchmarks.models import NAMES, model_called
-from benchmarks.steps import bytes_a_step, seconds_a_step
+from benchmarks.models import add_arguments, model_called
+from benchmarks.steps import needs_of_a_step, seconds_a_step
 
 CASES = {"llama-8b": "64x4096,1x1024,8x2048,256x1024"}
-HEADINGS = ("batch x context", "ms a step", "tokens/s", "GB read", "ms to read them", "share")
+HEADINGS = (
+    "batch x context",
+    "ms a step",
+    "tokens/s",
+    "GB read",
+    "ms to read them",
+    "share",
+    "of the roofline",
+)
 
 
-def measure(model: Decoder, params: dict, case: str, args: argparse.Namespace, rate: float) -> dict:
-    """One case; `rate` is in bytes a second."""
+def measure(model: Decoder, params: dict, case: str, args: argparse.Namespace, about: dict) -> dict:
+    """One case, on a machine described by `about`."""
     batch, context = map(int, case.split("x"))
     seconds = seconds_a_step(model, params, [context] * batch, args.steps, args.backend)
     middle = context + args.steps * 3 // 2  # the cache grows while it is measured
-    num_bytes = bytes_a_step(model, params, [middle] * batch)
+    needs = needs_of_a_step(model, params, [middle] * batch)
+    copy_s, product_s = 1e9 * about["copy_gb_s"], 1e12 * about["product_tflop_s"]
     return {
         "case": case,
         "ms": 1e3 * seconds,
         "tokens_s": batch / seconds,
-        "gb_read": num_bytes / 1e9,
-        "ms_to_read": 1e3 * num_bytes / rate,
-        "share": num_bytes / rate / seconds,
+        "gb_read": needs.bytes / 1e9,
+        "ms_to_read": 1e3 * needs.bytes / copy_s,
+        "share": needs.bytes / copy_s / seconds,
+        "of_roofline": needs.roofline(copy_s, product_s) / seconds,
     }
 
 
@@ -51,25 +61,18 @@ def table_of(data: dict) -> Table:
             f"{row['gb_read']:.2f}",
             f"{row['ms_to_read']:.2f}",
             f"{row['share']:.2f}",
+            f"{row['of_roofline']:.2f}",
         )
     return table
-
-
-def size(text: str) -> tuple[str, int]:
-    name, _, value = text.partition("=")
-    return name, int(value)
 
 
 def parse_args(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", choices=NAMES, default=NAMES[0], help="the model")
-    parser.add_argument("--size", type=size, action="append", default=[], help="e.g. vocab_size=64")
+    add_arguments(parser)
     parser.add_argument("--cases", help="BATCHxCONTEXT, separated by commas")
     parser.add_argument("--steps", type=int, default=24, help="of each of three runs")
-    parser.add_argument("--backend", help="default: the library's choice")
-    parser.add_argument("--out", type=Path, help="write the figures there, as JSON")
     return parser.parse_args(arguments)
 
 
@@ -79,7 +82,7 @@ def main(arguments: list[str] | None = None) -> dict:
     model, params = model_called(args.shape, dict(args.size))
     data = {"machine": about, "model": args.shape, "sizes": dict(args.size), "cases": []}
     for case in (args.cases or CASES.get(args.shape, "8x256,1x256")).split(","):
-        row = measure(model, params, case, args, 1e9 * about["copy_gb_s"])
+        row = measure(model, params, case, args, about)
         data["cases"].append(row)
         print(f"{case}: {row['ms']:.2f} ms a step, {row['share']:.2f}", flush=True)
         write(args.out, data)

@@ -6,12 +6,15 @@ from dataclasses import asdict
 from pathlib import Path
 
 import jax.numpy as jnp
+from jaxtyping import Array
 from safetensors.flax import load_file, save_file
 
 from pagedattn import InvalidInputError
 from serving.decoder import Decoder, Name
 from serving.families import model_of
+from serving.quantised import dequantised
 
+WIDE = "e_score_correction_bias"  # decides between experts by differences that rounding would hide
 Names = Mapping[str, Name]
 CONFIG = "config.json"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -22,6 +25,8 @@ UNREAD = ("rotary_emb.inv_freq", "lm_head.weight")
 def load_checkpoint(directory: Path, dtype=jnp.float32) -> tuple[Decoder, dict]:
     """The model in `directory`, and its parameters, as `dtype` whatever the files store.
 
+    Weights that are quantised there are not any more in the parameters.
+
     Raises ValueError when the config asks for something that no family computes, or when a file or
     a tensor of the model is missing or one of the files would not be used.
     """
@@ -29,7 +34,8 @@ def load_checkpoint(directory: Path, dtype=jnp.float32) -> tuple[Decoder, dict]:
     tensors = {}
     for path in tensor_files(directory):
         _require_file(path)
-        tensors |= {name: tensor.astype(dtype) for name, tensor in load_file(path).items()}
+        tensors |= load_file(path)
+    tensors = {name: rounded(name, t, dtype) for name, t in dequantised(tensors).items()}
     return model, params_of(model, tensors)
 
 
@@ -42,8 +48,12 @@ def save_checkpoint(directory: Path, model: Decoder, params: dict, dtype=jnp.bfl
         "torch_dtype": jnp.dtype(dtype).name,
     }
     (directory / CONFIG).write_text(json.dumps(names | asdict(model), indent=2) + "\n")
-    tensors = {name: tensor.astype(dtype) for name, tensor in tensors_of(model, params).items()}
+    tensors = {name: rounded(name, t, dtype) for name, t in tensors_of(model, params).items()}
     save_file(tensors, directory / WHOLE, metadata={"format": "pt"})
+
+
+def rounded(name: str, tensor: Array, dtype) -> Array:
+    return tensor.astype(jnp.float32 if name.endswith(WIDE) else dtype)
 
 
 def read_config(path: Path) -> Decoder:
@@ -66,8 +76,8 @@ def names_of(model: Decoder) -> tuple[Names, list[Names]]:
     """The checkpoint's names of tensors by ours: outside the layers, and for each layer."""
     prefixes = (model.layer_prefix.format(index) for index in range(model.num_hidden_layers))
     layers: list[Names] = [
-        {ours: _prefixed(prefix, theirs) for ours, theirs in model.layer_names().items()}
-        for prefix in prefixes
+        {ours: _prefixed(prefix, theirs) for ours, theirs in model.layer_names(index).items()}
+        for index, prefix in enumerate(prefixes)
     ]
     return model.outer_names(), layers
 
@@ -80,6 +90,7 @@ def params_of(model: Decoder, tensors: dict) -> dict:
         for name, tensor in tensors.items()
     }
     outer, layers = names_of(model)
+    tensors = {name: t for name, t in tensors.items() if not name.startswith(model.other_layers)}
     _require_exactly(tensors, {name for names in (outer, *layers) for name in _flat(names)})
     return _tree(tensors, outer) | {"layers": [_tree(tensors, names) for names in layers]}
 

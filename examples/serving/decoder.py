@@ -11,7 +11,7 @@ Parameters are a dict of arrays; weights are `[out, in]`, as Hugging Face stores
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -23,17 +23,28 @@ from pagedattn import (
     InvalidInputError,
     KVCache,
     attention_bias,
+    init_kv_cache,
     paged_attention,
     write_kv,
 )
 from serving.settings import refuse_others, require
 
 Hidden = Float[Array, "num_tokens hidden_size"]
-Heads = Float[Array, "num_tokens _ head_dim"]  # of queries, or of keys and values: fewer
+Heads = Float[Array, "num_tokens _ head_dim"]  # of queries, or of keys: fewer
+Values = Float[Array, "num_tokens _ value_dim"]
 Logits = Float[Array, "num_tokens vocab_size"]
 Tokens = Int[Array, " num_tokens"]
 Sinks = Float[Array, " num_heads"]
 Name = str | tuple[str, ...]  # of a tensor of a checkpoint, or of those that make up one of ours
+
+
+class Operands(NamedTuple):
+    """What a layer gives to its attention, apart from the cache."""
+
+    query: Heads
+    key: Heads
+    value: Values
+    sinks: Sinks | None  # a logit a head that takes weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +72,7 @@ class Decoder:
     renamed: ClassVar[Mapping[str, str]] = {}
     required: ClassVar[Mapping[str, tuple]] = {}
     ignored: ClassVar[tuple[str, ...]] = ()
+    quantised: ClassVar[tuple[str, ...]] = ()  # methods of which serving/quantised.py knows
 
     @classmethod
     def from_config(cls, raw: dict) -> Self:
@@ -70,12 +82,16 @@ class Decoder:
           InvalidInputError: It asks for something that the family does not compute.
         """
         name = cls.model_type
-        if raw.get("quantization_config"):
-            raise InvalidInputError(f"{name}: quantized checkpoints are not implemented")
+        quantised = raw.get("quantization_config") or {}
+        if quantised and quantised.get("quant_method") not in cls.quantised:
+            raise InvalidInputError(
+                f"{name}: expected a checkpoint that is not quantized, got {quantised}"
+            )
+        raw = {setting: raw[setting] for setting in raw if setting != "quantization_config"}
         raw = cls.read({cls.renamed.get(theirs, theirs): value for theirs, value in raw.items()})
         require(name, raw, cls.required)
         ours = {field.name for field in fields(cls)}
-        refuse_others(name, raw, {*ours, *cls.ignored, "model_type"})
+        refuse_others(name, raw, {*ours, *cls.required, *cls.ignored, "model_type"})
         values: dict[str, Any] = {name: _hashable(raw[name]) for name in ours & raw.keys()}
         return cls(**values)
 
@@ -94,19 +110,35 @@ class Decoder:
         """The checkpoint's names of the tensors outside the layers, by ours."""
         raise NotImplementedError
 
-    def layer_names(self) -> Mapping[str, Name]:
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer."""
+        specs = (self.attention_spec(index) for index in range(self.num_hidden_layers))
+        return tuple(spec.sliding_window for spec in specs)
+
+    @property
+    def other_layers(self) -> tuple[str, ...]:
+        """How the names of tensors begin that a checkpoint may have and that no token needs."""
+        return ()
+
+    def layer_names(self, index: int) -> Mapping[str, Name]:
         """The checkpoint's names of a layer's tensors, without the layer's prefix, by ours.
 
         One called "sinks" is a logit a head that takes weight in attention's softmax.
         """
         raise NotImplementedError
 
+    def init_cache(self, num_blocks: int, block_size: int, dtype) -> KVCache:
+        """An empty cache of one layer."""
+        heads = self.num_key_value_heads, self.head_dim
+        return init_kv_cache(num_blocks, block_size, *heads, dtype)
+
     def embed(self, params: dict, tokens: Tokens) -> Hidden:
         return params["embedding"][tokens]
 
     def heads(
         self, index: int, layer: dict, hidden: Hidden, positions: Tokens
-    ) -> tuple[Heads, Heads, Heads]:
+    ) -> tuple[Heads, Heads, Values]:
         """Query, key and value of each token: the part of layer `index` before attention."""
         raise NotImplementedError
 
@@ -131,17 +163,16 @@ def forward_dense(params: dict, model: Decoder, tokens: Tokens) -> Hidden:
 
 
 def cached_attention(
-    query: Heads,
-    key: Heads,
-    value: Heads,
+    operands: Operands,
     cache: KVCache,
     batch: BatchMetadata,
-    sinks: Sinks | None,
     spec: AttentionSpec,
     backend: str | None = None,
-) -> tuple[Heads, KVCache]:
+) -> tuple[Values, KVCache]:
     """Attention of new tokens, and the cache, to which their keys and values are written first."""
-    cache = write_kv(cache, key, value, batch.slot_mapping)
+    query, key, value, sinks = operands
+    held = None if cache.value is None else value  # else it is a part of the key
+    cache = write_kv(cache, key, held, batch.slot_mapping)
     return paged_attention(query, cache, batch, spec, backend=backend, sinks=sinks), cache
 
 
@@ -159,16 +190,15 @@ def forward_paged(
     `attend` is `cached_attention`, or the same over several devices (serving/parallel.py).
     """
 
-    def cached(query: Heads, key: Heads, value: Heads, cache: KVCache, spec: AttentionSpec, sinks):
-        return attend(query, key, value, cache, batch, sinks, spec, backend)
+    def cached(operands: Operands, cache: KVCache, spec: AttentionSpec):
+        return attend(operands, cache, batch, spec, backend)
 
     return _forward(params, model, tokens, batch.positions, caches, cached)
 
 
-def dense_attention(
-    query: Heads, key: Heads, value: Heads, cache: None, spec: AttentionSpec, sinks: Sinks | None
-):
+def dense_attention(operands: Operands, cache: None, spec: AttentionSpec) -> tuple[Heads, None]:
     """Attention of a whole sequence to itself, by the textbook formula."""
+    query, key, value, sinks = operands
     num_tokens, num_kv_heads, head_dim = key.shape
     grouped = query.reshape(num_tokens, num_kv_heads, -1, head_dim)
     logits = spec.scale_for(head_dim) * jnp.einsum("qhgd,khd->hgqk", grouped, key)
@@ -181,16 +211,16 @@ def dense_attention(
         last = jnp.broadcast_to(sinks[:, None, None], (*by_head.shape[:2], 1))
         by_head = jnp.concatenate([by_head, last], axis=-1)
     weights = jax.nn.softmax(by_head, axis=-1)[..., :num_tokens].reshape(logits.shape)
-    return jnp.einsum("hgqk,khd->qhgd", weights, value).reshape(query.shape), cache
+    out = jnp.einsum("hgqk,khd->qhgd", weights, value)
+    return out.reshape(*query.shape[:2], value.shape[-1]), cache
 
 
 def _forward(params: dict, model: Decoder, tokens: Tokens, positions: Tokens, caches, attend):
-    """The decoder around any `attend(query, key, value, cache, spec, sinks) -> (out, cache)`."""
+    """The decoder around any `attend(operands, cache, spec) -> (out, cache)`."""
     hidden, new_caches = model.embed(params, tokens), []
     for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
-        query, key, value = model.heads(index, layer, hidden, positions)
-        spec, sinks = model.attention_spec(index), layer.get("sinks")
-        out, cache = attend(query, key, value, cache, spec, sinks)
+        operands = Operands(*model.heads(index, layer, hidden, positions), layer.get("sinks"))
+        out, cache = attend(operands, cache, model.attention_spec(index))
         new_caches.append(cache)
         hidden = model.rest(layer, hidden, out.reshape(len(tokens), -1))
     return hidden, new_caches

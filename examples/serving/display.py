@@ -33,7 +33,7 @@ def row_of(engine: Engine, request: Request, group: Group | None, tokenizer: Tok
     if group and group.sequences:  # may be empty: the display runs in a thread beside the engine
         first = group.sequences[0]
         bar = ProgressBar(request.max_cached, first.num_cached)
-        blocks = sum(engine.limits.blocks_for(s.num_cached) for s in group.sequences)
+        blocks = sum(engine.memory.most(s.num_cached) for s in group.sequences)
         state = "decode" if group.completion(first) else "prefill"
         known = first.tokens[: first.num_known]
         return name, state, bar, str(blocks), tail_of(known, tokenizer)

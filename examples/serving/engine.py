@@ -18,12 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pagedattn import BlockPool, KVCache, batch_from_pool
+from pagedattn import AttentionSpec, BlockPool, batch_from_pool
 from pagedattn.ragged import sequence_ids
-from serving.decoder import Decoder, Tokens, forward_paged
+from serving.decoder import Decoder, Tokens, cached_attention, forward_paged
 from serving.drawing import Drawn, enqueue
 from serving.limits import Limits
-from serving.memory import Memory
+from serving.memory import Caches, Memory, by_layer, by_pool
 from serving.owners import Holdings, Owners, holdings_of
 from serving.preemption import Preemption, Recompute
 from serving.prefix_cache import PrefixCache
@@ -73,24 +73,30 @@ def next_logits(
     model: Decoder,
     tokens: Tokens,
     last: Int[Array, " max_seqs"],
-    caches: list[KVCache],
-    pool: BlockPool,
+    caches: Caches,
+    pools: list[BlockPool],
     query_lens: Int[Array, " max_seqs"],
     sources: Int[Array, " max_seqs"],
     max_query_len: int,
     backend: str | None,
-) -> tuple[Float[Array, "max_seqs vocab_size"], list[KVCache]]:
+) -> tuple[Float[Array, "max_seqs vocab_size"], Caches]:
     """Scores after the last token of the row `sources[s]`, for each s; caches change in place.
 
     `last` has the token of each row that is `IN_FLIGHT` in `tokens`.
     """
     shapes = {"num_tokens": len(tokens), "max_query_len": max_query_len}
-    batch = batch_from_pool(pool, query_lens, **shapes)
+    batches = [batch_from_pool(pool, query_lens, **shapes) for pool in pools]
+    batch, by_window = batches[0], dict(zip(dict.fromkeys(model.windows), batches, strict=True))
+
+    def attend(operands, cache, _, spec: AttentionSpec, backend):
+        return cached_attention(operands, cache, by_window[spec.sliding_window], spec, backend)
+
     rows = sequence_ids(batch.query_start_loc, len(tokens))
     tokens = jnp.where(tokens == IN_FLIGHT, last[rows], tokens)
-    hidden, caches = forward_paged(params, model, tokens, caches, batch, backend)
+    layers = by_layer(model.windows, caches)
+    hidden, layers = forward_paged(params, model, tokens, layers, batch, backend, attend)
     ends = batch.query_start_loc[1:] - 1
-    return model.logits(params, hidden[ends[sources]]), caches
+    return model.logits(params, hidden[ends[sources]]), by_pool(model.windows, layers)
 
 
 class Engine:
@@ -159,7 +165,7 @@ class Engine:
     def _launch(self, plan: Plan) -> Flight:
         """Enqueues a forward, and the choice of a token after each sequence that is all fed."""
         tokens, query_lens, max_query_len = self._pack(plan)
-        pool, fed = self.memory.arrays(), {id(sequence) for sequence, _ in plan}
+        pools, fed = self.memory.arrays(), {id(sequence) for sequence, _ in plan}
         for sequence, length in plan:
             sequence.num_cached += length
         holdings = self.holdings()
@@ -173,7 +179,7 @@ class Engine:
             tokens,
             last,
             self.memory.caches,
-            pool,
+            pools,
             query_lens,
             sources,
             max_query_len,

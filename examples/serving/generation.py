@@ -20,7 +20,6 @@ from pagedattn import (
     append_tokens,
     batch_from_pool,
     init_block_pool,
-    init_kv_cache,
 )
 from pagedattn.ragged import cdiv, sequence_ids
 from serving.decoder import Decoder, cached_attention, forward_paged
@@ -68,11 +67,11 @@ def start(
     lengths = jnp.array([len(prompt) for prompt in prompts], jnp.int32)
     num_seqs, max_len = len(prompts), max(map(len, prompts)) + max_new_tokens
     max_blocks = cdiv(max_len, block_size)
-    shape = (num_blocks, block_size, model.num_key_value_heads, model.head_dim)
+    dtype = params["embedding"].dtype
     padded = [prompt + [0] * (max_len - len(prompt)) for prompt in prompts]
     return Generation(
         pool=init_block_pool(num_blocks, block_size, max_seqs=num_seqs, max_blocks=max_blocks),
-        caches=[init_kv_cache(*shape, params["embedding"].dtype) for _ in params["layers"]],
+        caches=[model.init_cache(num_blocks, block_size, dtype) for _ in params["layers"]],
         tokens=jnp.array(padded, jnp.int32),
         lengths=lengths,
         ends=lengths + max_new_tokens,

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from pagedattn import AttentionSpec, BatchMetadata, InvalidInputError, KVCache, UnsupportedError
-from serving.decoder import Decoder, Heads, Sinks, cached_attention
+from serving.decoder import Decoder, Heads, Operands, cached_attention
 from serving.generation import Generation, decode_loop, prefill, start
 
 AXIS = "tensor"
@@ -40,21 +40,18 @@ class OverHeads:
 
     def __call__(
         self,
-        query: Heads,
-        key: Heads,
-        value: Heads,
+        operands: Operands,
         cache: KVCache,
         batch: BatchMetadata,
-        sinks: Sinks | None,
         spec: AttentionSpec,
         backend: str | None = None,
     ) -> tuple[Heads, KVCache]:
         if spec.alibi_slopes is not None:
             raise UnsupportedError("alibi_slopes: a device would need those of its own heads")
         attend = partial(cached_attention, spec=spec, backend=backend)
-        ins, outs = (HEADS, HEADS, HEADS, PAGES, EVERYWHERE, FIRST), (HEADS, PAGES)
-        spread = jax.shard_map(attend, mesh=self.mesh, in_specs=ins, out_specs=outs)
-        return spread(query, key, value, cache, batch, sinks)
+        ins = Operands._make((HEADS, HEADS, HEADS, FIRST)), PAGES, EVERYWHERE
+        spread = jax.shard_map(attend, mesh=self.mesh, in_specs=ins, out_specs=(HEADS, PAGES))
+        return spread(operands, cache, batch)
 
 
 def spread(mesh: Mesh, model: Decoder, params: dict) -> tuple[Decoder, dict]:

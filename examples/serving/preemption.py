@@ -1,5 +1,6 @@
 """Taking a request's blocks away to resume it later, by computing again or from host memory."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -11,13 +12,13 @@ from jaxtyping import Array, Int
 from pagedattn import (
     KVCache,
     OutOfBlocksError,
-    init_block_pool,
-    init_kv_cache,
     swap_blocks,
     swap_in,
     swap_out,
 )
-from serving.memory import Memory, on_host, padded, release_jit
+from pagedattn import Swap as Swapped
+from serving.blocks import empty_pool, padded, release_jit
+from serving.memory import Caches, Memory
 from serving.request import NO_ROW, Group, Sequence
 
 
@@ -61,14 +62,11 @@ class Swap:
     def __init__(self, memory: Memory, num_blocks: int, num_rows: int):
         self.memory, self.recompute = memory, Recompute(memory)
         size, width = memory.limits.block_size, memory.limits.max_blocks
-        pool = init_block_pool(num_blocks, size, max_seqs=num_rows, max_blocks=width)
-        self.pool = on_host(pool)
-        self.host, self.device = jax.devices("cpu")[0], jax.devices()[0]
-        with jax.default_device(self.host):
-            self.caches = [
-                init_kv_cache(num_blocks, size, cache.num_kv_heads, cache.head_dim, cache.dtype)
-                for cache in memory.caches
-            ]
+        self.pools = [
+            empty_pool(num_blocks, size, max_seqs=num_rows, max_blocks=width) for _ in memory.pools
+        ]
+        with jax.default_device(jax.devices("cpu")[0]):
+            self.caches = [[resized(c, num_blocks) for c in caches] for caches in memory.caches]
         self.free_rows = list(range(num_rows))
 
     def suspend(self, group: Group) -> None:
@@ -81,11 +79,10 @@ class Swap:
     def resume(self, sequence: Sequence) -> bool:
         if sequence.host_row == NO_ROW:
             return False
-        rows = (padded([row], 1) for row in (sequence.host_row, sequence.row))
-        self.memory.pool, self.pool, swap = swap_in_jit(self.memory.pool, self.pool, *rows)
-        if not swap.ok[0]:  # cannot happen: the scheduler has counted the free blocks
+        swaps = self._swaps(swap_in_jit, sequence.host_row, sequence.row)
+        if not swaps:  # cannot happen: the scheduler has counted the free blocks
             raise OutOfBlocksError("a request was resumed without room for its blocks")
-        self.memory.caches = moved(self.caches, self.memory.caches, swap.src, swap.dst, self.device)
+        self.memory.caches = moved(self.caches, self.memory.caches, swaps)
         self.free_rows.append(sequence.host_row)
         sequence.host_row = NO_ROW
         return True
@@ -93,45 +90,66 @@ class Swap:
     def forget(self, group: Group) -> None:
         rows = [s.host_row for s in group.sequences if s.host_row != NO_ROW]
         if rows:
-            self.pool, _ = release_jit(self.pool, padded(rows, len(self.pool.seq_lens)))
+            self.pools = [release_jit(p, padded(rows, p.max_seqs))[0] for p in self.pools]
         self.free_rows += rows
         for sequence in group.sequences:
             sequence.host_row = NO_ROW
 
     def _swap_out(self, sequence: Sequence) -> None:
-        rows = (padded([row], 1) for row in (sequence.row, self.free_rows[-1]))
-        self.memory.pool, self.pool, swap = swap_out_jit(self.memory.pool, self.pool, *rows)
-        if swap.ok[0]:
-            self.caches = moved(self.memory.caches, self.caches, swap.src, swap.dst, self.host)
+        swaps = self._swaps(swap_out_jit, sequence.row, self.free_rows[-1])
+        if swaps:
+            self.caches = moved(self.memory.caches, self.caches, swaps)
             sequence.row, sequence.host_row = NO_ROW, self.free_rows.pop()
+
+    def _swaps(self, swap_jit: Callable, source: int, target: int) -> list[Swapped]:
+        """Moves a row in every pool, or in none; the blocks to copy, by pool."""
+        rows = padded([source], 1), padded([target], 1)
+        pairs = zip(self.memory.pools, self.pools, strict=True)
+        made = [swap_jit(blocks.pool, pool, *rows) for blocks, pool in pairs]
+        if not all(swap.ok[0] for *_, swap in made):
+            return []
+        self.pools = [pool for _, pool, _ in made]
+        for blocks, (pool, *_) in zip(self.memory.pools, made, strict=True):
+            blocks.pool = pool
+        return [swap for *_, swap in made]
 
 
 swap_in_jit, swap_out_jit = jax.jit(swap_in), jax.jit(swap_out)
 
 
-def moved(
-    sources: list[KVCache],
-    targets: list[KVCache],
-    src: Int[Array, " n"],
-    dst: Int[Array, " n"],
-    device,
-) -> list[KVCache]:
-    """The targets, on `device`, with copies of the sources' blocks `src` at `dst`.
+def resized(cache: KVCache, num_blocks: int) -> KVCache:
+    """An empty cache such as this one, of so many blocks."""
+    zeros = (jnp.zeros((num_blocks, *plane.shape[1:]), plane.dtype) for plane in cache.planes)
+    return cache.with_planes(*zeros)
+
+
+def moved(sources: Caches, targets: Caches, swaps: list[Swapped]) -> Caches:
+    """The targets, where they lie, with copies of the sources' blocks that were swapped.
 
     Only these blocks cross between the devices.
     """
-    staged = jax.device_put(gather_jit(sources, np.asarray(src)), device)
-    return scatter_jit(staged, targets, np.asarray(dst))
+    src, dst = ([np.asarray(getattr(swap, side)) for swap in swaps] for side in ("src", "dst"))
+    shardings = jax.tree.map(lambda plane: plane.sharding, targets)
+    staged = jax.device_put(gather_jit(sources, src), shardings)
+    return scatter_jit(staged, targets, dst)
 
 
 @jax.jit
-def gather_jit(caches: list[KVCache], src: Int[Array, " n"]) -> list[KVCache]:
-    at = jnp.arange(len(src))
-    rooms = jax.tree.map(lambda x: jnp.zeros((len(src), *x.shape[1:]), x.dtype), caches)
-    return [swap_blocks(cache, room, src, at) for cache, room in zip(caches, rooms, strict=True)]
+def gather_jit(caches: Caches, src: list[Int[Array, " _"]]) -> Caches:
+    rooms = [
+        [resized(cache, len(ids)) for cache in pool] for pool, ids in zip(caches, src, strict=True)
+    ]
+    return swapped(caches, rooms, src, [jnp.arange(len(ids)) for ids in src])
 
 
 @partial(jax.jit, donate_argnums=1)
-def scatter_jit(staged: list[KVCache], caches: list[KVCache], dst: Int[Array, " n"]):
-    at = jnp.arange(len(dst))
-    return [swap_blocks(new, cache, at, dst) for new, cache in zip(staged, caches, strict=True)]
+def scatter_jit(staged: Caches, caches: Caches, dst: list[Int[Array, " _"]]) -> Caches:
+    return swapped(staged, caches, [jnp.arange(len(ids)) for ids in dst], dst)
+
+
+def swapped(sources: Caches, targets: Caches, src: list, dst: list) -> Caches:
+    """The targets with copies of blocks `src[p]` of each pool's sources at `dst[p]`."""
+    return [
+        [swap_blocks(s, t, ids, at) for s, t in zip(*pools, strict=True)]
+        for *pools, ids, at in zip(sources, targets, src, dst, strict=True)
+    ]

@@ -9,6 +9,7 @@ itself is finished some day.
 from collections import deque
 
 from pagedattn import OutOfBlocksError
+from serving.blocks import Blocks
 from serving.limits import Limits
 from serving.memory import Memory
 from serving.preemption import Preemption
@@ -42,8 +43,7 @@ class Scheduler:
             raise ValueError(
                 f"request {request.id} wants {width} sequences; at most {limits.max_seqs} run"
             )
-        fit = min(limits.max_blocks, limits.num_blocks // width) * limits.block_size
-        fit = min(fit, limits.max_seq_len)
+        fit = min(blocks.longest(width) for blocks in self.memory.pools)
         if request.max_cached > fit:
             raise ValueError(
                 f"request {request.id} may come to {request.max_cached} tokens; at most {fit} fit"
@@ -63,11 +63,14 @@ class Scheduler:
         self._admit()
         while plan := self._within_budget():
             failed = self.memory.grow({s.row: length for s, length in plan})
-            if not failed:
+            if not any(failed):
                 return plan
-            missing = sum(self._lacking(s, n) for s, n in plan if s.row in failed)
-            # A block a row, so that not every step has to look for some.
-            if not self.prefixes.evict(max(missing, self.limits.max_seqs)):
+            # A block a row at least, so that not every step has to look for some.
+            lacking = [
+                sum(self._lacking(blocks, s, n) for s, n in plan if s.row in rows)
+                for blocks, rows in zip(self.memory.pools, failed, strict=True)
+            ]
+            if not self.prefixes.evict([max(n, self.limits.max_seqs) if n else 0 for n in lacking]):
                 if unread:
                     return []
                 self._preempt_youngest()
@@ -138,21 +141,24 @@ class Scheduler:
         """Whether a group finds rows, and blocks for its tokens and one more in each sequence."""
         if len(self.memory.free_rows) < group.request.decoding.width:
             return False
-        needed = sum(self._lacking(s, group.num_pending(s) + 1) for s in group.sequences)
-        swapped = sum(self._owned(s) for s in group.sequences if s.host_row != NO_ROW)
-        promised = sum(
-            self._lacking(s, g.num_pending(s)) for g in self.running for s in g.sequences
-        )
-        missing = needed + swapped + promised - self.memory.num_free
-        if self.running and missing > 0 and missing > self.prefixes.num_evictable():
+        missing = [max(self._missing(blocks, group), 0) for blocks in self.memory.pools]
+        found = self.prefixes.num_evictable()
+        if self.running and any(m > n for m, n in zip(missing, found, strict=True)):
             return False
-        if swapped:  # blocks come back from the host before `plan` would make room
-            self.prefixes.evict(max(missing, 0))
+        if any(sequence.host_row != NO_ROW for sequence in group.sequences):
+            self.prefixes.evict(missing)  # blocks come back before `plan` would make room
         return True
 
-    def _owned(self, sequence: Sequence) -> int:
-        return self.limits.blocks_for(sequence.num_cached)
+    def _missing(self, blocks: Blocks, group: Group) -> int:
+        """How many free blocks a pool lacks for a waiting group beside the running ones."""
+        needed = sum(self._lacking(blocks, s, group.num_pending(s) + 1) for s in group.sequences)
+        swapped = sum(blocks.most(s.num_cached) for s in group.sequences if s.host_row != NO_ROW)
+        promised = sum(
+            self._lacking(blocks, s, g.num_pending(s)) for g in self.running for s in g.sequences
+        )
+        return needed + swapped + promised - blocks.num_free
 
-    def _lacking(self, sequence: Sequence, length: int) -> int:
+    def _lacking(self, blocks: Blocks, sequence: Sequence, length: int) -> int:
         """Blocks that a sequence lacks for its next tokens; at least 1, to copy a shared one."""
-        return max(self.limits.blocks_for(sequence.num_cached + length) - self._owned(sequence), 1)
+        owned = blocks.most(sequence.num_cached)
+        return max(blocks.most(sequence.num_cached + length) - owned, 1)

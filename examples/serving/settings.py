@@ -33,13 +33,13 @@ INERT = frozenset(
 
 
 def require(family: str, raw: dict, accepted: Mapping[str, tuple]) -> None:
-    """Takes settings out that must have one of the accepted values; the first is the default.
+    """Refuses settings that have none of the accepted values; the first is the default.
 
     Raises:
       InvalidInputError: One has another value.
     """
     for name, values in accepted.items():
-        value = raw.pop(name, values[0])
+        value = raw.get(name, values[0])
         if value not in values:
             raise InvalidInputError(f"{family}: expected {name} to be in {values}, got {value!r}")
 

@@ -1,6 +1,7 @@
 """The Triton kernels and the arithmetic of their launches; no framework is imported here.
 
-`attention` computes attention over the pages, `merge` joins the partial results of split keys, and
-`launch` decides from shapes how both are started. `pagedattn.backends.triton` launches them from
-JAX, `pagedattn_torch.backends.triton` from torch.
+`attention` finds the tile of each program, `tile` computes one by a `walk` over its keys, `merge`
+joins the partial results of split keys. How they are started follows from shapes: `programs` and
+`tiling` say how much each program computes, `launch` with which arguments.
+`pagedattn.backends.triton` launches them from JAX, `pagedattn_torch.backends.triton` from torch.
 """

@@ -5,12 +5,35 @@ instruction transposes bytes. So queries become float16, which holds every value
 values are read as pairs of columns, which are transposed like 16-bit ones and then taken apart.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from triton import knobs
 
 # The interpreter knows no assembly.
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+
+
+def from_int8(low: str, high: str) -> Any:
+    """Assembly: four int8 of one register as two registers of two float16 each.
+
+    0x6400 + n is the float16 1024 + n; the sign bit turned makes n of an int8 positive. `low` and
+    `high` are the bytes of n, and above each the byte 0x64, that make up the two results.
+    """
+    return tl.constexpr(f"""{{
+        .reg .b32 n, low, high, zero;
+        mov.b32 zero, 0x64806480;
+        xor.b32 n, $2, 0x80808080;
+        prmt.b32 low, n, 0x64646464, {low};
+        prmt.b32 high, n, 0x64646464, {high};
+        sub.f16x2 $0, low, zero;
+        sub.f16x2 $1, high, zero;
+        }}""")
+
+
+NEIGHBOURS_OF_INT8 = from_int8("0x4140", "0x4342")  # bytes 0 and 1; bytes 2 and 3
+EVEN_AND_ODD_OF_INT8 = from_int8("0x4240", "0x4341")  # bytes 0 and 2; bytes 1 and 3
 
 
 @triton.jit
@@ -33,19 +56,9 @@ def widened(bytes, DTYPE: tl.constexpr):
             "prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;",
             "=r,=r,r", [bytes], dtype=tl.float16, is_pure=True, pack=4,
         )  # fmt: skip
-    # 0x6400 + n is the float16 1024 + n; the sign bit turned makes n of an int8 positive.
     return tl.inline_asm_elementwise(
-        """{
-            .reg .b32 n, low, high, zero;
-            mov.b32 zero, 0x64806480;
-            xor.b32 n, $2, 0x80808080;
-            prmt.b32 low, n, 0x64646464, 0x4140;
-            prmt.b32 high, n, 0x64646464, 0x4342;
-            sub.f16x2 $0, low, zero;
-            sub.f16x2 $1, high, zero;
-            }""",
-        "=r,=r,r", [bytes], dtype=tl.float16, is_pure=True, pack=4,
-    )  # fmt: skip
+        NEIGHBOURS_OF_INT8, "=r,=r,r", [bytes], dtype=tl.float16, is_pure=True, pack=4
+    )
 
 
 @triton.jit
@@ -74,15 +87,7 @@ def taken_apart(pairs, DTYPE: tl.constexpr):
         )  # fmt: skip
     else:
         even, odd = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 n, low, high, zero;
-            mov.b32 zero, 0x64806480;
-            xor.b32 n, $2, 0x80808080;
-            prmt.b32 low, n, 0x64646464, 0x4240;
-            prmt.b32 high, n, 0x64646464, 0x4341;
-            sub.f16x2 $0, low, zero;
-            sub.f16x2 $1, high, zero;
-            }""",
+            EVEN_AND_ODD_OF_INT8,
             "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
     return even, odd

@@ -50,6 +50,11 @@ def widths_of(call: Call) -> Widths:
     return Widths(dims, rest, dims if latent else value_dims, latent)
 
 
+def is_wide(call: Call) -> bool:
+    """Whether keys or values are wider than those that the other rules were measured with."""
+    return max(call.head_dim, widths_of(call).value_dims) > ONE_TILE
+
+
 def refusals(call: Call) -> list[str]:
     """Why the kernels cannot run a call, by its widths."""
     reasons = []

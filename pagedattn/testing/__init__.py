@@ -5,9 +5,11 @@ name and needs hypothesis: `pip install 'pagedattn[testing]'`.
 """
 
 from .closeness import assert_attention_close
-from .harness import Cell, attend, batch_of, cache_of, check_backend
+from .harness import Cell, check_backend
 from .oracle import reference_attention, reference_write
-from .problem import Problem, random_problem
+from .problem import Problem
+from .random_problems import random_problem
+from .running import attend, batch_of, cache_of
 from .tolerances import Expected, expect
 
 __all__ = [

@@ -1,28 +1,19 @@
 """Holds a backend to the oracle: every feature in every phase and dtype."""
 
-import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import ml_dtypes  # noqa: F401  (teaches NumPy the name bfloat16)
 import numpy as np
 
-from pagedattn import (
-    Backend,
-    BatchMetadata,
-    KVCache,
-    UnsupportedError,
-    features,
-    make_batch,
-    paged_attention,
-)
+from pagedattn import Backend, UnsupportedError, features
 from pagedattn.features import DTYPES, OPTIONS, PHASES, arrays_of, spec_of
 from pagedattn.ragged import cdiv
 
 from .closeness import assert_attention_close
-from .problem import Problem, random_problem, random_tables
+from .problem import Problem
+from .random_problems import random_problem, random_tables
+from .running import attend_with_lse
 
 NUM_TOKENS, NUM_SEQS, MAX_SEQ_LEN, MAX_QUERY_LEN = 26, 5, 40, 32
 
@@ -34,43 +25,6 @@ class Cell(NamedTuple):
     phase: str
     dtype: str
     result: str
-
-
-def batch_of(problem: Problem) -> BatchMetadata:
-    """The batch of a problem, by `make_batch`; its shapes are those of the problem."""
-    cross = min(problem.context_lens, default=0) < 0
-    return make_batch(
-        list(problem.query_lens),
-        None if cross else problem.context_lens,
-        problem.block_tables,
-        key_lens=list(problem.seq_lens) if cross else None,
-        block_size=problem.block_size,
-        pad_tokens=len(problem.query),
-        max_query_len=problem.max_query_len,
-    )
-
-
-def cache_of(problem: Problem) -> KVCache:
-    """The cache of a problem as JAX arrays."""
-    names = ("key_cache", "value_cache", "key_scale", "value_scale")
-    arrays = jax.tree.map(jnp.asarray, [getattr(problem, name) for name in names])
-    return KVCache(*arrays, value_dim=problem.value_dim)
-
-
-@functools.partial(jax.jit, static_argnames=("spec", "backend", "return_lse"))
-def attend_in_jit(query, cache, batch, spec, *, backend, return_lse, **arrays):
-    options = {"backend": backend, "return_lse": return_lse}
-    return paged_attention(query, cache, batch, spec, **options, **arrays)
-
-
-def attend(
-    problem: Problem, *, backend: str | Backend | None, jit: bool = False, return_lse: bool = True
-) -> Any:
-    """`paged_attention` on a problem: `(out, lse)`, or out alone without `return_lse`."""
-    call = attend_in_jit if jit else paged_attention
-    rows = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
-    arrays = jax.tree.map(jnp.asarray, problem.arrays)
-    return call(*rows, problem.spec, backend=backend, return_lse=return_lse, **arrays)
 
 
 def check_backend(
@@ -106,7 +60,7 @@ def check_backend(
 
     Example:
         >>> from pagedattn.testing import check_backend
-        >>> cells = check_backend("xla", dtypes=["float32"], verbose=False)
+        >>> cells = check_backend("xla", dtypes=["float32"], jit=True, verbose=False)
         >>> {cell.result for cell in cells}
         {'ok'}
     """
@@ -167,16 +121,6 @@ def run_cell(backend: str | Backend, cell: Cell, *, jit: bool, sizes: dict[str, 
     except AssertionError as error:
         return f"FAILED: {error}"
     return "ok"
-
-
-def attend_with_lse(problem: Problem, backend: str | Backend | None, jit: bool) -> tuple[Any, Any]:
-    """out and lse; lse is None if the backend refuses to give it."""
-    try:
-        return attend(problem, backend=backend, jit=jit)
-    except UnsupportedError as error:
-        if "lse" not in str(error):
-            raise
-        return attend(problem, backend=backend, jit=jit, return_lse=False), None
 
 
 def words(cell: Cell) -> list[str]:

@@ -13,7 +13,8 @@ from pagedattn import AttentionSpec, BackendUnavailableError, alibi_slopes, feat
 from pagedattn.features import OPTIONS, arrays_of, cache_of, spec_of
 from pagedattn.ragged import cdiv
 
-from .problem import Problem, random_problem
+from .problem import Problem
+from .random_problems import random_problem
 
 try:
     from hypothesis import strategies as st

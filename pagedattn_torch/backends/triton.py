@@ -14,8 +14,9 @@ from pagedattn.backend import Backend
 from pagedattn.call import Call
 from pagedattn.kernels import launch
 from pagedattn.kernels.attention import attention_kernel
-from pagedattn.kernels.launch import Device, Launch, Tiling
+from pagedattn.kernels.launch import Launch
 from pagedattn.kernels.merge import merge_kernel
+from pagedattn.kernels.tiling import Device, Tiling, device_of, tiling
 
 from ..bias import slopes_on
 
@@ -46,7 +47,7 @@ def plan(call: Call, batch) -> Plan:
     lens, starts = batch.seq_lens.contiguous(), batch.query_start_loc.contiguous()
     slopes = call.spec.alibi_slopes
     slopes = lens if slopes is None else slopes_on(slopes, lens.device)
-    tiles = launch.tiling(call, _device(lens.device))
+    tiles = tiling(call, _device(lens.device))
     attention = launch.attention_launch(call, tiles, table_stride=tables.stride(0))
     merge = launch.merge_launch(call, tiles)
     return Plan(tiles, attention, merge, (tables, lens, starts, slopes))
@@ -86,4 +87,4 @@ def _device(device) -> Device:
     if device.type != "cuda":
         return Device(num_sms=64, shared_bytes=1 << 20)  # any will do for Triton's interpreter
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return launch.device_of(num_sms, torch.cuda.get_device_capability(device))
+    return device_of(num_sms, torch.cuda.get_device_capability(device))

@@ -1,22 +1,21 @@
 """A layer's attention as engines call it, written once for all backends."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from pagedattn import AttentionSpec, InvalidInputError, KVCache, UnsupportedError
+from pagedattn import AttentionSpec, KVCache, UnsupportedError
 from pagedattn.call import Call, call_of
-from pagedattn.checks import is_count, require, shown
 
-from ..arrays import tensor
 from ..layout import is_empty, split_kv_cache
 from ..step import Step, prepare
 from .attention_type import AttentionType
 from .biases import packed_bias, under_bias
 from .inputs import (
-    Fresh,
+    LayerCall,
+    check_counts,
     check_output,
     fresh_keys,
     heads,
@@ -24,10 +23,11 @@ from .inputs import (
     require_unit_scales,
     takes_layer,
 )
-from .metadata import AttentionMetadata, batches
+from .metadata import AttentionMetadata
 from .metadata.derived import held
 from .plans import Part, plan
 from .quantised import as_quantised, cache_dtype
+from .settings import check_heads, check_slopes, specs_by_type
 from .step import LayerStep, likeness
 
 
@@ -70,20 +70,11 @@ class AttentionImpl:
         self.head_size: int = head_size
         self.num_kv_heads: int = num_heads if num_kv_heads is None else num_kv_heads
         self.attn_type: AttentionType = AttentionType.of(attn_type)
-        slopes: Any = alibi_slopes
-        if isinstance(alibi_slopes, Tensor):
-            slopes = tensor("alibi_slopes", alibi_slopes, "cpu").tolist()
-        self.specs: dict[AttentionType, AttentionSpec] = {
-            kind: AttentionSpec(
-                scale=scale,
-                causal=kind.causal,
-                sliding_window=sliding_window,
-                logits_soft_cap=logits_soft_cap,
-                alibi_slopes=slopes,
-            )
-            for kind in AttentionType
-        }
-        self._check_heads()
+        self.specs: dict[AttentionType, AttentionSpec] = specs_by_type(
+            scale, sliding_window, logits_soft_cap, alibi_slopes
+        )
+        check_heads(self.num_heads, self.num_kv_heads, self.head_size)
+        check_slopes(self.specs, self.num_heads)
         self.cache_dtype: torch.dtype | None = cache_dtype(kv_cache_dtype)
         if blocksparse_params is not None:
             raise UnsupportedError(
@@ -148,7 +139,7 @@ class AttentionImpl:
         scales = k_scale, v_scale
         call = self._call(query, key, value, kv_cache, attn_metadata, attn_type, scales)
         check_output(output, call.query)
-        step = held(attn_metadata).get(call.likeness(self)) or self._step(call, attn_metadata)
+        step = held(attn_metadata).get(likeness(self, *call)) or self._step(call, attn_metadata)
         result = step.run(call.query, call.fresh, call.cache).reshape(query.shape)
         return result if output is None else output.copy_(result.reshape(output.shape))
 
@@ -181,19 +172,19 @@ class AttentionImpl:
         ...     x = layer.forward(x, x, x, cache, meta)
         """
         call = self._call(query, key, value, kv_cache, attn_metadata, attn_type)
-        held(attn_metadata)[call.likeness(self)] = self._step(call, attn_metadata)
+        held(attn_metadata)[likeness(self, *call)] = self._step(call, attn_metadata)
 
     def _call(
         self, query, key, value, kv_cache, attn_metadata, attn_type, scales=(1.0, 1.0)
-    ) -> "_Call":
+    ) -> LayerCall:
         """The arrays of a call, checked, with heads as an axis of their own."""
         kind = self.attn_type if attn_type is None else AttentionType.of(attn_type)
         rows = heads("query", query, self.num_heads, self.head_size)
         fresh = fresh_keys(key, value, (self.num_kv_heads, self.head_size))
-        _check_counts(rows, fresh, attn_metadata, kind)
+        check_counts(rows, fresh, attn_metadata, kind)
         cache = self._cache(kv_cache, kind, scales)
         require_one_device(query=query, key=key, value=value, kv_cache=cache and cache.key)
-        return _Call(kind, rows, fresh, cache)
+        return LayerCall(kind, rows, fresh, cache)
 
     def _cache(self, kv_cache, kind, scales) -> KVCache | None:
         """The cache that a call of this kind reads and writes."""
@@ -204,14 +195,14 @@ class AttentionImpl:
         cache = split_kv_cache(kv_cache, self.num_kv_heads, self.head_size)
         return cache if self.cache_dtype is None else as_quantised(cache, self.cache_dtype, *scales)
 
-    def _step(self, call: "_Call", attn_metadata) -> LayerStep:
+    def _step(self, call: LayerCall, attn_metadata) -> LayerStep:
         """The prepared step of a call. All that can fail fails here, before anything is written."""
         parts, rows = plan(call.fresh, call.cache, attn_metadata, call.kind)
         bias = packed_bias(attn_metadata, call.kind, call.query)
         parts = [part.with_bias(bias) for part in parts]
         return LayerStep([(part, self._part(call, part)) for part in parts], rows)
 
-    def _part(self, call: "_Call", part: Part) -> Step:
+    def _part(self, call: LayerCall, part: Part) -> Step:
         arrays = part.arrays(call.query, call.fresh, call.cache)
         spec = self.specs[call.kind] if part.bias is None else under_bias(self.specs[call.kind])
         backend = self.backend_of(call_of(*arrays, part.batch, spec, **part.options))
@@ -220,49 +211,3 @@ class AttentionImpl:
     def backend_of(self, call: Call) -> str:
         """The name of the backend that runs a part of a call; subclasses may override it."""
         return self.backend
-
-    def _check_heads(self):
-        sizes = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
-        sizes["head_size"] = self.head_size
-        for name, size in sizes.items():
-            require(is_count(size), f"{name} must be above 0, got {shown(size)}")
-        require(
-            self.num_heads % self.num_kv_heads == 0,
-            f"num_heads must be a multiple of num_kv_heads = {self.num_kv_heads}, got "
-            f"{self.num_heads}",
-        )
-        slopes = self.specs[AttentionType.DECODER].alibi_slopes
-        require(
-            slopes is None or len(slopes) == self.num_heads,
-            f"alibi_slopes must have one slope for each of the {self.num_heads} query heads, got "
-            f"{len(slopes or ())}",
-        )
-
-
-class _Call(NamedTuple):
-    """The type and the arrays of one call of `forward`."""
-
-    kind: AttentionType
-    query: Tensor
-    fresh: Fresh | None
-    cache: KVCache | None
-
-    def likeness(self, layer: AttentionImpl):
-        return likeness(layer, *self)
-
-
-def _check_counts(query, fresh, meta, kind):
-    if not isinstance(meta, AttentionMetadata):
-        raise InvalidInputError(
-            f"attn_metadata must be an AttentionMetadata, got {type(meta).__name__}"
-        )
-    encoder = kind in (AttentionType.ENCODER, AttentionType.ENCODER_DECODER)
-    batches.require_fields(meta, kind, paged=fresh is None)
-    num_keys = meta.num_encoder_tokens if encoder else meta.num_query_tokens(kind)
-    expected = meta.num_query_tokens(kind), num_keys
-    got = len(query), num_keys if fresh is None else len(fresh.key)
-    require(
-        got == expected,
-        f"attn_metadata expects {expected[0]} query and {expected[1]} key tokens for {kind} "
-        f"attention, got {got[0]} and {got[1]}",
-    )

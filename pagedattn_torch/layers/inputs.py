@@ -7,10 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedattn import InvalidInputError, UnsupportedError
+from pagedattn import InvalidInputError, KVCache, UnsupportedError
 from pagedattn.checks import require, shown
 
 from ..arrays import require_no_grad, require_strided, require_tensors
+from .attention_type import AttentionType
+from .metadata import AttentionMetadata, batches
 
 
 def takes_layer(forward):
@@ -51,6 +53,15 @@ class Fresh(NamedTuple):
         return Fresh(self.key[:count], self.value[:count])
 
 
+class LayerCall(NamedTuple):
+    """One call of a layer: its type of attention, and its arrays with heads as an axis."""
+
+    kind: AttentionType
+    query: Tensor
+    fresh: Fresh | None
+    cache: KVCache | None
+
+
 def heads(name: str, packed: Tensor, num_heads: int, head_size: int) -> Tensor:
     """A tensor as `[num_tokens, num_heads, head_size]`.
 
@@ -83,6 +94,24 @@ def fresh_keys(key: Tensor | None, value: Tensor | None, sizes: tuple[int, int])
         f"got {len(fresh.key)} keys and {len(fresh.value)} values",
     )
     return fresh
+
+
+def check_counts(query: Tensor, fresh: Fresh | None, meta, kind: AttentionType) -> None:
+    """Requires as many query and key tokens as the metadata says for a type of attention."""
+    if not isinstance(meta, AttentionMetadata):
+        raise InvalidInputError(
+            f"attn_metadata must be an AttentionMetadata, got {type(meta).__name__}"
+        )
+    encoder = kind in (AttentionType.ENCODER, AttentionType.ENCODER_DECODER)
+    batches.require_fields(meta, kind, paged=fresh is None)
+    num_keys = meta.num_encoder_tokens if encoder else meta.num_query_tokens(kind)
+    expected = meta.num_query_tokens(kind), num_keys
+    got = len(query), num_keys if fresh is None else len(fresh.key)
+    require(
+        got == expected,
+        f"attn_metadata expects {expected[0]} query and {expected[1]} key tokens for {kind} "
+        f"attention, got {got[0]} and {got[1]}",
+    )
 
 
 def check_output(output: Tensor | None, rows: Tensor) -> None:

@@ -1,6 +1,6 @@
 """flash-attn-4's forward function as it is by its source (4.0.0b36): demands, loads, results.
 
-A stand-in for a Hopper GPU: tensors lie on the CPU, sums are float64. What its kernels do beyond
+A stand-in for a Hopper GPU: tensors lie anywhere, sums are float64. What its kernels do beyond
 the formula is done here too: a tile loads keys that its queries do not see, and a NaN in them
 survives a weight of 0; rows that belong to no sequence are not written.
 """
@@ -38,7 +38,7 @@ class Forward:
             assert 0 <= num_keys <= page_table.shape[1] * k.shape[1], "lengths lead out of a table"
             shift = num_keys - int(stop - start)
             for rows in tiles_of(int(start), int(stop), max(1, TILE_ROWS // group)):
-                at = torch.arange(rows.start, rows.stop) - start + shift
+                at = torch.arange(rows.start, rows.stop, device=q.device) - start + shift
                 key, value, numbers = loaded(k, v, page_table[seq], num_keys, at, window, tile)
                 seen = visible(at, numbers, num_keys, window)
                 result, sums = attend(q[rows], key, value, seen, softmax_scale, softcap)
@@ -102,7 +102,7 @@ def loaded(k, v, row, num_keys, at, window, tile):
     last = num_keys if right is None else min(num_keys, int(at[-1]) + right + 1)
     last = max(1, -(-last // tile)) * tile
     first = 0 if left is None else max(0, (int(at[0]) - left) // tile * tile)
-    numbers = torch.arange(min(first, last - tile), last)
+    numbers = torch.arange(min(first, last - tile), last, device=k.device)
     if size != tile:
         numbers = numbers[numbers < num_keys]
     blocks = row[numbers // size].long()

@@ -24,13 +24,22 @@ import pytest
 from pagedattn import AttentionSpec, explain, write_kv
 from pagedattn.registry import can_load
 from pagedattn.testing import batch_of, cache_of, random_problem
-from pagedattn.testing.harness import attend_in_jit
+from pagedattn.testing.running import attend_in_jit
 
-NAMES = ("xla", "sdpa", "numba", "triton", "xformers", "cudnn")
+NAMES = ("xla", "sdpa", "numba", "triton", "mosaic", "xformers", "cudnn", "flash")
 NAMES = [name for name in NAMES if can_load(name)]
 HUGE, FAR = 2**31 - 1, 10**6
 SIZES = {"dtype": np.dtype("float16"), "head_dim": 64, "block_size": 16, "poison": None}
-PHASES = {"decode": [1, 1, 1], "chunks": [40, 1, 3]}
+DECODE, CHUNKS = [1, 1, 1], [40, 1, 3]
+WINDOW = AttentionSpec(sliding_window=20)
+CALLS = {
+    "decode": (DECODE, AttentionSpec(), {}),
+    "decode in a window": (DECODE, WINDOW, {}),
+    "chunks": (CHUNKS, AttentionSpec(), {}),
+    "chunks in a window": (CHUNKS, WINDOW, {}),
+    "decode from eight bits": (DECODE, AttentionSpec(), {"cache_dtype": "float8_e5m2"}),
+    "decode from latents": (DECODE, AttentionSpec(), {"value_dim": 32, "latent": True}),
+}
 # field: values in place of those of the three sequences
 BAD = {
     "huge ids": {"block_tables": np.full((3, 6), HUGE)},
@@ -50,30 +59,30 @@ BAD = {
 }
 
 
-def arguments(phase):
-    problem = random_problem(PHASES[phase], [90, 50, 7], AttentionSpec(), **SIZES)
-    return jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
+def arguments(name):
+    query_lens, spec, cache = CALLS[name]
+    problem = random_problem(query_lens, [90, 50, 7], spec, **SIZES, **cache)
+    return jnp.asarray(problem.query), cache_of(problem), batch_of(problem), spec
 
 
 @pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", NAMES)
-def test_bad_values_in_jit(name, phase, window, bad):
-    query, cache, batch = arguments(phase)
-    spec = AttentionSpec(sliding_window=window)
+def test_bad_values_in_jit(name, call, bad):
+    query, cache, batch, spec = arguments(call)
     if reasons := explain(query, cache, batch, spec)[name]:
         pytest.skip("; ".join(reasons))
     fields = {field: jnp.asarray(values, jnp.int32) for field, values in BAD[bad].items()}
     batch = dataclasses.replace(batch, **fields)
     out, lse = attend_in_jit(query, cache, batch, spec, backend=name, return_lse=True)
-    assert jax.block_until_ready(out).shape == query.shape
-    assert jax.block_until_ready(lse).shape == query.shape[:2]
+    shape = (*query.shape[:2], cache.value_dim or cache.head_dim)
+    assert jax.block_until_ready(out).shape == shape
+    assert jax.block_until_ready(lse).shape == shape[:2]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bad_values_are_not_written(dtype):
-    _, cache, _ = arguments("decode")
+    _, cache, *_ = arguments("decode")
     cache = jax.tree.map(lambda plane: plane.astype(dtype), cache)
     slots = jnp.array([-1, -2, -(2**31), cache.num_slots, cache.num_slots + 5, HUGE], jnp.int32)
     new = jnp.ones((len(slots), cache.num_kv_heads, cache.head_dim), dtype)

@@ -70,7 +70,7 @@ def attend(problem, backend, mode):
     return call(jnp.asarray(problem.query), cache_of(problem), batch, sinks)
 
 
-@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize(("name", "mode"), [*((n, "jit") for n in BATCHES), ("chunks", "eager")])
 def test_batches(backend, mode, name):
     problem = shared(*BATCHES[name])
     assert_attention_close(*attend(problem, backend, mode), problem, name=backend)

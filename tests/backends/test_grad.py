@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import SPECS, attend_with_any_lse, honoured, mixed
+from conftest import BACKENDS, PARTIAL
 from jax.test_util import check_grads
 
 from pagedattn import AttentionSpec, KVCache, make_batch, paged_attention, write_kv
@@ -30,7 +31,13 @@ def functions(problem, backend):
     return loss, (jnp.asarray(problem.query), cache.key, cache.value), seen
 
 
-@pytest.mark.parametrize("name", SPECS)
+# Backends without gradients of their own recompute by xla, given the whole spec or none of it.
+OTHERS = [name for name in (*BACKENDS, *PARTIAL) if name != "xla"]
+GRADIENTS = [("xla", name) for name in SPECS]
+GRADIENTS += [(other, name) for other in OTHERS for name in ("plain", "all")]
+
+
+@pytest.mark.parametrize(("backend", "name"), GRADIENTS)
 def test_finite_differences(backend, name):
     """Reverse mode, in float32, over a mixed batch with rows that see no key."""
     problem = random_problem(

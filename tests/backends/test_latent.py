@@ -136,7 +136,7 @@ def test_gradients_are_those_of_the_plain_formula(backend, jit):
         cache = KVCache(latent, None, value_dim=problem.value_dim)
         return (paged_attention(query, cache, batch, backend=backend) * weights).sum()
 
-    want = jax.grad(lambda *a: (plainly(problem)(*a) * weights).sum(), (0, 1))(*arrays)
+    want = jax.jit(jax.grad(lambda *a: (plainly(problem)(*a) * weights).sum(), (0, 1)))(*arrays)
     gradient = jax.grad(loss, (0, 1))
     for x, y in zip((jax.jit(gradient) if jit else gradient)(*arrays), want, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
@@ -168,7 +168,7 @@ def test_others_refuse_by_name(cache):
     arrays = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
     why = explain(*arrays)
     assert why["xla"] == why["sdpa"] == []
-    assert why.choice in ("xla", *WITH_TORCH)
+    assert why[why.choice] == []
     loaded = {name: reasons for name, reasons in why.items() if "does not have it" in str(reasons)}
     assert all(
         reasons == [f"value_dim: {name} does not have it"] for name, reasons in loaded.items()

@@ -36,6 +36,11 @@ WINDOW = AttentionSpec(sliding_window=100)
 HOPPER = jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == "9.0"
 hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 
+# As the backend runs them: inside jit. Eagerly each of their steps would be a program.
+tiles_in_jit = jax.jit(tiles.tiles_of, static_argnums=0)
+key_blocks_in_jit = jax.jit(tiles.key_blocks, static_argnums=0)
+by_token_in_jit = jax.jit(lse.by_token, static_argnums=0)
+
 # query_lens, seq_lens: long, short, none, cross; with and without room for padding
 BATCHES = (
     ([300], [300]),
@@ -54,7 +59,7 @@ def shape_of(query_lens, spec, *, group=4, head_dim=128, pad=0, block_size=16):
 
 def tiles_of(shape, query_lens, seq_lens):
     """The tiles as rows of integers."""
-    table, count = tiles.tiles_of(shape, *lengths(query_lens, seq_lens))
+    table, count = tiles_in_jit(shape, *lengths(query_lens, seq_lens))
     return [tiles.Tile(*map(int, row)) for row in np.asarray(table)[: int(count[0])]]
 
 
@@ -75,8 +80,8 @@ def rows_of(shape, tile):
 
 
 def blocks_of(shape, tile):
-    scalars = tiles.Tile(*map(jnp.int32, tile))
-    return tiles.KeyBlocks(*map(int, tiles.key_blocks(shape, scalars)))
+    scalars = tiles.Tile(*map(np.int32, tile))
+    return tiles.KeyBlocks(*map(int, key_blocks_in_jit(shape, scalars)))
 
 
 @pytest.mark.parametrize(("group", "pad"), [(1, 40), (3, 5), (4, 0), (20, 5)])
@@ -96,7 +101,7 @@ def test_tiles_hold_every_token(query_lens, seq_lens, group, pad):
     assert steps == sorted(steps, reverse=True)
     head = np.arange(2 * group)
     want = np.arange(shape.num_tokens)[:, None] + head % group / 32 + head // group / 2
-    got = lse.by_token(shape, *lengths(query_lens, seq_lens), jnp.asarray(written))
+    got = by_token_in_jit(shape, *lengths(query_lens, seq_lens), jnp.asarray(written))
     np.testing.assert_array_equal(got, want)
 
 
@@ -127,7 +132,7 @@ def test_key_blocks(query_lens, seq_lens, window, causal):
 def test_bad_lengths_stay_inside_the_arrays(starts):
     shape = shape_of([20, 10, 3], WINDOW)
     seq_lens = jnp.array([10**6, -3, 2**31 - 1], jnp.int32)
-    table, count = tiles.tiles_of(shape, jnp.array(starts, jnp.int32), seq_lens)
+    table, count = tiles_in_jit(shape, jnp.array(starts, jnp.int32), seq_lens)
     rows = np.asarray(table)[: int(count[0])]
     assert 0 <= int(count[0]) <= shape.max_tiles
     assert (rows[:, 1] >= 0).all()

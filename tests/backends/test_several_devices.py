@@ -37,7 +37,6 @@ on_cpu = pytest.mark.skipif(
 with_cudnn = pytest.mark.skipif(
     jax.default_backend() != "gpu" or not can_load("cudnn"), reason="needs NVIDIA GPUs"
 )
-both = pytest.mark.parametrize("check_vma", [True, False])
 
 
 @on_cpu
@@ -108,8 +107,11 @@ def assert_data_parallel(problems, backend, check_vma=True):
 
 
 @several
-@both
-@pytest.mark.parametrize("name", ["plain", "sliding_window", "logits_soft_cap", "causal=False"])
+@pytest.mark.parametrize(
+    ("name", "check_vma"),
+    [(n, True) for n in ("plain", "sliding_window", "logits_soft_cap", "causal=False")]
+    + [("plain", False)],
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tensor_parallel(backend, name, check_vma):
     problem = mixed(SPECS[name], **SIZES)
@@ -119,8 +121,7 @@ def test_tensor_parallel(backend, name, check_vma):
 
 
 @several
-@both
-@pytest.mark.parametrize("name", ["plain", "all"])
+@pytest.mark.parametrize(("name", "check_vma"), [("plain", True), ("all", True), ("all", False)])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_data_parallel(backend, name, check_vma):
     sizes = {"num_blocks": 40, "pad_tokens": 20, "max_query_len": 16, "block_tables": None}
@@ -200,7 +201,7 @@ def test_alibi(backend):
 
 
 @several
-@both
+@pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_layers_and_gradients(backend, check_vma):
     """A scan whose carry is what the last layer gave; the batch's gradient is nobody's."""

@@ -13,16 +13,9 @@ import pytest
 
 from pagedattn import AttentionSpec
 from pagedattn.call import Call, Strides
-from pagedattn.kernels.launch import (
-    MAX_SPLITS,
-    attention_launch,
-    device_of,
-    merge_launch,
-    power_of_two,
-    refusals,
-    tiling,
-)
-from pagedattn.kernels.widths import widths_of
+from pagedattn.kernels.launch import attention_launch, merge_launch, refusals
+from pagedattn.kernels.tiling import MAX_SPLITS, device_of, tiling
+from pagedattn.kernels.widths import power_of_two, widths_of
 
 H200 = device_of(132, (9, 0))
 SMALL = device_of(20, (8, 9))

@@ -20,7 +20,7 @@ from triton.runtime import interpreter
 from pagedattn import AttentionSpec, KVCache, around
 from pagedattn.call import call_of
 from pagedattn.features import CACHE_DTYPES
-from pagedattn.kernels.launch import tiling
+from pagedattn.kernels.tiling import tiling
 from pagedattn.packed import packed_batch
 from pagedattn.testing import (
     Problem,

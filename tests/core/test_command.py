@@ -1,6 +1,7 @@
 """`python -m pagedattn`: what it prints, that it fits a screen, and how it ends."""
 
 import dataclasses
+import functools
 import json
 import subprocess
 import sys
@@ -11,16 +12,19 @@ import pytest
 pytest.importorskip("rich")
 
 import pagedattn
+from pagedattn.__main__ import main
 from pagedattn.report import gather, machine, selfcheck, text
 from pagedattn.report.colour import coloured
 
 COMMAND = [sys.executable, "-m", "pagedattn"]
 
 
+@functools.cache
 def run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, check=False)
 
 
+@functools.cache
 def run_without(module: str, *arguments: str) -> subprocess.CompletedProcess:
     """The command where a module cannot be imported."""
     code = (
@@ -57,8 +61,10 @@ def test_rich_eats_no_brackets():
         assert word in shown
 
 
-def test_as_json():
-    found = json.loads(run("--json").stdout)
+def test_as_json(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["pagedattn", "--json"])
+    assert main() == 0
+    found = json.loads(capsys.readouterr().out)
     assert found["versions"]["pagedattn"] == pagedattn.__version__
     assert found["devices"]
     assert found["backends"]["xla"] == {"jax": []}

@@ -20,42 +20,38 @@ MAY_IMPORT = {
 }
 
 
-def loaded_by(statement: str) -> set[str]:
-    """Top-level modules in a fresh interpreter after a statement."""
-    code = f"{statement}\nimport sys; print(*{{name.split('.')[0] for name in sys.modules}})"
+def loaded_by(*statements: str) -> list[set[str]]:
+    """Top-level modules in a fresh interpreter after each of the statements, one after another."""
+    shown = "import sys; print(*{name.split('.')[0] for name in sys.modules})"
+    code = "\n".join(f"{statement}\n{shown}" for statement in statements)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return set(done.stdout.split())
+    return [set(line.split()) for line in done.stdout.splitlines()]
 
 
-def test_the_core_loads_nothing_heavy():
-    loaded = loaded_by("import pagedattn")
-    assert "jax" in loaded
-    assert not loaded & (HEAVY | {"pagedattn_torch", "pagedattn_interop"})
-
-
-def test_listing_errors_and_specs_loads_nothing_heavy():
-    loaded = loaded_by("import pagedattn; pagedattn.AttentionSpec(); pagedattn.alibi_slopes(4)")
-    assert not loaded & (HEAVY | {"pagedattn_torch", "pagedattn_interop"})
-
-
-def test_the_xla_backend_needs_no_torch():
-    loaded = loaded_by(
-        "import jax.numpy as jnp, pagedattn\n"
+CORE = {
+    "the core": "import pagedattn",
+    "errors and specs": "pagedattn.AttentionSpec(); pagedattn.alibi_slopes(4)",
+    "the xla backend": (
+        "import jax.numpy as jnp\n"
         "batch = pagedattn.make_batch([1], [0], [[0]], block_size=4)\n"
         "cache = pagedattn.init_kv_cache(1, 4, 1, 8)\n"
         "query = jnp.ones((1, 1, 8), jnp.bfloat16)\n"
-        "pagedattn.paged_attention(query, cache, batch, backend='xla')\n"
-    )
-    assert not loaded & (HEAVY | {"pagedattn_torch", "pagedattn_interop"})
+        "pagedattn.paged_attention(query, cache, batch, backend='xla')"
+    ),
+    "the oracle": "import pagedattn.testing",
+}
 
 
-def test_the_oracle_needs_no_torch():
-    assert "torch" not in loaded_by("import pagedattn.testing")
+def test_the_core_loads_nothing_heavy():
+    loaded = dict(zip(CORE, loaded_by(*CORE.values()), strict=True))
+    assert "jax" in loaded["the core"]
+    heavy = {what: names & (HEAVY | {*LAYERS[1:]}) for what, names in loaded.items()}
+    assert heavy == {what: set() for what in CORE}
 
 
 def test_the_torch_layer_does_not_load_the_interop():
-    loaded = loaded_by("import pagedattn_torch")
+    (loaded,) = loaded_by("import pagedattn_torch")
     assert "torch" in loaded
     assert "pagedattn_interop" not in loaded
 

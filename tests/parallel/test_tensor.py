@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from serving import parallel
-from serving.decoder import cached_attention
+from serving.decoder import Operands, cached_attention
 from serving.families.qwen import Qwen2
 from serving.generation import decode_loop, prefill, start
 from tiny import TINY, tiny_params, tiny_requests
@@ -71,9 +71,9 @@ def test_sinks_go_with_their_heads():
     query, key, value = rows[0], rows[1, :, :2], rows[2, :, :2]
     batch = make_batch([5], [0], [[1, 0]], block_size=4)
     cache, sinks = init_kv_cache(2, 4, 2, 8, rows.dtype), np.float32([3, -1, 0, 2])
-    arguments = query, key, value, cache, batch, sinks, AttentionSpec()
+    arguments = Operands(query, key, value, sinks), cache, batch, AttentionSpec()
     got, want = (
-        jax.jit(parallel.OverHeads(mesh), static_argnums=6)(*arguments),
+        jax.jit(parallel.OverHeads(mesh), static_argnums=3)(*arguments),
         cached_attention(*arguments),
     )
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5, atol=1e-6)
@@ -105,4 +105,4 @@ def test_what_cannot_be_dealt_out_is_refused():
             parallel.with_kv_heads_for(num_devices, model, {"layers": []})
     spec = AttentionSpec(alibi_slopes=(0.5,) * 4)
     with pytest.raises(UnsupportedError, match="alibi_slopes"):
-        parallel.OverHeads(mesh_of(1))(*[None] * 6, spec)
+        parallel.OverHeads(mesh_of(1))(*[None] * 3, spec)

@@ -19,7 +19,7 @@ from pagedattn.testing import reference_attention
 
 MAX_SEQS, MAX_BLOCKS, BLOCK_SIZE, HEAD_DIM = 4, 3, 2, 4
 CAPACITY = MAX_BLOCKS * BLOCK_SIZE
-POOL_SIZES = (1, 5, 9)
+POOL_SIZES = (3, 9)  # eager calls are compiled for each
 
 
 def both(function, *args, **static):
@@ -85,7 +85,7 @@ class Side:
             np.add.at(owners, self.blocks(row), 1)
         np.add.at(owners, np.array(self.held, int), 1)
         assert pool.ref_counts.tolist() == owners.tolist()
-        free = pool.free_blocks[: int(pool.num_free)].tolist()
+        free = np.asarray(pool.free_blocks)[: int(pool.num_free)].tolist()
         assert sorted(free) == np.flatnonzero(owners == 0).tolist()
         self.check_contents()
 
@@ -207,7 +207,7 @@ class PoolMachine(RuleBasedStateMachine):
     def drop(self, data):
         side = self.device
         block = side.held.pop(data.draw(st.integers(0, len(side.held) - 1)))
-        last = int(side.pool.ref_counts[block]) == 1
+        last = np.asarray(side.pool.ref_counts)[block] == 1
         side.pool, freed = both(pa.drop_blocks, side.pool, i32(block))
         assert freed.tolist() == [block if last else -1]
 

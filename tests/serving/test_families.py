@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.flax import load_file, save_file
 from serving.beam import Beam
 from serving.checkpoint import load_checkpoint, save_checkpoint
 from serving.engine import Engine
@@ -63,6 +64,20 @@ YARN = THETA | {
     "beta_slow": 0.1,
     "original_max_position_embeddings": 16,
 }
+YARN_MLA = YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}
+MLA = SIZES | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 6,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+GROUPS = {"n_group": 4, "topk_group": 2}
 BLOOM = {"vocab_size": 40, "hidden_size": 40, "n_layer": 2, "n_head": 5, "eos_token_id": None}
 UNTRUNCATED = YARN | {"truncate": False}
 LLAMA_3_2 = {"rope_parameters": LLAMA3, "tie_word_embeddings": True, "attention_bias": True}
@@ -107,6 +122,19 @@ CONFIGS = {
     "cohere": ("Cohere", SIZES | {"rope_parameters": LLAMA3}),
     "cohere2": ("Cohere2", SIZES | BY_TURNS),
     "bloom": ("Bloom", BLOOM),
+    "deepseek v3": (
+        "DeepseekV3",
+        MLA | GROUPS | {"rope_parameters": YARN_MLA, "attention_bias": True},
+    ),
+    "deepseek v3, plain": (
+        "DeepseekV3",
+        MLA | {"n_group": 1, "topk_group": 1, "q_lora_rank": None, "rope_interleave": False},
+    ),
+    "deepseek v2": (
+        "DeepseekV2",
+        MLA | GROUPS | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0},
+    ),
+    "deepseek v2 lite": ("DeepseekV2", MLA | {"q_lora_rank": None, "n_shared_experts": 2}),
 }
 # What published configs say beside their sizes: names from before transformers 5, and odd ones.
 PUBLISHED = {
@@ -128,6 +156,39 @@ PUBLISHED = {
         "router_aux_loss_coef": 0.9,
         "sliding_window": 6,
         "swiglu_limit": 7.0,
+    },
+    "deepseek_v3": {
+        **MLA,
+        "aux_loss_alpha": 0.001,
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+        "ep_size": 1,
+        "moe_layer_freq": 1,
+        "n_group": 8,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 1,
+        "rope_scaling": {k: v for k, v in YARN_MLA.items() if k not in ("rope_theta", "rope_type")}
+        | {"type": "yarn"},
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "seq_aux": True,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "v_head_dim": 128,
+    },
+    "deepseek_v2": {
+        **MLA,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "q_lora_rank": None,
+        "rope_theta": 10000,
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "softmax",
+        "topk_group": 1,
+        "topk_method": "greedy",
     },
     "qwen3_moe": {
         "decoder_sparse_step": 1,
@@ -223,9 +284,9 @@ def theirs(case: str, seed: int = 0) -> Theirs:
     config._attn_implementation = "eager"  # the only one of theirs that caps logits
     model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 1 or name.endswith("bias"):
-                parameter.add_(0.2 * torch.randn_like(parameter))
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name.endswith("bias") or (tensor.ndim == 1 and "inv_freq" not in name):
+                tensor.add_(0.2 * torch.randn_like(tensor))
     return Theirs(model)
 
 
@@ -311,6 +372,7 @@ def test_sinks_and_experts_need_no_cache(tmp_path):
         {"rope_parameters": YARN},
         {"rope_parameters": UNTRUNCATED},
         {"rope_parameters": YARN | {"attention_factor": 0.7}},
+        {"rope_parameters": YARN_MLA},
         {"rope_parameters": YARN | {"beta_fast": 32, "beta_slow": 1, "factor": 0.5}},
         {"rope_parameters": YARN | {"original_max_position_embeddings": 4096}, "head_dim": 128},
     ],
@@ -361,6 +423,17 @@ def test_bfloat16_errs_no_more_than_transformers_does(tmp_path, name):
     assert 0 < ours <= 1.5 * others
 
 
+def test_layers_for_later_tokens_are_left_out(tmp_path):
+    theirs("deepseek v3").model.save_pretrained(tmp_path)
+    model, params = load_checkpoint(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    later = {name.replace("layers.1.", "layers.2."): tensor for name, tensor in tensors.items()}
+    save_file(later | tensors, tmp_path / "model.safetensors")
+    again, same = load_checkpoint(tmp_path)
+    assert again == model
+    jax.tree.map(np.testing.assert_array_equal, same, params)
+
+
 def test_shards_are_one_checkpoint(tmp_path):
     judge = theirs("qwen3")
     judge.model.save_pretrained(tmp_path / "whole")
@@ -393,6 +466,7 @@ def test_a_shard_elsewhere_is_refused(tmp_path):
         ("bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm"),
         ("llama", {"model_type": "mamba"}, "llama, mistral, .*gpt_oss, .*bloom, got 'mamba'"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantized"),
+        ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, "quantized"),
         ("llama", {"hidden_act": "relu"}, "hidden_act"),
         ("llama", {"sliding_window": 4}, "sliding_window"),
         ("llama", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
@@ -405,6 +479,11 @@ def test_a_shard_elsewhere_is_refused(tmp_path):
         ("qwen3 moe", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
         ("qwen3 moe", {"num_local_experts": 5}, "lacks"),
         ("smollm3", {"use_sliding_window": True}, "use_sliding_window"),
+        ("deepseek v3", {"scoring_func": "softmax"}, "scoring_func"),
+        ("deepseek v3", {"moe_layer_freq": 2}, "moe_layer_freq"),
+        ("deepseek v2", {"topk_method": "noaux_tc"}, "topk_method"),
+        ("deepseek v2", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("deepseek v3", {"num_hidden_layers": 1, "num_nextn_predict_layers": 0}, "not be used"),
         ("cohere", {"use_qk_norm": True}, "use_qk_norm"),
         ("cohere2", {"use_parallel_block": False}, "use_parallel_block"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),

@@ -43,11 +43,11 @@ def logits_after(tokens):
 
 def nothing_is_lost(engine):
     """All rows are free, and all blocks that the prefix cache does not hold."""
-    held = len(engine.prefixes.blocks)
-    assert engine.memory.num_free + held == engine.limits.num_blocks
+    (held,), (blocks,) = engine.prefixes.num_held, engine.memory.pools
+    assert blocks.num_free + held == engine.limits.num_blocks
     assert sorted(engine.memory.free_rows) == list(range(engine.limits.max_seqs))
-    engine.prefixes.evict(held)
-    assert engine.memory.num_free == engine.limits.num_blocks
+    engine.prefixes.evict([held])
+    assert blocks.num_free == engine.limits.num_blocks
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -273,7 +273,7 @@ def test_the_scheduler_brings_every_request_to_its_end(asked, policy):
         draws = []
         for sequence, length in plan:
             sequence.num_cached += length
-            assert int(memory.pool.seq_lens[sequence.row]) == sequence.num_cached
+            assert int(memory.pools[0].pool.seq_lens[sequence.row]) == sequence.num_cached
         for group in scheduler.running:
             fed = [s for s in group.sequences if any(s is t for t, _ in plan)]
             ready = [s for s in fed if not group.num_pending(s)]
@@ -285,4 +285,4 @@ def test_the_scheduler_brings_every_request_to_its_end(asked, policy):
             scheduler.retire(group)
             lengths[group.request.id] = list(map(len, group.completions()))
     assert lengths == {i: [new] * width for i, (_, new, width) in enumerate(asked)}
-    assert memory.num_free + len(prefixes.blocks) == 21
+    assert memory.pools[0].num_free + prefixes.num_held[0] == 21

@@ -9,7 +9,7 @@ from benchmarks import serving as serving_benchmark
 from benchmarks import whole_step
 from benchmarks.load import Load, Seen
 from benchmarks.models import SHAPES, random_params
-from benchmarks.steps import bytes_a_step, filled
+from benchmarks.steps import Needs, filled, needs_of_a_step
 from tiny import TINY, tiny_params
 
 SIZES = {
@@ -31,6 +31,7 @@ def test_a_whole_step_is_compared_with_reading_its_bytes(tmp_path, capsys):
     (row,) = json.loads(path.read_text())["cases"]
     assert row["case"] == "2x20"
     assert row["share"] == pytest.approx(row["ms_to_read"] / row["ms"])
+    assert row["of_roofline"] >= row["share"] > 0
     assert row["tokens_s"] == pytest.approx(2e3 / row["ms"])
     assert "2x20" in capsys.readouterr().out
 
@@ -38,7 +39,15 @@ def test_a_whole_step_is_compared_with_reading_its_bytes(tmp_path, capsys):
 def test_the_bytes_of_a_step_are_those_of_the_products_and_the_cache():
     weights = 31 * 24 + 24 + 2 * (24 * (32 + 16 + 16 + 32) + 3 * 24 * 40 + 2 * 24)
     cached = 7 * 2 * 2 * 8 * 2  # tokens, keys and values, KV heads, head_dim, layers
-    assert bytes_a_step(TINY, tiny_params(), [4, 3]) == 4 * (weights + cached)
+    needs = needs_of_a_step(TINY, tiny_params(), [4, 3])
+    assert needs == (4 * weights, 4 * cached, 2 * 2 * weights)
+    assert needs.bytes == 4 * (weights + cached)
+
+
+def test_the_roofline_is_the_slower_of_reading_and_computing():
+    needs = Needs(weight_bytes=100, cache_bytes=50, operations=1000)
+    assert needs.roofline(bytes_s=10, operations_s=1000) == 10 + 5
+    assert needs.roofline(bytes_s=10, operations_s=50) == 20 + 5
 
 
 def test_a_filled_cache_has_the_lengths_asked_for():

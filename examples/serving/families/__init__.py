@@ -5,6 +5,7 @@ from serving.decoder import Decoder
 
 from .bloom import Bloom
 from .cohere import Cohere, Cohere2
+from .deepseek import DeepseekV2, DeepseekV3
 from .gemma import Gemma2, Gemma3
 from .gpt_oss import GptOss
 from .granite import Granite
@@ -15,7 +16,7 @@ from .phi3 import Phi3
 from .qwen import Qwen2, Qwen3, Qwen3Moe
 from .smollm3 import SmolLM3
 
-MIXTURES = (Mixtral, Qwen3Moe, GptOss)
+MIXTURES = (Mixtral, Qwen3Moe, GptOss, DeepseekV2, DeepseekV3)
 OTHERS = (Gemma2, Gemma3, Phi3, Olmo2, Olmo3, Granite, SmolLM3, Cohere, Cohere2, Bloom)
 FAMILIES = {f.model_type: f for f in (Llama, Mistral, Qwen2, Qwen3, *MIXTURES, *OTHERS)}
 

@@ -61,7 +61,8 @@ class Bloom(Decoder):
         names = OUTER_WEIGHTS | biases(OUTER_WEIGHTS, "embedding_norm", "norm")
         return names if self.tie_word_embeddings else names | {"lm_head": "lm_head.weight"}
 
-    def layer_names(self) -> dict[str, str]:
+    def layer_names(self, index: int) -> dict[str, str]:
+        del index
         return WEIGHTS | biases(WEIGHTS, *WEIGHTS)
 
     def attention_spec(self, index: int) -> AttentionSpec:

@@ -10,6 +10,7 @@ from serving.decoder import Heads, Hidden, Logits, Name, Tokens
 
 from .llama import MLP, Llama
 from .pieces import Features, layer_norm, linear
+from .rotary import paired_apart
 from .windowed import FULL, SLIDING, Windowed
 
 
@@ -38,9 +39,7 @@ class Cohere(Windowed):
         return layer_norm(x, weight, jnp.zeros_like(weight), self.layer_norm_eps)
 
     def rotate(self, index: int, heads: Heads, positions: Tokens) -> Heads:
-        """Rotates features 2i and 2i + 1, and leaves them apart: queries and keys alike."""
-        apart = jnp.concatenate([heads[..., ::2], heads[..., 1::2]], axis=-1)
-        return super().rotate(index, apart, positions)
+        return super().rotate(index, paired_apart(heads), positions)
 
     def rest(self, layer: dict, hidden: Hidden, attended: Hidden) -> Hidden:
         x = self.mlp(layer, self.norm(layer, "attention_norm", hidden))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from serving.decoder import Hidden, Name
 
-from .experts import mixture
+from .experts import mixture, route
 from .llama import MLP
 from .rotary import Scaling, Yarn
 from .windowed import FULL, SLIDING, Windowed
@@ -41,6 +41,7 @@ class GptOss(Windowed):
     architecture = "GptOssForCausalLM"
     renamed: ClassVar[Mapping[str, str]] = {"num_experts": "num_local_experts"}
     ignored: ClassVar[tuple[str, ...]] = ("experts_per_token", "initial_context_length")
+    quantised: ClassVar[tuple[str, ...]] = ("mxfp4",)
 
     @classmethod
     def layer_type(cls, raw: dict, index: int) -> str:
@@ -53,7 +54,8 @@ class GptOss(Windowed):
         return {"mlp_norm": MLP["mlp_norm"], **ROUTER, **EXPERTS}
 
     def mlp(self, layer: dict, x: Hidden) -> Hidden:
-        return mixture(layer, x, self.num_experts_per_tok, True, tuple(EXPERTS), self.expert)
+        routed = route(layer, x, self.num_experts_per_tok, normalised=True)
+        return mixture(layer, x, routed, tuple(EXPERTS), self.expert)
 
     def expert(self, weights: dict, x: Hidden) -> Hidden:
         """One expert; its gate and its other half stand in turns."""

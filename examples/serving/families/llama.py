@@ -67,7 +67,8 @@ class Llama(Decoder):
         names = {"embedding": "model.embed_tokens.weight", "norm": "model.norm.weight"}
         return names if self.tie_word_embeddings else names | {"lm_head": "lm_head.weight"}
 
-    def layer_names(self) -> Mapping[str, Name]:
+    def layer_names(self, index: int) -> Mapping[str, Name]:
+        del index  # some families have other tensors in some layers
         return {**self.attention_names(), **self.mlp_names()}
 
     def attention_names(self) -> Mapping[str, Name]:

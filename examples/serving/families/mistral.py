@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from serving.decoder import Hidden, Name
 
-from .experts import each_expert, gated_experts
+from .experts import each_expert, gated_experts, route
 from .llama import MLP, Llama
 from .windowed import Windowed
 
@@ -43,4 +43,5 @@ class Mixtral(Mistral):
         return router | each_expert(EXPERTS, self.num_local_experts)
 
     def mlp(self, layer: dict, x: Hidden) -> Hidden:
-        return gated_experts(layer, x, self.num_experts_per_tok, normalised=True)
+        routed = route(layer, x, self.num_experts_per_tok, normalised=True)
+        return gated_experts(layer, x, routed)

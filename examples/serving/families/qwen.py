@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from serving.decoder import Hidden, Name
 
-from .experts import each_expert, gated_experts
+from .experts import each_expert, gated_experts, route
 from .llama import ATTENTION, HEAD_NORMS, MLP, Llama
 from .pieces import biases
 from .windowed import FULL, SLIDING, Windowed
@@ -77,4 +77,5 @@ class Qwen3Moe(Qwen3):
         return router | each_expert(EXPERTS, self.num_local_experts)
 
     def mlp(self, layer: dict, x: Hidden) -> Hidden:
-        return gated_experts(layer, x, self.num_experts_per_tok, self.norm_topk_prob)
+        routed = route(layer, x, self.num_experts_per_tok, self.norm_topk_prob)
+        return gated_experts(layer, x, routed)

@@ -67,6 +67,8 @@ class Yarn(Scaling):
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+    mscale: float = 0.0  # both or none
+    mscale_all_dim: float = 0.0
     truncate: bool = True
     rope_type: str = "yarn"
 
@@ -74,7 +76,13 @@ class Yarn(Scaling):
     def magnitude(self) -> float:
         if self.attention_factor is not None:
             return self.attention_factor
-        return 1 + 0.1 * math.log(max(self.factor, 1))
+        if self.mscale and self.mscale_all_dim:
+            return self.grown(self.mscale) / self.grown(self.mscale_all_dim)
+        return self.grown(1.0)
+
+    def grown(self, mscale: float) -> float:
+        """What logits of a longer context need to stay as sharp, once a head, at this weight."""
+        return 1 + 0.1 * mscale * math.log(max(self.factor, 1))
 
     def __call__(self, frequencies: np.ndarray) -> np.ndarray:
         fast, slow = (self._index(frequencies, turns) for turns in (self.beta_fast, self.beta_slow))
@@ -130,6 +138,14 @@ def read_scaling(kind: str, values: dict) -> Scaling | None:
         raise InvalidInputError(
             f"RoPE of type {kind!r} does not have the fields of {values}"
         ) from error
+
+
+def paired_apart(x: Float[Array, "*tokens head_dim"]) -> Float[Array, "*tokens head_dim"]:
+    """Heads in which `rope` rotates features 2i and 2i + 1: it leaves them apart.
+
+    That changes no product of a query and a key, if both are.
+    """
+    return jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
 
 
 def rope(

@@ -1,11 +1,12 @@
 """What a request asks for, read from its JSON: every value checked, nothing ignored in silence."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from serving.sampling import MAX_LOGPROBS
+from serving.server.messages import read_messages
 from serving.server.refusal import Refusal, invalid
+from serving.server.values import Read, flag, kind, number, string, whole
 
 # They change no result: whose request it is, how it is stored or billed.
 WITHOUT_EFFECT = {
@@ -31,9 +32,6 @@ UNSUPPORTED: dict[str, tuple] = {
 COMPLETION_TOKENS = 16  # OpenAI's default for completions; chats may fill the context
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 256
 MAX_TEXT_LOGPROBS = 5
-ROLES = ("system", "developer", "user", "assistant", "tool")
-
-Read = Callable[[str, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class Asked:
 
 def read_completion(body: Any) -> Asked:
     """The request of /v1/completions; Refusal with the parameter's name if one is wrong."""
-    values = _values(body, COMMON | {"prompt": _prompts, "logprobs": _whole(0, MAX_TEXT_LOGPROBS)})
+    values = _values(body, COMMON | {"prompt": _prompts, "logprobs": whole(0, MAX_TEXT_LOGPROBS)})
     prompts = values.pop("prompt", None)
     if prompts is None:
         raise invalid("prompt", "expected one, got none")
@@ -75,8 +73,8 @@ def read_completion(body: Any) -> Asked:
 
 def read_chat(body: Any) -> Asked:
     """The request of /v1/chat/completions; Refusal with the parameter's name if one is wrong."""
-    extra = {"messages": _messages, "logprobs": _flag, "top_logprobs": _whole(0, MAX_LOGPROBS)}
-    values = _values(body, COMMON | extra | {"max_completion_tokens": _whole(1)})
+    extra = {"messages": read_messages, "logprobs": flag, "top_logprobs": whole(0, MAX_LOGPROBS)}
+    values = _values(body, COMMON | extra | {"max_completion_tokens": whole(1)})
     if "messages" not in values:
         raise invalid("messages", "expected at least one, got none")
     told, top = values.pop("logprobs", False), values.pop("top_logprobs", None)
@@ -91,7 +89,7 @@ def read_chat(body: Any) -> Asked:
 def _values(body: Any, readers: dict[str, Read]) -> dict[str, Any]:
     """The fields of `Asked` that the body gives; null stands for what is not given."""
     if not isinstance(body, dict):
-        raise Refusal(400, f"expected a JSON object, got {_kind(body)}")
+        raise Refusal(400, f"expected a JSON object, got {kind(body)}")
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
         if name not in readers:
@@ -116,70 +114,28 @@ def _require_neutral(name: str, value: Any) -> None:
         raise invalid(name, "this server does not compute it", "unsupported_parameter")
 
 
-def _whole(least: int, most: int | None = None) -> Read:
-    def read(name: str, value: Any) -> int:
-        wanted = f"from {least} to {most}" if most is not None else f"from {least} up"
-        if type(value) is not int:
-            raise invalid(name, f"expected an integer, got {_kind(value)}")
-        if value < least or (most is not None and value > most):
-            raise invalid(name, f"expected an integer {wanted}, got {str(value)[:40]}")
-        return value
-
-    return read
-
-
-def _number(least: float, most: float, open_below: bool = False) -> Read:
-    def read(name: str, value: Any) -> float:
-        if type(value) not in (int, float):
-            raise invalid(name, f"expected a number, got {_kind(value)}")
-        inside = least < value <= most if open_below else least <= value <= most
-        if not inside:  # as NaN is
-            bound = "above" if open_below else "from"
-            got = str(value)[:40]
-            raise invalid(name, f"expected a number {bound} {least} to {most}, got {got}")
-        return float(value)
-
-    return read
-
-
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise invalid(name, f"expected true or false, got {_kind(value)}")
-    return value
-
-
-def _string(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise invalid(name, f"expected a string, got {_kind(value)}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:  # "\ud800" is JSON, and no text
-        raise invalid(name, "expected text, got half of a surrogate pair") from error
-    return value
-
-
 def _top_k(name: str, value: Any) -> int | None:
     """0 and -1 are other servers' names for all tokens."""
-    return _whole(-1)(name, value) if value not in (0, -1) else None
+    return whole(-1)(name, value) if value not in (0, -1) else None
 
 
 def _stops(name: str, value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or len(stops) > MAX_STOPS:
         raise invalid(name, f"expected a string or up to {MAX_STOPS} of them")
-    if not all(0 < len(_string(name, stop)) <= MAX_STOP_CHARACTERS for stop in stops):
+    if not all(0 < len(string(name, stop)) <= MAX_STOP_CHARACTERS for stop in stops):
         raise invalid(name, f"expected strings of 1 to {MAX_STOP_CHARACTERS} characters")
     return tuple(stops)
 
 
 def _stream_options(name: str, value: Any) -> bool:
     if not isinstance(value, dict):
-        raise invalid(name, f"expected an object, got {_kind(value)}")
+        raise invalid(name, f"expected an object, got {kind(value)}")
     for key in value.keys() - {"include_usage", "include_obfuscation"}:
         raise invalid(f"{name}.{key[:80]}", "no option has this name", "unknown_parameter")
     if value.get("include_obfuscation"):
         raise invalid(f"{name}.include_obfuscation", "not done here", "unsupported_parameter")
-    return _flag(f"{name}.include_usage", value.get("include_usage", False))
+    return flag(f"{name}.include_usage", value.get("include_usage", False))
 
 
 def _prompts(name: str, value: Any) -> tuple:
@@ -193,55 +149,21 @@ def _prompts(name: str, value: Any) -> tuple:
 
 def _prompt(name: str, value: Any) -> str | tuple[int, ...]:
     if not isinstance(value, list):
-        return _string(name, value)
+        return string(name, value)
     if not all(type(token) is int for token in value):
         raise invalid(name, "expected tokens as integers")
     return tuple(value)
 
 
-def _messages(name: str, value: Any) -> tuple[dict, ...]:
-    if not isinstance(value, list) or not value:
-        raise invalid(name, "expected a list of messages")
-    return tuple(_message(f"{name}[{index}]", each) for index, each in enumerate(value))
-
-
-def _message(name: str, value: Any) -> dict:
-    if not isinstance(value, dict):
-        raise invalid(name, f"expected an object, got {_kind(value)}")
-    for key in value.keys() - {"role", "content", "name"}:
-        if value[key] is not None:
-            raise invalid(f"{name}.{key[:80]}", "not passed to this model", "unsupported_parameter")
-    role = _string(f"{name}.role", value.get("role"))
-    if role not in ROLES:
-        raise invalid(f"{name}.role", f"expected one of {', '.join(ROLES)}")
-    named = {"name": _string(f"{name}.name", value["name"])} if value.get("name") else {}
-    return {"role": role, "content": _content(f"{name}.content", value.get("content")), **named}
-
-
-def _content(name: str, value: Any) -> str:
-    """A text, or parts of one."""
-    if not isinstance(value, list):
-        return _string(name, value)
-    for index, part in enumerate(value):
-        if not isinstance(part, dict) or part.get("type") != "text":
-            raise invalid(f"{name}[{index}]", "expected a part of type text")
-    return "".join(_string(f"{name}[{i}].text", part.get("text")) for i, part in enumerate(value))
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
-    return names.get(type(value), "null" if value is None else "a number")
-
-
 COMMON: dict[str, Read] = {
-    "model": _string,
-    "max_tokens": _whole(1),
-    "stream": _flag,
+    "model": string,
+    "max_tokens": whole(1),
+    "stream": flag,
     "stream_options": _stream_options,
     "stop": _stops,
-    "temperature": _number(0, 2),
-    "top_p": _number(0, 1, open_below=True),
+    "temperature": number(0, 2),
+    "top_p": number(0, 1, open_below=True),
     "top_k": _top_k,
-    "seed": _whole(-(2**63), 2**63 - 1),
-    "n": _whole(1, 128),
+    "seed": whole(-(2**63), 2**63 - 1),
+    "n": whole(1, 128),
 }

@@ -17,13 +17,12 @@ from ...kernels.launch import (
     HONOURS,
     Launch,
     attention_launch,
-    device_of,
     merge_launch,
     refusals,
     starts_in_order,
-    tiling,
 )
 from ...kernels.merge import merge_kernel
+from ...kernels.tiling import device_of, tiling
 from ...tracing import axes_of, varying
 from .program import encoded, missing
 

@@ -1,9 +1,12 @@
 """Metadata converted to batches of the core and back; tensors share their memory."""
 
+from collections.abc import Sequence
+
 import torch
 
-from pagedattn import BatchMetadata, InvalidInputError
+from pagedattn import BatchMetadata, InvalidInputError, make_batch, validate_batch
 from pagedattn.checks import known, require
+from pagedattn.make_batch import Lengths
 from pagedattn.packed import packed_batch
 from pagedattn.ragged import token_positions
 
@@ -122,6 +125,35 @@ def encoder_fields(batch: BatchMetadata) -> dict:
         "cross_slot_mapping": batch.slot_mapping,
         "cross_block_tables": batch.block_tables,
     }
+
+
+def fields_of_lists(
+    query_lens: Lengths,
+    context_lens: Lengths,
+    block_tables: Sequence[Lengths],
+    *,
+    block_size: int,
+    encoder_lens: Lengths | None,
+    cross_block_tables: Sequence[Lengths] | None,
+) -> dict:
+    """The fields of metadata that follow from lists with one entry a sequence."""
+    require(
+        (encoder_lens is None) == (cross_block_tables is None),
+        "encoder_lens and cross_block_tables must both be given or both be None, got "
+        + ("cross_block_tables" if encoder_lens is None else "encoder_lens")
+        + " alone",
+    )
+    batch = make_batch(query_lens, context_lens, block_tables, block_size=block_size)
+    contexts = validate_batch.lengths("context_lens", context_lens)
+    seq_lens = validate_batch.lengths("query_lens", query_lens) + contexts
+    # The lists are given too: the arrays may lie on a GPU, where lengths are never read.
+    fields = decoder_fields(batch, None, None) | {"seq_lens": seq_lens.tolist()}
+    if encoder_lens is None or cross_block_tables is None:
+        return fields
+    lens = validate_batch.lengths("encoder_lens", encoder_lens, like=query_lens)
+    cached = lens * (contexts > 0)
+    encoder = make_batch(lens - cached, cached, cross_block_tables, block_size=block_size)
+    return fields | encoder_fields(encoder) | {"encoder_seq_lens": lens.tolist()}
 
 
 def missing(meta, attn_type: AttentionType, *, paged: bool) -> list[str]:

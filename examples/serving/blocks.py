@@ -1,0 +1,122 @@
+"""A block pool on the host, and what the engine asks of it.
+
+The pool lies in the host's memory, and its functions run there, each compiled once: what it decides
+never waits for the device. A forward gets its tables and lengths as they are when it is enqueued.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from pagedattn import (
+    BlockPool,
+    Growth,
+    append_tokens,
+    drop_blocks,
+    fork,
+    hold_blocks,
+    init_block_pool,
+    release,
+    release_behind,
+    share_blocks,
+)
+from serving.limits import Limits
+
+append_jit = jax.jit(append_tokens, static_argnames="max_new_tokens")
+behind_jit = jax.jit(release_behind, static_argnames=("window", "max_new_tokens"))
+fork_jit, hold_jit, drop_jit = jax.jit(fork), jax.jit(hold_blocks), jax.jit(drop_blocks)
+release_jit, share_jit = jax.jit(release), jax.jit(share_blocks)
+
+
+def padded(ids: Sequence[int], length: int) -> Int[np.ndarray, " length"]:
+    """The ids, padded with -1, which the functions of the pool skip."""
+    return np.array([*ids, *[-1] * (length - len(ids))], np.int32)
+
+
+def empty_pool(num_blocks: int, block_size: int, **sizes: int) -> BlockPool:
+    """A pool in the host's memory, where all that is made of it stays."""
+    return jax.device_put(init_block_pool(num_blocks, block_size, **sizes), jax.devices("cpu")[0])
+
+
+class Blocks:
+    """The blocks of all layers that have the same sliding window, or none.
+
+    With a window, a sequence gives back what lies behind it before it grows, so the pool has no
+    more blocks than `max_seqs` sequences can own, nor than `num_blocks`.
+    """
+
+    def __init__(self, limits: Limits, window: int | None):
+        self.limits, self.window = limits, window
+        rows, width = limits.max_seqs, limits.max_blocks
+        most = rows * self.most(limits.max_seq_len)
+        self.num_blocks = min(limits.num_blocks, most) if window else limits.num_blocks
+        self.pool = empty_pool(self.num_blocks, limits.block_size, max_seqs=rows, max_blocks=width)
+
+    @property
+    def num_free(self) -> int:
+        return int(self.pool.num_free)
+
+    def seen(self, num_tokens: int) -> int:
+        """How many of the blocks of a sequence, the last ones, its next token sees."""
+        hidden = 0 if self.window is None else max(num_tokens - self.window + 1, 0)
+        return self.limits.blocks_for(num_tokens) - hidden // self.limits.block_size
+
+    def most(self, num_tokens: int) -> int:
+        """How many blocks a sequence of up to so many tokens owns at a time."""
+        blocks = self.limits.blocks_for(num_tokens)
+        if self.window is None:
+            return blocks
+        in_sight = self.window + self.limits.max_query_len - 2  # without the last token of a step
+        return min(blocks, self.limits.blocks_for(in_sight) + 1)
+
+    def longest(self, width: int) -> int:
+        """The tokens that each of `width` sequences may come to if they are alone."""
+        blocks, longest = self.num_blocks // width, self.limits.max_seq_len
+        return longest if blocks >= self.most(longest) else blocks * self.limits.block_size
+
+    def release_behind(self) -> None:
+        """Gives back what no further token sees: all that is planned before has been enqueued."""
+        if self.window is not None:
+            how = {"window": self.window, "max_new_tokens": self.limits.max_query_len}
+            self.pool, _ = behind_jit(self.pool, **how)
+
+    def grown(self, counts: Int[np.ndarray, " max_seqs"]) -> tuple[BlockPool, Growth]:
+        """The pool with so many new tokens in each row, not yet in place of this one."""
+        return append_jit(self.pool, counts, max_new_tokens=self.limits.max_query_len)
+
+    def fork(self, parents: list[int], children: list[int]) -> None:
+        rows = (padded(ids, self.limits.max_seqs) for ids in (parents, children))
+        self.pool, _ = fork_jit(self.pool, *rows)
+
+    def release(self, rows: Sequence[int]) -> None:
+        self.pool, _ = release_jit(self.pool, padded(rows, self.limits.max_seqs))
+
+    def share(self, row: int, blocks: list[int], num_tokens: int) -> None:
+        """Starts an unused row with blocks that hold its first tokens already.
+
+        The first ones may be -1, for blocks behind the window.
+        """
+        table = padded(blocks, self.limits.max_blocks)
+        self.pool, _ = share_jit(self.pool, np.int32(row), table, np.int32(num_tokens))
+
+    def hold(self, blocks: list[int]) -> None:
+        for chunk in self._chunks(blocks):
+            self.pool = hold_jit(self.pool, chunk)
+
+    def drop(self, blocks: list[int]) -> None:
+        for chunk in self._chunks(blocks):
+            self.pool, _ = drop_jit(self.pool, chunk)
+
+    def tables(self) -> Int[np.ndarray, "max_seqs max_blocks"]:
+        return np.asarray(self.pool.block_tables)
+
+    def ref_counts(self) -> Int[np.ndarray, " num_blocks"]:
+        return np.asarray(self.pool.ref_counts)
+
+    def _chunks(self, blocks: list[int]):
+        """The blocks in padded lists of one length, so that one compiled program serves all."""
+        length = self.limits.max_blocks
+        for start in range(0, len(blocks), length):
+            yield padded(blocks[start : start + length], length)

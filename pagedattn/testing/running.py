@@ -1,0 +1,65 @@
+"""A problem as the library runs it: its batch, its cache, and attention on JAX arrays."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pagedattn import (
+    Backend,
+    BatchMetadata,
+    KVCache,
+    UnsupportedError,
+    make_batch,
+    paged_attention,
+)
+
+from .problem import Problem
+
+
+def batch_of(problem: Problem) -> BatchMetadata:
+    """The batch of a problem, by `make_batch`; its shapes are those of the problem."""
+    cross = min(problem.context_lens, default=0) < 0
+    return make_batch(
+        list(problem.query_lens),
+        None if cross else problem.context_lens,
+        problem.block_tables,
+        key_lens=list(problem.seq_lens) if cross else None,
+        block_size=problem.block_size,
+        pad_tokens=len(problem.query),
+        max_query_len=problem.max_query_len,
+    )
+
+
+def cache_of(problem: Problem) -> KVCache:
+    """The cache of a problem as JAX arrays."""
+    names = ("key_cache", "value_cache", "key_scale", "value_scale")
+    arrays = jax.tree.map(jnp.asarray, [getattr(problem, name) for name in names])
+    return KVCache(*arrays, value_dim=problem.value_dim)
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "backend", "return_lse"))
+def attend_in_jit(query, cache, batch, spec, *, backend, return_lse, **arrays):
+    options = {"backend": backend, "return_lse": return_lse}
+    return paged_attention(query, cache, batch, spec, **options, **arrays)
+
+
+def attend(
+    problem: Problem, *, backend: str | Backend | None, jit: bool = False, return_lse: bool = True
+) -> Any:
+    """`paged_attention` on a problem: `(out, lse)`, or out alone without `return_lse`."""
+    call = attend_in_jit if jit else paged_attention
+    rows = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
+    arrays = jax.tree.map(jnp.asarray, problem.arrays)
+    return call(*rows, problem.spec, backend=backend, return_lse=return_lse, **arrays)
+
+
+def attend_with_lse(problem: Problem, backend: str | Backend | None, jit: bool) -> tuple[Any, Any]:
+    """out and lse; lse is None if the backend refuses to give it."""
+    try:
+        return attend(problem, backend=backend, jit=jit)
+    except UnsupportedError as error:
+        if "lse" not in str(error):
+            raise
+        return attend(problem, backend=backend, jit=jit, return_lse=False), None

@@ -1,0 +1,55 @@
+"""What a layer is made with, checked: its heads, and its formula for each type of attention."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from pagedattn import AttentionSpec
+from pagedattn.checks import is_count, require, shown
+
+from ..arrays import tensor
+from .attention_type import AttentionType
+
+
+def specs_by_type(
+    scale: float | None,
+    sliding_window: int | None,
+    logits_soft_cap: float | None,
+    alibi_slopes: Sequence[float] | Tensor | None,
+) -> dict[AttentionType, AttentionSpec]:
+    """The formula for each type: they differ in causality alone."""
+    slopes: Any = alibi_slopes
+    if isinstance(alibi_slopes, Tensor):
+        slopes = tensor("alibi_slopes", alibi_slopes, "cpu").tolist()
+    return {
+        kind: AttentionSpec(
+            scale=scale,
+            causal=kind.causal,
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap,
+            alibi_slopes=slopes,
+        )
+        for kind in AttentionType
+    }
+
+
+def check_heads(num_heads: int, num_kv_heads: int, head_size: int) -> None:
+    """Requires sizes above 0, and as many query heads for one KV head as for another."""
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size}
+    for name, size in sizes.items():
+        require(is_count(size), f"{name} must be above 0, got {shown(size)}")
+    require(
+        num_heads % num_kv_heads == 0,
+        f"num_heads must be a multiple of num_kv_heads = {num_kv_heads}, got {num_heads}",
+    )
+
+
+def check_slopes(specs: dict[AttentionType, AttentionSpec], num_heads: int) -> None:
+    """Requires a slope for each query head, where there are any."""
+    slopes = specs[AttentionType.DECODER].alibi_slopes
+    require(
+        slopes is None or len(slopes) == num_heads,
+        f"alibi_slopes must have one slope for each of the {num_heads} query heads, got "
+        f"{len(slopes or ())}",
+    )
