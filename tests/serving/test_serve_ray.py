@@ -78,7 +78,7 @@ def cluster(tmp_path_factory):
 
 def ask(url, prompt, **body):
     body = {"model": "tiny", "prompt": prompt, "temperature": 0, **body}
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=60, verify=False)
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=300, verify=False)
 
 
 def steps(serve_ray, prompt):
