@@ -77,7 +77,9 @@ def test_each_key_is_in_one_piece(query_lens, seq_lens, programs):
         seen[piece.token, max(0, (piece.last - piece.steps + 1) * KEYS) : end] += 1
         assert piece.steps % 2 == 0
         slots += [piece.slot] * (piece.slot >= 0)
-    position = np.concatenate([np.arange(k - q, k) for q, k in zip(query_lens, seq_lens)])
+    position = np.concatenate(
+        [np.arange(k - q, k) for q, k in zip(query_lens, seq_lens, strict=False)]
+    )
     want = np.zeros_like(seen)
     for token, last in enumerate(position):
         want[token, : last + 1] = 1
