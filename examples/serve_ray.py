@@ -15,9 +15,11 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
 
+import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, HTTPOptions, RequestRouterConfig
@@ -34,12 +36,14 @@ from serving.server.refusal import Refusal
 from serving.server.text import load_text
 from serving.server.thread import EngineThread
 from serving.server.tickets import State, Ticket
+from serving.server.totals import Totals
 from starlette.applications import Starlette
 
 MODEL = Path(__file__).parent / "models" / "pydoc-llama"
 APP, REPLICA = "pagedattn", "Replica"
 MAX_REQUESTS = 64  # of a replica
-STATE_SECONDS = 5.0  # for a replica to say how it is
+STATE_SECONDS = 5.0  # for the replicas to say how they are
+LOAD_SECONDS = 5.0  # of too much load, until another replica starts
 
 
 class PrefixRouter(RequestRouter):
@@ -85,6 +89,9 @@ class Replica:
         del prompt
         return await self.thread.state()
 
+    async def named_state(self) -> tuple[str, State]:
+        return serve.get_replica_context().replica_id.unique_id, await self.thread.state()
+
     def check_health(self) -> None:
         """Ray replaces a replica for which this raises."""
         if self.thread.problem:
@@ -114,6 +121,7 @@ class Replicas:
 
     def __init__(self):
         self.handle = serve.get_deployment_handle(REPLICA, APP)
+        self.totals = Totals()
 
     async def open(self, requests: Sequence[Request]) -> list[Ticket]:
         """Which replica takes a request, and whether, its ticket tells."""
@@ -121,12 +129,13 @@ class Replicas:
         return [RemoteTicket(generate.remote(request)) for request in requests]
 
     async def state(self) -> State:
-        """That of one replica: each has a pool of its own."""
+        """That of all replicas together; one that does not answer is left out."""
         try:
-            async with asyncio.timeout(STATE_SECONDS):
-                return await self.handle.state.remote(())
+            asked = self.handle.broadcast("named_state")
+            said = await asked.results_async(timeout_s=STATE_SECONDS, return_exceptions=True)
         except (TimeoutError, RayError, RayServeException) as error:
             return State(problem=f"no replica answers: {type(error).__name__}")
+        return self.totals.of(dict(each for each in said if not isinstance(each, BaseException)))
 
 
 def refused(error: Exception) -> Refusal:
@@ -159,6 +168,9 @@ def application(
         min_replicas=replicas,
         max_replicas=most or replicas,
         target_ongoing_requests=limits.max_seqs,
+        upscale_delay_s=LOAD_SECONDS,
+        look_back_period_s=LOAD_SECONDS,
+        metrics_interval_s=LOAD_SECONDS / 5,
     )
     model = serve.deployment(
         Replica,
@@ -206,15 +218,22 @@ def main() -> None:
     except (ValueError, OSError) as error:
         sys.exit(f"serve_ray.py: {error}")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # for the replicas
-    ending = {signal.SIGINT, signal.SIGTERM}
-    signal.pthread_sigmask(signal.SIG_BLOCK, ending)
     serve.start(http_options=HTTPOptions(host="127.0.0.1", port=args.port))
     counts = {"replicas": args.replicas, "most": args.most}
     app = application(args.model, limits, **counts, dtype=args.dtype, num_gpus=args.gpus)
     serve.run(app, name=APP, route_prefix="/")
     print(f"{args.model.resolve().name} is served at http://127.0.0.1:{args.port}", flush=True)
-    signal.sigwait(ending)
-    serve.shutdown()
+    wait_for_a_signal()
+    serve.shutdown()  # replicas end what they run
+    ray.shutdown()
+
+
+def wait_for_a_signal() -> None:
+    """Until here Ray's own handlers end the process; they would not wait for what runs."""
+    asked = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: asked.set())
+    asked.wait()
 
 
 def limits_of(args: argparse.Namespace) -> Limits:

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Float32, Integer, Shaped
 
 from .checks import an_array, count, describe, is_floating, is_integer, require
 from .ragged import namespace
-from .spec import AttentionSpec, slopes_of
+from .spec import AttentionSpec, require_spec, slopes_of
 
 Queries = Integer[Any, "*#n q"]
 Keys = Integer[Any, "*#n k"]
@@ -100,7 +100,7 @@ def attention_bias(
     array([[  0., -inf],
            [  0.,   0.]], dtype=float32)
     """
-    require(isinstance(spec, AttentionSpec), f"spec is no AttentionSpec: {type(spec).__name__}")
+    require_spec(spec)
     query_positions, key_positions = _checked(query_positions, key_positions)
     bias = additive(visible_mask(query_positions, key_positions, spec))
     if spec.alibi_slopes is None:

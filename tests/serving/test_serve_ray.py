@@ -2,23 +2,36 @@
 
 import collections
 import concurrent.futures
+import contextlib
+import itertools
 import json
 import os
+import signal
 import socket
+import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import jax
 import pytest
+import serve
 from http_server import SECONDS, eventually
 from hypothesis import given
 from hypothesis import strategies as st
 from serving.checkpoint import save_checkpoint
 from serving.initial import init_params
 from serving.server.affinity import IMBALANCE, PREFIX, prefix_of, ranked
+from serving.server.tickets import State
+from serving.server.totals import Totals
 from tiny import ROOMY, TINY
 
+SERVE_RAY = str(Path(serve.__file__).with_name("serve_ray.py"))
+MARK = f"test_serve_ray of {os.getpid()}"
+LIMIT = 240  # seconds of a test, on a busy machine
 LOADS = st.dictionaries(st.text("abc", min_size=1), st.integers(0, 30), min_size=1, max_size=6)
 
 
@@ -46,16 +59,57 @@ def test_prefixes_are_spread():
     assert prefix_of([*long, 1]) == prefix_of([*long, 2]) != prefix_of([0, *long])
 
 
+STATES = st.dictionaries(
+    st.sampled_from("abcd"),
+    st.builds(
+        State,
+        problem=st.sampled_from([None, "broken"]),
+        owners=st.lists(st.integers(-2, 3), max_size=3),
+        gauges=st.fixed_dictionaries({"requests_running": st.integers(0, 9)}),
+        counters=st.fixed_dictionaries({"steps": st.integers(0, 9)}),
+    ),
+)
+
+
+@given(st.lists(STATES, max_size=5))
+def test_metrics_are_sums_over_all_replicas_and_counters_never_fall(rounds):
+    totals, steps, before = Totals(), collections.Counter(), 0
+    for states in rounds:
+        for name, state in states.items():
+            steps[name] += state.counters["steps"]
+        now = {name: replace(s, counters={"steps": steps[name]}) for name, s in states.items()}
+        total = totals.of(now)
+        running = [state.gauges["requests_running"] for state in states.values()]
+        assert total.gauges.get("requests_running", 0) == sum(running)
+        assert total.gauges["replicas"] == len(states)
+        assert total.counters.get("steps", 0) == sum(steps.values()) >= before
+        assert len(total.owners) == sum(len(state.owners) for state in states.values())
+        assert (total.problem is None) == any(s.problem is None for s in states.values())
+        before = sum(steps.values())
+
+
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    """Two replicas of a tiny model behind a port; Ray's own processes and loggers warn a lot."""
-    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'pagedattn[ray]'")
+def folder(tmp_path_factory):
+    """A tiny model of bytes; skips the tests where Ray is missing."""
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'pagedattn[ray]'")
     pytest.importorskip("ray.serve")
     folder, model = tmp_path_factory.mktemp("ray") / "tiny", replace(TINY, vocab_size=256)
     with jax.ensure_compile_time_eval():
         save_checkpoint(folder, model, init_params(model, jax.random.key(0)))
+    return folder
+
+
+def free_port():
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def cluster(folder):
+    """Two replicas of a tiny model behind a port; Ray's own processes and loggers warn a lot."""
+    import ray
+
+    port = free_port()
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # for the replicas
     import serve_ray
@@ -78,7 +132,12 @@ def cluster(tmp_path_factory):
 
 def ask(url, prompt, **body):
     body = {"model": "tiny", "prompt": prompt, "temperature": 0, **body}
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=60, verify=False)
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=300, verify=False)
+
+
+def metric(url, name):
+    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith(f"pagedattn_{name} "))
 
 
 def steps(serve_ray, prompt):
@@ -101,6 +160,8 @@ def test_prompts_that_begin_alike_hit_one_cache_and_none_is_lost_when_a_replica_
     assert any(steps(serve_ray, chr(ord("A") + i))[0] == 0 for i in range(40))
     assert ask(url, "x", logit_bias={"1": 1}).json()["error"]["param"] == "logit_bias"
     assert httpx.get(f"{url}/health").status_code == 200
+    assert metric(url, "replicas") == 2
+    assert metric(url, "steps_total") > made  # of one of them
     one_dies_under_load(url)
 
 
@@ -137,3 +198,70 @@ def outcome(answer):
     if last == "data: [DONE]":
         return "whole" if events else "empty"
     return json.loads(last.removeprefix("data: "))["error"]["code"]
+
+
+@pytest.fixture
+def command(folder):
+    """serve_ray.py with one replica or two: its url, and its process, marked with all it starts."""
+    port = free_port()
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OF_A_TEST": MARK}
+    options = [f"--port={port}", "--replicas=1", "--most=2", "--max-seqs=2"]
+    with subprocess.Popen(
+        [sys.executable, SERVE_RAY, str(folder), *options],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        killer = threading.Timer(LIMIT, process.kill)
+        killer.start()
+        try:
+            said = list(
+                itertools.takewhile(lambda line: "is served at" not in line, process.stdout)
+            )
+            assert process.poll() is None, said
+            yield f"http://127.0.0.1:{port}", process
+        finally:
+            killer.cancel()
+            process.kill()
+
+
+def marked():
+    """The processes that have the mark in their environment, with what they run."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if MARK.encode() in (path / "environ").read_bytes():
+                found[path.name] = (path / "cmdline").read_text()[:80]
+    return found
+
+
+def test_under_load_a_replica_comes_and_upon_sigterm_all_end_in_order(command):
+    """What runs is answered; then the port is closed, and nothing stays behind."""
+    url, process = command
+    assert metric(url, "replicas") == 1
+    with concurrent.futures.ThreadPoolExecutor(24) as clients:
+        asked = [clients.submit(answered_for, url, 20, str(index)) for index in range(24)]
+        eventually(lambda: metric(url, "replicas") == 2, LIMIT)
+        assert all(each.result(timeout=LIMIT) for each in asked)
+    body = {"model": "tiny", "prompt": "last", "max_tokens": 60, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+        events = answer.iter_lines()
+        first = next(events)
+        process.send_signal(signal.SIGTERM)
+        rest = list(events)
+    assert "error" not in first + "".join(rest)
+    assert rest[-2] == "data: [DONE]"
+    said, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, said
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health")
+    eventually(lambda: not marked())
+
+
+def answered_for(url, seconds, prompt):
+    """Whether every answer to a prompt was whole, in so many seconds."""
+    end, whole = time.monotonic() + seconds, True
+    while time.monotonic() < end:
+        whole &= outcome(ask(url, prompt, max_tokens=60)) == "whole"
+    return whole
