@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
@@ -62,6 +63,7 @@ def spread(mesh: Mesh, model: Decoder, params: dict) -> tuple[Decoder, dict]:
 
     Raises:
       InvalidInputError: query heads that cannot be dealt out evenly, or KV heads.
+      UnsupportedError: a model with latent caches.
     """
     model, params = with_kv_heads_for(mesh.size, model, params)
 
@@ -88,6 +90,8 @@ def with_kv_heads_for(num_devices: int, model: Decoder, params: dict) -> tuple[D
     A query head reads KV head `h // (num_heads // num_kv_heads)`: repeats that stand side by side
     leave it the same keys.
     """
+    if model.init_cache(1, 1, jnp.float32).value is None:
+        raise UnsupportedError("a latent cache has one head, which all devices would need")
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
     if heads % num_devices or (kv_heads % num_devices and num_devices % kv_heads):
         raise InvalidInputError(

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import Mesh
 from serving import parallel
 from serving.decoder import Operands, cached_attention
+from serving.families.deepseek import DeepseekV3
 from serving.families.qwen import Qwen2
 from serving.generation import decode_loop, prefill, start
 from tiny import TINY, tiny_params, tiny_requests
@@ -103,6 +104,11 @@ def test_what_cannot_be_dealt_out_is_refused():
         model = replace(TINY, num_key_value_heads=kv_heads)
         with pytest.raises(InvalidInputError, match=f"{num_devices} devices"):
             parallel.with_kv_heads_for(num_devices, model, {"layers": []})
+    sizes = dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"), 8)
+    experts = {"moe_intermediate_size": 8, "n_routed_experts": 8, "num_experts_per_tok": 2}
+    latent = DeepseekV3(**vars(TINY), **sizes, **experts, v_head_dim=8, q_lora_rank=None)
+    with pytest.raises(UnsupportedError, match="latent cache"):
+        parallel.with_kv_heads_for(2, latent, {"layers": []})
     spec = AttentionSpec(alibi_slopes=(0.5,) * 4)
     with pytest.raises(UnsupportedError, match="alibi_slopes"):
         parallel.OverHeads(mesh_of(1))(*[None] * 3, spec)

@@ -70,7 +70,7 @@ def test_mxfp4_is_read_as_transformers_reads_it(scales):
     theirs = pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors
     blocks, powers = random_blocks(0, 6, 64, scales)
     expected = theirs(torch.tensor(blocks), torch.tensor(powers), dtype=torch.float32).numpy()
-    ours = from_mxfp4(blocks, powers)
+    ours = from_mxfp4(jnp.array(blocks), jnp.array(powers))
     assert ours.dtype == jnp.bfloat16
     assert ours.shape == (3, 64, 6)
     np.testing.assert_array_equal(np.asarray(ours, np.float32), expected)

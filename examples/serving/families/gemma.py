@@ -9,15 +9,11 @@ import jax.numpy as jnp
 from pagedattn import AttentionSpec
 from serving.decoder import Hidden, Logits, Name, Tokens
 
-from .llama import HEAD_NORMS, MLP
+from .llama import BRANCH_NORMS, HEAD_NORMS, MLP
 from .pieces import Features, gated_mlp, gelu_tanh, rms_norm
 from .windowed import FULL, SLIDING, Windowed
 
-NORMS = {
-    "attention_post_norm": "post_attention_layernorm.weight",
-    "mlp_norm": "pre_feedforward_layernorm.weight",
-    "mlp_post_norm": "post_feedforward_layernorm.weight",
-}
+NORMS = BRANCH_NORMS | {"mlp_norm": "pre_feedforward_layernorm.weight"}
 GELU = ("gelu_pytorch_tanh",)
 
 

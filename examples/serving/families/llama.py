@@ -29,6 +29,10 @@ ATTENTION = {
     "output": "self_attn.o_proj.weight",
 }
 HEAD_NORMS = {"query_norm": "self_attn.q_norm.weight", "key_norm": "self_attn.k_norm.weight"}
+BRANCH_NORMS = {
+    "attention_post_norm": "post_attention_layernorm.weight",
+    "mlp_post_norm": "post_feedforward_layernorm.weight",
+}
 MLP = {
     "mlp_norm": "post_attention_layernorm.weight",
     "gate": "mlp.gate_proj.weight",

@@ -5,13 +5,8 @@ from dataclasses import dataclass
 
 from serving.decoder import Name
 
-from .llama import HEAD_NORMS, MLP
+from .llama import BRANCH_NORMS, HEAD_NORMS, MLP
 from .windowed import FULL, SLIDING, Windowed
-
-POST_NORMS = {
-    "attention_post_norm": "post_attention_layernorm.weight",
-    "mlp_post_norm": "post_feedforward_layernorm.weight",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +28,7 @@ class Olmo2(Windowed):
         return {ours: theirs for ours, theirs in names.items() if ours != "attention_norm"}
 
     def mlp_names(self) -> Mapping[str, Name]:
-        return {**{name: MLP[name] for name in ("gate", "up", "down")}, **POST_NORMS}
+        return {**{name: MLP[name] for name in ("gate", "up", "down")}, **BRANCH_NORMS}
 
 
 @dataclass(frozen=True, kw_only=True)
