@@ -5,7 +5,8 @@ from dataclasses import replace
 import jax
 import numpy as np
 from benchmarks import devices
-from benchmarks.models import SHAPES
+from benchmarks.drawn import drawn
+from benchmarks.models import SHAPES, spread_params
 from jax.sharding import Mesh
 from serving.parallel import AXIS
 
@@ -16,10 +17,10 @@ def test_more_layers_need_no_more_programs():
 
     def programs(layers):
         model = replace(SHAPES["llama-8b"], **devices.SMALL | {"num_hidden_layers": layers})
-        params = devices.made_on(mesh, model)
+        params = spread_params(mesh, model)
         state = devices.state_after(mesh, model, params, 2, 20, max_new_tokens=4)
         assert len(params["layers"]) == len(state.caches) == layers
         assert state.pool.seq_lens.tolist() == [19, 19]
-        return devices.drawn._cache_size()
+        return drawn._cache_size()
 
     assert programs(1) == programs(3)
