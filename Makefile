@@ -19,7 +19,7 @@ NOT_THERE := pagedattn/backends/numba pagedattn/kernels/cpu pagedattn/report/col
 # Compiling is two thirds of the tests' time: what one run compiled, in any environment, later ones
 # load.
 KEPT := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.jax_cache JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
-# Without optimisation XLA takes a fifth of the time. What depends on it runs once more with it.
+# Without optimisation XLA takes a fifth of the time. What depends on it runs with it, and only so.
 OPTIMISED := tests/core/test_cache.py tests/core/test_jit.py tests/backends/test_grids.py
 PLAIN := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
 PLAINLY := XLA_FLAGS="$(PLAIN) --xla_cpu_use_fusion_emitters=false"
@@ -36,7 +36,8 @@ serve: $(SERVE_VENV)/ready
 	$(SERVE_VENV)/bin/python examples/serve.py $(MODEL) --port $(or $(PORT),8000)
 
 test: $(VENV)/ready
-	$(KEPT) $(PLAINLY) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
+	$(KEPT) $(PLAINLY) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal \
+		$(OPTIMISED:%=--ignore=%)
 	$(KEPT) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(OPTIMISED)
 
 # Hours: 20 000 examples a backend, 50 000 hostile calls, mutants, ten minutes of threads.

@@ -50,7 +50,8 @@ def serve(engine: Engine, requests: list[Request]) -> Served:
     completions = {request.id: engine.completions.pop(request.id)[0] for request in requests}
     stacked = {request: np.stack(rows) for request, rows in scores.items()}
     counts = engine.scheduler.num_preemptions, engine.prefixes.num_hit_tokens
-    return Served(completions, stacked, np.stack(owners), seconds, *counts)
+    num_blocks = engine.memory.num_blocks
+    return Served(completions, stacked, np.stack(owners), num_blocks, seconds, *counts)
 
 
 def serve_live(name: str, engine: Engine, requests: list[Request], tokenizer: Tokenizer) -> Served:

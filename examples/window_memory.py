@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Int
 from matplotlib.figure import Figure
 from serving.families.gemma import Gemma2
-from serving.initial import init_params
+from serving.initial import large_params
 from serving.occupancy import FREE, Owners, draw_owners
 
 from pagedattn import (
@@ -72,11 +72,10 @@ class State(NamedTuple):
 
 
 def random_gemma() -> dict[str, Any]:
-    """Large random weights, so that what is chosen depends on what is attended to."""
-    params: dict[str, Any] = init_params(MODEL, jax.random.key(1))  # pyright: ignore
+    """Random parameters, with the norms that only a Gemma has."""
+    params: dict[str, Any] = large_params(MODEL, jax.random.key(1))  # pyright: ignore
     no_change = jnp.zeros(MODEL.hidden_size)  # norms are stored as differences from 1
     norms = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
-    params = jax.tree.map(lambda weights: 8 * weights, params)
     layers = [layer | dict.fromkeys(norms, no_change) for layer in params["layers"]]
     return params | {"layers": layers, "norm": no_change}
 

@@ -15,7 +15,8 @@ from .errors import (
 from .make_batch import make_batch
 from .pool.block_pool import BlockPool, batch_from_pool, init_block_pool
 from .pool.growth import Growth, append_tokens
-from .pool.sharing import drop_blocks, fork, hold_blocks, release, share_blocks
+from .pool.releasing import drop_blocks, release
+from .pool.sharing import fork, hold_blocks, share_blocks
 from .pool.swapping import Swap, swap_in, swap_out
 from .pool.windows import release_behind
 from .ragged import positions, slot_mapping

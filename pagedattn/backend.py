@@ -10,7 +10,7 @@ from .call import Call as Call
 
 # Options that `around` does for a backend without them, and what the backend must honour for that.
 AROUND = {"sinks": "return_lse"}
-# How a reason ends that only says that a backend knows nothing of an option.
+# The end of the reason for refusing an option that a backend knows nothing of.
 LACKS = "does not have it"
 
 
@@ -51,6 +51,11 @@ class Backend:
         unless `call.return_lse`), which it may fill and return in place of memory of its own.
       plans_any: whether `plan` takes arrays of any framework. For a torch backend that JAX calls,
         XLA then computes it, once for all layers of a program.
+
+    >>> from pagedattn.backends.xla import BACKEND as XLA
+    >>> mine = Backend("mine", honours=frozenset({"scale"}), run=XLA.run, plan=XLA.plan)
+    >>> str(mine), "alibi_slopes" in mine.honours
+    ('mine', False)
     """
 
     name: str

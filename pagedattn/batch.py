@@ -60,6 +60,11 @@ class BatchMetadata(Sequences[ArrayT]):
       positions: the absolute position of each token.
       block_size: tokens a block; static.
       max_query_len: an upper bound on the query lengths; static.
+
+    >>> from pagedattn import make_batch
+    >>> batch = make_batch([3, 1], [0, 4], [[7], [2, 5]], block_size=4)
+    >>> batch.num_tokens, batch.query_lens.tolist(), batch.context_lens.tolist()
+    (4, [3, 1], [0, 4])
     """
 
     slot_mapping: Integer[ArrayT, "num_tokens"]

@@ -32,6 +32,10 @@ class KVCache(Generic[ArrayT]):
       key_scale, value_scale: of quantised planes, floating: one number, or one for each KV head,
         `[num_kv_heads]`. None is 1. A latent cache has the key_scale for both.
       value_dim: the columns of a latent cache that are values; static. None where `value` has them.
+
+    >>> cache = KVCache(jnp.zeros((4, 16, 2, 64)), jnp.zeros((4, 16, 2, 64)))
+    >>> cache.num_slots, cache.head_dim
+    (64, 64)
     """
 
     key: Shaped[ArrayT, "num_blocks block_size num_kv_heads head_dim"]

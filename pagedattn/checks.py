@@ -112,9 +112,12 @@ def int_array(name, array, ndim):
     )
 
 
-def ids(name, ids, bound, what):
+def ids(name, ids, bound, what, or_none=""):
     bad = ids[(ids < 0) | (ids >= bound)]
-    require(not bad.size, f"{name} must name {what} from 0 to {bound - 1}, got {bad[:8].tolist()}")
+    require(
+        not bad.size,
+        f"{name} must name {what} from 0 to {bound - 1}{or_none}, got {bad[:8].tolist()}",
+    )
 
 
 def distinct_slots(slots) -> None:

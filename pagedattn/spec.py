@@ -132,3 +132,11 @@ _CONVERSIONS = {
     "logits_soft_cap": _positive,
     "alibi_slopes": slopes_of,
 }
+
+
+def require_spec(spec) -> None:
+    require(
+        isinstance(spec, AttentionSpec),
+        f"spec must be an AttentionSpec, got {type(spec).__name__}; what belongs to the formula is "
+        "a keyword of it: AttentionSpec(scale=...)",
+    )

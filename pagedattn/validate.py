@@ -16,7 +16,7 @@ from .checks import (
     shown,
     start_locs,
 )
-from .spec import AttentionSpec
+from .spec import require_spec
 from .validate_cache import dtypes_for, goes_with, kv_cache
 
 
@@ -27,7 +27,7 @@ def attention(query, cache, batch, spec, return_lse) -> None:
     )
     kv_cache(cache)
     validate_metadata.shapes(batch)
-    require(isinstance(spec, AttentionSpec), f"spec is no AttentionSpec: {type(spec).__name__}")
+    require_spec(spec)
     _query(query, cache.dtype, cache.num_kv_heads, cache.head_dim, spec)
     require(
         query.shape[0] == batch.num_tokens,
@@ -54,7 +54,7 @@ def ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens) ->
         f"value_dim] of one dtype, got {describe(key)} and {describe(value)}",
     )
     require(is_floating(key.dtype), f"key must be floating, got {key.dtype}")
-    require(isinstance(spec, AttentionSpec), f"spec is no AttentionSpec: {type(spec).__name__}")
+    require_spec(spec)
     _query(query, key.dtype, key.shape[1], key.shape[2], spec)
     arrays = {"query_start_loc": query_start_loc, "key_start_loc": key_start_loc}
     bounds = ((query.shape[0], longest_query), (key.shape[0], longest_key))

@@ -29,7 +29,7 @@ def block_size(size) -> int:
 
 def tables(block_tables, seq_lens, block_size) -> np.ndarray:
     """Block tables as a rectangle of int64, each row long enough for its sequence."""
-    rows = [integers("block_tables", row, ndim=1) for row in _rows(block_tables)]
+    rows = [integers("each row of block_tables", row, ndim=1) for row in _rows(block_tables)]
     require(
         len(rows) == len(seq_lens),
         f"block_tables must have a row for each of the {len(seq_lens)} sequences, got {len(rows)}",

@@ -19,7 +19,7 @@ def cache_shape(shape, dtype) -> tuple[int, ...]:
     )
     require(
         is_floating(dtype) or largest(dtype) is not None,
-        f"a cache's dtype must be floating or int8, got {shown(dtype)}",
+        f"a cache's dtype must be floating or int8, such as jnp.bfloat16, got {shown(dtype)}",
     )
     return sizes
 
@@ -28,7 +28,8 @@ def kv_cache(cache) -> None:
     """Requires a key, and a value that fits it or the number of its columns that are values."""
     require(
         hasattr(cache, "key") and hasattr(cache, "value"),
-        f"cache must be a KVCache, got {type(cache).__name__}",
+        f"cache must be a KVCache, got {type(cache).__name__}; KVCache(key, value) makes one of "
+        "two arrays",
     )
     key = cache.key
     an_array("the cache's key", key)

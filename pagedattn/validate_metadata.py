@@ -13,8 +13,10 @@ ARRAYS = ("block_tables", "seq_lens", "query_start_loc", "slot_mapping", "positi
 
 def shapes(batch) -> None:
     """Requires a batch whose arrays are of integers and fit together."""
-    batch_type = type(batch).__name__
-    require(isinstance(batch, BatchMetadata), f"batch is no BatchMetadata: {batch_type}")
+    require(
+        isinstance(batch, BatchMetadata),
+        f"batch must be a BatchMetadata, got {type(batch).__name__}; make_batch makes one",
+    )
     for name in ("block_size", "max_query_len"):
         size = getattr(batch, name)
         static = is_static_count(size, int(name == "block_size"))

@@ -31,7 +31,7 @@ def write(cache, key, value, slot_mapping) -> None:
         _rows("value", "value_dim", value, cache.value, slot_mapping)
     slots = known(slot_mapping)
     if slots is not None:
-        ids("slot_mapping", slots[slots != -1], cache.num_slots, "slots, or -1 for no write")
+        ids("slot_mapping", slots[slots != -1], cache.num_slots, "slots", ", or -1 for no write")
         distinct_slots(slots)
 
 
@@ -73,10 +73,10 @@ def _same_scales(name, src, dst):
 
 def _known_copies(src, dst, num_src, num_dst):
     if src is not None:
-        ids("src", src[src != -1], num_src, "blocks, or -1 for no copy")
+        ids("src", src[src != -1], num_src, "blocks", ", or -1 for no copy")
     if dst is not None:
         dst = dst[dst != -1]
-        ids("dst", dst, num_dst, "blocks, or -1 for no copy")
+        ids("dst", dst, num_dst, "blocks", ", or -1 for no copy")
         require(len(np.unique(dst)) == len(dst), f"dst names a block twice: {dst.tolist()}")
 
 
@@ -89,4 +89,4 @@ def fill(cache, blocks, value) -> None:
     require(number, f"value must be one number, got {shown(value)}")
     values = known(blocks)
     if values is not None:
-        ids("blocks", values[values != -1], cache.num_blocks, "blocks (or -1)")
+        ids("blocks", values[values != -1], cache.num_blocks, "blocks", ", or -1")

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Float32, Integer, Shaped
 
 from .checks import an_array, count, describe, is_floating, is_integer, require
 from .ragged import namespace
-from .spec import AttentionSpec, slopes_of
+from .spec import AttentionSpec, require_spec, slopes_of
 
 Queries = Integer[Any, "*#n q"]
 Keys = Integer[Any, "*#n k"]
@@ -25,7 +25,11 @@ def distance(query_positions: Queries, key_positions: Keys) -> Integer[Any, "*#n
 
 
 def causal_mask(query_positions: Queries, key_positions: Keys) -> Bool[Any, "*#n q k"]:
-    """True where the key is not after the query.
+    """True where the key is not after the query: `[..., q, k]`.
+
+    Raises:
+      InvalidInputError: positions that are not integers, are of two frameworks, or whose leading
+        dimensions do not fit together.
 
     >>> causal_mask(np.arange(2), np.arange(3))
     array([[ True, False, False],
@@ -37,7 +41,10 @@ def causal_mask(query_positions: Queries, key_positions: Keys) -> Bool[Any, "*#n
 def sliding_window_mask(
     query_positions: Queries, key_positions: Keys, sliding_window: int
 ) -> Bool[Any, "*#n q k"]:
-    """True where query and key are less than `sliding_window` apart.
+    """True where query and key are less than `sliding_window` apart: `[..., q, k]`.
+
+    Raises:
+      InvalidInputError: as `causal_mask`, or a window that is not an integer above 0.
 
     >>> sliding_window_mask(np.array([2]), np.arange(5), 2)
     array([[False,  True,  True,  True, False]])
@@ -51,10 +58,13 @@ def alibi_bias(
     key_positions: Keys,
     slopes: Sequence[float] | Float[Any, "num_heads"],
 ) -> Float32[Any, "*m num_heads q k"]:
-    """`-slope * |p - j|` (Press et al., 2022).
+    """`-slope * |p - j|` (Press et al., 2022): float32 `[..., num_heads, q, k]`.
 
     `slopes` is a sequence of floats or an array of the positions' framework, one entry per query
     head, of any sign.
+
+    Raises:
+      InvalidInputError: as `causal_mask`, or slopes that are not numbers `[num_heads]`.
 
     >>> alibi_bias(np.array([2]), np.arange(3), (0.5,))
     array([[[-1. , -0.5, -0. ]]], dtype=float32)
@@ -83,11 +93,14 @@ def attention_bias(
 
     Returns float32 `[..., q, k]`, with ALiBi `[..., num_heads, q, k]`.
 
+    Raises:
+      InvalidInputError: as `causal_mask`, or a spec that is no AttentionSpec.
+
     >>> attention_bias(np.arange(2), np.arange(2), AttentionSpec())
     array([[  0., -inf],
            [  0.,   0.]], dtype=float32)
     """
-    require(isinstance(spec, AttentionSpec), f"spec is no AttentionSpec: {type(spec).__name__}")
+    require_spec(spec)
     query_positions, key_positions = _checked(query_positions, key_positions)
     bias = additive(visible_mask(query_positions, key_positions, spec))
     if spec.alibi_slopes is None:

@@ -87,6 +87,14 @@ def require_cache(cache: KVCache) -> None:
     require_tensors(**{name: array for name, array in arrays.items() if array is not None})
 
 
+def require_beside(name: str, tensor: Tensor | None, of: str, place: Tensor) -> None:
+    """Requires a tensor on the device of `place`, which is a tensor of `of`."""
+    if tensor is not None and tensor.device != place.device:
+        raise InvalidInputError(
+            f"{name} must lie on the {of}'s {place.device}, got {tensor.device}; its .to moves it"
+        )
+
+
 def bits(tensor: Tensor) -> Tensor:
     """The same memory as bytes, if its elements are bytes: torch copies few kinds of float8."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor

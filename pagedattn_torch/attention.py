@@ -10,7 +10,7 @@ from pagedattn.packed import packed_batch, packed_cache
 from pagedattn.registry import Framework
 from pagedattn.signatures import PagedAttention, RaggedAttention, typed_as
 
-from .arrays import int32, on_device_of, require_tensors, rising, tensor
+from .arrays import int32, on_device_of, require_beside, require_tensors, rising, tensor
 from .step import Bias, Lse, Out, Query, Sinks, described, prepare
 
 Keys = Float[Tensor, "num_keys num_kv_heads head_dim"]
@@ -138,6 +138,8 @@ def ragged_attention(
     torch.Size([3, 1, 8])
     """
     require_tensors(query=query, key=key, value=value)
+    for name, array in (("key", key), ("value", value)):
+        require_beside(name, array, "query", query)
     query_start_loc = int32(tensor("query_start_loc", query_start_loc, query.device))
     key_start_loc = int32(tensor("key_start_loc", key_start_loc, query.device))
     max_lens = (max_query_len, max_key_len)

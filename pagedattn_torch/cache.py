@@ -10,7 +10,7 @@ from pagedattn import KVCache
 from pagedattn import validate_writes as validate
 from pagedattn.quantise import quantised
 
-from .arrays import bits, on_device_of, require_cache, require_tensors, tensor
+from .arrays import bits, on_device_of, require_beside, require_cache, require_tensors, tensor
 from .rows import DeviceRows, HostRows, row_index, slot_index
 
 
@@ -44,6 +44,8 @@ def write_kv_(
     require_tensors(key=key, **({} if value is None else {"value": value}))
     slots = tensor("slot_mapping", slot_mapping)
     validate.write(cache, key, value, slots)
+    for name, rows in (("key", key), ("value", value)):
+        require_beside(name, rows, "cache", cache.key)
     slots = slots.to(cache.key.device)
     write_rows_(cache, key, value, slot_index(slots, cache.num_slots, cache.block_size))
     return cache

@@ -1,4 +1,4 @@
-"""How a layer's cache lies in memory, and the packed form that some kernels want.
+"""How a layer's cache lies in memory.
 
 A layer's kv_cache is one tensor `[2, num_blocks, block_size, num_kv_heads, head_size]`: plane 0
 holds the keys, plane 1 the values. `[2, num_blocks, block_size * num_kv_heads * head_size]` is the
@@ -12,16 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from pagedattn import InvalidInputError, KVCache, validate_batch, validate_cache
 from pagedattn.checks import count, require, shown
 
 from .arrays import require_cache, require_tensors
-
-PACK_BYTES = 16  # bytes of one key that a group of threads reads at once
-DENSE = torch.contiguous_format
 
 
 def kv_cache_shape(
@@ -114,69 +110,9 @@ def planes(kv_cache: Tensor | KVCache) -> KVCache:
     )
 
 
-def pack_keys(
-    keys: Float[Tensor, "num_blocks block_size num_kv_heads head_size"],
-) -> Float[Tensor, "num_blocks num_kv_heads groups block_size x"]:
-    """Keys in the packed layout: `x = 16 // itemsize` dimensions of a token lie side by side.
-
-    Token t, dimension d of a block stands at `[:, :, d // x, t, d % x]`. Returns a new tensor;
-    `unpack_keys` is the inverse.
-
-    Raises:
-      InvalidInputError: head_size is no multiple of x.
-
-    >>> pack_keys(torch.zeros(4, 16, 2, 64, dtype=torch.bfloat16)).shape
-    torch.Size([4, 2, 8, 16, 8])
-    """
-    _require_rank(4, keys=keys)
-    x = PACK_BYTES // keys.element_size()
-    if keys.shape[-1] % x:
-        raise InvalidInputError(
-            f"head_size must be a multiple of {x} to pack {keys.dtype} keys, got {keys.shape[-1]}"
-        )
-    return keys.unflatten(3, (-1, x)).permute(0, 2, 3, 1, 4).clone(memory_format=DENSE)
-
-
-def unpack_keys(
-    packed: Float[Tensor, "num_blocks num_kv_heads groups block_size x"],
-) -> Float[Tensor, "num_blocks block_size num_kv_heads head_size"]:
-    """The inverse of `pack_keys`."""
-    _require_rank(5, packed=packed)
-    return packed.permute(0, 3, 1, 2, 4).flatten(3).clone(memory_format=DENSE)
-
-
-def pack_values(
-    values: Float[Tensor, "num_blocks block_size num_kv_heads head_size"],
-) -> Float[Tensor, "num_blocks num_kv_heads head_size block_size"]:
-    """Values in the packed layout, as a new tensor: the tokens of a block are innermost.
-
-    `unpack_values` is the inverse.
-
-    >>> pack_values(torch.zeros(4, 16, 2, 64)).shape
-    torch.Size([4, 2, 64, 16])
-    """
-    _require_rank(4, values=values)
-    return values.permute(0, 2, 3, 1).clone(memory_format=DENSE)
-
-
-def unpack_values(
-    packed: Float[Tensor, "num_blocks num_kv_heads head_size block_size"],
-) -> Float[Tensor, "num_blocks block_size num_kv_heads head_size"]:
-    """The inverse of `pack_values`."""
-    _require_rank(4, packed=packed)
-    return packed.permute(0, 3, 1, 2).clone(memory_format=DENSE)
-
-
 def _counts(name, values) -> list[int]:
     """Integers of at least 0."""
     return validate_batch.lengths(name, values).tolist()
-
-
-def _require_rank(ndim, **tensors) -> None:
-    require_tensors(**tensors)
-    for name, tensor in tensors.items():
-        got = list(tensor.shape)
-        require(tensor.ndim == ndim, f"{name} must be of {ndim} dimensions, got {got}")
 
 
 def _require_kv_cache(kv_cache):

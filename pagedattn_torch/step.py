@@ -26,6 +26,7 @@ from .arrays import (
     batch_on,
     int32,
     on_device_of,
+    require_beside,
     require_cache,
     require_no_grad,
     require_tensors,
@@ -122,11 +123,13 @@ def prepare(
 def described(query, cache, batch, spec, return_lse, **options) -> tuple[Call, Sequences]:
     """The call, validated, and its batch on the query's device."""
     require_cache(cache)
-    batch_type = type(batch).__name__
-    require(isinstance(batch, BatchMetadata), f"batch is no BatchMetadata: {batch_type}")
+    require(
+        isinstance(batch, BatchMetadata),
+        f"batch must be a BatchMetadata, got {type(batch).__name__}; make_batch makes one",
+    )
     require_tensors(query=query)
-    for name in ("key_scale", "value_scale"):
-        _require_beside(query, name, getattr(cache, name))
+    for name in ("key", "value", "key_scale", "value_scale"):
+        require_beside(f"the cache's {name}", getattr(cache, name), "query", query)
     require_no_grad(query, *cache.planes)
     # Checked before the batch moves to the query's device, while values on the CPU can be read.
     tensors = batch_on(batch, None)
@@ -144,15 +147,8 @@ def _options(query, **options) -> dict[str, Tensor]:
     require_no_grad(*given.values())
     validate_options.options(query, **given)
     for name, array in given.items():
-        _require_beside(query, name, array)
+        require_beside(name, array, "query", query)
     return given
-
-
-def _require_beside(query, name, array):
-    require(
-        array is None or array.device == query.device,
-        f"{name} must lie on the query's {query.device}, got {array is not None and array.device}",
-    )
 
 
 def _owned(batch: BatchMetadata, device) -> Sequences:

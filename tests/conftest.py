@@ -49,7 +49,7 @@ def _expects_an_error(item):
     return hasattr(item, "function") and "raises(" in inspect.getsource(item.function)
 
 
-PROFILES = {"dev": 20, "ci": 25, "deep": 500}  # examples a test
+PROFILES = {"few": 5, "dev": 20, "ci": 25, "deep": 500}  # examples a test
 for name, examples in PROFILES.items():
     hypothesis.settings.register_profile(
         name,

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import jax
 import pagedattn_interop
-import torch
 
 import pagedattn_torch
 from benchmarks.case import CASES, STEP, Case
@@ -25,7 +24,7 @@ from benchmarks.enqueued import seconds_a_call
 from benchmarks.flashinfer_peers import FLASHINFER, Build
 from benchmarks.peers import JAX_PEERS, TORCH_PEERS
 from benchmarks.report import Report
-from benchmarks.timing import captured, time_alone
+from benchmarks.timing import captured, time_enqueued
 from pagedattn import paged_attention
 
 LAYERS = 32
@@ -60,13 +59,18 @@ def cudnn(case: Case) -> tuple[Callable, list]:
     return our_jax("cudnn")(case)
 
 
+def calls_of(case: Case) -> int:
+    """The calls in one graph or program: as many as a step has layers, if they are short."""
+    return max(LAYERS if case.decode else 8, len(case.batches))
+
+
 def in_graph(prepare: Callable) -> Callable:
-    """Times a torch function by a CUDA graph of several calls."""
+    """Times a torch function by a CUDA graph of several calls, enqueued."""
 
     def contender(case: Case) -> float:
-        call, times = prepare(case), max(8, len(case.batches))
+        call, times = prepare(case), calls_of(case)
         case.require(call(0))
-        return time_alone(captured(call, times).replay) / times
+        return time_enqueued(captured(call, times).replay) / times
 
     return contender
 
@@ -79,8 +83,8 @@ def in_jit(prepare: Callable, checked: bool = False) -> Callable:
         if checked:
             query = pagedattn_interop.to_jax(case.query)
             case.require(pagedattn_interop.to_torch(jax.jit(call)(query, operands[0])))
-        layers = max(LAYERS if case.decode else 8, len(operands))
-        return 1e6 * seconds_a_call(_layers_in_jit(case, call, operands, layers)) / layers
+        times = calls_of(case)
+        return 1e6 * seconds_a_call(_layers_in_jit(case, call, operands, times)) / times
 
     return contender
 
@@ -125,17 +129,7 @@ def in_eager(prepare: Callable) -> Callable:
             for layer in range(LAYERS):
                 query = call(layer, query)
 
-        return 1e6 * seconds_a_call(step, lambda _: torch.cuda.synchronize()) / LAYERS
-
-    return contender
-
-
-def in_step_graph(prepare: Callable) -> Callable:
-    """Times a step of layers in one CUDA graph, enqueued."""
-
-    def contender(case: Case) -> float:
-        replay = captured(prepare(case), LAYERS).replay
-        return 1e6 * seconds_a_call(replay, lambda _: torch.cuda.synchronize()) / LAYERS
+        return time_enqueued(step) / LAYERS
 
     return contender
 
@@ -143,7 +137,7 @@ def in_step_graph(prepare: Callable) -> Callable:
 STEPS = {
     backend: {
         "torch eager": in_eager(our_torch(backend)),
-        "torch CUDA graph": in_step_graph(our_torch(backend)),
+        "torch CUDA graph": in_graph(our_torch(backend)),
         "jax.jit": in_jit(our_jax(backend)),
     }
     for backend in ("triton", "xformers", "sdpa")

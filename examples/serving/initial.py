@@ -20,6 +20,14 @@ def init_params(model: Llama, key: PRNGKeyArray) -> dict:
     return params
 
 
+def large_params(model: Llama, key: PRNGKeyArray) -> dict:
+    """Parameters so large that what an untrained model chooses is far from ties.
+
+    What it chooses then depends on what is attended to: wrong attention gives other tokens.
+    """
+    return jax.tree.map(lambda weights: 8 * weights, init_params(model, key))
+
+
 def _init_layer(model: Llama, key: PRNGKeyArray) -> dict:
     hidden, inner = model.hidden_size, model.intermediate_size
     heads, kv_heads = (

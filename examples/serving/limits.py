@@ -1,4 +1,4 @@
-"""Sizes of the pool and of a step; the shapes of all arrays follow from these alone."""
+"""Sizes of the pools and of a step; the shapes of all arrays follow from these alone."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from pagedattn.ragged import cdiv
 class Limits:
     """The sizes; ValueError if not all sequences could decode in one step."""
 
-    num_blocks: int = 64
+    num_blocks: int = 64  # of each pool; one for layers with a window may need fewer
     block_size: int = 16
     max_seq_len: int = 512  # tokens of one sequence in the cache
     max_seqs: int = 8  # sequences in the pool at a time

@@ -1,5 +1,6 @@
 """Who owned which block when: counts, and a picture of them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,16 +29,23 @@ def blocks_padded(owners: Owners, longest: int) -> Int[np.ndarray, " num_steps"]
     return np.array([longest * len(np.unique(step[step > FREE])) for step in owners])
 
 
-def draw_occupancy(owners: Owners, longest: int, path: Path) -> None:
+def draw_occupancy(
+    owners: Owners, longest: int, path: Path, num_blocks: Sequence[int] = ()
+) -> None:
     """Writes the picture of `plot_occupancy`."""
-    plot_occupancy(owners, longest).savefig(path, dpi=130)
+    plot_occupancy(owners, longest, num_blocks).savefig(path, dpi=130)
 
 
-def plot_occupancy(owners: Owners, longest: int) -> Figure:
-    """Above, each block's owner at each step; below, how many blocks are used."""
+def plot_occupancy(owners: Owners, longest: int, num_blocks: Sequence[int] = ()) -> Figure:
+    """Above, each block's owner at each step; below, how many blocks are used.
+
+    Lines part the pools, if they are several, of so many blocks each.
+    """
     figure = Figure(figsize=(11, 7), layout="constrained")
     pool, count = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     draw_owners(pool, owners)
+    for first in np.cumsum(num_blocks[:-1]):
+        pool.axhline(first - 0.5, color="black", linewidth=0.8)
     draw_counts(count, owners, longest)
     return figure
 

@@ -25,6 +25,7 @@ class Served:
     completions: dict[int, list[int]]
     scores: Scores
     owners: Owners
+    num_blocks: list[int]  # of each pool
     seconds: float
     num_preemptions: int
     num_hit_tokens: int  # tokens found in the prefix cache instead of computed
@@ -61,16 +62,16 @@ def show_backends(outcomes: dict[str, Served], dense: Scores) -> bool:
 
 def show_pool(served: Served, requests: list[Request], limits: Limits, picture: Path) -> None:
     """Prints peak use of the pool beside what padding would take, and draws the picture."""
-    longest = limits.blocks_for(limits.max_seq_len)
+    longest = limits.blocks_for(limits.max_seq_len) * len(served.num_blocks)
     used, padded = blocks_used(served.owners).max(), blocks_padded(served.owners, longest).max()
     console.print(
-        f"Peak use: {used} of {limits.num_blocks} blocks of {limits.block_size} tokens. With every "
-        f"running request padded to the longest: {padded}; all {len(requests)} requests at once: "
+        f"Peak use: {used} of {sum(served.num_blocks)} blocks of {limits.block_size} tokens. With "
+        f"every running request padded to the longest: {padded}; all {len(requests)} at once: "
         f"{longest * len(requests)}."
     )
     console.print(
         f"Preemptions: {served.num_preemptions}; {served.num_hit_tokens} tokens were found in the "
         "prefix cache instead of computed."
     )
-    draw_occupancy(served.owners, longest, picture)
+    draw_occupancy(served.owners, longest, picture, served.num_blocks)
     console.print(f"Picture of the pool: {picture}")

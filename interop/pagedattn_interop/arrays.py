@@ -7,7 +7,7 @@ import jax
 import torch
 
 from pagedattn import InvalidInputError
-from pagedattn.checks import is_traced
+from pagedattn.checks import is_traced, shown
 from pagedattn.dlpack import held_dtype, shared
 from pagedattn_torch.arrays import on_device_of
 
@@ -67,7 +67,10 @@ def _array_to_torch(array, *, copy):
             "through pagedattn_interop.torch_call"
         )
     if not isinstance(array, jax.Array) or len(array.sharding.device_set) != 1:
-        raise InvalidInputError(f"to_torch expects jax.Arrays on one device, got {array!r}")
+        raise InvalidInputError(
+            f"to_torch expects jax.Arrays on one device, got {shown(array)}; torch.as_tensor takes "
+            "NumPy's arrays and lists"
+        )
     tensor = _shared_tensor(array)
     if not copy:
         return tensor

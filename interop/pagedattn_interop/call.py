@@ -7,7 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 from torch.utils.dlpack import from_dlpack
 
-from pagedattn import BackendUnavailableError
+from pagedattn import BackendUnavailableError, InvalidInputError
+from pagedattn.checks import shown
 from pagedattn.tracing import axes_of, varying
 
 try:
@@ -75,7 +76,7 @@ def torch_call(
         It must write to no other memory, and cannot resize them.
 
     Raises:
-      InvalidInputError: `fn` cannot be called or hashed.
+      InvalidInputError: `fn` cannot be called or hashed; `out` has no shapes and dtypes.
       jax.errors.JaxRuntimeError: when it runs, `fn` raised, or returned something else than `out`;
         the text is the traceback.
 
@@ -90,6 +91,7 @@ def torch_call(
     """
     single = not isinstance(out, Sequence)
     outs = (out,) if single else tuple(out)
+    _like_arrays(outs)
     aliases = dict(aliases or {})
     writes = takes_out or set(aliases.values()) == set(range(len(outs)))
     function = function_of(fn, Form(len(outs), takes_out, single, writes, capturable))
@@ -102,6 +104,15 @@ def torch_call(
         return results[0] if single else tuple(results)
 
     return called
+
+
+def _like_arrays(outs):
+    for out in outs:
+        if not isinstance(out, ShapeAndDtype):
+            raise InvalidInputError(
+                "out must be a jax.ShapeDtypeStruct for each result, or a sequence of them, got "
+                f"{shown(out)}"
+            )
 
 
 def _enter(name: str, *buffers):

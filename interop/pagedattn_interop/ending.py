@@ -28,10 +28,12 @@ def begin_call() -> None:
 
 
 def end_call() -> None:
+    """Counts a call as over; it may be any thread's, since only their number matters."""
     _calls.pop()
 
 
 def _is_xlas():
+    """Whether XLA started this thread: Python knows threads that it did not start as dummies."""
     return isinstance(threading.current_thread(), threading._DummyThread)
 
 

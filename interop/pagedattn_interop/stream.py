@@ -8,6 +8,11 @@ import tvm_ffi
 
 @contextlib.contextmanager
 def xla_stream(device, pools):
+    """A context in which torch launches on XLA's stream of a CUDA device, and allocates for it.
+
+    While XLA captures that stream into a CUDA graph, memory comes from `pools` (see `kept_memory`);
+    with None, from torch's common memory.
+    """
     raw = tvm_ffi.get_raw_stream(tvm_ffi.device("cuda", device.index))
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.ExternalStream(raw, device)):
         if pools is None or not torch.cuda.is_current_stream_capturing():
@@ -18,7 +23,9 @@ def xla_stream(device, pools):
 
 
 def kept_memory(device, pools):
-    """A context in which torch allocates from memory that only this function uses on this device.
+    """A context in which torch allocates from memory that only one torch function uses.
+
+    `pools` are those of that function, by the device's index.
 
     XLA replays what is captured now, and every replay writes to the temporaries of this call. In
     torch's common memory these would be free after the call, and given to other tensors.

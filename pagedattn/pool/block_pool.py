@@ -33,6 +33,10 @@ class BlockPool:
         them back, entries past its length are unspecified.
       seq_lens: tokens of each sequence.
       block_size: tokens a block; static.
+
+    >>> pool = init_block_pool(4, 16, max_seqs=2, max_blocks=3)
+    >>> pool.num_blocks, pool.block_tables.shape, pool.seq_lens.tolist()
+    (4, (2, 3), [0, 0])
     """
 
     free_blocks: Int[Array, "num_blocks"]

@@ -83,7 +83,7 @@ def ids_or_none(name, array, bound, what="blocks", ndim=1):
     array = int32_array(name, array, ndim)
     values = known(array)
     if values is not None:
-        ids(name, values[values != -1], bound, f"{what} (or -1)")
+        ids(name, values[values != -1], bound, what, ", or -1")
     return array
 
 

@@ -1,11 +1,10 @@
-"""Sharing blocks between sequences, and giving them back."""
+"""Sharing blocks between sequences, and keeping them for later ones."""
 
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Integer
+from jaxtyping import Array, Bool, Integer
 
 from ..ragged import add_at, cdiv, in_range, set_at
 from . import checks as validate
@@ -103,69 +102,6 @@ def hold_blocks(pool: BlockPool, blocks: Integer[Any, "n"]) -> BlockPool:
     )
 
 
-def drop_blocks(pool: BlockPool, blocks: Integer[Any, "n"]) -> tuple[BlockPool, Int[Array, "n"]]:
-    """Ends a hold on each of the blocks; -1, and blocks that are not held, are skipped.
-
-    Returns:
-      the pool, and the blocks that became free, -1 in place of the others.
-
-    Raises:
-      InvalidInputError: arrays of wrong shapes; outside jit also blocks the pool does not have.
-
-    >>> from pagedattn import append_tokens, init_block_pool
-    >>> pool, _ = append_tokens(init_block_pool(4, 4, max_seqs=2, max_blocks=2), jnp.array([5, 0]))
-    >>> pool, _ = release(hold_blocks(pool, jnp.array([0])), jnp.array([0]))
-    >>> pool, freed = drop_blocks(pool, jnp.array([0, 1]))
-    >>> freed.tolist(), int(pool.num_free)
-    ([0, -1], 4)
-    """
-    pool = validate.pool(pool)
-    blocks = validate.ids_or_none("blocks", blocks, pool.num_blocks)
-
-    def drop(pool, block):
-        held = pool.hold_counts.at[block].get(mode="clip") > 0
-        block = jnp.where(in_range(block, pool.num_blocks) & held, block, -1)[None]
-        pool = replace(pool, hold_counts=add_at(pool.hold_counts, block, -1))
-        pool, freed = _give_back(pool, block)
-        return pool, freed[0]
-
-    return jax.lax.scan(drop, pool, blocks)
-
-
-def release(
-    pool: BlockPool, seqs: Integer[Any, "num_released"]
-) -> tuple[BlockPool, Int[Array, "num_released max_blocks"]]:
-    """Ends sequences: their rows are unused again, and blocks that nobody else owns are free.
-
-    An unused row, and -1, are skipped; so releasing twice does nothing.
-
-    Returns:
-      the pool, and the blocks that became free, -1 in place of the others. `fill_blocks`
-      overwrites them in a cache where one tenant's data must not be readable by the next.
-
-    Raises:
-      InvalidInputError: arrays of wrong shapes; outside jit also rows that the pool does not have.
-
-    >>> from pagedattn import append_tokens, init_block_pool
-    >>> pool, _ = append_tokens(init_block_pool(4, 4, max_seqs=2, max_blocks=2), jnp.array([5, 0]))
-    >>> pool, freed = release(pool, jnp.array([0, 1]))
-    >>> freed.tolist(), int(pool.num_free)
-    ([[0, 1], [-1, -1]], 4)
-    """
-    pool = validate.pool(pool)
-    (seqs,) = validate.rows(pool.max_seqs, seqs=seqs)
-
-    def end(pool, seq):
-        row = pool.block_tables.at[seq].get(mode="clip")
-        owned = jnp.arange(pool.max_blocks) < pool.seq_blocks.at[seq].get(mode="clip")
-        known = in_range(seq, pool.max_seqs)
-        pool, freed = _give_back(pool, jnp.where(owned & known, row, -1))
-        lens = set_at(pool.seq_lens, jnp.where(known, seq, -1), 0)
-        return replace(pool, seq_lens=lens), freed
-
-    return jax.lax.scan(end, pool, seqs)
-
-
 def _adopt(pool, rows, tables, lens):
     """Sets tables and lengths of rows (-1: none), and counts one more owner of their blocks."""
     used = jnp.arange(pool.max_blocks)[None] < cdiv(lens, pool.block_size)[:, None]
@@ -175,25 +111,6 @@ def _adopt(pool, rows, tables, lens):
         ref_counts=add_at(pool.ref_counts, blocks, 1),
         block_tables=set_at(pool.block_tables, rows, tables),
         seq_lens=set_at(pool.seq_lens, rows, lens),
-    )
-
-
-def _give_back(pool, blocks):
-    """Takes one reference from each of the distinct blocks (-1: none); frees those without any."""
-    ref_counts = add_at(pool.ref_counts, blocks, -1)
-    unowned = (blocks >= 0) & (ref_counts.at[blocks].get(mode="clip") == 0)
-    freed = jnp.where(unowned, blocks, -1)
-    return push_free(replace(pool, ref_counts=ref_counts), freed), freed
-
-
-def push_free(pool: BlockPool, blocks: Int[Array, "n"]) -> BlockPool:
-    """The pool with distinct blocks that nobody owns (-1: none) on its stack of free ones."""
-    freed = blocks >= 0
-    at = jnp.where(freed, pool.num_free + jnp.cumsum(freed, dtype=jnp.int32) - 1, -1)
-    return replace(
-        pool,
-        free_blocks=set_at(pool.free_blocks, at, blocks),
-        num_free=pool.num_free + freed.sum(dtype=jnp.int32),
     )
 
 

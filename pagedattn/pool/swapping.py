@@ -11,7 +11,7 @@ from ..ragged import cdiv, in_range, set_at
 from . import checks as validate
 from .block_pool import BlockPool, given_back
 from .growth import append_tokens
-from .sharing import release
+from .releasing import release
 
 
 @jax.tree_util.register_dataclass
@@ -63,6 +63,14 @@ def swap_in(
     Copy the blocks with `swap_blocks(host_cache, cache, swap.src, swap.dst)`.
 
     Returns, Raises: as `swap_out`.
+
+    >>> from pagedattn import init_block_pool
+    >>> host = init_block_pool(9, 4, max_seqs=3, max_blocks=2)
+    >>> pool, _ = append_tokens(init_block_pool(4, 4, max_seqs=2, max_blocks=2), jnp.array([5, 0]))
+    >>> pool, host, _ = swap_out(pool, host, jnp.array([0]), jnp.array([2]))
+    >>> pool, host, swap = swap_in(pool, host, jnp.array([2]), jnp.array([1]))
+    >>> pool.seq_lens.tolist(), host.seq_lens.tolist(), swap.ok.tolist()
+    ([0, 5], [0, 0, 0], [True])
     """
     pool, host_pool, seqs, host_seqs = validate.swap(pool, host_pool, seqs, host_seqs)
     host_pool, pool, swap = _move(host_pool, pool, host_seqs, seqs)

@@ -8,7 +8,7 @@ from jaxtyping import Array, Int
 from ..ragged import add_at
 from . import checks as validate
 from .block_pool import BlockPool
-from .sharing import push_free
+from .releasing import push_free
 
 
 def release_behind(

@@ -20,6 +20,12 @@ def assert_attention_close(
         name: who computed it, for the message.
 
     Padding rows, and rows that see no key and have no sink, must be exactly 0 and -inf.
+
+    Example:
+        >>> from pagedattn import AttentionSpec
+        >>> from pagedattn.testing import attend, random_problem
+        >>> problem = random_problem([1, 3], [9, 3], AttentionSpec())
+        >>> assert_attention_close(*attend(problem, backend="xla"), problem)
     """
     expected = expect(expected) if isinstance(expected, Problem) else expected
     empty = np.isneginf(expected.lse)

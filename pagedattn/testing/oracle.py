@@ -192,7 +192,13 @@ def reference_write(
     value: np.ndarray,
     slot_mapping: Sequence[int] | np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """New caches with token t at slot `slot_mapping[t]`; slots outside the cache write nothing."""
+    """New caches with token t at slot `slot_mapping[t]`; slots outside the cache write nothing.
+
+    Example:
+        >>> cache, row = np.zeros((2, 2, 1, 1)), np.ones((1, 1, 1))
+        >>> reference_write(cache, cache, row, row, [3])[0].ravel().tolist()
+        [0.0, 0.0, 0.0, 1.0]
+    """
     key_cache, value_cache = key_cache.copy(), value_cache.copy()
     num_blocks, block_size = key_cache.shape[:2]
     for t, slot in enumerate(int(s) for s in slot_mapping):

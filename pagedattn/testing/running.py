@@ -19,7 +19,15 @@ from .problem import Problem
 
 
 def batch_of(problem: Problem) -> BatchMetadata:
-    """The batch of a problem, by `make_batch`; its shapes are those of the problem."""
+    """The batch of a problem, by `make_batch`; its shapes are those of the problem.
+
+    Example:
+        >>> from pagedattn import AttentionSpec
+        >>> from pagedattn.testing import random_problem
+        >>> problem = random_problem([1, 3], [9, 3], AttentionSpec())
+        >>> batch_of(problem).seq_lens.tolist()
+        [9, 3]
+    """
     cross = min(problem.context_lens, default=0) < 0
     return make_batch(
         list(problem.query_lens),
@@ -33,7 +41,15 @@ def batch_of(problem: Problem) -> BatchMetadata:
 
 
 def cache_of(problem: Problem) -> KVCache:
-    """The cache of a problem as JAX arrays."""
+    """The cache of a problem as JAX arrays.
+
+    Example:
+        >>> from pagedattn import AttentionSpec
+        >>> from pagedattn.testing import random_problem
+        >>> problem = random_problem([1, 3], [9, 3], AttentionSpec())
+        >>> cache_of(problem).block_size
+        4
+    """
     names = ("key_cache", "value_cache", "key_scale", "value_scale")
     arrays = jax.tree.map(jnp.asarray, [getattr(problem, name) for name in names])
     return KVCache(*arrays, value_dim=problem.value_dim)
@@ -48,7 +64,19 @@ def attend_in_jit(query, cache, batch, spec, *, backend, return_lse, **arrays):
 def attend(
     problem: Problem, *, backend: str | Backend | None, jit: bool = False, return_lse: bool = True
 ) -> Any:
-    """`paged_attention` on a problem: `(out, lse)`, or out alone without `return_lse`."""
+    """`paged_attention` on a problem: `(out, lse)`, or out alone without `return_lse`.
+
+    Raises:
+        UnsupportedError, BackendUnavailableError: as `paged_attention`.
+
+    Example:
+        >>> from pagedattn import AttentionSpec
+        >>> from pagedattn.testing import random_problem
+        >>> problem = random_problem([1, 3], [9, 3], AttentionSpec())
+        >>> out, lse = attend(problem, backend="xla")
+        >>> out.shape, lse.shape
+        ((4, 4, 16), (4, 4))
+    """
     call = attend_in_jit if jit else paged_attention
     rows = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
     arrays = jax.tree.map(jnp.asarray, problem.arrays)

@@ -1,0 +1,1 @@
+"""The backends that run on torch tensors."""

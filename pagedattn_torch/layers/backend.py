@@ -21,7 +21,12 @@ Pairs = Int[Tensor, "n 2"] | Sequence[Sequence[int]] | Mapping[int, int | Iterab
 
 
 class AttentionBackend:
-    """The names under which an engine finds a layer's parts; a subclass fills them in."""
+    """The names under which an engine finds a layer's parts; a subclass fills them in.
+
+    >>> from pagedattn_torch import TorchSDPABackend
+    >>> TorchSDPABackend.get_name(), TorchSDPABackend.get_kv_cache_shape(8, 16, 2, 64)
+    ('TORCH_SDPA', (2, 8, 16, 2, 64))
+    """
 
     name: ClassVar[str]
     impl_cls: ClassVar[type[AttentionImpl]]
@@ -31,30 +36,38 @@ class AttentionBackend:
 
     @classmethod
     def get_name(cls) -> str:
+        """The name by which engines choose it."""
         return cls.name
 
     @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:
+        """The class of its layers."""
         return cls.impl_cls
 
     @classmethod
     def get_metadata_cls(cls) -> type[AttentionMetadata]:
+        """The class of its steps' metadata."""
         return cls.metadata_cls
 
     @classmethod
     def get_state_cls(cls) -> type[AttentionState]:
+        """The class of what an engine keeps between steps."""
         return AttentionState
 
     @classmethod
     def make_metadata(cls, **fields: Any) -> AttentionMetadata:
-        """A metadata object of this backend."""
+        """A metadata object of this backend, of the fields of `AttentionMetadata`.
+
+        Raises:
+          InvalidInputError: fields contradict each other, or have wrong shapes or dtypes.
+        """
         return cls.metadata_cls(**fields)
 
     @staticmethod
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
     ) -> tuple[int, ...]:
-        """The shape of one layer's cache, the same for every backend: see `layout`."""
+        """The shape of one layer's cache, the same for every backend: `kv_cache_shape`."""
         return kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size)
 
     @staticmethod

@@ -24,6 +24,17 @@ class AttentionState:
       runner: has `device`; `graph_block_tables`, an int array `[max_batch_size, max_blocks]`;
         `attn_backend`, a backend class; `max_seq_len_to_capture`; and for encoder-decoder models
         `get_max_block_per_batch()`.
+
+    >>> from types import SimpleNamespace
+    >>> from pagedattn_torch import TorchSDPABackend
+    >>> tables = torch.zeros(8, 4, dtype=torch.int32)
+    >>> runner = SimpleNamespace(device="cpu", graph_block_tables=tables, max_seq_len_to_capture=64,
+    ...                          attn_backend=TorchSDPABackend)
+    >>> state = AttentionState(runner)
+    >>> with state.graph_capture(max_batch_size=8):
+    ...     meta = state.graph_capture_get_metadata_for_batch(4)
+    >>> meta.block_tables.shape, meta.num_decode_tokens
+    (torch.Size([4, 4]), 4)
     """
 
     def __init__(self, runner: Any):

@@ -5,6 +5,7 @@ its own: `TRITON_INTERPRET=1 python -m pytest tests/backends/triton_interpreted.
 """
 
 import dataclasses
+import itertools
 
 import hypothesis
 import ml_dtypes
@@ -124,9 +125,11 @@ def splits(problem: Problem) -> int:
     return tiling(call_of(*arrays, problem.spec), backend._device(arrays[0].device)).splits
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("max_query_len", [8, 32])
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, np.float32) for name in SPECS), *itertools.product(["plain", "all"], DTYPES[1:])],
+)
 def test_every_feature(name, max_query_len, dtype):
     """Prefill, chunk, decode, empty and padding, by given tiles and by searched ones."""
     check(mixed(SPECS[name], dtype=dtype, max_query_len=max_query_len))

@@ -28,7 +28,7 @@ from pagedattn import (
 )
 from pagedattn.backends import xla
 from pagedattn.registry import Framework, can_load
-from pagedattn.testing import batch_of, cache_of, harness, random_problem
+from pagedattn.testing import batch_of, cache_of, harness, random_problem, running
 
 
 def test_unknown_backends():
@@ -231,7 +231,7 @@ def test_check_backend_fails_a_wrong_backend(monkeypatch):
             query, cache, batch, dataclasses.replace(spec, sliding_window=None), **kwargs
         )
 
-    monkeypatch.setattr(harness, "paged_attention", forgetful)
+    monkeypatch.setattr(running, "paged_attention", forgetful)
     monkeypatch.setattr(harness, "PHASES", {"mixed": harness.PHASES["mixed"]})
     keep(monkeypatch, "plain", "sliding_window")
     with pytest.raises(AssertionError, match=r"cells failed(.|\n)*sliding_window"):
@@ -245,7 +245,7 @@ def test_check_backend_wants_reasons_that_name_the_feature(monkeypatch, reason):
             raise UnsupportedError(reason)
         return paged_attention(query, cache, batch, spec, **kwargs)
 
-    monkeypatch.setattr(harness, "paged_attention", picky)
+    monkeypatch.setattr(running, "paged_attention", picky)
     monkeypatch.setattr(harness, "PHASES", {"mixed": harness.PHASES["mixed"]})
     keep(monkeypatch, "plain", "logits_soft_cap")
     if reason == "just because":

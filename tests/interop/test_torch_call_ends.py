@@ -32,7 +32,7 @@ def alone(code: str, before: str = "") -> subprocess.CompletedProcess:
     code = "\n".join([before, textwrap.dedent(start), textwrap.dedent(code)])
     command, environment = [sys.executable, "-c", code], os.environ | {"JAX_PLATFORMS": "cpu"}
     return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+        command, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
 
 

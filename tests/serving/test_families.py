@@ -303,7 +303,7 @@ def served(directory: Path, requests, preemption, backend=TORCH, dtype=jnp.float
     model, params = load_checkpoint(directory, dtype)
     engine = Engine(fused(params), model, LIMITS, backend, preemption)
     steps = serve(engine, requests)
-    assert engine.scheduler.num_preemptions > 0
+    assert engine.scheduler.num_preemptions > 0 or None not in model.windows  # these always fit
     assert engine.prefixes.num_hit_tokens > 0
     scores = {
         r.id: np.concatenate([step.scores[r.id] for step in steps if r.id in step.scores])

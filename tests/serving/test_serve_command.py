@@ -85,14 +85,14 @@ def test_it_serves_and_ends_in_order(folder):
     )
     url = process.stdout.readline().decode().split()[-1]
     body = {"model": "tiny-bytes", "prompt": "a", "max_tokens": 60, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=300) as answer:
         events = answer.iter_lines()
         first = next(events)
         process.send_signal(signal.SIGTERM)
         rest = list(events)
     assert "error" not in first + "".join(rest)
     assert rest[-2] == "data: [DONE]"
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert (process.returncode, errors) == (0, b"")
 
 

@@ -132,7 +132,7 @@ def cluster(folder):
 
 def ask(url, prompt, **body):
     body = {"model": "tiny", "prompt": prompt, "temperature": 0, **body}
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=60, verify=False)
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=300, verify=False)
 
 
 def metric(url, name):

@@ -8,7 +8,7 @@ import openai
 import pytest
 from http_server import ECHO, serving
 from serving.engine import Engine
-from serving.initial import init_params
+from serving.initial import large_params
 from serving.request import Request
 from serving.sampling import Sampling
 from tiny import ROOMY, TINY
@@ -21,7 +21,7 @@ CHAT = [{"role": "user", "content": PROMPT}]
 
 def engine():
     with jax.ensure_compile_time_eval():
-        params = jax.tree.map(lambda leaf: 8 * leaf, init_params(BYTES, jax.random.key(0)))
+        params = large_params(BYTES, jax.random.key(0))
     return Engine(params, BYTES, ROOMY, "xla")
 
 

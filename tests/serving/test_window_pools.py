@@ -8,7 +8,7 @@ import pytest
 from serving.drawing import pick
 from serving.engine import Engine
 from serving.families.mistral import Mistral
-from serving.occupancy import blocks_used
+from serving.occupancy import blocks_used, plot_occupancy
 from serving.parity import dense_logits
 from serving.preemption import Recompute, Swap
 from serving.request import Request
@@ -82,6 +82,8 @@ def test_blocks_behind_the_window_are_given_back_while_serving():
     assert blocks_used(full).max() == 3 * 10  # of 39 tokens each
     assert blocks_used(windowed).max() <= 3 * MOST
     assert blocks_used(windowed[-10:]).max() <= 3 * 3  # six tokens are in sight
+    pools, _ = plot_occupancy(owners, 20, engine.memory.num_blocks).axes
+    assert [list(line.get_ydata()) for line in pools.lines][-1] == [59.5, 59.5]
     check(engine, requests)
 
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from serving.engine import Engine, Step
 from serving.families.llama import Llama
-from serving.initial import init_params
+from serving.initial import large_params
 from serving.limits import Limits
 from serving.request import Request
 from serving.sampling import GREEDY
@@ -31,9 +31,8 @@ ROOMY = Limits(
 
 @functools.cache
 def tiny_params() -> dict:
-    """Large weights, so that a random model's choices are far from ties."""
     with jax.ensure_compile_time_eval():  # for the first call may be made while something traces
-        return jax.tree.map(lambda leaf: 8 * leaf, init_params(TINY, jax.random.key(0)))
+        return large_params(TINY, jax.random.key(0))
 
 
 def tiny_requests(lengths=(1, 25, 3, 9, 8, 2, 17, 30, 5), decoding=GREEDY) -> list[Request]:

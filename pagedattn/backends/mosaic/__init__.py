@@ -1,11 +1,23 @@
-"""Paged attention of long queries on Hopper GPUs, in Pallas Mosaic GPU: JAX and nothing else.
+"""Paged attention on Hopper GPUs, in Pallas Mosaic GPU: JAX and nothing else.
 
-Pages are loaded by TMA, one load a page, so that a cache in blocks of 16 costs what one in a row
-does.
+One kernel for long queries, one for latent caches. Pages are loaded by TMA, one load a page, so
+that a cache in blocks of 16 costs what one in a row does.
 """
 
 from ...backend import Backend
 from ...gradient import with_xla_gradient
-from .launch import HONOURS, refusals, run, unfit
+from . import launch
+from .latents import launch as latents
 
-BACKEND = Backend("mosaic", HONOURS, with_xla_gradient(run), refusals, unfit)
+
+def _kernel(call):
+    return latents if call.value_dim else launch
+
+
+BACKEND = Backend(
+    "mosaic",
+    launch.HONOURS | {"value_dim"},
+    with_xla_gradient(lambda call, *arrays: _kernel(call).run(call, *arrays)),
+    lambda call: _kernel(call).refusals(call),
+    lambda call: _kernel(call).unfit(call),
+)

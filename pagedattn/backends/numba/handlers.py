@@ -1,5 +1,7 @@
 """The functions that XLA calls: without Python and the GIL, on any of its threads."""
 
+from ctypes import sizeof
+
 from ...kernels.cpu.compiled import TASKS
 from ...kernels.cpu.compiling import fast
 from ...kernels.cpu.job import job_at
@@ -32,6 +34,7 @@ NUM_RESULTS = ffi.Frame.results.offset + ffi.Buffers.size.offset
 ATTRIBUTES = ffi.Frame.attributes.offset + ffi.Attributes.items.offset
 DATA, DIMS = ffi.Buffer.data.offset, ffi.Buffer.dims.offset
 ARRAY_DATA, ARRAY_SIZE = ffi.Array.data.offset, ffi.Array.size.offset
+SCHEDULE_BYTES, DESTROY_BYTES = sizeof(ffi.Schedule), sizeof(ffi.ErrorDestroy)
 SCHEDULE, ERROR_DESTROY = ffi.Api.schedule.offset, ffi.Api.error_destroy.offset
 
 tasks = symbol(TASKS)
@@ -140,15 +143,15 @@ def invite(frame, job, task):
     helpers = job_at(job).threads - 1
     if helpers == 0:
         return
-    api, request = at(frame, API), malloc(40)
-    put_int64(request, 0, 40)
+    api, request = at(frame, API), malloc(SCHEDULE_BYTES)  # a `ffi.Schedule`
+    put_int64(request, 0, SCHEDULE_BYTES)
     put_int64(request, 1, 0)
     put_int64(request, 2, at(frame, CONTEXT))
     put_int64(request, 3, task)
     put_int64(request, 4, job)
     for _ in range(helpers):
         error = call_at(at(api, SCHEDULE), request)
-        if error != 0:
+        if error != 0:  # this helper will not come: it leaves the job here
             destroy(api, error)
             leave(job)
     free(request)
@@ -156,8 +159,9 @@ def invite(frame, job, task):
 
 @fast
 def destroy(api, error):
-    request = malloc(24)
-    put_int64(request, 0, 24)
+    """Frees an error of XLA's; there is nothing to do about it, since this thread works anyway."""
+    request = malloc(DESTROY_BYTES)  # a `ffi.ErrorDestroy`
+    put_int64(request, 0, DESTROY_BYTES)
     put_int64(request, 1, 0)
     put_int64(request, 2, error)
     call_at(at(api, ERROR_DESTROY), request)

@@ -1,4 +1,8 @@
-"""The handlers as machine code, under the names by which XLA finds them."""
+"""The handlers as machine code, under the names by which XLA finds them.
+
+Each compares the frame's address with `version`, which it never is: so the closure holds the number
+of the sources, by which Numba finds out that code on disk is of other ones (`compiled.py`).
+"""
 
 import functools
 

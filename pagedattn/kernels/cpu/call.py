@@ -19,10 +19,11 @@ HONOURS = frozenset(
     | {"cache_dtype", "value_dim", "bias", "return_lse"}
 )
 DTYPES = "bfloat16", "float16", "float32"
-LONGEST = 32  # queries of a sequence
+LONGEST = 32  # the most queries of a sequence that the kernel computes; others are `long_ones`
 
 
 def refusals(call: Call) -> list[str]:
+    """Why the kernel cannot run a call."""
     if call.dtype in DTYPES:
         return []
     return [f"it computes {', '.join(DTYPES)}, not {call.dtype}"]
@@ -51,6 +52,7 @@ def numbers(call: Call) -> np.ndarray:
 
 
 def options(call: Call, threads: int) -> np.ndarray:
+    """The integers of a call, in the order in which `describe` of the numba backend reads them."""
     window = NO_WINDOW if call.window is None else call.window
     facts = call.spec.causal, window, LONGEST, threads, *itemsizes(call)
     facts = *facts, CODES[cache_dtype_of(call)], call.bias is not None

@@ -28,7 +28,10 @@ NUMBER, NOTHING = types.intp, types.void
 
 
 def machine_code(signature, function: Callable) -> Any:
-    """A C function. What a closure holds is part of its key on disk: let it hold `sources()`."""
+    """A C function. What a closure holds is part of its key on disk: let it hold `sources()`.
+
+    The functions below do so by comparing an address with it, which is never equal.
+    """
     try:
         return cfunc(signature, cache=True, **MODE)(function)
     except RuntimeError:  # no folder to write to

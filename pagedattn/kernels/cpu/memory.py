@@ -50,16 +50,6 @@ put_int32, put_int64, put_float32 = map(_setter, (types.int32, types.int64, type
 
 
 @intrinsic
-def address_of(typing, pointer):
-    """The address that a pointer holds."""
-
-    def code(context, builder, signature, args):
-        return builder.ptrtoint(args[0], ir.IntType(64))
-
-    return types.intp(pointer), code
-
-
-@intrinsic
 def add_at(typing, address, number):
     """Adds to an int64 that other threads use too, and gives what was there before."""
 
@@ -99,18 +89,3 @@ def symbol(name):
         return types.intp(), code
 
     return address
-
-
-@intrinsic
-def prefetch(typing, address):
-    """Asks for the cache line of an address, which need not be valid."""
-
-    def code(context, builder, signature, args):
-        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
-        fetch = builder.module.declare_intrinsic("llvm.prefetch", (byte,), kind)
-        hints = [ir.Constant(word, hint) for hint in (0, 2, 1)]  # to read, keep, data
-        builder.call(fetch, [builder.inttoptr(args[0], byte), *hints])
-        return context.get_dummy_value()
-
-    return types.void(types.intp), code

@@ -13,7 +13,7 @@ from .memory import get_float32, get_int32, get_int64, memcpy, memset, put_float
 from .mix import mix_1, mix_2, mix_4, set_weights
 from .weights import CHUNK, NONE, mask_and_soften
 
-LEAD_BYTES = 1 << 13
+LEAD_BYTES = 1 << 13  # of keys, all heads together: how far ahead they are fetched
 
 
 @fast

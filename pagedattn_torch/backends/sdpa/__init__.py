@@ -70,8 +70,8 @@ def _dtype(call) -> torch.dtype:
 def _results(call: Call, query, out) -> tuple[Tensor, Tensor]:
     """Memory for out and lse, filled as for tokens that see no key.
 
-    Not on a CPU it has one row more, a bin: rectangles write there what they compute for their
-    padding, since to leave that out they would have to wait for the device.
+    On other devices than a CPU it has one row more, which is thrown away: rectangles write there
+    what they compute for their padding, since to leave that out they would wait for the device.
     """
     num_rows = call.num_tokens + (call.device != "cpu")
     given = out if out is not None and call.device == "cpu" else (None, None)

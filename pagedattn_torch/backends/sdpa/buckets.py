@@ -36,9 +36,9 @@ class Rows(NamedTuple):
 
     tables: Int[Tensor, "size max_blocks"]
     first_blocks: Int[Tensor, "size"]
-    starts: Int[Tensor, "size"]  # of the queries
+    starts: Int[Tensor, "size"]
     query_lens: Int[Tensor, "size"]
-    contexts: Int[Tensor, "size"]  # keys before the first query
+    contexts: Int[Tensor, "size"]
     num_keys: Int[Tensor, "size"]
 
     def take(self, which) -> "Rows":

@@ -100,9 +100,7 @@ def _packed(call, query, cache, batch):
     out, lse = _attend(fmha().flash.FwOp, call, grouped, key, value, mask)
     lse = _heads_last(lse)
     live = torch.arange(call.num_tokens, device=query.device) < batch.query_start_loc[-1]
-    seeing = live[:, None] & (
-        lse != torch.inf
-    )  # +inf is FlashAttention's lse of a row without keys
+    seeing = live[:, None] & (lse != torch.inf)  # which is FlashAttention's lse of no key
     out = out.view(call.out_shape).masked_fill(~seeing[..., None], 0)
     return out, lse.where(seeing, -torch.inf)
 

@@ -1,0 +1,173 @@
+"""The two warpgroups that multiply: steps of keys in turn, each sums half of the columns.
+
+A warpgroup computes the weights of every other step. It multiplies them with its half of the
+values, and so does the other one, which finds them in shared memory: while one is busy with its
+softmax the other keeps the matrix unit at work. Sums and largest logits go to and fro with the
+weights, so that both know them after every step.
+"""
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from . import softmax
+from .results import store
+from .shape import HALF, KEYS, ROWS, Shape
+from .softmax import LAYOUT, State
+
+ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
+
+
+def compute(shape: Shape, arrays, memory, barriers, pieces, tile, me: int):
+    plgpu.set_max_registers(232, action="increase")
+
+    def visit(piece, index, _):
+        plgpu.barrier_wait(barriers.query_full)
+        out, state = Walk(shape, memory, barriers, piece, me).all()
+        store(shape, arrays, memory, piece, tile, me, out, state)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(barriers.query_free)
+        return ()
+
+    pieces(visit, ())
+    plgpu.wait_smem_to_gmem(0)
+
+
+class Walk:
+    """The steps of one piece in one warpgroup: 0, 2, ... or 1, 3, ..."""
+
+    def __init__(self, shape: Shape, memory, barriers, piece, me: int):
+        self.shape, self.memory, self.barriers = shape, memory, barriers
+        self.piece, self.me, self.other = piece, me, 1 - me
+
+    def all(self):
+        """Sums of weighted values, and the state after the last step."""
+        zeros = plgpu.layout_cast(jnp.zeros((ROWS, HALF), jnp.float32), LAYOUT)
+        none = State(softmax.row_vector(-jnp.inf), softmax.row_vector(0.0))
+        pair = self.even if self.me == 0 else self.odd
+        pairs = lax.div(self.piece.steps, jnp.int32(2))
+        carry = pair(jnp.int32(0), (zeros, none), masked=True)
+        return lax.fori_loop(jnp.int32(1), pairs, pair, carry)
+
+    def even(self, i, carry, masked=False):
+        """A step of this warpgroup, then the values of the next one, which is the other's."""
+        out, state = carry
+
+        def keys(x_ref):
+            self.multiply_keys(x_ref)
+            return x_ref[...]
+
+        x = pl.run_scoped(keys, ACC((ROWS, KEYS)))
+        plgpu.barrier_arrive(self.barriers.rest_free.at[self.me])
+        new = self.weigh(x, 2 * i, state, masked)
+        out, state = self.own_values(2 * i, out, new, masked)
+
+        def values(out_ref):
+            new = self.other_values(out_ref, out, state)
+            return out_ref[...], new
+
+        result = pl.run_scoped(values, ACC((ROWS, HALF)))
+        plgpu.barrier_arrive(self.values_free(self.other))
+        return result
+
+    def odd(self, i, carry, masked=False):
+        """A step of this warpgroup, beside the values of the one before, which is the other's."""
+        out, state = carry
+        step = 2 * i + 1
+
+        def products(x_ref, out_ref):
+            self.multiply_keys(x_ref)
+            between = self.other_values(out_ref, out, state)
+            x = plgpu.wgmma_accumulator_load(x_ref, wait_n=1)
+            plgpu.barrier_arrive(self.barriers.rest_free.at[self.me])
+            new = lax.optimization_barrier(self.weigh(x, step, between, masked))
+            return out_ref[...], new
+
+        out, new = pl.run_scoped(products, ACC((ROWS, KEYS)), ACC((ROWS, HALF)))
+        plgpu.barrier_arrive(self.values_free(self.other))
+        return self.own_values(step, out, new, masked)
+
+    def multiply_keys(self, x_ref):
+        """What became free first is there first."""
+        memory, barriers, me = self.memory, self.barriers, self.me
+        zero = opaque(0)
+        plgpu.barrier_wait(barriers.rest_full.at[me])
+        rest = memory.rest.at[me + zero].transpose((1, 0))
+        plgpu.wgmma(x_ref, memory.query_rest.at[zero], rest)
+        for half in (me, self.other):
+            plgpu.barrier_wait(barriers.values_full.at[2 * half + me])
+            keys = memory.values.at[half + zero, me].transpose((1, 0))
+            plgpu.wgmma(x_ref, memory.query.at[half + zero], keys)
+
+    def other_values(self, out_ref, out, before):
+        """Adds what the other's weights give; returns the state that they came with."""
+        slot = self.other
+        plgpu.barrier_wait(self.barriers.weights.at[slot])
+        plgpu.barrier_wait(self.barriers.values_full.at[2 * self.me + slot])
+        state = self.read_state()
+        kept = softmax.kept(before.top, state.top)
+        out_ref[...] = out * softmax.wide(kept, out)
+        zero = opaque(0)
+        values = self.memory.values.at[self.me + zero, slot]
+        plgpu.wgmma(out_ref, self.memory.weights.at[zero], values)
+        return state
+
+    def own_values(self, step, out, new, masked):
+        weights, state, kept = new
+        plgpu.commit_smem()
+        self.memory.weights.at[0][...] = weights
+        self.memory.state.at[0][...] = state.top
+        self.memory.state.at[1][...] = state.total
+        if masked:
+            self.hide_values(step)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.barriers.weights.at[self.me])
+
+        def products(out_ref):
+            plgpu.wgmma(out_ref, weights, self.memory.values.at[self.me + opaque(0), self.me])
+
+        out, kept = lax.optimization_barrier((out, kept))  # the other one does not wait for it
+        out = pl.run_state(products)(ACC.init(out * softmax.wide(kept, out)))
+        plgpu.barrier_arrive(self.values_free(self.me))
+        return out, state
+
+    def weigh(self, x, step, state, masked):
+        x = self.visible(x, step) if masked else x
+        weights, state, kept = softmax.weigh(self.shape, x, state)
+        return weights.astype(self.memory.weights.dtype), state, kept
+
+    def values_free(self, slot):
+        return self.barriers.values_free.at[2 * self.me + slot]
+
+    def read_state(self):
+        state = self.memory.state
+        layout = LAYOUT.reduce(1)
+        return State(*(plgpu.load(state.at[i], (), layout=layout) for i in range(2)))
+
+    def visible(self, x, step):
+        hidden = self.piece.limit - (self.piece.last - step) * KEYS
+        column = plgpu.broadcasted_iota(jnp.int32, (ROWS, KEYS), 1, layout=LAYOUT)
+        return jnp.where(column < hidden, x, -jnp.inf)
+
+    def hide_values(self, step):
+        """Zeros for the values that no query sees: a weight of 0 leaves NaN as it is."""
+        inside = self.piece.limit - (self.piece.last - step) * KEYS
+
+        @pl.when((inside > 0) & (inside < KEYS))
+        def zeros():
+            row = plgpu.broadcasted_iota(jnp.int32, (KEYS, KEYS), 0, layout=LAYOUT)
+            for half in range(2):
+                for begin in range(0, HALF, KEYS):
+                    part = self.memory.values.at[half, self.me, :, pl.ds(begin, KEYS)]
+                    values = plgpu.load(part, (), layout=LAYOUT)
+                    part[...] = jnp.where(row < inside, values, jnp.zeros_like(values))
+
+
+def opaque(value: int):
+    """A number that the compiler does not know, anew at each step.
+
+    It would compute the addresses of all operands before the loop, and keep them where there is
+    room: in local memory.
+    """
+    return lax.optimization_barrier(jnp.int32(value))

@@ -1,0 +1,122 @@
+"""One persistent program a multiprocessor: two warpgroups that compute and one that loads."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from .compute import compute
+from .loads import load
+from .pieces import Work, pieces_of_part
+from .shape import HALF, KEYS, REST, ROWS, SWIZZLE, VALUE_DIM, Shape
+
+
+class Arrays(NamedTuple):
+    """In the device's memory."""
+
+    query: Any
+    latents: Any
+    tables: Any
+    tokens: Any
+    parts: Any
+    out: Any
+    lse: Any
+    part_out: Any  # in two of the query's dtype, what the first leaves is in the second
+    part_lse: Any
+
+
+class Memory(NamedTuple):
+    """In a multiprocessor's memory; `values` are two halves of columns, each of two steps."""
+
+    query: Any
+    query_rest: Any
+    values: Any
+    rest: Any
+    weights: Any
+    state: Any
+    lse: Any
+
+
+class Barriers(NamedTuple):
+    query_full: Any
+    query_free: Any
+    values_full: Any
+    values_free: Any
+    rest_full: Any
+    rest_free: Any
+    weights: Any  # by which warpgroup they were made
+
+
+def attention(shape: Shape, query, latents, tables, work: Work):
+    """out, lse `f32[num_tokens, tiles, 64]`, and the partial results of pieces in their slots."""
+
+    def body(*refs):
+        run = functools.partial(program, shape, Arrays(*refs))
+        scratch = memory_of(query.dtype), barriers_of(shape)
+        pl.run_scoped(run, *scratch, collective_axes="wg")
+
+    rows = shape.num_heads, VALUE_DIM
+    return plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((shape.num_tokens, *rows), query.dtype),
+            jax.ShapeDtypeStruct((shape.num_tokens, shape.tiles, ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((2, shape.slots, *rows), query.dtype),
+            jax.ShapeDtypeStruct((shape.slots, shape.tiles, ROWS), jnp.float32),
+        ),
+        grid=(shape.parts * shape.tiles,),
+        grid_names=("program",),
+        num_threads=3,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
+        ),
+    )(query, latents, tables, *work)
+
+
+def memory_of(dtype) -> Memory:
+    transforms = plgpu.TilingTransform((8, SWIZZLE // 2)), plgpu.SwizzleTransform(SWIZZLE)
+
+    def tiled(*sizes):
+        return plgpu.SMEM(sizes, dtype, transforms=transforms)
+
+    return Memory(
+        tiled(2, ROWS, HALF),
+        tiled(1, ROWS, REST),
+        tiled(2, 2, KEYS, HALF),
+        tiled(2, KEYS, REST),
+        tiled(1, ROWS, KEYS),
+        plgpu.SMEM((2, ROWS), jnp.float32),
+        plgpu.SMEM((ROWS,), jnp.float32),
+    )
+
+
+def barriers_of(shape: Shape) -> Barriers:
+    def barrier(arrivals, *slots):
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots or 1)
+
+    values = barrier(shape.pages, 4), barrier(1, 4)
+    return Barriers(
+        barrier(3), barrier(2), *values, barrier(shape.pages, 2), barrier(1, 2), barrier(1, 2)
+    )
+
+
+def program(shape: Shape, arrays: Arrays, memory: Memory, barriers: Barriers):
+    warpgroup, me = lax.axis_index("wg"), lax.axis_index("program")
+    part, tile = lax.div(me, jnp.int32(shape.tiles)), lax.rem(me, jnp.int32(shape.tiles))
+    work = Work(arrays.tokens, arrays.parts)
+    pieces = functools.partial(pieces_of_part, shape, part, work)
+
+    for half in range(2):
+
+        @pl.when(warpgroup == half)
+        def computing(half=half):
+            compute(shape, arrays, memory, barriers, pieces, tile, half)
+
+    @pl.when(warpgroup == 2)
+    def loading():
+        load(shape, arrays, memory, barriers, pieces, tile)

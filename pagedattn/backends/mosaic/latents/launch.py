@@ -1,0 +1,71 @@
+"""From a call to the kernel: what it takes, and its launch."""
+
+import functools
+
+import jax
+
+from ....call import Call
+from ..launch import DTYPES, _unsupported_device
+from .kernel import attention
+from .merge import merge
+from .pieces import work_of
+from .shape import HEAD_DIM, KEYS, ROWS, VALUE_DIM, Shape
+
+HONOURS = ("scale", "causal", "value_dim", "return_lse")
+LONGEST = 16  # query tokens of a sequence up to which it was measured
+
+
+def refusals(call: Call) -> list[str]:
+    """Why the kernel cannot run a call; empty when it can."""
+    return _unsupported(call) + _unsupported_device()
+
+
+def unfit(call: Call) -> list[str]:
+    """Why another backend is likely faster: the rule of `backend=None`, measured on an H200."""
+    if call.longest_query > LONGEST:
+        return [f"long queries: max_query_len is {call.longest_query}, above {LONGEST}"]
+    return []
+
+
+def _unsupported(call) -> list[str]:
+    options = [option for option in call.asked if option not in HONOURS]
+    reasons = [f"{option}: not with values among the keys' columns" for option in options]
+    if call.strides.value:
+        reasons.append("value_dim: values of another width must be columns of the keys")
+    if call.dtype not in DTYPES:
+        reasons.append(f"it takes {' and '.join(DTYPES)}, got {call.dtype}")
+    if (call.head_dim, call.out_dim) != (HEAD_DIM, VALUE_DIM):
+        reasons.append(
+            f"latents must have {HEAD_DIM} columns, {VALUE_DIM} of them values, "
+            f"got {call.head_dim} and {call.out_dim}"
+        )
+    if call.num_kv_heads != 1 or call.num_heads % ROWS:
+        reasons.append(
+            f"latents need one KV head and a multiple of {ROWS} query heads, "
+            f"got {call.num_kv_heads} and {call.num_heads}"
+        )
+    if call.block_size % 8 or (KEYS % call.block_size and call.block_size % KEYS):
+        reasons.append(
+            f"block_size must be 8, 16, 32 or a multiple of {KEYS}, got {call.block_size}"
+        )
+    return reasons
+
+
+def run(call: Call, query, cache, batch):
+    """out and lse of a call; every element of both is written by the kernels."""
+    return attend(call, query, cache, batch, jax.devices("gpu")[0].core_count)
+
+
+@functools.partial(jax.jit, static_argnames=("call", "programs"))
+def attend(call: Call, query, cache, batch, programs):
+    """`run` for a GPU of so many multiprocessors, wherever this is traced."""
+    shape = shape_of(call, programs)
+    work = work_of(shape, batch.query_start_loc, batch.seq_lens)
+    results = attention(shape, query, cache.key, batch.block_tables, work)
+    out, lse = merge(shape, work, *results)
+    return out, lse.reshape(call.lse_shape) if call.return_lse else None
+
+
+def shape_of(call: Call, programs: int) -> Shape:
+    sizes = call.num_tokens, call.num_heads, call.num_blocks, call.block_size
+    return Shape(*sizes, call.num_seqs, call.max_blocks, call.spec, programs)

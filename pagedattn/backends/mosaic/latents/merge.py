@@ -1,0 +1,119 @@
+"""Joins the partial results of tokens whose keys were cut into pieces, in place.
+
+A program for every border between two parts, and for some heads: most find no token there that
+begins before it, and are done.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from .pieces import Work, last_part_of, piece_at
+from .shape import ROWS, VALUE_DIM, Shape
+
+WARPGROUPS = 4
+HEADS = 2  # of one warpgroup
+AT_ONCE = 4  # pieces that are loaded together
+LAYOUT = plgpu.Layout.WG_STRIDED((VALUE_DIM,), 4)
+
+
+class Arrays(NamedTuple):
+    out: Any
+    lse: Any
+    part_out: Any
+    part_lse: Any
+    tokens: Any
+    parts: Any
+
+
+class State(NamedTuple):
+    """Of one head: the largest lse so far, the sum of weights, and the weighted sum of results."""
+
+    top: Any
+    total: Any
+    summed: Any
+
+
+def merge(shape: Shape, work: Work, out, lse, part_out, part_lse):
+    """out and lse, those of cut tokens from their pieces."""
+    if shape.parts == 1:
+        return out, lse
+    chunks = shape.num_heads // (WARPGROUPS * HEADS)
+    mesh = plgpu.Mesh(
+        grid=(shape.parts - 1, chunks),
+        grid_names=("part", "chunk"),
+        num_threads=WARPGROUPS,
+        thread_name="wg",
+    )
+    params = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
+
+    def in_place(refs):
+        @pl.core_map(mesh, compiler_params=params)
+        def program():
+            border(shape, refs)
+
+    arrays = pl.run_state(in_place)(Arrays(out, lse, part_out, part_lse, *work))
+    return arrays.out, arrays.lse
+
+
+def border(shape: Shape, arrays: Arrays):
+    part, work = lax.axis_index("part"), Work(arrays.tokens, arrays.parts)
+    piece = piece_at(part, work.parts[part, 3] - 1, work, jnp.int32(0))
+    goes_on = (piece.slot == 2 * part + 1) & (work.parts[part, 3] > 0)
+
+    @pl.when(goes_on)
+    def cut():
+        last = last_part_of(work, piece.token)
+        chunk = lax.axis_index("chunk") * WARPGROUPS + lax.axis_index("wg")
+        heads = [chunk * HEADS + i for i in range(HEADS)]
+        states = [piece_state(arrays, piece.slot, head) for head in heads]
+        step = functools.partial(join, arrays, heads, part, last)
+        times = lax.div(last - part + (AT_ONCE - 1), jnp.int32(AT_ONCE))
+        for head, state in zip(heads, lax.fori_loop(0, times, step, states), strict=True):
+            store(arrays, piece.token, head, state)
+
+
+def piece_state(arrays: Arrays, slot, head) -> State:
+    """A state that begins with one piece."""
+    lse = arrays.part_lse[slot, lax.div(head, jnp.int32(ROWS)), lax.rem(head, jnp.int32(ROWS))]
+    some = lse > -jnp.inf
+    weight = jnp.where(some, 1.0, 0.0)
+    return State(lse, weight, result(arrays, slot, head) * weight)
+
+
+def result(arrays: Arrays, slot, head):
+    high, low = (
+        plgpu.load(arrays.part_out.at[i, slot, head], (), layout=LAYOUT).astype(jnp.float32)
+        for i in range(2)
+    )
+    return high + low
+
+
+def join(arrays: Arrays, heads, part, last, i, states):
+    """Some pieces more, each in the first slot of its part; the last may come twice, as nothing."""
+    begin = part + 1 + i * AT_ONCE
+    for k in range(AT_ONCE):
+        slot = 2 * jnp.minimum(begin + k, last)
+        new = [piece_state(arrays, slot, head) for head in heads]
+        states = [joined(a, b, begin + k <= last) for a, b in zip(states, new, strict=True)]
+    return states
+
+
+def joined(a: State, b: State, wanted) -> State:
+    b_top = jnp.where(wanted, b.top, -jnp.inf)
+    top = jnp.maximum(a.top, b_top)
+    base = jnp.where(top == -jnp.inf, 0.0, top)
+    old, new = jnp.exp(a.top - base), jnp.exp(b_top - base)
+    return State(top, a.total * old + b.total * new, a.summed * old + b.summed * new)
+
+
+def store(arrays: Arrays, token, head, state: State):
+    share = jnp.where(state.total > 0, 1 / jnp.where(state.total > 0, state.total, 1.0), 0.0)
+    out = (state.summed * share).astype(arrays.out.dtype)
+    arrays.out.at[token, head][...] = out
+    tile, row = lax.div(head, jnp.int32(ROWS)), lax.rem(head, jnp.int32(ROWS))
+    arrays.lse[token, tile, row] = state.top + jnp.log(state.total)

@@ -1,0 +1,219 @@
+"""Latent caches on Hopper: how their work is cut, on the CPU; programs up to the GPU's assembler.
+
+On a Hopper GPU their results too, by the oracle.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pagedattn import (
+    AttentionSpec,
+    KVCache,
+    explain,
+    init_kv_cache,
+    init_latent_cache,
+    make_batch,
+    paged_attention,
+)
+from pagedattn.call import call_of
+from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
+
+plgpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
+if not hasattr(plgpu, "warp_map"):
+    pytest.skip("this JAX has no warps in Pallas Mosaic GPU", allow_module_level=True)
+
+from pagedattn.backends.mosaic.latents import launch, pieces  # noqa: E402
+from pagedattn.backends.mosaic.latents.launch import attend  # noqa: E402
+from pagedattn.backends.mosaic.latents.shape import KEYS, Shape  # noqa: E402
+
+BF16 = ml_dtypes.bfloat16
+HOPPER = jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == "9.0"
+hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+LENGTHS = [0, 1, 15, 16, 17, 63, 64, 65, 4096, 1000]
+VERIFY = [3, 2, 0, 1, 4], [70, 2, 9, 300, 129]
+
+
+def shape_of(num_tokens, num_seqs, *, programs=132, heads=128, **spec):
+    return Shape(
+        num_tokens, heads, 9, 16, num_seqs, 10**4, AttentionSpec(**spec), programs=programs
+    )
+
+
+def work_of(shape, query_lens, seq_lens):
+    starts = np.append(0, np.cumsum(query_lens))
+    lengths = jnp.asarray(starts, jnp.int32), jnp.asarray(seq_lens, jnp.int32)
+    return pieces.work_of(shape, *lengths)
+
+
+def pieces_of(shape, work, part):
+    """Those of a part, as a program finds them."""
+    found, done = [], jnp.int32(0)
+    for index in range(int(work.parts[part, 3])):
+        found.append(pieces.piece_at(jnp.int32(part), index, work, done))
+        done += found[-1].steps
+    return [pieces.Piece(*map(int, piece)) for piece in found]
+
+
+@pytest.mark.parametrize("programs", [4, 132])
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens"),
+    [([1] * 10, LENGTHS), ([1], [131072]), ([1] * 64, [4096] * 64), VERIFY],
+    ids=["ragged", "one", "alike", "verify"],
+)
+def test_each_key_is_in_one_piece(query_lens, seq_lens, programs):
+    """Of each token, padding too; partial results have a slot of their own; parts are alike."""
+    num_tokens = sum(query_lens) + 3
+    shape = shape_of(num_tokens, len(query_lens), programs=programs)
+    work = work_of(shape, query_lens, seq_lens)
+    found = [pieces_of(shape, work, part) for part in range(shape.parts)]
+    seen, slots = np.zeros((num_tokens, 2**17), int), []
+    for piece in (piece for part in found for piece in part):
+        end = min(piece.limit, (piece.last + 1) * KEYS)
+        seen[piece.token, max(0, (piece.last - piece.steps + 1) * KEYS) : end] += 1
+        assert piece.steps % 2 == 0
+        slots += [piece.slot] * (piece.slot >= 0)
+    position = np.concatenate(
+        [np.arange(k - q, k) for q, k in zip(query_lens, seq_lens, strict=False)]
+    )
+    want = np.zeros_like(seen)
+    for token, last in enumerate(position):
+        want[token, : last + 1] = 1
+    tokens = {piece.token for part in found for piece in part}
+    assert tokens == set(range(num_tokens))
+    np.testing.assert_array_equal(np.minimum(seen, 1), want)
+    assert len(set(slots)) == len(slots)
+    assert all(0 <= slot < shape.slots for slot in slots)
+    steps = [sum(piece.steps for piece in part) for part in found]
+    assert max(steps) <= max(1.2 * sum(steps) / len(steps) + 8, 64)
+
+
+@pytest.mark.parametrize("starts", [[-5, 30, 10**6, 7], [0, 0, 0, 0], [9, 3, 2, 1]])
+def test_bad_lengths_stay_inside_the_arrays(starts):
+    shape = shape_of(33, 3)
+    seq_lens = jnp.array([10**6, -3, 2**31 - 1], jnp.int32)
+    work = pieces.work_of(shape, jnp.array(starts, jnp.int32), seq_lens)
+    tokens, parts = map(np.asarray, work)
+    assert ((tokens[:, 0] >= 0) & (tokens[:, 0] < 3)).all()
+    assert ((tokens[:, 1] >= 0) & (tokens[:, 1] <= shape.max_blocks * shape.block_size)).all()
+    visited = parts[:, 2] + parts[:, 3]
+    assert (visited[parts[:, 3] > 0] <= 33).all()
+
+
+def refusals(num_heads=128, head_dim=576, value_dim=512, block_size=16, dtype=jnp.bfloat16, **spec):
+    sizes = {"head_dim": head_dim, "value_dim": value_dim, "dtype": dtype}
+    cache = init_latent_cache(4, block_size, **sizes)
+    query, batch = (
+        jnp.zeros((1, num_heads, head_dim), dtype),
+        make_batch([1], [0], [[1]], block_size=block_size),
+    )
+    return launch._unsupported(call_of(query, cache, batch, AttentionSpec(**spec)))
+
+
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [
+        ({"head_dim": 512, "value_dim": 256}, "columns"),
+        ({"num_heads": 16}, "query heads"),
+        ({"block_size": 12}, "block_size"),
+        ({"block_size": 96}, "block_size"),
+        ({"dtype": jnp.float32}, "float32"),
+        ({"sliding_window": 4}, "sliding_window"),
+        ({"logits_soft_cap": 4.0}, "logits_soft_cap"),
+    ],
+)
+def test_refusals(bad, named):
+    assert refusals() == []
+    (reason,) = refusals(**bad)
+    assert named in reason
+
+
+def test_values_in_a_plane_of_their_own_are_refused():
+    cache = init_kv_cache(4, 16, 1, 576, jnp.bfloat16, value_dim=512)
+    query, batch = jnp.zeros((1, 64, 576), jnp.bfloat16), make_batch([1], [0], [[1]], block_size=16)
+    (reason,) = launch._unsupported(call_of(query, cache, batch, AttentionSpec()))
+    assert "value_dim" in reason
+
+
+@pytest.mark.parametrize(
+    ("heads", "block_size", "dtype", "spec"),
+    [
+        (128, 16, jnp.bfloat16, AttentionSpec(scale=0.07)),
+        (64, 128, jnp.float16, AttentionSpec(scale=-0.07, causal=False)),
+    ],
+)
+def test_lowers(heads, block_size, dtype, spec):
+    """The call as XLA would hand it to the GPU's assembler: attention, and the merge of pieces."""
+    cache = KVCache(jax.ShapeDtypeStruct((9, block_size, 1, 576), dtype), None, value_dim=512)
+    query = jax.ShapeDtypeStruct((3, heads, 576), dtype)
+    batch = make_batch([1, 2], [20, 0], [[2, 1], [0]], block_size=block_size)
+    placed = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (query, cache))
+    call = call_of(*placed, batch, spec, return_lse=True)
+    lowered = attend.trace(call, query, cache, batch, 132).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    assert text.count("@mosaic_gpu") == 2
+    assert "output_operand_alias" in text  # the merge is in place
+
+
+def problem_of(query_lens, seq_lens, spec=AttentionSpec(scale=192**-0.5), **sizes):
+    latents = {"head_dim": 576, "value_dim": 512, "latent": True, "num_kv_heads": 1}
+    sizes = latents | {"num_heads": 128, "block_size": 16, "dtype": BF16} | sizes
+    return random_problem(query_lens, seq_lens, spec, **sizes)
+
+
+def check(problem, programs=132):
+    arrays = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
+    call = call_of(*arrays, problem.spec, return_lse=True)
+    assert_attention_close(*attend(call, *arrays, programs), problem, name="mosaic")
+
+
+@hopper
+@pytest.mark.parametrize("programs", [2, 6, 132])
+def test_lengths(programs):
+    """With keys cut in many ways, padding, and NaN wherever no query looks."""
+    check(problem_of([1] * len(LENGTHS), LENGTHS, pad_tokens=len(LENGTHS) + 3), programs)
+
+
+@hopper
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("sizes", [{"num_heads": 64, "block_size": 64}, {"block_size": 8}])
+def test_several_queries(sizes, causal):
+    check(problem_of(*VERIFY, AttentionSpec(causal=causal), pad_tokens=12, **sizes))
+
+
+@hopper
+@pytest.mark.parametrize("sizes", [{"block_size": 256}, {"dtype": np.float16, "num_heads": 192}])
+def test_sizes(sizes):
+    check(problem_of([1, 1], [3000, 77], AttentionSpec(scale=-0.04), **sizes))
+
+
+@hopper
+def test_one_long_sequence():
+    check(problem_of([1], [40000]))
+
+
+@hopper
+def test_it_is_chosen():
+    problem = problem_of([1] * 4, [70, 1, 0, 300])
+    arrays = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
+    assert explain(*arrays, problem.spec).choice == "mosaic"
+    got = paged_attention(*arrays, problem.spec, return_lse=True)
+    assert_attention_close(*got, problem, name="mosaic")
+
+
+@hopper
+def test_bad_values_stay_inside_the_arrays():
+    problem = problem_of([1, 1, 2], [900, 1, 333], poison=None)
+    batch = batch_of(problem)
+    wild = jnp.full_like(batch.block_tables, 2**31 - 1).at[1].set(-3)
+    bad = dataclasses.replace(batch, block_tables=wild, seq_lens=jnp.full(3, 10**6, jnp.int32))
+    arrays = jnp.asarray(problem.query), cache_of(problem)
+    call = call_of(*arrays, bad, problem.spec, return_lse=True)
+    out, _ = attend(call, *arrays, bad, 132)
+    assert jnp.isfinite(out).all()
+    bad = dataclasses.replace(bad, query_start_loc=jnp.array([-5, 30, 10**6, 7], jnp.int32))
+    jax.block_until_ready(attend(call, *arrays, bad, 132))
