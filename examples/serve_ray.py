@@ -224,7 +224,8 @@ def main() -> None:
     serve.run(app, name=APP, route_prefix="/")
     print(f"{args.model.resolve().name} is served at http://127.0.0.1:{args.port}", flush=True)
     wait_for_a_signal()
-    serve.shutdown()  # replicas end what they run
+    serve.delete(APP)  # nothing new is taken, and what runs ends; shutdown would cut it off
+    serve.shutdown()
     ray.shutdown()
 
 

@@ -59,6 +59,9 @@ def short_program(call: Call, programs: int, rows: int, num_sms: int):
     elif call.max_keys >= 256 * one_wave:
         splits, min_keys = one_wave, 128
         program = Program(rows, keys=128, num_warps=4, num_stages=4 if in_eight_bits(call) else 3)
+        if splits == 1 and not in_eight_bits(call):
+            # Two on each multiprocessor: smaller steps, of which more are under way.
+            program = program._replace(keys=64, num_stages=5)
     else:
         # So few keys that most of the time goes into starting the programs.
         splits, min_keys = 6 * num_sms // programs, 64
