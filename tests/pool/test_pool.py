@@ -339,6 +339,15 @@ def test_growth_traces_once_and_works_in_place():
     assert pointers == [x.unsafe_buffer_pointer() for x in (pool.free_blocks, pool.ref_counts)]
 
 
+@pytest.mark.parametrize("function", [pa.append_tokens, pa.release, pa.drop_blocks])
+def test_what_is_called_again_outside_jit_compiles_nothing(function, caplog):
+    ids = {pa.append_tokens: i32(1, 1, 0), pa.release: i32(0), pa.drop_blocks: i32(1, -1)}[function]
+    pool, _ = function(filled(), ids)
+    with jax.log_compiles():
+        function(pool, ids)
+    assert not caplog.text
+
+
 def test_more_tokens_than_the_static_bound_are_refused():
     pool, growth = pa.append_tokens(filled(), i32(3, 1, 0), max_new_tokens=2)
     assert growth.ok.tolist() == [False, True, True]
