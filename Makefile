@@ -10,6 +10,8 @@ SERVE_VENV := .venv-serve
 OLDEST_VENV := .venv-oldest
 NEWEST_VENV := .venv-newest
 SMOKE_VENV := .venv-smoke
+# What test-deep runs.
+DEEP ?= tests/deep
 # Tests that need JAX alone.
 WITHOUT_TORCH := tests/pool tests/core/test_batch.py tests/core/test_cache.py tests/core/test_jit.py \
 	tests/core/test_state.py tests/core/test_across.py tests/backends/test_properties.py
@@ -40,10 +42,12 @@ test: $(VENV)/ready
 		$(OPTIMISED:%=--ignore=%)
 	$(KEPT) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(OPTIMISED)
 
-# Hours: 20 000 examples a backend, 50 000 hostile calls, mutants, ten minutes of threads.
+# More than an hour: 20 000 examples a backend, 50 000 hostile calls, mutants, ten minutes of threads.
+# A part: make test-deep DEEP="tests/deep/test_oracle_long.py -k xla-jit", or fewer: PAGEDATTN_FUZZ=1000
+# calls, PAGEDATTN_EXAMPLES=1000 a backend, PAGEDATTN_SOAK=60 seconds.
 test-deep: $(VENV)/ready
-	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=deep \
-		$(BIN)/python -m pytest -q -rP -n 2 --dist worksteal -m deep tests
+	$(KEPT) OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=deep \
+		$(BIN)/python -m pytest -q -rP -n 2 --dist worksteal -m deep $(DEEP)
 
 # The oldest versions that pyproject.toml allows.
 test-oldest: $(OLDEST_VENV)/ready

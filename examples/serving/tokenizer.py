@@ -24,7 +24,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     path = directory / "tokenizer.json"
     if not path.exists():
         return BYTES
-    import tokenizers  # pip install tokenizers  # pyright: ignore[reportMissingImports]
+    import tokenizers  # pip install tokenizers
 
     theirs = tokenizers.Tokenizer.from_file(str(path))
     return Tokenizer(encode=lambda text: theirs.encode(text).ids, decode=theirs.decode)

@@ -30,15 +30,7 @@ def drop_blocks(pool: BlockPool, blocks: Integer[Any, "n"]) -> tuple[BlockPool, 
     """
     pool = validate.pool(pool)
     blocks = validate.ids_or_none("blocks", blocks, pool.num_blocks)
-
-    def drop(pool, block):
-        held = pool.hold_counts.at[block].get(mode="clip") > 0
-        block = jnp.where(in_range(block, pool.num_blocks) & held, block, -1)[None]
-        pool = replace(pool, hold_counts=add_at(pool.hold_counts, block, -1))
-        pool, freed = _give_back(pool, block)
-        return pool, freed[0]
-
-    return jax.lax.scan(drop, pool, blocks)
+    return jax.lax.scan(_drop_one, pool, blocks)
 
 
 def release(
@@ -63,16 +55,27 @@ def release(
     """
     pool = validate.pool(pool)
     (seqs,) = validate.rows(pool.max_seqs, seqs=seqs)
+    return jax.lax.scan(_release_one, pool, seqs)
 
-    def end(pool, seq):
-        row = pool.block_tables.at[seq].get(mode="clip")
-        owned = jnp.arange(pool.max_blocks) < pool.seq_blocks.at[seq].get(mode="clip")
-        known = in_range(seq, pool.max_seqs)
-        pool, freed = _give_back(pool, jnp.where(owned & known, row, -1))
-        lens = set_at(pool.seq_lens, jnp.where(known, seq, -1), 0)
-        return replace(pool, seq_lens=lens), freed
 
-    return jax.lax.scan(end, pool, seqs)
+# Not inside the functions that scan them: outside jit a new body would be a new program.
+
+
+def _drop_one(pool, block):
+    held = pool.hold_counts.at[block].get(mode="clip") > 0
+    block = jnp.where(in_range(block, pool.num_blocks) & held, block, -1)[None]
+    pool = replace(pool, hold_counts=add_at(pool.hold_counts, block, -1))
+    pool, freed = _give_back(pool, block)
+    return pool, freed[0]
+
+
+def _release_one(pool, seq):
+    row = pool.block_tables.at[seq].get(mode="clip")
+    owned = jnp.arange(pool.max_blocks) < pool.seq_blocks.at[seq].get(mode="clip")
+    known = in_range(seq, pool.max_seqs)
+    pool, freed = _give_back(pool, jnp.where(owned & known, row, -1))
+    lens = set_at(pool.seq_lens, jnp.where(known, seq, -1), 0)
+    return replace(pool, seq_lens=lens), freed
 
 
 def _give_back(pool, blocks):

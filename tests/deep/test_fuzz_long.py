@@ -17,5 +17,6 @@ PARTS = 10  # so that several processes share them
 def test_no_foreign_exception_at_all(family, part):
     count = int(CALLS * SHARES[family] / PARTS)
     first = 1_000_000 + part * count  # seeds that the short form does not have
+    print(f"{count} calls from seed {first} on")
     failures = fuzz(getattr(public_calls, family), range(first, first + count))
     assert not failures, "\n".join(map(str, failures))

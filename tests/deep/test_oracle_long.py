@@ -22,4 +22,5 @@ def test_matches_the_oracle(backend, mode, part):
     def check(problem):
         assert_attention_close(*run(problem, backend, mode), problem, name=backend)
 
+    print(f"{EXAMPLES} examples of seed {part}")
     check()

@@ -19,7 +19,7 @@ from pagedattn.testing import reference_attention
 
 MAX_SEQS, MAX_BLOCKS, BLOCK_SIZE, HEAD_DIM = 4, 3, 2, 4
 CAPACITY = MAX_BLOCKS * BLOCK_SIZE
-POOL_SIZES = (3, 9)  # eager calls are compiled for each
+POOL_SIZE = 6  # of both sides: eager calls are compiled for each size; half of what rows can hold
 
 
 def both(function, *args, **static):
@@ -33,6 +33,9 @@ def both(function, *args, **static):
 @functools.cache
 def _jit(function, static):
     return jax.jit(functools.partial(function, **dict(static)))
+
+
+ATTEND = jax.jit(pa.paged_attention, static_argnames=("spec", "backend"))
 
 
 def i32(*values):
@@ -119,9 +122,9 @@ class Side:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    @initialize(size=st.sampled_from(POOL_SIZES))
-    def start(self, size):
-        self.device, self.host, self.next_token = Side(size), Side(6), 0
+    @initialize()
+    def start(self):
+        self.device, self.host, self.next_token = Side(POOL_SIZE), Side(POOL_SIZE), 0
 
     @rule(counts=st.tuples(*[st.sampled_from([0, 0, 1, 1, 2, 5, 7])] * MAX_SEQS))
     def append(self, counts):
@@ -243,7 +246,7 @@ class PoolMachine(RuleBasedStateMachine):
         batch = pa.batch_from_pool(side.pool, i32(*lens), num_tokens=MAX_SEQS, max_query_len=1)
         query = np.random.default_rng(self.next_token).uniform(-1, 1, (MAX_SEQS, 2, HEAD_DIM))
         query = jnp.asarray(query, jnp.float32)
-        out = pa.paged_attention(query, side.cache, batch, spec, backend="xla")
+        out = ATTEND(query, side.cache, batch, spec, backend="xla")
         expected, _ = reference_attention(
             *(np.asarray(x) for x in (query, side.cache.key, side.cache.value)),
             *(np.asarray(x) for x in (batch.block_tables, batch.seq_lens, batch.query_start_loc)),
@@ -334,6 +337,15 @@ def test_growth_traces_once_and_works_in_place():
         assert growth.ok.all()
     assert len(traces) == 1
     assert pointers == [x.unsafe_buffer_pointer() for x in (pool.free_blocks, pool.ref_counts)]
+
+
+@pytest.mark.parametrize("function", [pa.append_tokens, pa.release, pa.drop_blocks])
+def test_what_is_called_again_outside_jit_compiles_nothing(function, caplog):
+    ids = {pa.append_tokens: i32(1, 1, 0), pa.release: i32(0), pa.drop_blocks: i32(1, -1)}[function]
+    pool, _ = function(filled(), ids)
+    with jax.log_compiles():
+        function(pool, ids)
+    assert not caplog.text
 
 
 def test_more_tokens_than_the_static_bound_are_refused():

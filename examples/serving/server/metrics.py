@@ -29,7 +29,7 @@ class Metrics:
         self.tokens = Counter(f"{PREFIX}generated_tokens", "Of answers.", registry=registry)
         self.first = self._seconds("time_to_first_token", "Until text came.")
         self.whole = self._seconds("request", "Until the answer was complete.")
-        registry.register(self)  # pyright: ignore[reportArgumentType]  # it has a `collect`
+        registry.register(self)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
