@@ -12,7 +12,7 @@ STYLES = {"yes": "green", "no": "red", "ok": "green"}
 
 def coloured(shown: list[str | text.Table]) -> str:
     """The parts as text. Nothing in it is markup: `pagedattn[ipex]` stays as it is."""
-    console = Console(width=text.WIDTH, markup=False, highlight=False)
+    console = Console(width=text.width(), markup=False, highlight=False)
     with console.capture() as captured:
         for part in shown:
             console.print(part if isinstance(part, str) else table(part))

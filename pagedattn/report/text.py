@@ -1,5 +1,6 @@
-"""The report as text for a screen of 80 columns: by rich, or plainly where rich is missing."""
+"""The report as text for a screen of up to 80 columns: by rich, or plainly without rich."""
 
+import shutil
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -7,8 +8,12 @@ from typing import Any
 from ..features import ATTENTION_TYPES
 
 Table = list[Sequence[str]]  # rows, the heading first
-WIDTH = 79
 TYPES = f"Attention of each type ({', '.join(ATTENTION_TYPES)}); partly: not of all."
+
+
+def width() -> int:
+    """Columns to fill: 79, fewer on a narrower screen (or by COLUMNS), 40 at least."""
+    return max(40, min(80, shutil.get_terminal_size().columns) - 1)
 
 
 def parts(found: dict[str, Any]) -> list[str | Table]:
@@ -59,13 +64,14 @@ def plain(shown: list[str | Table]) -> str:
 
 
 def _paragraph(text: str) -> str:
-    return textwrap.fill(text, WIDTH, subsequent_indent="  ")
+    return textwrap.fill(text, width(), subsequent_indent="  ")
 
 
 def _aligned(rows: Table) -> str:
     """Columns as wide as their widest entry; where they do not fit, the widest are wrapped."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    while sum(widths) + 2 * (len(widths) - 1) > WIDTH:
+    most = width()
+    while sum(widths) + 2 * (len(widths) - 1) > most:
         widths[widths.index(max(widths))] -= 1
     return "\n".join(line for row in rows for line in _lines(row, widths))
 

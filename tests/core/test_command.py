@@ -138,9 +138,19 @@ def test_strategies_say_what_to_install():
     assert "pip install 'pagedattn[testing]'" in done.stdout
 
 
+@pytest.mark.parametrize(("columns", "most"), [("200", 79), ("60", 59), ("3", 40)])
+def test_a_report_fits_the_screen(monkeypatch, columns, most):
+    """As wide as the screen, from 40 columns to 79."""
+    monkeypatch.setenv("COLUMNS", columns)
+    shown = ["many words " * 40, [("feature", "xla"), ("many words " * 40, "yes")]]
+    for made in (text.plain(shown), coloured(shown)):
+        lines = [line.rstrip() for line in made.splitlines()]
+        assert most - 12 < max(map(len, lines)) <= most
+
+
 def test_a_table_of_many_columns_fits():
     """As on a machine with a GPU, whose backends are more."""
     rows = [[f"{'a long word ' * n}{i}" for i, n in enumerate((1, 5, 9, 1, 3))]] * 2
     lines = text.plain([rows]).splitlines()
-    assert max(map(len, lines)) <= text.WIDTH
+    assert max(map(len, lines)) <= text.width()
     assert " ".join(lines).count("long") == 2 * 19
