@@ -53,7 +53,7 @@ def work_of(shape, query_lens, seq_lens):
 def pieces_of(shape, work, part):
     """Those of a part, as a program finds them."""
     found, done = [], jnp.int32(0)
-    for index in range(int(work.parts[part, 3])):
+    for index in range(int(work.count[part])):
         found.append(pieces.piece_at(jnp.int32(part), index, work, done))
         done += found[-1].steps
     return [pieces.Piece(*map(int, piece)) for piece in found]
@@ -77,7 +77,9 @@ def test_each_key_is_in_one_piece(query_lens, seq_lens, programs):
         seen[piece.token, max(0, (piece.last - piece.steps + 1) * KEYS) : end] += 1
         assert piece.steps % 2 == 0
         slots += [piece.slot] * (piece.slot >= 0)
-    position = np.concatenate([np.arange(k - q, k) for q, k in zip(query_lens, seq_lens)])
+    position = np.concatenate(
+        [np.arange(k - q, k) for q, k in zip(query_lens, seq_lens, strict=True)]
+    )
     want = np.zeros_like(seen)
     for token, last in enumerate(position):
         want[token, : last + 1] = 1
@@ -95,11 +97,10 @@ def test_bad_lengths_stay_inside_the_arrays(starts):
     shape = shape_of(33, 3)
     seq_lens = jnp.array([10**6, -3, 2**31 - 1], jnp.int32)
     work = pieces.work_of(shape, jnp.array(starts, jnp.int32), seq_lens)
-    tokens, parts = map(np.asarray, work)
-    assert ((tokens[:, 0] >= 0) & (tokens[:, 0] < 3)).all()
-    assert ((tokens[:, 1] >= 0) & (tokens[:, 1] <= shape.max_blocks * shape.block_size)).all()
-    visited = parts[:, 2] + parts[:, 3]
-    assert (visited[parts[:, 3] > 0] <= 33).all()
+    work = jax.tree.map(np.asarray, work)
+    assert ((work.sequence >= 0) & (work.sequence < 3)).all()
+    assert ((work.key_len >= 0) & (work.key_len <= shape.max_blocks * shape.block_size)).all()
+    assert ((work.first + work.count)[work.count > 0] <= 33).all()
 
 
 def refusals(num_heads=128, head_dim=576, value_dim=512, block_size=16, dtype=jnp.bfloat16, **spec):

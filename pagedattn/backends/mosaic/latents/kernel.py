@@ -21,8 +21,7 @@ class Arrays(NamedTuple):
     query: Any
     latents: Any
     tables: Any
-    tokens: Any
-    parts: Any
+    work: Work
     out: Any
     lse: Any
     part_out: Any  # in two of the query's dtype, what the first leaves is in the second
@@ -55,7 +54,9 @@ def attention(shape: Shape, query, latents, tables, work: Work):
     """out, lse `f32[num_tokens, tiles, 64]`, and the partial results of pieces in their slots."""
 
     def body(*refs):
-        run = functools.partial(program, shape, Arrays(*refs))
+        inputs, work, outputs = refs[:3], refs[3:-4], refs[-4:]
+        arrays = Arrays(*inputs, Work(*work), *outputs)
+        run = functools.partial(program, shape, arrays)
         scratch = memory_of(query.dtype), barriers_of(shape)
         pl.run_scoped(run, *scratch, collective_axes="wg")
 
@@ -108,8 +109,7 @@ def barriers_of(shape: Shape) -> Barriers:
 def program(shape: Shape, arrays: Arrays, memory: Memory, barriers: Barriers):
     warpgroup, me = lax.axis_index("wg"), lax.axis_index("program")
     part, tile = lax.div(me, jnp.int32(shape.tiles)), lax.rem(me, jnp.int32(shape.tiles))
-    work = Work(arrays.tokens, arrays.parts)
-    pieces = functools.partial(pieces_of_part, shape, part, work)
+    pieces = functools.partial(pieces_of_part, part, arrays.work)
 
     for half in range(2):
 
