@@ -21,7 +21,8 @@ class Arrays(NamedTuple):
     query: Any
     latents: Any
     tables: Any
-    work: Work
+    tokens: Any
+    parts: Any
     out: Any
     lse: Any
     part_out: Any  # in two of the query's dtype, what the first leaves is in the second
@@ -54,9 +55,7 @@ def attention(shape: Shape, query, latents, tables, work: Work):
     """out, lse `f32[num_tokens, tiles, 64]`, and the partial results of pieces in their slots."""
 
     def body(*refs):
-        inputs, work, outputs = refs[:3], refs[3:-4], refs[-4:]
-        arrays = Arrays(*inputs, Work(*work), *outputs)
-        run = functools.partial(program, shape, arrays)
+        run = functools.partial(program, shape, Arrays(*refs))
         scratch = memory_of(query.dtype), barriers_of(shape)
         pl.run_scoped(run, *scratch, collective_axes="wg")
 
@@ -109,7 +108,8 @@ def barriers_of(shape: Shape) -> Barriers:
 def program(shape: Shape, arrays: Arrays, memory: Memory, barriers: Barriers):
     warpgroup, me = lax.axis_index("wg"), lax.axis_index("program")
     part, tile = lax.div(me, jnp.int32(shape.tiles)), lax.rem(me, jnp.int32(shape.tiles))
-    pieces = functools.partial(pieces_of_part, part, arrays.work)
+    work = Work(arrays.tokens, arrays.parts)
+    pieces = functools.partial(pieces_of_part, shape, part, work)
 
     for half in range(2):
 

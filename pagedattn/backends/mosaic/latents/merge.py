@@ -26,7 +26,8 @@ class Arrays(NamedTuple):
     lse: Any
     part_out: Any
     part_lse: Any
-    work: Work
+    tokens: Any
+    parts: Any
 
 
 class State(NamedTuple):
@@ -55,14 +56,14 @@ def merge(shape: Shape, work: Work, out, lse, part_out, part_lse):
         def program():
             border(shape, refs)
 
-    arrays = pl.run_state(in_place)(Arrays(out, lse, part_out, part_lse, work))
+    arrays = pl.run_state(in_place)(Arrays(out, lse, part_out, part_lse, *work))
     return arrays.out, arrays.lse
 
 
 def border(shape: Shape, arrays: Arrays):
-    part, work = lax.axis_index("part"), arrays.work
-    piece = piece_at(part, work.count[part] - 1, work, jnp.int32(0))
-    goes_on = (piece.slot == 2 * part + 1) & (work.count[part] > 0)
+    part, work = lax.axis_index("part"), Work(arrays.tokens, arrays.parts)
+    piece = piece_at(part, work.parts[part, 3] - 1, work, jnp.int32(0))
+    goes_on = (piece.slot == 2 * part + 1) & (work.parts[part, 3] > 0)
 
     @pl.when(goes_on)
     def cut():

@@ -17,12 +17,8 @@ from .shape import FEWEST, KEYS, OVERHEAD, Shape
 class Work(NamedTuple):
     """As `int32` arrays in the device's memory."""
 
-    sequence: Any  # [num_tokens]
-    key_len: Any  # [num_tokens]: the keys that it sees
-    start: Any  # [num_tokens]: where it begins in the row
-    share: Any  # [1]: the length of a part of the row
-    first: Any  # [parts]: the first token of a part
-    count: Any  # [parts]: how many tokens it has something of
+    tokens: Any  # [num_tokens, 3]: sequence, keys that it sees, where it begins in the row
+    parts: Any  # [parts, 4]: where it begins and ends in the row, first token, number of tokens
 
 
 class Piece(NamedTuple):
@@ -38,21 +34,18 @@ class Piece(NamedTuple):
 
 
 def work_of(shape: Shape, query_start_loc, seq_lens) -> Work:
-    """The whole work, cut into parts.
-
-    Sums over pairs of tokens, not running ones: XLA makes one kernel of them, in place of many.
-    """
+    """The whole work, cut into parts."""
     sequence, key_len = keys_of_tokens(shape, query_start_loc, seq_lens)
     cost = jnp.maximum(cdiv(key_len, KEYS), 1) + OVERHEAD
-    token = jnp.arange(shape.num_tokens, dtype=jnp.int32)
-    pairs = jnp.broadcast_to(cost, (shape.num_tokens, shape.num_tokens))
-    start = jnp.sum(jnp.where(token < token[:, None], pairs, 0), axis=1, dtype=jnp.int32)
-    total, longest = jnp.sum(pairs, axis=1, dtype=jnp.int32)[:1], jnp.max(pairs, axis=1)[:1]
-    share = share_of(shape, total, longest)
-    begin = jnp.arange(shape.parts, dtype=jnp.int32)[:, None] * share
-    first = count(start + cost <= begin)
-    behind = count(start + OVERHEAD < begin + share)
-    return Work(sequence, key_len, start, share, first, behind - first)
+    ends = jnp.cumsum(cost, dtype=jnp.int32)
+    starts = ends - cost
+    share = share_of(shape, cost, ends[-1])
+    begins = jnp.arange(shape.parts, dtype=jnp.int32) * share
+    first = count(ends[None, :] <= begins[:, None])
+    behind = count(starts[None, :] + OVERHEAD < begins[:, None] + share)
+    tokens = jnp.stack([sequence, key_len, starts], axis=1).astype(jnp.int32)
+    parts = jnp.stack([begins, begins + share, first, behind - first], axis=1)
+    return Work(tokens, parts.astype(jnp.int32))
 
 
 def count(flags):
@@ -70,17 +63,18 @@ def keys_of_tokens(shape: Shape, query_start_loc, seq_lens):
     if shape.spec.causal:
         seen = seen - (starts[sequence + 1] - 1 - token)
     live = (behind < shape.num_seqs) & (token >= starts[0])
-    return sequence.astype(jnp.int32), jnp.where(live, jnp.clip(seen, 0, key_len[sequence]), 0)
+    return sequence, jnp.where(live, jnp.clip(seen, 0, key_len[sequence]), 0)
 
 
-def share_of(shape: Shape, total, longest):
+def share_of(shape: Shape, cost, total):
     """The cost of a part; whole tokens where these are about alike, since merging costs too."""
     share = jnp.maximum(cdiv(total, shape.parts), OVERHEAD + FEWEST)
+    longest = jnp.max(cost)
     whole = cdiv(share, longest) * longest
     return jnp.where(10 * whole <= 11 * share, whole, share).astype(jnp.int32)
 
 
-def pieces_of_part(part, work: Work, visit, carry):
+def pieces_of_part(shape: Shape, part, work: Work, visit, carry):
     """Visits the pieces of a part, in a kernel: `visit(piece, index, carry)`."""
 
     def visit_one(index, carry):
@@ -88,21 +82,21 @@ def pieces_of_part(part, work: Work, visit, carry):
         piece = piece_at(part, index, work, done)
         return done + piece.steps, visit(piece, index, carry)
 
-    lax.fori_loop(jnp.int32(0), work.count[part], visit_one, (jnp.int32(0), carry))
+    lax.fori_loop(jnp.int32(0), work.parts[part, 3], visit_one, (jnp.int32(0), carry))
 
 
 def piece_at(part, index, work: Work, done) -> Piece:
     """The piece of a part at an index, after so many steps of the same program."""
-    share, last = work.share[0], work.key_len.shape[0] - 1
-    token = jnp.clip(work.first[part] + index, 0, last)
-    begin = part * share - work.start[token]
-    sequence, key_len = work.sequence[token], work.key_len[token]
-    return piece_of(part, token, sequence, key_len, begin, begin + share, done)
+    begin, end, first = (work.parts[part, i] for i in range(3))
+    token = jnp.clip(first + index, 0, work.tokens.shape[0] - 1)
+    sequence, key_len, start = (work.tokens[token, i] for i in range(3))
+    return piece_of(part, token, sequence, key_len, begin - start, end - start, done)
 
 
 def last_part_of(work: Work, token):
     """The part that has the last keys of a token."""
-    share, key_len, start = work.share[0], work.key_len[token], work.start[token]
+    share = work.parts[0, 1] - work.parts[0, 0]
+    key_len, start = work.tokens[token, 1], work.tokens[token, 2]
     blocks = jnp.maximum(lax.div(key_len + (KEYS - 1), jnp.int32(KEYS)), 1)
     return lax.div(start + OVERHEAD + blocks - 1, share)
 
