@@ -109,6 +109,7 @@ WORK = {
     "shared prefix, cascade_attention": partial(behind_prefix, cascade, prepare=split_prefix),
     "latent cache, sdpa": partial(latent, "sdpa"),
     "latent cache, triton": partial(latent, "triton"),
+    "latent cache, mosaic": partial(latent, "mosaic"),
 }
 
 
