@@ -117,6 +117,7 @@ WORK = {
     "latent cache, sdpa": partial(latent, "sdpa"),
     "latent cache, triton": partial(latent, "triton"),
     "latent cache, FlashInfer": latent_by_flashinfer,
+    "latent cache, mosaic": partial(latent, "mosaic"),
 }
 
 

@@ -50,13 +50,16 @@ def work_of(shape, query_lens, seq_lens):
     return pieces.work_of(shape, *lengths)
 
 
-def pieces_of(shape, work, part):
-    """Those of a part, as a program finds them."""
-    found, done = [], jnp.int32(0)
-    for index in range(int(work.parts[part, 3])):
-        found.append(pieces.piece_at(jnp.int32(part), index, work, done))
-        done += found[-1].steps
-    return [pieces.Piece(*map(int, piece)) for piece in found]
+def every_piece(shape, work):
+    """The pieces of each part, as a program finds them, but for the steps before them."""
+    parts, most = jnp.arange(shape.parts), int(work.parts[:, 3].max())
+    find = jax.vmap(pieces.piece_at, (None, 0, None, None))
+    find = jax.jit(jax.vmap(find, (0, None, None, None)))
+    found = np.stack(find(parts, jnp.arange(most), work, jnp.int32(0)), axis=-1)
+    return [
+        [pieces.Piece(*map(int, piece)) for piece in row[:count]]
+        for row, count in zip(found, np.asarray(work.parts[:, 3]), strict=True)
+    ]
 
 
 @pytest.mark.parametrize("programs", [4, 132])
@@ -70,7 +73,7 @@ def test_each_key_is_in_one_piece(query_lens, seq_lens, programs):
     num_tokens = sum(query_lens) + 3
     shape = shape_of(num_tokens, len(query_lens), programs=programs)
     work = work_of(shape, query_lens, seq_lens)
-    found = [pieces_of(shape, work, part) for part in range(shape.parts)]
+    found = every_piece(shape, work)
     seen, slots = np.zeros((num_tokens, 2**17), int), []
     for piece in (piece for part in found for piece in part):
         end = min(piece.limit, (piece.last + 1) * KEYS)
@@ -78,7 +81,7 @@ def test_each_key_is_in_one_piece(query_lens, seq_lens, programs):
         assert piece.steps % 2 == 0
         slots += [piece.slot] * (piece.slot >= 0)
     position = np.concatenate(
-        [np.arange(k - q, k) for q, k in zip(query_lens, seq_lens, strict=False)]
+        [np.arange(k - q, k) for q, k in zip(query_lens, seq_lens, strict=True)]
     )
     want = np.zeros_like(seen)
     for token, last in enumerate(position):
@@ -97,11 +100,10 @@ def test_bad_lengths_stay_inside_the_arrays(starts):
     shape = shape_of(33, 3)
     seq_lens = jnp.array([10**6, -3, 2**31 - 1], jnp.int32)
     work = pieces.work_of(shape, jnp.array(starts, jnp.int32), seq_lens)
-    tokens, parts = map(np.asarray, work)
-    assert ((tokens[:, 0] >= 0) & (tokens[:, 0] < 3)).all()
-    assert ((tokens[:, 1] >= 0) & (tokens[:, 1] <= shape.max_blocks * shape.block_size)).all()
-    visited = parts[:, 2] + parts[:, 3]
-    assert (visited[parts[:, 3] > 0] <= 33).all()
+    (sequence, key_len, _), parts = np.asarray(work.tokens).T, np.asarray(work.parts)
+    assert ((sequence >= 0) & (sequence < 3)).all()
+    assert ((key_len >= 0) & (key_len <= shape.max_blocks * shape.block_size)).all()
+    assert (parts[parts[:, 3] > 0, 2:].sum(axis=1) <= 33).all()
 
 
 def refusals(num_heads=128, head_dim=576, value_dim=512, block_size=16, dtype=jnp.bfloat16, **spec):
@@ -121,7 +123,7 @@ def refusals(num_heads=128, head_dim=576, value_dim=512, block_size=16, dtype=jn
         ({"num_heads": 16}, "query heads"),
         ({"block_size": 12}, "block_size"),
         ({"block_size": 96}, "block_size"),
-        ({"dtype": jnp.float32}, "float32"),
+        ({"dtype": jnp.float16}, "float16"),
         ({"sliding_window": 4}, "sliding_window"),
         ({"logits_soft_cap": 4.0}, "logits_soft_cap"),
     ],
@@ -140,16 +142,18 @@ def test_values_in_a_plane_of_their_own_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("heads", "block_size", "dtype", "spec"),
+    ("heads", "block_size", "spec"),
     [
-        (128, 16, jnp.bfloat16, AttentionSpec(scale=0.07)),
-        (64, 128, jnp.float16, AttentionSpec(scale=-0.07, causal=False)),
+        (128, 16, AttentionSpec(scale=0.07)),
+        (64, 128, AttentionSpec(scale=-0.07, causal=False)),
     ],
 )
-def test_lowers(heads, block_size, dtype, spec):
+def test_lowers(heads, block_size, spec):
     """The call as XLA would hand it to the GPU's assembler: attention, and the merge of pieces."""
-    cache = KVCache(jax.ShapeDtypeStruct((9, block_size, 1, 576), dtype), None, value_dim=512)
-    query = jax.ShapeDtypeStruct((3, heads, 576), dtype)
+    cache = KVCache(
+        jax.ShapeDtypeStruct((9, block_size, 1, 576), jnp.bfloat16), None, value_dim=512
+    )
+    query = jax.ShapeDtypeStruct((3, heads, 576), jnp.bfloat16)
     batch = make_batch([1, 2], [20, 0], [[2, 1], [0]], block_size=block_size)
     placed = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (query, cache))
     call = call_of(*placed, batch, spec, return_lse=True)
@@ -186,7 +190,7 @@ def test_several_queries(sizes, causal):
 
 
 @hopper
-@pytest.mark.parametrize("sizes", [{"block_size": 256}, {"dtype": np.float16, "num_heads": 192}])
+@pytest.mark.parametrize("sizes", [{"block_size": 256}, {"num_heads": 192}])
 def test_sizes(sizes):
     check(problem_of([1, 1], [3000, 77], AttentionSpec(scale=-0.04), **sizes))
 
@@ -196,9 +200,29 @@ def test_one_long_sequence():
     check(problem_of([1], [40000]))
 
 
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ({"num_tokens": 8}, "little work"),
+        ({"max_query_len": 2}, "queries"),
+        ({"block_size": 32, "max_blocks": 128}, "blocks of 32"),
+        ({"spec": AttentionSpec(causal=False)}, "causal"),
+    ],
+)
+def test_passed_over(other, named):
+    """What was not measured to be ahead; the decode that was is fit."""
+    arrays = problem_of([1], [5])
+    call = call_of(jnp.asarray(arrays.query), cache_of(arrays), batch_of(arrays), arrays.spec)
+    measured = {"num_tokens": 64, "num_seqs": 64, "max_blocks": 256, "max_query_len": 1}
+    call = dataclasses.replace(call, **measured)
+    assert launch.unfit(call) == []
+    (reason,) = launch.unfit(dataclasses.replace(call, **other))
+    assert named in reason
+
+
 @hopper
 def test_it_is_chosen():
-    problem = problem_of([1] * 4, [70, 1, 0, 300])
+    problem = problem_of([1] * 32, [4096, 70, 0, 300] * 8)
     arrays = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
     assert explain(*arrays, problem.spec).choice == "mosaic"
     got = paged_attention(*arrays, problem.spec, return_lse=True)

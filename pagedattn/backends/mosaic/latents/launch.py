@@ -5,14 +5,15 @@ import functools
 import jax
 
 from ....call import Call
-from ..launch import DTYPES, _unsupported_device
+from ..launch import _unsupported_device
 from .kernel import attention
 from .merge import merge
 from .pieces import work_of
 from .shape import HEAD_DIM, KEYS, ROWS, VALUE_DIM, Shape
 
 HONOURS = ("scale", "causal", "value_dim", "return_lse")
-LONGEST = 16  # query tokens of a sequence up to which it was measured
+LEAST_WORK = 1 << 24  # tokens x heads x keys from which it is ahead
+MEASURED_BLOCKS = (16, 64)
 
 
 def refusals(call: Call) -> list[str]:
@@ -22,9 +23,16 @@ def refusals(call: Call) -> list[str]:
 
 def unfit(call: Call) -> list[str]:
     """Why another backend is likely faster: the rule of `backend=None`, measured on an H200."""
-    if call.longest_query > LONGEST:
-        return [f"long queries: max_query_len is {call.longest_query}, above {LONGEST}"]
-    return []
+    reasons = []
+    if call.longest_query > 1:
+        reasons.append(f"several queries a sequence: max_query_len is {call.longest_query}")
+    if (work := call.num_tokens * call.num_heads * call.max_keys) < LEAST_WORK:
+        reasons.append(f"little work: {work} products of query and key, below {LEAST_WORK}")
+    if call.block_size not in MEASURED_BLOCKS:
+        reasons.append(f"not measured with blocks of {call.block_size}")
+    if not call.spec.causal:
+        reasons.append("not measured ahead with causal=False")
+    return reasons
 
 
 def _unsupported(call) -> list[str]:
@@ -32,8 +40,8 @@ def _unsupported(call) -> list[str]:
     reasons = [f"{option}: not with values among the keys' columns" for option in options]
     if call.strides.value:
         reasons.append("value_dim: values of another width must be columns of the keys")
-    if call.dtype not in DTYPES:
-        reasons.append(f"it takes {' and '.join(DTYPES)}, got {call.dtype}")
+    if call.dtype != "bfloat16":
+        reasons.append(f"latents must be bfloat16, got {call.dtype}")
     if (call.head_dim, call.out_dim) != (HEAD_DIM, VALUE_DIM):
         reasons.append(
             f"latents must have {HEAD_DIM} columns, {VALUE_DIM} of them values, "
