@@ -13,7 +13,6 @@ import pytest
 
 from pagedattn import (
     AttentionSpec,
-    KVCache,
     explain,
     init_kv_cache,
     init_latent_cache,
@@ -150,13 +149,10 @@ def test_values_in_a_plane_of_their_own_are_refused():
 )
 def test_lowers(heads, block_size, spec):
     """The call as XLA would hand it to the GPU's assembler: attention, and the merge of pieces."""
-    cache = KVCache(
-        jax.ShapeDtypeStruct((9, block_size, 1, 576), jnp.bfloat16), None, value_dim=512
-    )
-    query = jax.ShapeDtypeStruct((3, heads, 576), jnp.bfloat16)
+    cache = init_latent_cache(9, block_size, head_dim=576, value_dim=512, dtype=jnp.bfloat16)
+    query = jnp.zeros((3, heads, 576), jnp.bfloat16)
     batch = make_batch([1, 2], [20, 0], [[2, 1], [0]], block_size=block_size)
-    placed = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (query, cache))
-    call = call_of(*placed, batch, spec, return_lse=True)
+    call = call_of(query, cache, batch, spec, return_lse=True)
     lowered = attend.trace(call, query, cache, batch, 132).lower(lowering_platforms=("cuda",))
     text = lowered.as_text()
     assert text.count("@mosaic_gpu") == 2
@@ -170,9 +166,10 @@ def problem_of(query_lens, seq_lens, spec=AttentionSpec(scale=192**-0.5), **size
 
 
 def check(problem, programs=132):
-    arrays = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
-    call = call_of(*arrays, problem.spec, return_lse=True)
-    assert_attention_close(*attend(call, *arrays, programs), problem, name="mosaic")
+    query, cache, batch = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
+    call = call_of(query, cache, batch, problem.spec, return_lse=True)
+    out, lse = attend(call, query, cache, batch, programs)
+    assert_attention_close(out, lse, problem, name="mosaic")
 
 
 @hopper
