@@ -12,8 +12,6 @@ from .pieces import work_of
 from .shape import HEAD_DIM, KEYS, ROWS, VALUE_DIM, Shape
 
 HONOURS = ("scale", "causal", "value_dim", "return_lse")
-LEAST_WORK = 1 << 24  # tokens x heads x keys from which it is ahead
-MEASURED_BLOCKS = (16, 64)
 
 
 def refusals(call: Call) -> list[str]:
@@ -22,17 +20,9 @@ def refusals(call: Call) -> list[str]:
 
 
 def unfit(call: Call) -> list[str]:
-    """Why another backend is likely faster: the rule of `backend=None`, measured on an H200."""
-    reasons = []
-    if call.longest_query > 1:
-        reasons.append(f"several queries a sequence: max_query_len is {call.longest_query}")
-    if (work := call.num_tokens * call.num_heads * call.max_keys) < LEAST_WORK:
-        reasons.append(f"little work: {work} products of query and key, below {LEAST_WORK}")
-    if call.block_size not in MEASURED_BLOCKS:
-        reasons.append(f"not measured with blocks of {call.block_size}")
-    if not call.spec.causal:
-        reasons.append("not measured ahead with causal=False")
-    return reasons
+    """Why `backend=None` passes it over, though it is ahead of Triton in large decodes."""
+    del call
+    return ["latent caches: not all its tests have run on a GPU, so it must be named"]
 
 
 def _unsupported(call) -> list[str]:
