@@ -40,7 +40,8 @@ def expect(problem: Problem) -> Expected:
     A row may differ from the oracle by the sum of
 
     - twice the largest error, in that row's sequence, of the same formula computed plainly: inputs,
-      scores, probabilities and results in the input dtype, the softmax in float32;
+      scores, probabilities and results in the input dtype, the softmax in float32; or, of
+      quantised keys, exactly but from queries times the keys' scale, rounded to the input dtype;
     - one spacing of the dtype at the row's largest value (lse: a sixteenth of one, absolutely);
     - four float32 roundings of each term of the sums behind it (`float32_error`).
 
@@ -53,15 +54,24 @@ def expect(problem: Problem) -> Expected:
     """
     dtype = problem.query.dtype
     out, lse = reference(problem)
-    plain_out, plain_lse = plain_attention(problem)
+    out_gap, lse_gap = gaps(out, lse, *plain_attention(problem))
+    if problem.key_scale is not None:  # the plain roundings may happen to make up for this one
+        rounded = gaps(out, lse, *folded_reference(problem))
+        out_gap, lse_gap = np.maximum(out_gap, rounded[0]), np.maximum(lse_gap, rounded[1])
     sum_out, sum_lse = float32_error(problem)
-    out_error = PLAIN_FACTOR * worst_of_sequence(problem, np.abs(plain_out - out).max(-1))
+    out_error = PLAIN_FACTOR * worst_of_sequence(problem, out_gap)
     out_error += SPACINGS * epsilon(dtype) * np.abs(out).max(-1) + ACCUMULATION * sum_out
-    # -inf - -inf is NaN: rows without keys are compared exactly, not by their error
-    lse_gap = np.abs(np.where(np.isfinite(lse), plain_lse, 0) - np.where(np.isfinite(lse), lse, 0))
     lse_error = PLAIN_FACTOR * worst_of_sequence(problem, lse_gap)
     lse_error += LSE_SPACING * epsilon(dtype) + ACCUMULATION * sum_lse
     return Expected(out, out_error[..., None], lse, lse_error)
+
+
+def gaps(out, lse, other_out, other_lse) -> tuple[np.ndarray, np.ndarray]:
+    """`[num_tokens, num_heads]`: how far another out and lse are from these."""
+    # -inf - -inf is NaN: rows without keys are compared exactly, not by their error
+    finite = np.isfinite(lse)
+    lse_gap = np.abs(np.where(finite, other_lse, 0) - np.where(finite, lse, 0))
+    return np.abs(other_out - out).max(-1), lse_gap
 
 
 def arguments(problem: Problem) -> dict[str, Any]:
@@ -74,6 +84,12 @@ def arguments(problem: Problem) -> dict[str, Any]:
 def reference(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     """`reference_attention` of a problem."""
     return oracle.reference_attention(**arguments(problem))
+
+
+def folded_reference(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+    """The exact answer from queries that hold the scale of the keys, in their dtype."""
+    out, lse = reference(folded(problem))
+    return scaled(out, out_scale(problem), problem.key_cache.shape[2]), lse
 
 
 def worst_of_sequence(problem: Problem, error: np.ndarray) -> np.ndarray:
@@ -89,9 +105,7 @@ def plain_attention(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
 
     The scale of quantised keys is a factor on the queries, and that of values on out.
     """
-    spec, dtype = problem.spec, problem.query.dtype
-    latent = problem.value_cache is None
-    value_scale = problem.key_scale if latent else problem.value_scale
+    spec, dtype, value_scale = problem.spec, problem.query.dtype, out_scale(problem)
     problem = folded(problem)
     out = np.zeros(problem.out_shape)
     lse = np.full(problem.query.shape[:2], -np.inf)
@@ -100,6 +114,11 @@ def plain_attention(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
         probability, lse[head.rows, head.index] = oracle.softmax(score, head.sink)
         out[head.rows, head.index] = plain_matmul(probability, head.values, dtype)
     return scaled(out, value_scale, problem.key_cache.shape[2]).astype(dtype).astype(float), lse
+
+
+def out_scale(problem: Problem) -> np.ndarray | None:
+    """The scale of the values, which may be columns of the keys."""
+    return problem.key_scale if problem.value_cache is None else problem.value_scale
 
 
 def folded(problem: Problem) -> Problem:

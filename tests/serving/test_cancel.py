@@ -65,7 +65,7 @@ def test_a_preempted_request_is_cancelled(policy):
     assert sorted(engine.completions) == [r.id for r in requests if r.id != victim]
     nothing_is_lost(engine)
     if policy is SWAP:
-        assert engine.scheduler.preemption.pool.num_free == 20
+        assert [pool.num_free for pool in engine.scheduler.preemption.pools] == [20]
         assert sorted(engine.scheduler.preemption.free_rows) == list(range(5))
 
 
