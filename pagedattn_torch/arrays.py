@@ -84,7 +84,8 @@ def require_cache(cache: KVCache) -> None:
         )
     arrays = {f"the cache's {name}": array for name, array in vars(cache).items()}
     del arrays["the cache's value_dim"]
-    require_tensors(**{name: array for name, array in arrays.items() if array is not None})
+    absent = [name for name, array in arrays.items() if array is None and name != "the cache's key"]
+    require_tensors(**{name: array for name, array in arrays.items() if name not in absent})
 
 
 def require_beside(name: str, tensor: Tensor | None, of: str, place: Tensor) -> None:

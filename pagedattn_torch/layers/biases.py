@@ -36,7 +36,9 @@ def packed_bias(
     biases = getattr(meta, FIELDS[kind])
     if biases is None:
         return None
-    biases = [_with_heads(bias, query.shape[1], FIELDS[kind]) for bias in biases]
+    several = isinstance(biases, list | tuple) or (isinstance(biases, Tensor) and biases.ndim > 0)
+    each = biases if several else [biases]  # which is then refused for what it is
+    biases = [_with_heads(bias, query.shape[1], FIELDS[kind]) for bias in each]
     _check_lengths(biases, meta, kind)
     heads, max_keys = (max((b.shape[axis] for b in biases), default=1) for axis in (0, 2))
     packed = torch.zeros(len(query), heads, max(1, max_keys), device=query.device)

@@ -23,6 +23,11 @@ def test_a_query_lies_beside_its_cache():
             paged_attention(query, held, BATCH)
 
 
+def test_a_cache_has_keys():
+    with pytest.raises(InvalidInputError, match="the cache's key must be a torch tensor"):
+        paged_attention(HERE, KVCache(None, cache("cpu").value), BATCH)
+
+
 @pytest.mark.parametrize("name", ["key", "value"])
 def test_keys_and_values_lie_beside_the_others(name):
     rows = {"key": HERE, "value": HERE} | {name: THERE}

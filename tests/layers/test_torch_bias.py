@@ -93,7 +93,8 @@ def test_parts_of_the_metadata_have_theirs():
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(
     "biases", [[torch.zeros(3, 3)], [torch.zeros(3, 3), torch.zeros(1, 8)], [None, None],
-               [torch.zeros(3, 3).int()] * 2, [torch.zeros(3, 3, 3)] * 2],
+               [torch.zeros(3, 3).int()] * 2, [torch.zeros(3, 3, 3)] * 2, 3, object(),
+               torch.tensor(3.0), torch.zeros(3, 3)],
 )  # fmt: skip
 def test_wrong_ones_are_refused_before_the_write(biases):
     problem = random_problem([3, 1], [3, 9], AttentionSpec())
