@@ -72,8 +72,8 @@ def share_blocks(
     used = jnp.arange(len(blocks), dtype=jnp.int32) < cdiv(num_tokens, pool.block_size)
     used &= ~given_back(blocks)
     made = in_range(seq, pool.max_seqs) & (pool.seq_lens.at[seq].get(mode="clip") == 0)
-    made &= (num_tokens == 0) | used.any()
-    made &= (num_tokens >= 0) & (num_tokens <= len(blocks) * pool.block_size)
+    made &= (num_tokens == 0) | used.any()  # less than no tokens use nothing
+    made &= num_tokens <= len(blocks) * pool.block_size
     made &= ~(used & (_owned(pool, blocks) < 0)).any() & ~_named_before(blocks, used).any()
     table = jnp.full(pool.max_blocks, -1, jnp.int32).at[: len(blocks)].set(blocks)
     return _adopt(pool, jnp.where(made, seq, -1)[None], table[None], num_tokens[None]), made

@@ -86,7 +86,7 @@ MUTANTS = {
         "tests/pool/test_release_behind.py -k others_hold",
     ),
     "a sequence of less than no tokens": Mutant(
-        "made &= (num_tokens >= 0) & (num_tokens <=", "made &= (num_tokens <=",
+        "made &= (num_tokens == 0) | used.any()", "made &= (num_tokens <= 0) | used.any()",
         "tests/pool/test_pool_hostile.py",
     ),
     "a block allocated twice": Mutant(
