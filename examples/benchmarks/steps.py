@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from serving.decoder import Decoder
 from serving.generation import Generation, decode_loop
 
-from pagedattn import BlockPool, KVCache, append_tokens, init_block_pool
+from benchmarks.decodes import BLOCK_SIZE, random_cache
+from pagedattn import BlockPool, append_tokens, init_block_pool
 from pagedattn.ragged import cdiv
 
-BLOCK_SIZE = 16
 WARM_UP = 2  # steps, of which the first compiles
 
 
@@ -23,11 +23,11 @@ def filled(model: Decoder, params: dict, lengths: list[int], new_tokens: int) ->
     num_blocks = sum(cdiv(length + new_tokens + 1, BLOCK_SIZE) for length in lengths)
     cached = jnp.array(lengths, jnp.int32)
     pool = scattered_pool(cached, num_blocks, max_blocks)
-    keys = jax.random.split(jax.random.key(1), model.num_hidden_layers)
+    layers = range(model.num_hidden_layers)
     shape = (num_blocks, BLOCK_SIZE, model.num_key_value_heads, model.head_dim)
     return Generation(
         pool=pool,
-        caches=[random_cache(key, shape, params["embedding"].dtype) for key in keys],
+        caches=[random_cache(shape, params["embedding"].dtype, seed=layer) for layer in layers],
         tokens=jnp.zeros((num_seqs, max(lengths) + new_tokens + 1), jnp.int32),
         lengths=cached + 1,
         ends=cached + 1 + new_tokens,
@@ -42,13 +42,6 @@ def scattered_pool(lengths, num_blocks: int, max_blocks: int) -> BlockPool:
     pool = init_block_pool(num_blocks, BLOCK_SIZE, max_seqs=len(lengths), max_blocks=max_blocks)
     order = jax.random.permutation(jax.random.key(2), num_blocks).astype(jnp.int32)
     return append_tokens(replace(pool, free_blocks=order), lengths)[0]
-
-
-@partial(jax.jit, static_argnums=(1, 2))
-def random_cache(key, shape: tuple[int, ...], dtype) -> KVCache:
-    of_keys, of_values = jax.random.split(key)
-    drawn = partial(jax.random.normal, shape=shape, dtype=dtype)
-    return KVCache(drawn(of_keys), drawn(of_values))
 
 
 def seconds_a_step(

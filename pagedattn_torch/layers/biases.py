@@ -37,7 +37,7 @@ def packed_bias(
     if biases is None:
         return None
     several = isinstance(biases, list | tuple) or (isinstance(biases, Tensor) and biases.ndim > 0)
-    each = biases if several else [biases]  # which is then refused for what it is
+    each = biases if several else [biases]  # anything else is refused as a bias of wrong kind
     biases = [_with_heads(bias, query.shape[1], FIELDS[kind]) for bias in each]
     _check_lengths(biases, meta, kind)
     heads, max_keys = (max((b.shape[axis] for b in biases), default=1) for axis in (0, 2))

@@ -22,7 +22,7 @@ MEASURED_HEAD_DIM = 128
 
 def refusals(call: Call) -> list[str]:
     """Why the kernel cannot run a call; empty when it can."""
-    return _unsupported_sizes(call) + _unsupported_device()
+    return _unsupported_sizes(call) + unsupported_device()
 
 
 def unfit(call: Call) -> list[str]:
@@ -51,7 +51,7 @@ def _unsupported_sizes(call) -> list[str]:
     return reasons
 
 
-def _unsupported_device() -> list[str]:
+def unsupported_device() -> list[str]:
     if (capability := _capability()) != "9.0":
         return [f"it needs compute capability 9.0 (Hopper), got {capability}"]
     return []

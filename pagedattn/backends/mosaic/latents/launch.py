@@ -5,7 +5,7 @@ import functools
 import jax
 
 from ....call import Call
-from ..launch import _unsupported_device
+from ..launch import unsupported_device
 from .kernel import attention
 from .merge import merge
 from .pieces import work_of
@@ -16,7 +16,7 @@ HONOURS = ("scale", "causal", "value_dim", "return_lse")
 
 def refusals(call: Call) -> list[str]:
     """Why the kernel cannot run a call; empty when it can."""
-    return _unsupported(call) + _unsupported_device()
+    return _unsupported(call) + unsupported_device()
 
 
 def unfit(call: Call) -> list[str]:
