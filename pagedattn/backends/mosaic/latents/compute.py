@@ -20,18 +20,25 @@ ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
 def compute(shape: Shape, arrays, memory, barriers, pieces, tile, me: int):
+    """Returns the token whose pieces are to be merged from this part on, or -1, and up to which."""
     plgpu.set_max_registers(232, action="increase")
 
-    def visit(piece, index, _):
+    def visit(piece, cut):
         plgpu.barrier_wait(barriers.query_full)
         out, state = Walk(shape, memory, barriers, piece, me).all()
         store(shape, arrays, memory, piece, tile, me, out, state)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(barriers.query_free)
-        return ()
+        return goes_on(piece), piece.until
 
-    pieces(visit, ())
+    cut = pieces(visit, (jnp.int32(-1), jnp.int32(0)))
     plgpu.wait_smem_to_gmem(0)
+    return cut
+
+
+def goes_on(piece):
+    """The token of a piece, if its first keys are in this part and its last in another; else -1."""
+    return jnp.where((piece.slot >= 0) & (lax.rem(piece.slot, jnp.int32(2)) == 1), piece.token, -1)
 
 
 class Walk:
@@ -143,7 +150,7 @@ class Walk:
     def read_state(self):
         state = self.memory.state
         layout = LAYOUT.reduce(1)
-        return State(*(plgpu.load(state.at[i], (), layout=layout) for i in range(2)))
+        return State(*(plgpu.layout_cast(state[i], layout) for i in range(2)))
 
     def visible(self, x, step):
         hidden = self.piece.limit - (self.piece.last - step) * KEYS
@@ -160,7 +167,7 @@ class Walk:
             for half in range(2):
                 for begin in range(0, HALF, KEYS):
                     part = self.memory.values.at[half, self.me, :, pl.ds(begin, KEYS)]
-                    values = plgpu.load(part, (), layout=LAYOUT)
+                    values = plgpu.layout_cast(part[...], LAYOUT)
                     part[...] = jnp.where(row < inside, values, jnp.zeros_like(values))
 
 

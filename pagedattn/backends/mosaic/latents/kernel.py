@@ -11,7 +11,7 @@ from jax import lax
 
 from .compute import compute
 from .loads import load
-from .pieces import Work, pieces_of_part
+from .pieces import Lengths, part_of, pieces_of_part
 from .shape import HALF, KEYS, REST, ROWS, SWIZZLE, VALUE_DIM, Shape
 
 
@@ -21,12 +21,13 @@ class Arrays(NamedTuple):
     query: Any
     latents: Any
     tables: Any
-    tokens: Any
-    parts: Any
+    query_start_loc: Any
+    seq_lens: Any
     out: Any
     lse: Any
     part_out: Any  # in two of the query's dtype, what the first leaves is in the second
     part_lse: Any
+    cuts: Any  # of each part: the token that goes on past its end, or -1, and up to which part
 
 
 class Memory(NamedTuple):
@@ -51,8 +52,8 @@ class Barriers(NamedTuple):
     weights: Any  # by which warpgroup they were made
 
 
-def attention(shape: Shape, query, latents, tables, work: Work):
-    """out, lse `f32[num_tokens, tiles, 64]`, and the partial results of pieces in their slots."""
+def attention(shape: Shape, query, latents, tables, lengths: Lengths):
+    """out, lse `f32[num_tokens, tiles, 64]`, and what `merge` needs: pieces in their slots, cuts."""
 
     def body(*refs):
         run = functools.partial(program, shape, Arrays(*refs))
@@ -67,6 +68,7 @@ def attention(shape: Shape, query, latents, tables, work: Work):
             jax.ShapeDtypeStruct((shape.num_tokens, shape.tiles, ROWS), jnp.float32),
             jax.ShapeDtypeStruct((2, shape.slots, *rows), query.dtype),
             jax.ShapeDtypeStruct((shape.slots, shape.tiles, ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((shape.parts, 2), jnp.int32),
         ),
         grid=(shape.parts * shape.tiles,),
         grid_names=("program",),
@@ -75,7 +77,7 @@ def attention(shape: Shape, query, latents, tables, work: Work):
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
         ),
-    )(query, latents, tables, *work)
+    )(query, latents, tables, *lengths)
 
 
 def memory_of(dtype) -> Memory:
@@ -107,16 +109,24 @@ def barriers_of(shape: Shape) -> Barriers:
 
 def program(shape: Shape, arrays: Arrays, memory: Memory, barriers: Barriers):
     warpgroup, me = lax.axis_index("wg"), lax.axis_index("program")
-    part, tile = lax.div(me, jnp.int32(shape.tiles)), lax.rem(me, jnp.int32(shape.tiles))
-    work = Work(arrays.tokens, arrays.parts)
-    pieces = functools.partial(pieces_of_part, shape, part, work)
+    index, tile = lax.div(me, jnp.int32(shape.tiles)), lax.rem(me, jnp.int32(shape.tiles))
+    lengths = Lengths(arrays.query_start_loc, arrays.seq_lens)
+    part = part_of(shape, index, lengths)
+    pieces = functools.partial(pieces_of_part, shape, part, lengths)
 
     for half in range(2):
 
         @pl.when(warpgroup == half)
         def computing(half=half):
-            compute(shape, arrays, memory, barriers, pieces, tile, half)
+            cut = compute(shape, arrays, memory, barriers, pieces, tile, half)
+            if half == 0:
+                pl.when(tile == 0)(lambda: note(arrays, index, cut))
 
     @pl.when(warpgroup == 2)
     def loading():
         load(shape, arrays, memory, barriers, pieces, tile)
+
+
+def note(arrays: Arrays, part, cut):
+    for i, value in enumerate(cut):
+        arrays.cuts[part, i] = value

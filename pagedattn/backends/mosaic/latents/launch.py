@@ -8,7 +8,7 @@ from ....call import Call
 from ..launch import unsupported_device
 from .kernel import attention
 from .merge import merge
-from .pieces import work_of
+from .pieces import Lengths
 from .shape import HEAD_DIM, KEYS, ROWS, VALUE_DIM, Shape
 
 HONOURS = ("scale", "causal", "value_dim", "return_lse")
@@ -58,9 +58,8 @@ def run(call: Call, query, cache, batch):
 def attend(call: Call, query, cache, batch, programs):
     """`run` for a GPU of so many multiprocessors, wherever this is traced."""
     shape = shape_of(call, programs)
-    work = work_of(shape, batch.query_start_loc, batch.seq_lens)
-    results = attention(shape, query, cache.key, batch.block_tables, work)
-    out, lse = merge(shape, work, *results)
+    lengths = Lengths(batch.query_start_loc, batch.seq_lens)
+    out, lse = merge(shape, *attention(shape, query, cache.key, batch.block_tables, lengths))
     return out, lse.reshape(call.lse_shape) if call.return_lse else None
 
 

@@ -12,7 +12,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from .pieces import Work, last_part_of, piece_at
 from .shape import ROWS, VALUE_DIM, Shape
 
 WARPGROUPS = 4
@@ -26,8 +25,7 @@ class Arrays(NamedTuple):
     lse: Any
     part_out: Any
     part_lse: Any
-    tokens: Any
-    parts: Any
+    cuts: Any
 
 
 class State(NamedTuple):
@@ -38,7 +36,7 @@ class State(NamedTuple):
     summed: Any
 
 
-def merge(shape: Shape, work: Work, out, lse, part_out, part_lse):
+def merge(shape: Shape, out, lse, part_out, part_lse, cuts):
     """out and lse, those of cut tokens from their pieces."""
     if shape.parts == 1:
         return out, lse
@@ -52,29 +50,25 @@ def merge(shape: Shape, work: Work, out, lse, part_out, part_lse):
     params = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
 
     def in_place(refs):
-        @pl.core_map(mesh, compiler_params=params)
-        def program():
-            border(shape, refs)
+        pl.kernel(functools.partial(border, shape, refs), mesh=mesh, compiler_params=params)()
 
-    arrays = pl.run_state(in_place)(Arrays(out, lse, part_out, part_lse, *work))
+    arrays = pl.run_state(in_place)(Arrays(out, lse, part_out, part_lse, cuts))
     return arrays.out, arrays.lse
 
 
 def border(shape: Shape, arrays: Arrays):
-    part, work = lax.axis_index("part"), Work(arrays.tokens, arrays.parts)
-    piece = piece_at(part, work.parts[part, 3] - 1, work, jnp.int32(0))
-    goes_on = (piece.slot == 2 * part + 1) & (work.parts[part, 3] > 0)
+    part = lax.axis_index("part")
+    token, last = arrays.cuts[part, 0], arrays.cuts[part, 1]
 
-    @pl.when(goes_on)
+    @pl.when(token >= 0)
     def cut():
-        last = last_part_of(work, piece.token)
         chunk = lax.axis_index("chunk") * WARPGROUPS + lax.axis_index("wg")
         heads = [chunk * HEADS + i for i in range(HEADS)]
-        states = [piece_state(arrays, piece.slot, head) for head in heads]
+        states = [piece_state(arrays, 2 * part + 1, head) for head in heads]
         step = functools.partial(join, arrays, heads, part, last)
         times = lax.div(last - part + (AT_ONCE - 1), jnp.int32(AT_ONCE))
         for head, state in zip(heads, lax.fori_loop(0, times, step, states), strict=True):
-            store(arrays, piece.token, head, state)
+            store(arrays, token, head, state)
 
 
 def piece_state(arrays: Arrays, slot, head) -> State:
@@ -87,7 +81,7 @@ def piece_state(arrays: Arrays, slot, head) -> State:
 
 def result(arrays: Arrays, slot, head):
     high, low = (
-        plgpu.load(arrays.part_out.at[i, slot, head], (), layout=LAYOUT).astype(jnp.float32)
+        plgpu.layout_cast(arrays.part_out[i, slot, head], LAYOUT).astype(jnp.float32)
         for i in range(2)
     )
     return high + low
