@@ -28,13 +28,12 @@ if not hasattr(plgpu, "warp_map"):
 
 from pagedattn.backends.mosaic.latents import launch, pieces  # noqa: E402
 from pagedattn.backends.mosaic.latents.launch import attend  # noqa: E402
-from pagedattn.backends.mosaic.latents.shape import KEYS, OVERHEAD, Shape  # noqa: E402
+from pagedattn.backends.mosaic.latents.shape import KEYS, Shape  # noqa: E402
 
 BF16 = ml_dtypes.bfloat16
 HOPPER = jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == "9.0"
 hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 LENGTHS = [0, 1, 15, 16, 17, 63, 64, 65, 4096, 1000]
-GONE = [0, 1, 0, 0, 2, 0], [5, 800, 0, 70, 2000, 9]  # sequences that bring no token
 VERIFY = [3, 2, 0, 1, 4], [70, 2, 9, 300, 129]
 
 
@@ -44,37 +43,36 @@ def shape_of(num_tokens, num_seqs, *, programs=132, heads=128, **spec):
     )
 
 
-def lengths_of(query_lens, seq_lens):
+def work_of(shape, query_lens, seq_lens):
     starts = np.append(0, np.cumsum(query_lens))
-    return pieces.Lengths(jnp.asarray(starts, jnp.int32), jnp.asarray(seq_lens, jnp.int32))
+    lengths = jnp.asarray(starts, jnp.int32), jnp.asarray(seq_lens, jnp.int32)
+    return pieces.work_of(shape, *lengths)
 
 
-def every_piece(shape, lengths):
-    """The pieces of each part, as its program finds them."""
-
-    def of_part(index):
-        def visit(piece, found):
-            return found.at[piece.token].set(jnp.stack(piece))
-
-        part = pieces.part_of(shape, index, lengths)
-        none = jnp.full((shape.num_tokens, len(pieces.Piece._fields)), -1)
-        return pieces.pieces_of_part(shape, part, lengths, visit, none)
-
-    found = np.asarray(jax.jit(jax.vmap(of_part))(jnp.arange(shape.parts)))
-    return [[pieces.Piece(*map(int, row)) for row in rows if row[0] >= 0] for rows in found]
+def every_piece(shape, work):
+    """The pieces of each part, as a program finds them, but for the steps before them."""
+    parts, most = jnp.arange(shape.parts), int(work.parts[:, 3].max())
+    find = jax.vmap(pieces.piece_at, (None, 0, None, None))
+    find = jax.jit(jax.vmap(find, (0, None, None, None)))
+    found = np.stack(find(parts, jnp.arange(most), work, jnp.int32(0)), axis=-1)
+    return [
+        [pieces.Piece(*map(int, piece)) for piece in row[:count]]
+        for row, count in zip(found, np.asarray(work.parts[:, 3]), strict=True)
+    ]
 
 
 @pytest.mark.parametrize("programs", [4, 132])
 @pytest.mark.parametrize(
     ("query_lens", "seq_lens"),
-    [([1] * 10, LENGTHS), ([1], [131072]), ([1] * 64, [4096] * 64), VERIFY, GONE],
-    ids=["ragged", "one", "alike", "verify", "gone"],
+    [([1] * 10, LENGTHS), ([1], [131072]), ([1] * 64, [4096] * 64), VERIFY],
+    ids=["ragged", "one", "alike", "verify"],
 )
 def test_each_key_is_in_one_piece(query_lens, seq_lens, programs):
     """Of each token, padding too; partial results have a slot of their own; parts are alike."""
     num_tokens = sum(query_lens) + 3
     shape = shape_of(num_tokens, len(query_lens), programs=programs)
-    found = every_piece(shape, lengths_of(query_lens, seq_lens))
+    work = work_of(shape, query_lens, seq_lens)
+    found = every_piece(shape, work)
     seen, slots = np.zeros((num_tokens, 2**17), int), []
     for piece in (piece for part in found for piece in part):
         end = min(piece.limit, (piece.last + 1) * KEYS)
@@ -87,9 +85,8 @@ def test_each_key_is_in_one_piece(query_lens, seq_lens, programs):
     want = np.zeros_like(seen)
     for token, last in enumerate(position):
         want[token, : last + 1] = 1
-    last_part = {piece.token: index for index, part in enumerate(found) for piece in part}
-    assert set(last_part) == set(range(num_tokens))
-    assert all(piece.until == last_part[piece.token] for part in found for piece in part)
+    tokens = {piece.token for part in found for piece in part}
+    assert tokens == set(range(num_tokens))
     np.testing.assert_array_equal(np.minimum(seen, 1), want)
     assert len(set(slots)) == len(slots)
     assert all(0 <= slot < shape.slots for slot in slots)
@@ -97,37 +94,31 @@ def test_each_key_is_in_one_piece(query_lens, seq_lens, programs):
     assert max(steps) <= max(1.2 * sum(steps) / len(steps) + 8, 64)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_what_a_sequence_costs(causal):
-    """The sum of what its tokens cost, of which some see no key."""
-    shape = shape_of(1, 1, causal=causal)
-    for queries, keys in [(0, 9), (1, 0), (1, 64), (1, 65), (3, 66), (200, 5000), (70, 3)]:
-        token = pieces.Token(jnp.arange(queries), 0, queries, keys, 0)
-        blocks = jnp.broadcast_to(pieces.blocks_of(pieces.keys_seen(shape, token)), queries)
-        want = int(blocks.sum()) + queries * OVERHEAD
-        assert int(pieces.cost_of(shape, queries, keys)) == want
-
-
 @pytest.mark.parametrize("starts", [[-5, 30, 10**6, 7], [0, 0, 0, 0], [9, 3, 2, 1]])
 def test_bad_lengths_stay_inside_the_arrays(starts):
     shape = shape_of(33, 3)
-    lengths = jnp.array(starts, jnp.int32), jnp.array([10**6, -3, 2**31 - 1], jnp.int32)
-    found = every_piece(shape, pieces.Lengths(*lengths))
-    found = [piece for part in found for piece in part]
-    assert {piece.token for piece in found} == set(range(33))
-    assert {piece.sequence for piece in found} <= {0, 1, 2}
-    assert all(0 <= piece.limit <= shape.max_blocks * shape.block_size for piece in found)
-    assert all(-1 <= piece.slot < shape.slots for piece in found)
+    seq_lens = jnp.array([10**6, -3, 2**31 - 1], jnp.int32)
+    work = pieces.work_of(shape, jnp.array(starts, jnp.int32), seq_lens)
+    (sequence, key_len, _), parts = np.asarray(work.tokens).T, np.asarray(work.parts)
+    assert ((sequence >= 0) & (sequence < 3)).all()
+    assert ((key_len >= 0) & (key_len <= shape.max_blocks * shape.block_size)).all()
+    assert (parts[parts[:, 3] > 0, 2:].sum(axis=1) <= 33).all()
 
 
-def refusals(num_heads=128, head_dim=576, value_dim=512, block_size=16, dtype=jnp.bfloat16, **spec):
+def call_with(
+    num_heads=128, head_dim=576, value_dim=512, block_size=16, dtype=jnp.bfloat16, **spec
+):
     sizes = {"head_dim": head_dim, "value_dim": value_dim, "dtype": dtype}
     cache = init_latent_cache(4, block_size, **sizes)
     query, batch = (
         jnp.zeros((1, num_heads, head_dim), dtype),
         make_batch([1], [0], [[1]], block_size=block_size),
     )
-    return launch._unsupported(call_of(query, cache, batch, AttentionSpec(**spec)))
+    return call_of(query, cache, batch, AttentionSpec(**spec))
+
+
+def refusals(**sizes):
+    return launch._unsupported(call_with(**sizes))
 
 
 @pytest.mark.parametrize(
@@ -145,6 +136,23 @@ def refusals(num_heads=128, head_dim=576, value_dim=512, block_size=16, dtype=jn
 def test_refusals(bad, named):
     assert refusals() == []
     (reason,) = refusals(**bad)
+    assert named in reason
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ({"num_tokens": 32}, "little work"),
+        ({"num_tokens": 512, "max_blocks": 32}, "short sequences"),
+        ({"num_tokens": 512, "num_heads": 64}, "128 heads"),
+        ({"max_query_len": 2}, "several queries"),
+        ({"block_size": 8, "max_blocks": 256}, "blocks of 8"),
+    ],
+)
+def test_what_it_is_not_fit_for(other, named):
+    call = dataclasses.replace(call_with(), num_tokens=64, num_seqs=64, max_blocks=128)
+    assert launch.unfit(call) == []
+    (reason,) = launch.unfit(dataclasses.replace(call, **other))
     assert named in reason
 
 
@@ -213,11 +221,11 @@ def test_one_long_sequence():
 
 
 @hopper
-def test_it_must_be_named():
+def test_it_is_chosen():
     problem = problem_of([1] * 32, [4096, 70, 0, 300] * 8)
     arrays = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
-    assert explain(*arrays, problem.spec).choice == "triton"
-    got = paged_attention(*arrays, problem.spec, backend="mosaic", return_lse=True)
+    assert explain(*arrays, problem.spec).choice == "mosaic"
+    got = paged_attention(*arrays, problem.spec, return_lse=True)
     assert_attention_close(*got, problem, name="mosaic")
 
 

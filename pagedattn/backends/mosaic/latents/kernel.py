@@ -11,7 +11,7 @@ from jax import lax
 
 from .compute import compute
 from .loads import load
-from .pieces import Lengths, part_of, pieces_of_part
+from .pieces import Work, pieces_of_part
 from .shape import HALF, KEYS, REST, ROWS, SWIZZLE, VALUE_DIM, Shape
 
 
@@ -21,13 +21,12 @@ class Arrays(NamedTuple):
     query: Any
     latents: Any
     tables: Any
-    query_start_loc: Any
-    seq_lens: Any
+    tokens: Any
+    parts: Any
     out: Any
     lse: Any
     part_out: Any  # in two of the query's dtype, what the first leaves is in the second
     part_lse: Any
-    cuts: Any  # of each part: the token that goes on past its end, or -1, and up to which part
 
 
 class Memory(NamedTuple):
@@ -50,10 +49,11 @@ class Barriers(NamedTuple):
     rest_full: Any
     rest_free: Any
     weights: Any  # by which warpgroup they were made
+    turn: Any  # the second warpgroup multiplies keys after the first
 
 
-def attention(shape: Shape, query, latents, tables, lengths: Lengths):
-    """out, lse `f32[num_tokens, tiles, 64]`, and what `merge` needs: pieces in their slots, cuts."""
+def attention(shape: Shape, query, latents, tables, work: Work):
+    """out, lse `f32[num_tokens, tiles, 64]`, and the partial results of pieces in their slots."""
 
     def body(*refs):
         run = functools.partial(program, shape, Arrays(*refs))
@@ -68,7 +68,6 @@ def attention(shape: Shape, query, latents, tables, lengths: Lengths):
             jax.ShapeDtypeStruct((shape.num_tokens, shape.tiles, ROWS), jnp.float32),
             jax.ShapeDtypeStruct((2, shape.slots, *rows), query.dtype),
             jax.ShapeDtypeStruct((shape.slots, shape.tiles, ROWS), jnp.float32),
-            jax.ShapeDtypeStruct((shape.parts, 2), jnp.int32),
         ),
         grid=(shape.parts * shape.tiles,),
         grid_names=("program",),
@@ -77,7 +76,7 @@ def attention(shape: Shape, query, latents, tables, lengths: Lengths):
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
         ),
-    )(query, latents, tables, *lengths)
+    )(query, latents, tables, *work)
 
 
 def memory_of(dtype) -> Memory:
@@ -103,30 +102,28 @@ def barriers_of(shape: Shape) -> Barriers:
 
     values = barrier(shape.pages, 4), barrier(1, 4)
     return Barriers(
-        barrier(3), barrier(2), *values, barrier(shape.pages, 2), barrier(1, 2), barrier(1, 2)
+        barrier(3),
+        barrier(2),
+        *values,
+        barrier(shape.pages, 2),
+        barrier(1, 2),
+        barrier(1, 2),
+        barrier(1),
     )
 
 
 def program(shape: Shape, arrays: Arrays, memory: Memory, barriers: Barriers):
     warpgroup, me = lax.axis_index("wg"), lax.axis_index("program")
-    index, tile = lax.div(me, jnp.int32(shape.tiles)), lax.rem(me, jnp.int32(shape.tiles))
-    lengths = Lengths(arrays.query_start_loc, arrays.seq_lens)
-    part = part_of(shape, index, lengths)
-    pieces = functools.partial(pieces_of_part, shape, part, lengths)
+    part, tile = lax.div(me, jnp.int32(shape.tiles)), lax.rem(me, jnp.int32(shape.tiles))
+    work = Work(arrays.tokens, arrays.parts)
+    pieces = functools.partial(pieces_of_part, shape, part, work)
 
     for half in range(2):
 
         @pl.when(warpgroup == half)
         def computing(half=half):
-            cut = compute(shape, arrays, memory, barriers, pieces, tile, half)
-            if half == 0:
-                pl.when(tile == 0)(lambda: note(arrays, index, cut))
+            compute(shape, arrays, memory, barriers, pieces, tile, half)
 
     @pl.when(warpgroup == 2)
     def loading():
         load(shape, arrays, memory, barriers, pieces, tile)
-
-
-def note(arrays: Arrays, part, cut):
-    for i, value in enumerate(cut):
-        arrays.cuts[part, i] = value

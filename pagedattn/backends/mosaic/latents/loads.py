@@ -48,8 +48,8 @@ def load(shape: Shape, arrays, memory, barriers, pieces, tile):
 
 
 def load_queries(arrays, memory, barriers, pieces, tile):
-    def visit(piece, _):
-        @pl.when(piece.done > 0)
+    def visit(piece, index, _):
+        @pl.when(index > 0)
         def wait_for_room():
             plgpu.barrier_wait(barriers.query_free)
 
@@ -72,7 +72,7 @@ def load_keys(shape: Shape, arrays, pieces, columns, rooms, prefetch=None):
     size = min(shape.block_size, KEYS)
     known = 1 if prefetch is None else 1 + AHEAD  # steps whose pages are looked up
 
-    def visit(piece, _):
+    def visit(piece, index, _):
         def load_step(step, ids, room, full, free):
             @pl.when(piece.done + step >= 2)
             def wait_for_room():

@@ -12,6 +12,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from .pieces import Work, last_part_of, piece_at
 from .shape import ROWS, VALUE_DIM, Shape
 
 WARPGROUPS = 4
@@ -25,7 +26,8 @@ class Arrays(NamedTuple):
     lse: Any
     part_out: Any
     part_lse: Any
-    cuts: Any
+    tokens: Any
+    parts: Any
 
 
 class State(NamedTuple):
@@ -36,7 +38,7 @@ class State(NamedTuple):
     summed: Any
 
 
-def merge(shape: Shape, out, lse, part_out, part_lse, cuts):
+def merge(shape: Shape, work: Work, out, lse, part_out, part_lse):
     """out and lse, those of cut tokens from their pieces."""
     if shape.parts == 1:
         return out, lse
@@ -52,23 +54,25 @@ def merge(shape: Shape, out, lse, part_out, part_lse, cuts):
     def in_place(refs):
         pl.kernel(functools.partial(border, shape, refs), mesh=mesh, compiler_params=params)()
 
-    arrays = pl.run_state(in_place)(Arrays(out, lse, part_out, part_lse, cuts))
+    arrays = pl.run_state(in_place)(Arrays(out, lse, part_out, part_lse, *work))
     return arrays.out, arrays.lse
 
 
 def border(shape: Shape, arrays: Arrays):
-    part = lax.axis_index("part")
-    token, last = arrays.cuts[part, 0], arrays.cuts[part, 1]
+    part, work = lax.axis_index("part"), Work(arrays.tokens, arrays.parts)
+    piece = piece_at(part, work.parts[part, 3] - 1, work, jnp.int32(0))
+    goes_on = (piece.slot == 2 * part + 1) & (work.parts[part, 3] > 0)
 
-    @pl.when(token >= 0)
+    @pl.when(goes_on)
     def cut():
+        last = last_part_of(work, piece.token)
         chunk = lax.axis_index("chunk") * WARPGROUPS + lax.axis_index("wg")
         heads = [chunk * HEADS + i for i in range(HEADS)]
-        states = [piece_state(arrays, 2 * part + 1, head) for head in heads]
+        states = [piece_state(arrays, piece.slot, head) for head in heads]
         step = functools.partial(join, arrays, heads, part, last)
         times = lax.div(last - part + (AT_ONCE - 1), jnp.int32(AT_ONCE))
         for head, state in zip(heads, lax.fori_loop(0, times, step, states), strict=True):
-            store(arrays, token, head, state)
+            store(arrays, piece.token, head, state)
 
 
 def piece_state(arrays: Arrays, slot, head) -> State:

@@ -1,8 +1,8 @@
 """Who computes what: the keys of all tokens in a row, cut into parts of equal cost.
 
 A part is a stretch of that row, so it has some whole tokens and, at its ends, pieces of tokens that
-it shares with its neighbours: their results are partial, and merged afterwards. Each program finds
-its own part, from the lengths on the device: XLA would take several small kernels for it.
+it shares with its neighbours: their results are partial, and merged afterwards. All is found on the
+device, from lengths on the device.
 """
 
 from typing import Any, NamedTuple
@@ -10,33 +10,15 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from ....ragged import cdiv
 from .shape import FEWEST, KEYS, OVERHEAD, Shape
 
-AT_ONCE = 8  # sequences whose lengths are loaded together
 
+class Work(NamedTuple):
+    """As `int32` arrays in the device's memory."""
 
-class Lengths(NamedTuple):
-    """As in a batch: `int32` arrays in the device's memory."""
-
-    query_start_loc: Any
-    seq_lens: Any
-
-
-class Token(NamedTuple):
-    """A token of the row; the padding is one more sequence, without keys."""
-
-    index: Any
-    sequence: Any
-    end: Any  # of the sequence's tokens
-    keys: Any  # of the sequence
-    start: Any  # where it begins in the row
-
-
-class Part(NamedTuple):
-    index: Any
-    share: Any  # the cost of every part
-    first: Token
-    last: Token
+    tokens: Any  # [num_tokens, 3]: sequence, keys that it sees, where it begins in the row
+    parts: Any  # [parts, 4]: where it begins and ends in the row, first token, number of tokens
 
 
 class Piece(NamedTuple):
@@ -48,152 +30,84 @@ class Piece(NamedTuple):
     last: Any  # the block of keys of step 0; it may lie past the limit
     steps: Any
     slot: Any  # where a partial result goes; -1: the piece is the whole token
-    until: Any  # the part that has the token's last keys
     done: Any  # steps of this program before it
 
 
-def part_of(shape: Shape, index, lengths: Lengths) -> Part:
-    """The part of a program."""
-    share = share_of(shape, lengths)
-    begin = index * share
-    ends = begin, begin + share - OVERHEAD - 1
-    return Part(index, share, *tokens_at(shape, lengths, ends))
+def work_of(shape: Shape, query_start_loc, seq_lens) -> Work:
+    """The whole work, cut into parts."""
+    sequence, key_len = keys_of_tokens(shape, query_start_loc, seq_lens)
+    cost = jnp.maximum(cdiv(key_len, KEYS), 1) + OVERHEAD
+    ends = jnp.cumsum(cost, dtype=jnp.int32)
+    starts = ends - cost
+    share = share_of(shape, cost, ends[-1])
+    begins = jnp.arange(shape.parts, dtype=jnp.int32) * share
+    first = count(ends[None, :] <= begins[:, None])
+    behind = count(starts[None, :] + OVERHEAD < begins[:, None] + share)
+    tokens = jnp.stack([sequence, key_len, starts], axis=1).astype(jnp.int32)
+    parts = jnp.stack([begins, begins + share, first, behind - first], axis=1)
+    return Work(tokens, parts.astype(jnp.int32))
 
 
-def pieces_of_part(shape: Shape, part: Part, lengths: Lengths, visit, carry):
-    """Visits the pieces of a part: `carry = visit(piece, carry)`; returns the last carry."""
-    behind = jnp.minimum(part.last.index + 1, shape.num_tokens)
-
-    def tokens_of(sequence, state):
-        index, start, done, carry = state
-        token = first_of_sequence(shape, lengths, sequence, index, start)
-
-        def visit_one(index, state):
-            start, done, carry = state
-            now = token._replace(index=index, start=start)
-            piece = piece_of(shape, part, now, done)
-            return start_of_next(shape, now), done + piece.steps, visit(piece, carry)
-
-        end = jnp.minimum(token.end, behind)
-        return end, *lax.fori_loop(index, end, visit_one, (start, done, carry))
-
-    state = part.first.index, part.first.start, jnp.int32(0), carry
-    return lax.fori_loop(part.first.sequence, part.last.sequence + 1, tokens_of, state)[-1]
+def count(flags):
+    return jnp.sum(flags, axis=1, dtype=jnp.int32)
 
 
-def piece_of(shape: Shape, part: Part, token: Token, done) -> Piece:
-    """What a part has of a token."""
-    seen = keys_seen(shape, token)
-    blocks, place = blocks_of(seen), token.start + OVERHEAD
-    begin = jnp.clip(part.index * part.share - place, 0, blocks)
-    end = jnp.clip((part.index + 1) * part.share - place, 0, blocks)
-    steps = lax.div(end - begin + 1, jnp.int32(2)) * 2
-    slot = 2 * part.index + jnp.where(begin > 0, 0, 1)
-    slot = jnp.where((begin == 0) & (end == blocks), -1, slot)
-    limit, until = jnp.minimum(seen, end * KEYS), lax.div(place + blocks - 1, part.share)
-    sequence = jnp.minimum(token.sequence, shape.num_seqs - 1)
-    return Piece(token.index, sequence, limit, begin + steps - 1, steps, slot, until, done)
+def keys_of_tokens(shape: Shape, query_start_loc, seq_lens):
+    """The sequence of each token and the keys that it sees; padding tokens see none."""
+    starts = jnp.clip(query_start_loc, 0, shape.num_tokens).astype(jnp.int32)
+    token = jnp.arange(shape.num_tokens, dtype=jnp.int32)
+    behind = count(token[:, None] >= starts[None, 1:])
+    sequence = jnp.minimum(behind, shape.num_seqs - 1)
+    key_len = jnp.clip(seq_lens, 0, shape.max_blocks * shape.block_size).astype(jnp.int32)
+    seen = key_len[sequence]
+    if shape.spec.causal:
+        seen = seen - (starts[sequence + 1] - 1 - token)
+    live = (behind < shape.num_seqs) & (token >= starts[0])
+    return sequence, jnp.where(live, jnp.clip(seen, 0, key_len[sequence]), 0)
 
 
-def share_of(shape: Shape, lengths: Lengths):
+def share_of(shape: Shape, cost, total):
     """The cost of a part; whole tokens where these are about alike, since merging costs too."""
-
-    def add(token: Token, carry):
-        total, longest = carry
-        queries = token.end - token.index
-        cost = jnp.where(queries > 0, blocks_of(token.keys) + OVERHEAD, 0)
-        return total + cost_of(shape, queries, token.keys), jnp.maximum(longest, cost)
-
-    total, longest = each_sequence(shape, lengths, add, (jnp.int32(0), jnp.int32(1)))
     share = jnp.maximum(cdiv(total, shape.parts), OVERHEAD + FEWEST)
+    longest = jnp.max(cost)
     whole = cdiv(share, longest) * longest
-    return jnp.where(10 * whole <= 11 * share, whole, share)
+    return jnp.where(10 * whole <= 11 * share, whole, share).astype(jnp.int32)
 
 
-def tokens_at(shape: Shape, lengths: Lengths, places) -> list[Token]:
-    """The tokens that places of the row belong to."""
+def pieces_of_part(shape: Shape, part, work: Work, visit, carry):
+    """Visits the pieces of a part, in a kernel: `visit(piece, index, carry)`."""
 
-    def skip(token: Token, state):
-        start, found = state
-        after = start + cost_of(shape, token.end - token.index, token.keys)
-        next_one = token.sequence + 1, token.end, after
-        return after, [
-            [jnp.where(after <= place, new, old) for new, old in zip(next_one, known, strict=True)]
-            for place, known in zip(places, found, strict=True)
-        ]
+    def visit_one(index, carry):
+        done, carry = carry
+        piece = piece_at(part, index, work, done)
+        return done + piece.steps, visit(piece, index, carry)
 
-    zero = jnp.int32(0)
-    _, found = each_sequence(shape, lengths, skip, (zero, [[zero] * 3 for _ in places]))
-    firsts = [first_of_sequence(shape, lengths, *known) for known in found]
-    return [skip_tokens(shape, first, place) for first, place in zip(firsts, places, strict=True)]
+    lax.fori_loop(jnp.int32(0), work.parts[part, 3], visit_one, (jnp.int32(0), carry))
 
 
-def skip_tokens(shape: Shape, token: Token, place) -> Token:
-    """The token of the same sequence that a place belongs to."""
-
-    def skip(_, token: Token):
-        after = start_of_next(shape, token)
-        behind = after <= place
-        start = jnp.where(behind, after, token.start)
-        return token._replace(index=jnp.where(behind, token.index + 1, token.index), start=start)
-
-    return lax.fori_loop(token.index, token.end, skip, token)
+def piece_at(part, index, work: Work, done) -> Piece:
+    """The piece of a part at an index, after so many steps of the same program."""
+    begin, end, first = (work.parts[part, i] for i in range(3))
+    token = jnp.clip(first + index, 0, work.tokens.shape[0] - 1)
+    sequence, key_len, start = (work.tokens[token, i] for i in range(3))
+    return piece_of(part, token, sequence, key_len, begin - start, end - start, done)
 
 
-def each_sequence(shape: Shape, lengths: Lengths, visit, carry):
-    """Visits the first token of each sequence, its start unknown, and of the padding."""
-
-    def some(i, state):
-        index, carry = state
-        for k in range(AT_ONCE):
-            token = first_of_sequence(shape, lengths, i * AT_ONCE + k, index, jnp.int32(0))
-            index, carry = token.end, visit(token, carry)
-        return index, carry
-
-    times = -(-(shape.num_seqs + 1) // AT_ONCE)
-    return lax.fori_loop(jnp.int32(0), jnp.int32(times), some, (jnp.int32(0), carry))[1]
+def last_part_of(work: Work, token):
+    """The part that has the last keys of a token."""
+    share = work.parts[0, 1] - work.parts[0, 0]
+    key_len, start = work.tokens[token, 1], work.tokens[token, 2]
+    blocks = jnp.maximum(lax.div(key_len + (KEYS - 1), jnp.int32(KEYS)), 1)
+    return lax.div(start + OVERHEAD + blocks - 1, share)
 
 
-def first_of_sequence(shape: Shape, lengths: Lengths, sequence, index, start) -> Token:
-    """The first token of a sequence, given the end of the tokens before."""
-    real = sequence < shape.num_seqs
-    end = lengths.query_start_loc[jnp.minimum(sequence + 1, shape.num_seqs)]
-    keys = lengths.seq_lens[jnp.minimum(sequence, shape.num_seqs - 1)]
-    end = jnp.where(real, jnp.clip(end, index, shape.num_tokens), shape.num_tokens)
-    keys = jnp.where(real, jnp.clip(keys, 0, shape.max_blocks * shape.block_size), 0)
-    return Token(index, sequence, end, keys, start)
-
-
-def start_of_next(shape: Shape, token: Token):
-    return token.start + OVERHEAD + blocks_of(keys_seen(shape, token))
-
-
-def keys_seen(shape: Shape, token: Token):
-    if not shape.spec.causal:
-        return token.keys
-    return jnp.maximum(token.keys - (token.end - 1 - token.index), 0)
-
-
-def cost_of(shape: Shape, queries, keys):
-    """Of all tokens of a sequence."""
-    overhead = queries * OVERHEAD
-    if not shape.spec.causal:
-        return queries * blocks_of(keys) + overhead
-    blocks = blocks_up_to(keys) - blocks_up_to(jnp.maximum(keys - queries, 0))
-    return blocks + jnp.maximum(queries - keys, 0) + overhead
-
-
-def blocks_of(keys):
-    """A token without keys has a block too, for its results."""
-    return jnp.maximum(cdiv(keys, KEYS), 1)
-
-
-def blocks_up_to(keys):
-    """The blocks of tokens that see 1, 2, ... `keys` keys, together."""
-    full = lax.div(keys, jnp.int32(KEYS))
-    return (full + 1) * (full * (KEYS // 2) + lax.rem(keys, jnp.int32(KEYS)))
-
-
-def cdiv(a, b):
-    """Of numbers that are not negative, in a kernel."""
-    return lax.div(a + (b - 1), jnp.int32(b))
+def piece_of(part, token, sequence, key_len, begin, end, done) -> Piece:
+    """The piece of a token that lies between two places, counted from the token's own."""
+    blocks = jnp.maximum(lax.div(key_len + (KEYS - 1), jnp.int32(KEYS)), 1)
+    begin = jnp.clip(begin - OVERHEAD, 0, blocks)
+    end = jnp.clip(end - OVERHEAD, 0, blocks)
+    steps = lax.div(end - begin + 1, jnp.int32(2)) * 2
+    slot = 2 * part + jnp.where(begin > 0, 0, 1)
+    slot = jnp.where((begin == 0) & (end == blocks), -1, slot)
+    limit = jnp.minimum(key_len, end * KEYS)
+    return Piece(token, sequence, limit, begin + steps - 1, steps, slot, done)
