@@ -12,8 +12,9 @@ from .pieces import work_of
 from .shape import HEAD_DIM, KEYS, ROWS, VALUE_DIM, Shape
 
 HONOURS = ("scale", "causal", "value_dim", "return_lse")
-LEAST_WORK = 1 << 24  # products of a query and a key, from which it is ahead
-FEWEST_HEADS, FEWEST_KEYS = 128, 1024
+LEAST_WORK = 16_777_216  # products of a query and a key, from which it is ahead
+FEWEST_HEADS = 128
+FEWEST_KEYS = 1024
 MEASURED_BLOCKS = (16, 32, 64)
 
 
