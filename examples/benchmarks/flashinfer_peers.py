@@ -33,7 +33,7 @@ class Build:
 
     def __init__(self, seconds: float):
         self._deadline = time.monotonic() + seconds
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed by __exit__)
         command = [sys.executable, "-m", "benchmarks.flashinfer_peers"]
         output: Any = {"stdout": subprocess.DEVNULL, "stderr": self._errors}
         self._process = subprocess.Popen(command, process_group=0, **output)
