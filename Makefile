@@ -24,7 +24,8 @@ KEPT := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.jax_cache JAX_PERSISTENT_CACHE_MIN_
 # Without optimisation XLA takes a fifth of the time. What depends on it runs with it, and only so.
 OPTIMISED := tests/core/test_cache.py tests/core/test_jit.py tests/backends/test_grids.py
 PLAIN := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
-PLAINLY := XLA_FLAGS="$(PLAIN) --xla_cpu_use_fusion_emitters=false"
+PLAINLY := XLA_FLAGS="$(PLAIN) --xla_cpu_use_fusion_emitters=false \
+	--xla_cpu_parallel_codegen_split_count=1"
 
 .PHONY: demo serve docs test test-deep test-oldest test-newest smoke lint test-ipex test-gpu bench-cpu \
 	bench-gpu clean

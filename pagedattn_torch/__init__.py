@@ -1,7 +1,7 @@
 """Paged attention on torch tensors: the functions of pagedattn, over torch's own kernels."""
 
 try:
-    import torch as _torch  # noqa: F401
+    import torch as _torch  # noqa: F401  (is it installed?)
 except ImportError as error:
     from pagedattn import BackendUnavailableError
 

@@ -98,7 +98,7 @@ def attention_kernel(
         tile -= seq * TILES_A_SEQ
     first = tl.maximum(tile * TOKENS, 0)
     query_start = tl.load(query_start_loc + seq)
-    if TILES_A_SEQ > 0:  # noqa: SIM102 (the kernel is compiled with or without it)
+    if TILES_A_SEQ > 0:  # noqa: SIM102  (the kernel is compiled with or without it)
         if seq == num_seqs:
             query_start = highest_start(query_start_loc, num_seqs)
     query_stop = tl.load(query_start_loc + seq + 1, mask=seq < num_seqs, other=num_tokens)
@@ -124,7 +124,7 @@ def attention_kernel(
     table = block_tables + seq.to(tl.int64) * table_stride
     num_tile_heads = GROUP - skipped_heads
 
-    if TILES_A_SEQ > 0:  # noqa: SIM102 (the kernel is compiled with or without it)
+    if TILES_A_SEQ > 0:  # noqa: SIM102  (the kernel is compiled with or without it)
         if seq == num_seqs:
             # The programs past the last sequence store the rows of all padding tokens, in turns.
             stride = (num_tiles - num_seqs * TILES_A_SEQ) * TOKENS
@@ -138,7 +138,7 @@ def attention_kernel(
     if first >= query_len:
         return
     # `fmt: skip`, here and below: with one argument a line the calls would fill pages.
-    if FEW_ROWS > 0:  # noqa: SIM102
+    if FEW_ROWS > 0:  # noqa: SIM102  (as above)
         if query_len - first <= FEW_TOKENS:
             attend(
                 query, key, value, table, alibi_slopes, sinks, out, lse, scale, cap, window,

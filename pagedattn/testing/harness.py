@@ -90,13 +90,14 @@ def cell_problem(cell: Cell, sizes: dict[str, int]) -> Problem:
     spec = spec_of(cell.feature, sizes["num_heads"])
     blocks = [cdiv(n, sizes["block_size"]) for n in seq_lens]
     width = cdiv(MAX_SEQ_LEN, sizes["block_size"])
-    rows = random_tables(np.random.default_rng(0), blocks, NUM_SEQS * width)
+    num_blocks = NUM_SEQS * width + 1  # one that no sequence has
+    rows = random_tables(np.random.default_rng(0), blocks, num_blocks)
     return random_problem(
         query_lens,
         seq_lens,
         spec,
         **sizes,
-        num_blocks=NUM_SEQS * width,
+        num_blocks=num_blocks,
         block_tables=[row + [-1] * (width - len(row)) for row in rows],
         pad_tokens=NUM_TOKENS,
         dtype=np.dtype(cell.dtype),

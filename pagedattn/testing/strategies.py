@@ -13,6 +13,7 @@ from pagedattn import AttentionSpec, BackendUnavailableError, alibi_slopes, feat
 from pagedattn.features import OPTIONS, arrays_of, cache_of, spec_of
 from pagedattn.ragged import cdiv
 
+from . import harness
 from .problem import Problem
 from .random_problems import random_problem
 
@@ -43,8 +44,9 @@ class Bucket(NamedTuple):
     max_query_len: int
 
 
+# The first has the shapes of `check_backend`'s problems, and so their programs.
 BUCKETS = (
-    Bucket(24, 6, 7, 43, 4, 4, 2, 16, 16),
+    Bucket(harness.NUM_TOKENS, harness.NUM_SEQS, 10, 51, 4, 4, 2, 16, harness.MAX_QUERY_LEN),
     Bucket(12, 4, 5, 23, 5, 3, 1, 24, 12),
 )
 KINDS = ("prefill", "chunk", "decode", "empty query", "padding")

@@ -8,7 +8,7 @@ model.generate_batch(prompts)                # reads transformers' own pages, an
 """
 
 try:
-    import transformers as _transformers  # noqa: F401
+    import transformers as _transformers  # noqa: F401  (is it installed?)
 except ImportError as error:
     from pagedattn import BackendUnavailableError
 

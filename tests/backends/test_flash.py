@@ -9,13 +9,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cases import SPECS, mixed  # noqa: E402
-from flash_rules import TILES, Forward  # noqa: E402
-from hypothesis import given  # noqa: E402
-from pagedattn_interop import to_torch  # noqa: E402
-from pagedattn_interop.backends import bridged  # noqa: E402
+from cases import SPECS, mixed
+from flash_rules import TILES, Forward
+from hypothesis import given
+from pagedattn_interop import to_torch
+from pagedattn_interop.backends import bridged
 
-from pagedattn import (  # noqa: E402
+from pagedattn import (
     AttentionSpec,
     BackendUnavailableError,
     KVCache,
@@ -23,17 +23,17 @@ from pagedattn import (  # noqa: E402
     paged_attention,
     registry,
 )
-from pagedattn.call import call_of  # noqa: E402
-from pagedattn.testing import (  # noqa: E402
+from pagedattn.call import call_of
+from pagedattn.testing import (
     assert_attention_close,
     batch_of,
     cache_of,
     random_problem,
     strategies,
 )
-from pagedattn_torch import arrays  # noqa: E402
-from pagedattn_torch.backends import flash  # noqa: E402
-from pagedattn_torch.backends.flash.forward import PACKAGE, why_unusable  # noqa: E402
+from pagedattn_torch import arrays
+from pagedattn_torch.backends import flash
+from pagedattn_torch.backends.flash.forward import PACKAGE, why_unusable
 
 HALF = jnp.dtype("float16")
 HONOURED = ("plain", "scale", "sliding_window", "logits_soft_cap", "causal=False")

@@ -26,7 +26,7 @@ class Grid(NamedTuple):
     head_dim: int
     block_size: int
     dtype: Any = F32
-    spec: dict[str, Any] = {}  # noqa: RUF012 - never changed
+    spec: dict[str, Any] = {}  # noqa: RUF012  (never changed)
     seed: int = 0
 
 

@@ -11,21 +11,21 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("intel_extension_for_pytorch")
 
-from hypothesis import given, reject  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from pagedattn_interop import to_torch  # noqa: E402
-from tensors import tensors  # noqa: E402
-from torch_layers import step_of  # noqa: E402
+from hypothesis import given, reject
+from hypothesis import strategies as st
+from pagedattn_interop import to_torch
+from tensors import tensors
+from torch_layers import step_of
 
-from pagedattn import AttentionSpec, KVCache, UnsupportedError  # noqa: E402
-from pagedattn.testing import (  # noqa: E402
+from pagedattn import AttentionSpec, KVCache, UnsupportedError
+from pagedattn.testing import (
     assert_attention_close,
     batch_of,
     cache_of,
     random_problem,
 )
-from pagedattn.testing.strategies import BUCKETS, any_phase, options_table, problems  # noqa: E402
-from pagedattn_torch import (  # noqa: E402
+from pagedattn.testing.strategies import BUCKETS, any_phase, options_table, problems
+from pagedattn_torch import (
     IpexAttnBackend,
     IpexAttnBackendImpl,
     empty_kv_cache,

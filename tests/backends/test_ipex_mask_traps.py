@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ipex_raw import CLOSE, case_of, decode, error, every_operator, expected, varlen  # noqa: E402
+from ipex_raw import CLOSE, case_of, decode, error, every_operator, expected, varlen
 
 
 def test_the_computation_that_results_are_compared_with_agrees():

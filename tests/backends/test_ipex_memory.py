@@ -10,15 +10,15 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("intel_extension_for_pytorch")
 
-from hypothesis import example, given  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from ipex_raw import isolated  # noqa: E402
+from hypothesis import example, given
+from hypothesis import strategies as st
+from ipex_raw import isolated
 
-from pagedattn import AttentionSpec, BatchMetadata, KVCache, make_batch  # noqa: E402
-from pagedattn.call import call_of  # noqa: E402
-from pagedattn_torch import empty_kv_cache, paged_attention  # noqa: E402
-from pagedattn_torch.arrays import batch_on  # noqa: E402
-from pagedattn_torch.backends import ipex  # noqa: E402
+from pagedattn import AttentionSpec, BatchMetadata, KVCache, make_batch
+from pagedattn.call import call_of
+from pagedattn_torch import empty_kv_cache, paged_attention
+from pagedattn_torch.arrays import batch_on
+from pagedattn_torch.backends import ipex
 
 MB = 1 << 20
 ORDERS = [(0, 1, 2, 3, 4), (0, 1, 3, 2, 4), (0, 1, 3, 4, 2)]

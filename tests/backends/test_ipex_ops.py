@@ -6,8 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from pagedattn import BackendUnavailableError  # noqa: E402
-from pagedattn_torch.backends.ipex import operators as ipex_ops  # noqa: E402
+from pagedattn import BackendUnavailableError
+from pagedattn_torch.backends.ipex import operators as ipex_ops
 
 PACKAGE = "intel_extension_for_pytorch"
 FITTING = [("2.8.0", "2.8.0"), ("2.8.0+cpu", "2.8.10+xpu"), ("2.8.1", "2.8.0")]

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ipex_raw import (  # noqa: E402
+from ipex_raw import (
     CLOSE,
     PagedAttention,
     case_of,

@@ -9,32 +9,32 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cases import SIGNED  # noqa: E402
-from hypothesis import given  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from pagedattn_interop import to_torch  # noqa: E402
-from torch_layers import assert_close, dense, normal, spec_of  # noqa: E402
-from xpu_rules import NeverWaits, stand_in_for_xpu  # noqa: E402
+from cases import SIGNED
+from hypothesis import given
+from hypothesis import strategies as st
+from pagedattn_interop import to_torch
+from torch_layers import assert_close, dense, normal, spec_of
+from xpu_rules import NeverWaits, stand_in_for_xpu
 
-from pagedattn import AttentionSpec, KVCache, UnsupportedError, registry  # noqa: E402
-from pagedattn.call import call_of  # noqa: E402
-from pagedattn.packed import packed_batch, packed_cache  # noqa: E402
-from pagedattn.testing import (  # noqa: E402
+from pagedattn import AttentionSpec, KVCache, UnsupportedError, registry
+from pagedattn.call import call_of
+from pagedattn.packed import packed_batch, packed_cache
+from pagedattn.testing import (
     assert_attention_close,
     batch_of,
     cache_of,
     random_problem,
 )
-from pagedattn.testing.strategies import seeds  # noqa: E402
-from pagedattn_torch import (  # noqa: E402
+from pagedattn.testing.strategies import seeds
+from pagedattn_torch import (
     IpexAttnBackend,
     IpexAttnBackendImpl,
     IpexAttnMetadata,
     empty_kv_cache,
     paged_attention,
 )
-from pagedattn_torch.arrays import batch_on  # noqa: E402
-from pagedattn_torch.backends import ipex  # noqa: E402
+from pagedattn_torch.arrays import batch_on
+from pagedattn_torch.backends import ipex
 
 F16, BF16 = np.float16, ml_dtypes.bfloat16
 LOGICAL, SLOTS_LAST = (0, 1, 2, 3, 4), (0, 1, 3, 4, 2)

@@ -27,9 +27,9 @@ plgpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
 if not hasattr(plgpu, "warp_map"):
     pytest.skip("this JAX has no warps in Pallas Mosaic GPU", allow_module_level=True)
 
-from pagedattn.backends.mosaic import launch, lse, tiles  # noqa: E402
-from pagedattn.backends.mosaic.launch import attend  # noqa: E402
-from pagedattn.backends.mosaic.shape import ROWS, UNIT, WARPGROUP, Shape  # noqa: E402
+from pagedattn.backends.mosaic import launch, lse, tiles
+from pagedattn.backends.mosaic.launch import attend
+from pagedattn.backends.mosaic.shape import ROWS, UNIT, WARPGROUP, Shape
 
 BF16 = ml_dtypes.bfloat16
 WINDOW = AttentionSpec(sliding_window=100)

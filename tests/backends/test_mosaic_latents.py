@@ -26,9 +26,9 @@ plgpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
 if not hasattr(plgpu, "warp_map"):
     pytest.skip("this JAX has no warps in Pallas Mosaic GPU", allow_module_level=True)
 
-from pagedattn.backends.mosaic.latents import launch, pieces  # noqa: E402
-from pagedattn.backends.mosaic.latents.launch import attend  # noqa: E402
-from pagedattn.backends.mosaic.latents.shape import KEYS, Shape  # noqa: E402
+from pagedattn.backends.mosaic.latents import launch, pieces
+from pagedattn.backends.mosaic.latents.launch import attend
+from pagedattn.backends.mosaic.latents.shape import KEYS, Shape
 
 BF16 = ml_dtypes.bfloat16
 HOPPER = jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == "9.0"

@@ -537,9 +537,9 @@ def test_ragged_starts_padded_with_zeros(backend, mode, name):
 
 
 def every_call(backend):
-    """Traces every feature in every phase."""
+    """Traces every feature, of decodes and of longer queries: other phases have the same shapes."""
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "block_size": 4}
-    for name, phase in itertools.product(OPTIONS, PHASES):
+    for name, phase in itertools.product(OPTIONS, ("decode", "mixed")):
         problem = cell_problem(Cell(name, phase, "bfloat16", ""), sizes)
         arrays = jax.tree.map(jnp.asarray, problem.arrays)
         rows = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)

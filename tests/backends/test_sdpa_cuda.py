@@ -4,14 +4,14 @@ import jax.numpy as jnp
 import pytest
 
 torch = pytest.importorskip("torch")
-from cases import SPECS, mixed, run  # noqa: E402
-from pagedattn_interop import to_torch  # noqa: E402
+from cases import SPECS, mixed, run
+from pagedattn_interop import to_torch
 
-from pagedattn import AttentionSpec  # noqa: E402
-from pagedattn.call import call_of  # noqa: E402
-from pagedattn.testing import assert_attention_close, batch_of, cache_of  # noqa: E402
-from pagedattn_torch import arrays  # noqa: E402
-from pagedattn_torch.backends import sdpa  # noqa: E402
+from pagedattn import AttentionSpec
+from pagedattn.call import call_of
+from pagedattn.testing import assert_attention_close, batch_of, cache_of
+from pagedattn_torch import arrays
+from pagedattn_torch.backends import sdpa
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 ALL = SPECS | {"two-sided window": AttentionSpec(causal=False, sliding_window=4)}

@@ -10,25 +10,25 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("xformers", reason="pip install --no-deps xformers==0.0.35")
 
-from cases import SPECS, mixed  # noqa: E402
-from hypothesis import given  # noqa: E402
-from pagedattn_interop import to_torch, torch_call  # noqa: E402
-from pagedattn_interop.backends import bridged  # noqa: E402
+from cases import SPECS, mixed
+from hypothesis import given
+from pagedattn_interop import to_torch, torch_call
+from pagedattn_interop.backends import bridged
 
-from pagedattn import AttentionSpec, KVCache  # noqa: E402
-from pagedattn.call import call_of  # noqa: E402
-from pagedattn.testing import (  # noqa: E402
+from pagedattn import AttentionSpec, KVCache
+from pagedattn.call import call_of
+from pagedattn.testing import (
     assert_attention_close,
     batch_of,
     cache_of,
     random_problem,
     strategies,
 )
-from pagedattn_torch import arrays, explain, paged_attention  # noqa: E402
-from pagedattn_torch.backends import sdpa  # noqa: E402
-from pagedattn_torch.backends import xformers as kernels  # noqa: E402
-from pagedattn_torch.backends.xformers.fmha import RUNTIME_PACKAGE, fmha, why_unusable  # noqa: E402
-from pagedattn_torch.rectangles import gather_pages  # noqa: E402
+from pagedattn_torch import arrays, explain, paged_attention
+from pagedattn_torch.backends import sdpa
+from pagedattn_torch.backends import xformers as kernels
+from pagedattn_torch.backends.xformers.fmha import RUNTIME_PACKAGE, fmha, why_unusable
+from pagedattn_torch.rectangles import gather_pages
 
 HALF = jnp.dtype("float16")
 ROUTED = {name: spec for name, spec in SPECS.items() if spec.logits_soft_cap is None} | {

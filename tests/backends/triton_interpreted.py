@@ -45,7 +45,8 @@ BY_TRITON = {"backend": INTERPRETED, "return_lse": True}
 
 
 # Shortcomings of Triton 3.6's interpreter: it asks arrays of one element for an int, which NumPy
-# 2.4 refuses, multiplies bfloat16 by its bits, and takes the bits of integers for it.
+# 2.4 refuses, multiplies bfloat16 by its bits, takes the bits of integers for it, and patches its
+# language anew for each call of a function by another.
 
 
 def patch_lang_tensor(tensor, scope, original=interpreter._patch_lang_tensor):
@@ -69,9 +70,16 @@ def float32(handle):
     return handle.data.astype(np.float32)
 
 
+def call(self, *args, **kwargs):
+    """A kernel's call of a function, whose names its launch has patched, or the last line below."""
+    return self.rewrite()(*args, **kwargs)
+
+
+interpreter.InterpretedFunction.__call__ = call
 interpreter._patch_lang_tensor = patch_lang_tensor
 interpreter.InterpreterBuilder.create_dot = create_dot
 interpreter.InterpreterBuilder.cast_impl = cast_impl
+interpreter._patch_lang(tl.cdiv.fn)  # what the language's own functions use
 
 
 def tensor(array: np.ndarray) -> torch.Tensor:

@@ -106,7 +106,9 @@ def test_gradients_are_those_of_the_folded_merge():
         return square([x[0] for x in ACROSS(out, lse)])
 
     def folded(out, lse):
-        return square(functools.reduce(lambda a, b: merge_states(*a, *b), zip(out, lse)))  # noqa: B905
+        return square(
+            functools.reduce(lambda a, b: merge_states(*a, *b), zip(out, lse, strict=True))
+        )
 
     got, want = (jax.jit(jax.grad(f, (0, 1)))(out, lse) for f in (across, folded))
     for a, b in zip(got, want, strict=True):

@@ -25,9 +25,9 @@ from pagedattn.testing import batch_of, random_problem
 
 torch = pytest.importorskip("torch")
 
-from tensors import tensors  # noqa: E402
+from tensors import tensors
 
-from pagedattn_torch import copy_blocks_, swap_blocks_, write_kv_  # noqa: E402
+from pagedattn_torch import copy_blocks_, swap_blocks_, write_kv_
 
 SPEC = AttentionSpec()
 SCALES = {"one": np.float32(0.37), "each": np.float32([0.25, 3.0])}

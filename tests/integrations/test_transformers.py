@@ -7,11 +7,11 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
-from transformers import ContinuousBatchingConfig, GenerationConfig  # noqa: E402
-from transformers.generation.continuous_batching.cache import PagedAttentionCache  # noqa: E402
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
-import pagedattn_torch.transformers as ours  # noqa: E402
-from pagedattn import UnsupportedError  # noqa: E402
+import pagedattn_torch.transformers as ours
+from pagedattn import UnsupportedError
 
 SIZES = {
     "vocab_size": 97,

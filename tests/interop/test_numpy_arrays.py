@@ -11,8 +11,8 @@ from pagedattn import InvalidInputError, KVCache
 from pagedattn.testing import batch_of
 
 torch = pytest.importorskip("torch")
-import pagedattn_torch  # noqa: E402
-from pagedattn_torch.arrays import tensor  # noqa: E402
+import pagedattn_torch
+from pagedattn_torch.arrays import tensor
 
 
 def unaligned(x):

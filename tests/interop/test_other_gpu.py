@@ -11,9 +11,9 @@ from pagedattn import KVCache, UnsupportedError
 from pagedattn.testing import assert_attention_close, batch_of, cache_of
 
 torch = pytest.importorskip("torch")
-from pagedattn_interop import to_jax, to_torch, torch_call  # noqa: E402
+from pagedattn_interop import to_jax, to_torch, torch_call
 
-import pagedattn_torch  # noqa: E402
+import pagedattn_torch
 
 pytestmark = pytest.mark.skipif(
     jax.default_backend() != "gpu" or torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from pagedattn_interop import stream, to_torch, torch_call  # noqa: E402
+from pagedattn_interop import stream, to_torch, torch_call
 
 pytestmark = pytest.mark.skipif(
     jax.default_backend() != "gpu" or not torch.cuda.is_available(), reason="needs an NVIDIA GPU"

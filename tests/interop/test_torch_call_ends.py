@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import pytest
 
 torch = pytest.importorskip("torch")
-from pagedattn_interop import torch_call  # noqa: E402
+from pagedattn_interop import torch_call
 
-from pagedattn import InvalidInputError  # noqa: E402
+from pagedattn import InvalidInputError
 
 OUT = jax.ShapeDtypeStruct((3,), jnp.float32)
 MANY = 1100  # jax-tvm-ffi registers 1024 functions at most

@@ -5,8 +5,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cases import SPECS, mixed  # noqa: E402
-from torch_layers import (  # noqa: E402
+from cases import SPECS, mixed
+from torch_layers import (
     assert_close,
     dense,
     hide_values,
@@ -17,9 +17,9 @@ from torch_layers import (  # noqa: E402
     step_of,
 )
 
-from pagedattn import AttentionSpec, InvalidInputError  # noqa: E402
-from pagedattn.testing import assert_attention_close, random_problem  # noqa: E402
-from pagedattn_torch import AttentionMetadata  # noqa: E402
+from pagedattn import AttentionSpec, InvalidInputError
+from pagedattn.testing import assert_attention_close, random_problem
+from pagedattn_torch import AttentionMetadata
 
 SIZES = {"num_heads": 4, "head_size": 16, "num_kv_heads": 2}
 TIGHT = {"atol": 2e-6, "rtol": 1e-5}

@@ -6,12 +6,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cases import SPECS, mixed  # noqa: E402
-from pagedattn_interop import to_torch  # noqa: E402
+from cases import SPECS, mixed
+from pagedattn_interop import to_torch
 
-from pagedattn import InvalidInputError, UnsupportedError  # noqa: E402
-from pagedattn.testing import assert_attention_close, batch_of, cache_of  # noqa: E402
-from pagedattn_torch import explain, paged_attention, prepare, select_backend  # noqa: E402
+from pagedattn import InvalidInputError, UnsupportedError
+from pagedattn.testing import assert_attention_close, batch_of, cache_of
+from pagedattn_torch import explain, paged_attention, prepare, select_backend
 
 
 def tensors(problem):

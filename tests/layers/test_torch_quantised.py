@@ -5,13 +5,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cases import SPECS  # noqa: E402
-from torch_layers import Step, layer_of, step_of  # noqa: E402
+from cases import SPECS
+from torch_layers import Step, layer_of, step_of
 
-from pagedattn import AttentionSpec, InvalidInputError, UnsupportedError  # noqa: E402
-from pagedattn.testing import assert_attention_close, batch_of, random_problem  # noqa: E402
-from pagedattn_torch import AttentionMetadata, TorchSDPABackend, XFormersImpl  # noqa: E402
-from pagedattn_torch.layers.quantised import DTYPES  # noqa: E402
+from pagedattn import AttentionSpec, InvalidInputError, UnsupportedError
+from pagedattn.testing import assert_attention_close, batch_of, random_problem
+from pagedattn_torch import AttentionMetadata, TorchSDPABackend, XFormersImpl
+from pagedattn_torch.layers.quantised import DTYPES
 
 KINDS = {"fp8": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "int8": "int8"}
 SCALES = {"k_scale": 0.03, "v_scale": 0.05}

@@ -103,7 +103,8 @@ class HostileMachine(RuleBasedStateMachine):
     def fork(self, parents, children):
         before = self.pool
         self.pool, made = call(pa.fork, before, i32(parents), i32(children))
-        pairs = [pair for pair, ok in zip(zip(parents, children, strict=True), made) if ok]  # noqa: B905
+        pairs = zip(parents, children, made.tolist(), strict=True)
+        pairs = [(parent, child) for parent, child, ok in pairs if ok]
         for parent, child in pairs:
             assert owned(self.pool, child) == owned(before, parent)
         self.bystanders(before, self.pool, [child for _, child in pairs])
