@@ -1,5 +1,6 @@
 """The report of a gpu.py run: a table, and a JSON file that grows with it."""
 
+import datetime
 import json
 import platform
 import time
@@ -9,12 +10,13 @@ from typing import Any
 
 import torch
 
+import pagedattn
 from benchmarks.case import Case
 from benchmarks.machine import installed, write
 from benchmarks.timing import copy_bandwidth, matmul_rate
 from benchmarks.work import HEAD_DIM, HEADS, KV_HEADS
 
-PACKAGES = ("jax", "triton", "xformers", "flashinfer-python")
+PACKAGES = ("jax", "triton", "xformers", "flashinfer-python", "flash-attn-4", "vllm")
 
 
 class Report:
@@ -97,6 +99,7 @@ class Report:
 def machine() -> dict:
     return {
         "gpu": torch.cuda.get_device_name(),
+        "date": datetime.date.today().isoformat(),
         "heads": f"{HEADS} query heads, {KV_HEADS} KV heads, head_dim {HEAD_DIM}",
         "copy_tb_s": round(copy_bandwidth(), 3),
         "matmul_tflop_s": round(matmul_rate(), 1),
@@ -105,4 +108,5 @@ def machine() -> dict:
 
 
 def _versions() -> dict[str, str]:
-    return {"torch": str(torch.__version__)} | installed(PACKAGES)
+    modules = {"pagedattn": pagedattn.__version__, "torch": str(torch.__version__)}
+    return modules | installed(PACKAGES)
