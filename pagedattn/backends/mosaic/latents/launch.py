@@ -13,7 +13,7 @@ from .shape import HEAD_DIM, KEYS, ROWS, VALUE_DIM, Shape
 
 HONOURS = ("scale", "causal", "value_dim", "return_lse")
 LEAST_WORK = 16_777_216  # products of a query and a key, from which it is ahead
-FEWEST_HEADS = 128
+MEASURED_HEADS = 128
 FEWEST_KEYS = 1024
 MEASURED_BLOCKS = (16, 32, 64)
 
@@ -32,8 +32,8 @@ def unfit(call: Call) -> list[str]:
         reasons.append(f"little work: {work} products of a query and a key, below {LEAST_WORK}")
     if call.max_keys < FEWEST_KEYS:
         reasons.append(f"short sequences: at most {call.max_keys} keys, below {FEWEST_KEYS}")
-    if call.num_heads < FEWEST_HEADS:
-        reasons.append(f"measured ahead from {FEWEST_HEADS} heads, got {call.num_heads}")
+    if call.num_heads != MEASURED_HEADS:
+        reasons.append(f"measured ahead with {MEASURED_HEADS} heads, got {call.num_heads}")
     if call.block_size not in MEASURED_BLOCKS:
         reasons.append(f"not measured with blocks of {call.block_size}")
     return reasons
