@@ -52,7 +52,9 @@ def merge(shape: Shape, work: Work, out, lse, part_out, part_lse):
     params = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
 
     def in_place(refs):
-        pl.kernel(functools.partial(border, shape, refs), mesh=mesh, compiler_params=params)()
+        program = functools.partial(border, shape, refs)
+        run = pl.kernel(program, mesh=mesh, compiler_params=params)
+        run()  # pyright: ignore[reportCallIssue]
 
     arrays = pl.run_state(in_place)(Arrays(out, lse, part_out, part_lse, *work))
     return arrays.out, arrays.lse
