@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from serving.checkpoint import load_checkpoint
 from serving.corpus import split_topics
-from serving.decoder import forward_paged
+from serving.forward import forward_paged
 
 from pagedattn import init_kv_cache, make_batch
 from pagedattn.features import CACHE_DTYPES

@@ -37,10 +37,11 @@ def pytest_report_header():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Under jaxtyping's hook (test_shapes.py) the tests of errors are left out.
+    """The long tests first. Under jaxtyping's hook (test_shapes.py) those of errors are left out.
 
     They give wrong arguments on purpose, and the hook would refuse them by an error of its own.
     """
+    items.sort(key=lambda item: item.get_closest_marker("early") is None)
     if config.getoption("jaxtyping_packages", None):
         items[:] = [item for item in items if not _expects_an_error(item)]
 

@@ -20,8 +20,9 @@ from jaxtyping import Array, Float, Int
 
 from pagedattn import AttentionSpec, BlockPool, batch_from_pool
 from pagedattn.ragged import sequence_ids
-from serving.decoder import Decoder, Tokens, cached_attention, forward_paged
+from serving.decoder import Decoder, Tokens
 from serving.drawing import Drawn, enqueue
+from serving.forward import cached_attention, forward_paged
 from serving.limits import Limits
 from serving.memory import Caches, Memory, by_layer, by_pool
 from serving.owners import Holdings, Owners, holdings_of

@@ -22,8 +22,9 @@ from pagedattn import (
     init_block_pool,
 )
 from pagedattn.ragged import cdiv, sequence_ids
-from serving.decoder import Decoder, cached_attention, forward_paged
+from serving.decoder import Decoder
 from serving.drawing import greedy_rows, pick
+from serving.forward import cached_attention, forward_paged
 
 STATIC = ("model", "backend", "attend")
 

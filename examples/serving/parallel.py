@@ -21,7 +21,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from pagedattn import AttentionSpec, BatchMetadata, InvalidInputError, KVCache, UnsupportedError
-from serving.decoder import Decoder, Heads, Operands, cached_attention
+from serving.decoder import Decoder, Heads
+from serving.forward import Operands, cached_attention
 from serving.generation import Generation, decode_loop, prefill, start
 
 AXIS = "tensor"

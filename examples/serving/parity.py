@@ -6,7 +6,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from serving.decoder import Decoder, forward_dense
+from serving.decoder import Decoder
+from serving.forward import forward_dense
 from serving.request import Request
 
 Scores = dict[

@@ -19,8 +19,8 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from serving.checkpoint import load_checkpoint, save_checkpoint
 from serving.corpus import END_OF_TOPIC, Bytes, Text, add_noise, split_topics, windows_at
-from serving.decoder import forward_dense
 from serving.families.llama import Llama
+from serving.forward import forward_dense
 from serving.initial import init_params
 
 MODEL = Llama(

@@ -7,10 +7,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from cases import SIGNED, SPECS
+from mosaic_rules import BF16, hopper
 
 from pagedattn import (
     AttentionSpec,
@@ -20,21 +20,13 @@ from pagedattn import (
     make_batch,
     paged_attention,
 )
-from pagedattn.call import call_of
-from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
-
-plgpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
-if not hasattr(plgpu, "warp_map"):
-    pytest.skip("this JAX has no warps in Pallas Mosaic GPU", allow_module_level=True)
-
 from pagedattn.backends.mosaic import launch, lse, tiles
 from pagedattn.backends.mosaic.launch import attend
 from pagedattn.backends.mosaic.shape import ROWS, UNIT, WARPGROUP, Shape
+from pagedattn.call import call_of
+from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
 
-BF16 = ml_dtypes.bfloat16
 WINDOW = AttentionSpec(sliding_window=100)
-HOPPER = jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == "9.0"
-hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 
 # As the backend runs them: inside jit. Eagerly each of their steps would be a program.
 tiles_in_jit = jax.jit(tiles.tiles_of, static_argnums=0)

@@ -7,9 +7,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
+from mosaic_rules import BF16, hopper
 
 from pagedattn import (
     AttentionSpec,
@@ -19,20 +19,12 @@ from pagedattn import (
     make_batch,
     paged_attention,
 )
-from pagedattn.call import call_of
-from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
-
-plgpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
-if not hasattr(plgpu, "warp_map"):
-    pytest.skip("this JAX has no warps in Pallas Mosaic GPU", allow_module_level=True)
-
 from pagedattn.backends.mosaic.latents import launch, pieces
 from pagedattn.backends.mosaic.latents.launch import attend
 from pagedattn.backends.mosaic.latents.shape import KEYS, Shape
+from pagedattn.call import call_of
+from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
 
-BF16 = ml_dtypes.bfloat16
-HOPPER = jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == "9.0"
-hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 LENGTHS = [0, 1, 15, 16, 17, 63, 64, 65, 4096, 1000]
 VERIFY = [3, 2, 0, 1, 4], [70, 2, 9, 300, 129]
 

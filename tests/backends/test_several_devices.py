@@ -40,6 +40,7 @@ with_cudnn = pytest.mark.skipif(
 )
 
 
+@pytest.mark.early
 @on_cpu
 def test_in_a_process_of_two_devices():
     """How many devices a CPU is must be said before JAX starts."""

@@ -46,6 +46,7 @@ def call(**sizes) -> Call:
     return Call(**defaults | sizes)
 
 
+@pytest.mark.early
 def test_kernels_by_the_interpreter():
     """Triton decides at its import whether it interprets: so in a process of its own."""
     pytest.importorskip("triton", minversion="3.5")

@@ -24,14 +24,18 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, check=False)
 
 
-@functools.cache
-def run_without(module: str, *arguments: str) -> subprocess.CompletedProcess:
+def without(module: str, *arguments: str) -> list[str]:
     """The command where a module cannot be imported."""
     code = (
         f"import runpy, sys; sys.modules[{module!r}] = None; sys.argv = ['', *{arguments}]; "
         "runpy.run_module('pagedattn', run_name='__main__')"
     )
-    command = [sys.executable, "-c", code]
+    return [sys.executable, "-c", code]
+
+
+@functools.cache
+def run_without(module: str, *arguments: str) -> subprocess.CompletedProcess:
+    command = without(module, *arguments)
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -79,7 +83,8 @@ def test_help_and_wrong_arguments():
 
 
 def test_a_closed_pipe_is_no_error():
-    writer = subprocess.Popen(COMMAND, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    writer = subprocess.Popen(without("torch"), **pipes)  # which is slow to import
     assert writer.stdout
     writer.stdout.close()
     _, errors = writer.communicate()

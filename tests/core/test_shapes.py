@@ -87,6 +87,7 @@ def run_hooked(*arguments) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.early
 def test_annotations_say_what_functions_take(tmp_path):
     """In the same run a test whose annotations are wrong fails, and no other."""
     (tmp_path / "test_wrong.py").write_text(WRONG)

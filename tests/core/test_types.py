@@ -88,6 +88,7 @@ def test_return_lse_and_records_have_exact_types(tmp_path):
 
 
 @needs_pyright
+@pytest.mark.early
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_types_of_public_names_are_complete(package):
     module = importlib.import_module(package)

@@ -22,6 +22,7 @@ on_cpu = pytest.mark.skipif(
 )
 
 
+@pytest.mark.early
 @on_cpu
 def test_in_a_process_of_four_devices():
     """How many devices a CPU is must be said before JAX starts."""

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from serving import parallel
-from serving.decoder import Operands, cached_attention
 from serving.families.deepseek import DeepseekV3
 from serving.families.qwen import Qwen2
+from serving.forward import Operands, cached_attention
 from serving.generation import decode_loop, prefill, start
 from tiny import TINY, tiny_params, tiny_requests
 

@@ -13,9 +13,9 @@ from safetensors.numpy import load_file
 from serving import engine as engine_module
 from serving.checkpoint import load_checkpoint, read_config, save_checkpoint
 from serving.corpus import END_OF_TOPIC, add_noise, split_topics, windows_at
-from serving.decoder import forward_dense, forward_paged
 from serving.engine import Engine
 from serving.families.mistral import Mistral
+from serving.forward import forward_dense, forward_paged
 from serving.initial import init_params
 from serving.occupancy import CACHED, FREE, blocks_padded, blocks_used, draw_occupancy
 from serving.parity import dense_scores, greedy, largest_difference
