@@ -167,6 +167,7 @@ PUBLISHED = {
         "n_shared_experts": 1,
         "norm_topk_prob": True,
         "num_nextn_predict_layers": 1,
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
         "rope_scaling": {k: v for k, v in YARN_MLA.items() if k not in ("rope_theta", "rope_type")}
         | {"type": "yarn"},
         "rope_theta": 10000,
@@ -276,11 +277,11 @@ class Theirs:
             return self.model(torch.tensor([list(tokens)])).logits[0].float().numpy()
 
 
-def theirs(case: str, seed: int = 0) -> Theirs:
+def theirs(case: str, **changes) -> Theirs:
     """A random model in which every parameter counts, norms and biases included."""
     family, sizes = CONFIGS[case]
-    torch.manual_seed(seed)
-    config = getattr(transformers, f"{family}Config")(**sizes, initializer_range=0.3)
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**sizes | changes, initializer_range=0.3)
     config._attn_implementation = "eager"  # the only one of theirs that caps logits
     model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
     with torch.no_grad():
