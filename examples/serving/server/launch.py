@@ -39,7 +39,8 @@ class Loaded:
     text: Text
 
     def served(self, limits: Limits) -> Served:
-        return Served(self.name, self.text, self.model.vocab_size, limits)
+        model = self.model
+        return Served(self.name, self.text, model.vocab_size, limits, model.windows)
 
 
 def load(directory: Path, name: str | None = None, dtype: str = "float32") -> Loaded:
