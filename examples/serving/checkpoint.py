@@ -18,6 +18,7 @@ from serving.tensor_file import read_tensors
 
 WIDE = "e_score_correction_bias"  # decides between experts by differences that rounding would hide
 Names = Mapping[str, Name]
+SHIPPED = Path(__file__).parents[1] / "models" / "pydoc-llama"  # made by serving/train.py
 CONFIG = "config.json"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Tensors that may be left unused: the angles are computed anew, a tied head is the embedding.

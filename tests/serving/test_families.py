@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.flax import load_file, save_file
 from serving.beam import Beam
-from serving.checkpoint import load_checkpoint, save_checkpoint
+from serving.checkpoint import SHIPPED, load_checkpoint, save_checkpoint
 from serving.engine import Engine
 from serving.families import model_of
 from serving.fused import fused
@@ -30,7 +30,6 @@ transformers = pytest.importorskip("transformers", minversion="5.23")
 ROPE_INIT_FUNCTIONS = pytest.importorskip("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
 
 pytestmark = pytest.mark.usefixtures("exact_products")
-SHIPPED = Path(__file__).parents[2] / "examples" / "models" / "pydoc-llama"
 SWAP = partial(Swap, num_blocks=24, num_rows=6)
 LIMITS = Limits(
     num_blocks=12, block_size=4, max_seq_len=40, max_seqs=4, token_budget=12, max_query_len=8
