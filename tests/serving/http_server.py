@@ -25,7 +25,8 @@ SECONDS = 120  # after which a test fails rather than hangs; much, for a busy ma
 class EchoEngine:
     """Answers with the prompt, again and again.
 
-    `gate` holds its steps, `delay` makes them longer, `break_with` ends them.
+    `gate` holds its steps, `delay` makes them longer, `break_with` ends them; `running` is true
+    while one runs.
     """
 
     def __init__(self, max_seqs=8, max_seq_len=20_000):
@@ -34,7 +35,7 @@ class EchoEngine:
         self.prefixes, self.completions = SimpleNamespace(num_hit_tokens=0), {}
         self.cancelled, self.break_with, self.gate = [], None, threading.Event()
         self.gate.set()
-        self.delay = 0.0
+        self.delay, self.running = 0.0, False
 
     @property
     def idle(self):
@@ -59,6 +60,13 @@ class EchoEngine:
         return np.full(self.limits.num_blocks, -1)
 
     def step(self):
+        self.running = True
+        try:
+            return self._step()
+        finally:
+            self.running = False
+
+    def _step(self):
         self.gate.wait(SECONDS)
         time.sleep(self.delay)
         if self.break_with:

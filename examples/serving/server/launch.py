@@ -27,6 +27,7 @@ from serving.server.text import Text, load_text
 from serving.server.thread import EngineThread
 
 LAST_WORDS = 2.0  # seconds for errors to reach the clients, after the engine was stopped
+LAST_STEP = 30.0  # seconds for the engine to end its step; a thread in one would abort the process
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,8 @@ class Server(uvicorn.Server):
         ending = asyncio.get_running_loop().call_later(self.seconds, self.thread.stop)
         await super().shutdown(sockets)
         ending.cancel()
+        self.thread.stop()
+        self.thread.join(LAST_STEP)  # blocks the event loop, in which nobody waits any more
 
 
 def run(app: Starlette, thread: EngineThread, listener: socket.socket, seconds: float) -> None:
