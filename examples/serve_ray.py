@@ -31,6 +31,7 @@ from serving.request import Request, Streamed
 from serving.server import refusal
 from serving.server.affinity import prefix_of, ranked
 from serving.server.app import Api, make_app
+from serving.server.arguments import limits_of, make_parser
 from serving.server.launch import load, ready_engine
 from serving.server.refusal import Refusal
 from serving.server.text import load_text
@@ -39,7 +40,6 @@ from serving.server.tickets import State, Ticket
 from serving.server.totals import Totals
 from starlette.applications import Starlette
 
-MODEL = Path(__file__).parent / "models" / "pydoc-llama"
 APP, REPLICA = "pagedattn", "Replica"
 MAX_REQUESTS = 64  # of a replica
 STATE_SECONDS = 5.0  # for the replicas to say how they are
@@ -195,26 +195,18 @@ def application(
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", type=Path, nargs="?", default=MODEL, help="a checkpoint's folder")
+    parser = make_parser(__doc__)
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--replicas", type=int, default=2, help="the fewest")
     parser.add_argument("--most", type=int, help="default: as many as the fewest")
     parser.add_argument("--gpus", type=float, default=0, help="of each replica")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--num-blocks", type=int, default=256, help="of each replica's pool")
-    parser.add_argument("--block-size", type=int, default=16, help="tokens a block")
-    parser.add_argument("--max-seq-len", type=int, help="tokens; default: the model's, up to 4096")
-    parser.add_argument("--max-seqs", type=int, default=8, help="that run in a replica at a time")
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
     try:
-        limits = limits_of(args)  # no tensors yet: Ray forks, which JAX's threads may not survive
+        limits = checked(args)  # no tensors yet: Ray forks, which JAX's threads may not survive
     except (ValueError, OSError) as error:
         sys.exit(f"serve_ray.py: {error}")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # for the replicas
@@ -237,13 +229,11 @@ def wait_for_a_signal() -> None:
     asked.wait()
 
 
-def limits_of(args: argparse.Namespace) -> Limits:
-    """Raises ValueError for a folder without a known model or its tokenizer."""
+def checked(args: argparse.Namespace) -> Limits:
+    """Raises ValueError for a folder without a known model or its tokenizer, and for its limits."""
     model = read_config(args.model / CONFIG)
     load_text(args.model, model.vocab_size)
-    longest = args.max_seq_len or min(model.max_position_embeddings, 4096)
-    step = {"token_budget": max(64, 2 * args.max_seqs), "max_query_len": 64}
-    return Limits(args.num_blocks, args.block_size, longest, args.max_seqs, **step)
+    return limits_of(args, model)
 
 
 if __name__ == "__main__":
