@@ -221,7 +221,7 @@ def test_a_process_that_was_forked():
 def test_machine_code_is_kept_on_disk(tmp_path):
     """The second process finds what the first one compiled, and compiles nothing."""
     report = "import numba, jax; jax.config.update('jax_platforms', 'cpu')\n"
-    count = "\nfrom pagedattn.kernels.cpu.compiled import task\nprint(task('bfloat16').cache_hits)"
+    count = "\nfrom pagedattn.kernels.cpu.compiled import task\nprint(task('bfloat16', 'bfloat16').cache_hits)"
     for hits in ("0", "1"):
         done = in_a_process(report + USE + count, NUMBA_CACHE_DIR=str(tmp_path))
         assert done.stdout.split() == [hits]

@@ -66,7 +66,7 @@ def do_piece(job, query_kind, kind, at, scratch):
         load_queries(job, query_kind, kind, piece, scratch)
         highest = state + rows * job.row_bytes
         room = scratch + 2 * job.state_bytes
-        attend(job, kind, piece, scratch, state, highest, highest + 4 * rows, room)
+        attend(job, query_kind, kind, piece, scratch, state, highest, highest + 4 * rows, room)
     first = at - piece.part * PIECE_BYTES
     if add_at(first + FINISHED, 1) == piece.parts - 1:
         if piece.parts > 1:
