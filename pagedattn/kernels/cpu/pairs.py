@@ -36,7 +36,7 @@ def as_pairs(builder, numbers, kind):
     given = numbers.type.count
     if given < LINE:
         numbers = builder.shuffle_vector(numbers, numbers, picks([*range(given)] * 2))
-    halves = [_byte(builder, numbers, table) for table in _tables(kind)]
+    halves = [_byte(builder, numbers, table, kind == types.int8) for table in _tables(kind)]
     words = ir.VectorType(ir.IntType(16), COUNT)
     vectors = []
     for start in range(0, given, COUNT):
@@ -53,7 +53,17 @@ def _tables(kind):
     return exact.view(np.uint8).reshape(256, 2).T.tolist()
 
 
-def _byte(builder, numbers, table):
+def _byte(builder, numbers, table, twos):
+    if twos:
+        least = ir.Constant(numbers.type, [SIGN] * LINE)
+        zero = ir.Constant(numbers.type, [0] * LINE)
+        negative = builder.icmp_signed("<", numbers, zero)
+        size = builder.select(negative, builder.sub(zero, numbers), numbers)
+        found = looked_up(builder, table[:SIGN], size)
+        if table[SIGN] == 0:
+            return found
+        found = builder.or_(found, builder.and_(numbers, least))
+        return builder.select(builder.icmp_signed("==", numbers, least), ir.Constant(numbers.type, [table[SIGN]] * LINE), found)
     above, below = table[:SIGN], table[SIGN:]
     found = looked_up(builder, above, numbers)
     if below == above:

@@ -149,7 +149,7 @@ def attend(job, query_kind, kind, piece, queries, sums, highest, total, room):
             if job.bias != 0:
                 set_shown(values, zeros - value, shown)
                 at = shown_values
-            later = head + (heads + 1) // 2
+            later = head + 1
             ahead = values + 8 * CHUNK * (later // heads)
             plane = job.value + (later % heads) * job.value_head
             add_values(job, query_kind, kind, out, rows, value, at, plane, ahead, count, own, kept)
