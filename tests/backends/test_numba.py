@@ -62,7 +62,7 @@ def test_every_number_of_eight_bits_is_read_as_it_is(cache_dtype, dtype):
 
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
 def test_keys_of_eight_bits_are_those_of_their_columns(cache_dtype):
-    """The logit of a query that is 1 in one column, and 0 elsewhere, is what its key holds there."""
+    """The logit of a query that is 1 in one column, and 0 elsewhere, is what a key holds there."""
     held = np.linspace(-3, 3, 100).astype(cache_dtype)
     cache = KVCache(jnp.asarray(held).reshape(1, 1, 1, 100), jnp.zeros((1, 1, 1, 100), cache_dtype))
     batch = make_batch([1], [0], [[0]], block_size=1)

@@ -55,11 +55,11 @@ def task(dtype: str, cache_dtype: str):
 
     Query and out are of the cache's dtype, or of bfloat16 or float32 where that has eight bits.
     """
-    query_kind, kind, version = KINDS[dtype], KINDS[cache_dtype], sources()
+    kinds, version = (KINDS[dtype], KINDS[cache_dtype]), sources()
 
     def task(job):
         if job != version:
-            work.work(job, query_kind, kind)
+            work.work(job, kinds)
             work.leave(job)
 
     compiled = machine_code(NOTHING(NUMBER), task)

@@ -6,7 +6,7 @@ from numba import types
 from numba.core import cgutils
 
 from .compiling import intrinsic
-from .kinds import each, put_vector, row_vector, size_of, widened
+from .kinds import dtypes, each, put_vector, row_vector, size_of, widened
 from .lanes import (
     KEYS,
     LANES,
@@ -51,15 +51,15 @@ def _dots(rows):
     """Makes the products of `rows` queries and KEYS keys."""
 
     @intrinsic
-    def dots(typing, query, step, plane, offsets, ahead, dim, scale, logits, width, query_kind, kind):
+    def dots(typing, query, step, plane, offsets, ahead, dim, scale, logits, width, kinds):
         """Logits `[rows, KEYS]`, `width` apart, of queries and of keys at byte offsets.
 
         The keys at the offsets `ahead`, as many, are fetched into the cache meanwhile.
         """
 
         def code(context, builder, signature, args):
-            query, step, plane, offsets, ahead, dim, scale, logits, width, *_ = args
-            products = Products(*(kind.dtype for kind in signature.args[-2:]))
+            query, step, plane, offsets, ahead, dim, scale, logits, width, _ = args
+            products = Products(*dtypes(signature.args[-1]))
             tile = [(r, k) for r in range(rows) for k in range(KEYS)]
             totals = {at_: cgutils.alloca_once_value(builder, ZEROS) for at_ in tile}
             words = [word(8 * k) for k in range(KEYS)]
@@ -88,7 +88,7 @@ def _dots(rows):
             return context.get_dummy_value()
 
         arguments = [types.intp] * 6 + [types.float32] + [types.intp] * 2
-        return types.void(*arguments, query_kind, kind), code
+        return types.void(*arguments, kinds), code
 
     return dots
 
@@ -138,12 +138,12 @@ dots_1, dots_2, dots_4 = map(_dots, (1, 2, 4))
 
 
 @intrinsic
-def set_query(typing, source, row, dim, query_kind, kind):
-    """A row of queries as `dots` takes it for keys of a kind, with zeros up to a whole vector."""
+def set_query(typing, source, row, dim, kinds):
+    """A row of queries as `dots` takes it, with zeros up to a whole vector."""
 
     def code(context, builder, signature, args):
-        source, row, dim, *_ = args
-        given, kind = (kind.dtype for kind in signature.args[-2:])
+        source, row, dim, _ = args
+        given, kind = dtypes(signature.args[-1])
         products = Products(given, kind)
 
         def put(index, take):
@@ -153,4 +153,4 @@ def set_query(typing, source, row, dim, query_kind, kind):
         each(builder, given, dim, (products.count,), put)
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.intp, types.intp, query_kind, kind), code
+    return types.void(types.intp, types.intp, types.intp, kinds), code

@@ -33,6 +33,11 @@ SIZES = {types.uint16: 2, types.float16: 2, types.float32: 4}  # in bytes; the o
 UNITS = {"float8_e4m3fn": 256.0}
 
 
+def dtypes(kinds):
+    """The kinds of the query and of the cache, of the pair of them that Numba hands on."""
+    return [kind.dtype for kind in kinds]
+
+
 def size_of(kind):
     """Bytes of a number."""
     return SIZES.get(kind, 1)

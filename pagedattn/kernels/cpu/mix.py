@@ -5,7 +5,7 @@ from numba import types
 from numba.core import cgutils
 
 from .compiling import intrinsic
-from .kinds import row_end, row_vector, size_of, widened
+from .kinds import dtypes, row_end, row_vector, size_of, widened
 from .lanes import (
     FLOAT,
     LANES,
@@ -88,9 +88,8 @@ def _mix(rows):
 
     @intrinsic
     def mix(
-        typing, sums, step, plane, offsets, later, ahead, count, dim, weights, width, kept,
-        query_kind, kind,
-    ):  # fmt: skip
+        typing, sums, step, plane, offsets, later, ahead, count, dim, weights, width, kept, kinds
+    ):
         """`sums[r] = sums[r] * kept[r] + weights[r] @ values`, of values at byte offsets.
 
         Weights are as `set_weights` leaves them; those past `count` are 0. The values of the plane
@@ -98,10 +97,9 @@ def _mix(rows):
         """
 
         def code(context, builder, signature, args):
-            sums, step, plane, offsets, later, ahead, count, dim, weights, width, kept, *_ = args
-            kinds = [kind.dtype for kind in signature.args[-2:]]
-            way, number = way_of(*kinds), kinds[1]
-            size = size_of(number)
+            sums, step, plane, offsets, later, ahead, count, dim, weights, width, kept, _ = args
+            query_kind, number = dtypes(signature.args[-1])
+            way, size = way_of(query_kind, number), size_of(number)
             turns = builder.udiv(builder.add(count, word(way.keys - 1)), word(way.keys))
 
             def add(index, columns, take):
@@ -148,7 +146,7 @@ def _mix(rows):
                 add(stop, few, end)
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 11, query_kind, kind), code
+        return types.void(*[types.intp] * 11, kinds), code
 
     return mix
 
@@ -157,11 +155,11 @@ mix_1, mix_2, mix_4 = map(_mix, (1, 2, 4))
 
 
 @intrinsic
-def set_weights(typing, weights, count, query_kind, kind):
-    """Turns a row of float32 weights, whole vectors, into what `mix` takes for values of a kind."""
+def set_weights(typing, weights, count, kinds):
+    """Turns a row of float32 weights, whole vectors, into what `mix` takes."""
 
     def code(context, builder, signature, args):
-        weights, count, *_ = args
+        weights, count, _ = args
 
         def narrow(index):
             place = builder.mul(index, word(4))
@@ -170,8 +168,8 @@ def set_weights(typing, weights, count, query_kind, kind):
             place = at(builder, weights, builder.mul(index, word(2)), numbers.type)
             store(builder, numbers, place, 2)
 
-        if way_of(*(kind.dtype for kind in signature.args[-2:])).keys > 1:
+        if way_of(*dtypes(signature.args[-1])).keys > 1:
             along(builder, LANES, word(0), count, narrow)
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.intp, query_kind, kind), code
+    return types.void(types.intp, types.intp, kinds), code

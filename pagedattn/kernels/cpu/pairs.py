@@ -1,7 +1,7 @@
 """Numbers of a cache as bfloat16, of which the CPU multiplies pairs at once.
 
-Those of eight bits are looked up: a table of 256 would be too large for the registers, but the two
-bytes of bfloat16 have one each, and the numbers below 0 are mostly those above with another sign.
+Those of eight bits are looked up, by their sizes without the sign: the lower bytes of bfloat16 in
+one table of 128 bytes in registers, the upper ones in another.
 """
 
 import ml_dtypes
@@ -15,6 +15,7 @@ from .lanes import LANES, LINE, LOOK_UPS, PAIRS, looked_up, picks
 NAMES = {types.uint8: "float8_e4m3fn", types.uint32: "float8_e5m2", types.int8: "int8"}
 COUNT = 2 * LANES  # bfloat16 in a vector
 SIGN = 0x80
+UPPER_OF_LEAST = 0xC3  # the upper byte of -128; the lower one is 0
 
 
 def are_pairs(query_kind, kind):
@@ -30,46 +31,38 @@ def counts(kind):
 
 
 def as_pairs(builder, numbers, kind):
-    """Vectors of bfloat16 of numbers of a kind, which are COUNT or LINE; in order."""
+    """Vectors of bfloat16, in order, of COUNT or LINE numbers of a kind."""
     if kind == types.uint16:
         return [numbers]
     given = numbers.type.count
     if given < LINE:
         numbers = builder.shuffle_vector(numbers, numbers, picks([*range(given)] * 2))
-    halves = [_byte(builder, numbers, table, kind == types.int8) for table in _tables(kind)]
-    words = ir.VectorType(ir.IntType(16), COUNT)
+    sizes = _sizes(builder, numbers) if kind == types.int8 else numbers
+    lower, upper = (looked_up(builder, table, sizes) for table in _tables(NAMES[kind]))
+    upper = builder.or_(upper, builder.and_(numbers, _all(SIGN)))
+    if kind == types.int8:
+        is_least = builder.icmp_signed("==", numbers, _all(SIGN))
+        upper = builder.select(is_least, _all(UPPER_OF_LEAST), upper)
     vectors = []
     for start in range(0, given, COUNT):
         lanes = [lane + half for lane in range(start, start + COUNT) for half in (0, LINE)]
-        vectors.append(builder.bitcast(builder.shuffle_vector(*halves, picks(lanes)), words))
+        mixed = builder.shuffle_vector(lower, upper, picks(lanes))
+        vectors.append(builder.bitcast(mixed, ir.VectorType(ir.IntType(16), COUNT)))
     return vectors
 
 
-def _tables(kind):
-    """The lower and the upper byte of the bfloat16 of each number, by its bits."""
-    name = NAMES[kind]
-    bits = np.arange(256, dtype=np.uint8).view(getattr(ml_dtypes, name, name))
-    exact = (bits.astype(np.float32) / UNITS.get(name, 1.0)).astype(ml_dtypes.bfloat16)
-    return exact.view(np.uint8).reshape(256, 2).T.tolist()
+def _sizes(builder, numbers):
+    """Those of int8 without the sign; -128 has none in seven bits, and is looked up as 0."""
+    negative = builder.icmp_signed("<", numbers, _all(0))
+    return builder.select(negative, builder.sub(_all(0), numbers), numbers)
 
 
-def _byte(builder, numbers, table, twos):
-    if twos:
-        least = ir.Constant(numbers.type, [SIGN] * LINE)
-        zero = ir.Constant(numbers.type, [0] * LINE)
-        negative = builder.icmp_signed("<", numbers, zero)
-        size = builder.select(negative, builder.sub(zero, numbers), numbers)
-        found = looked_up(builder, table[:SIGN], size)
-        if table[SIGN] == 0:
-            return found
-        found = builder.or_(found, builder.and_(numbers, least))
-        return builder.select(builder.icmp_signed("==", numbers, least), ir.Constant(numbers.type, [table[SIGN]] * LINE), found)
-    above, below = table[:SIGN], table[SIGN:]
-    found = looked_up(builder, above, numbers)
-    if below == above:
-        return found
-    if below == [byte | SIGN for byte in above]:
-        sign = builder.and_(numbers, ir.Constant(numbers.type, [SIGN] * LINE))
-        return builder.or_(found, sign)
-    negative = builder.icmp_signed("<", numbers, ir.Constant(numbers.type, [0] * LINE))
-    return builder.select(negative, looked_up(builder, below, numbers), found)
+def _tables(name):
+    """The lower and the upper bytes of bfloat16 of the 128 numbers whose sign bit is not set."""
+    held = np.arange(SIGN, dtype=np.uint8).view(getattr(ml_dtypes, name, name))
+    exact = (held.astype(np.float32) / UNITS.get(name, 1.0)).astype(ml_dtypes.bfloat16)
+    return exact.view(np.uint8).reshape(SIGN, 2).T.tolist()
+
+
+def _all(byte):
+    return ir.Constant(ir.VectorType(ir.IntType(8), LINE), [byte] * LINE)
