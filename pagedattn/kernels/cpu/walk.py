@@ -96,8 +96,8 @@ def lead_of(job):
 def attend(job, kinds, piece, queries, sums, highest, total, room):
     """Adds the keys of a piece to the state of its rows; `room` is scratch of `room_bytes`.
 
-    Offsets are those of a chunk and of the next one: keys are fetched some keys ahead, values a head
-    ahead.
+    Offsets are those of a chunk and of the next one: keys are fetched some keys ahead, values
+    a head ahead.
     """
     rows, heads = piece.num_queries * job.group, job.num_kv_heads
     head_bytes = 4 * CHUNK * rows
