@@ -1,14 +1,15 @@
 """Times paged attention on a CPU, side by side with its peers.
 
-    PYTHONPATH=examples python -m benchmarks.cpu [-o docs/results] [-k "decode 8x4096"]
+    PYTHONPATH=examples python -m benchmarks.cpu [-o docs/results] [-k "decode 8x4096"] [-t 1]
 
 A contender is a function that takes a `Case` and returns a function that computes it. If it raises,
 its cell stays empty and the error is printed. Contenders take turns, one call each; a figure is the
-median of a contender's calls. The report is written after every case. To add a contender, see
-cpu_peers.py.
+median of a contender's calls. The report is written after every case; figures on fewer threads are
+added to that of a run on all. To add a contender, see cpu_peers.py.
 """
 
 import argparse
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -102,19 +103,28 @@ def measure(report: Report, case: Case, contenders: dict[str, Callable]) -> None
     case.free()
 
 
+def use(threads: int) -> None:
+    """Keeps this process to so many CPUs, and those that it starts; before JAX is first used."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+    torch.set_num_threads(threads)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("-o", "--out", type=Path, help="folder for the report and its picture")
     parser.add_argument("-k", "--only", default="", help="cases whose name contains this")
+    parser.add_argument("-t", "--threads", type=int, help="threads, and CPUs; all by default")
     arguments = parser.parse_args()
+    if arguments.threads:
+        use(arguments.threads)
     with Ipex() as ipex:
-        report = Report(arguments.out, list(OURS), ipex.versions)
+        report = Report(arguments.out, list(OURS), ipex.versions, arguments.threads)
         contenders = {name: timed(one) for name, one in (OURS | PEERS).items()}
         for case in CASES:
             if arguments.only in case.name:
                 measure(report, case, contenders | {"IPEX": ipex.contender})
     report.print_tables()
-    if report.path:
+    if report.path and not arguments.threads:
         print(draw(report.path))
 
 

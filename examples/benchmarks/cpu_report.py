@@ -31,10 +31,20 @@ SHORT_FLOATS = "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16"
 class Report:
     """The results so far: printed as they come, and kept in a file."""
 
-    def __init__(self, folder: Path | None, ours: list[str], ipex_versions: dict | None):
+    def __init__(
+        self,
+        folder: Path | None,
+        ours: list[str],
+        ipex_versions: dict | None,
+        threads: int | None = None,
+    ):
         self.data: dict[str, Any] = {"machine": machine(), "ours": ours, "cases": {}}
         self.data["machine"]["versions"] |= ipex_versions or {}
         self.path = folder / "cpu.json" if folder else None
+        self.file = self.data
+        if self.path and threads:
+            self.file = json.loads(self.path.read_text())
+            self.file.setdefault("on_fewer_threads", {})[str(threads)] = self.data
         print(json.dumps(self.data["machine"], indent=1), flush=True)
 
     def add(self, case: Case, us: dict[str, float], refused: dict[str, str]) -> None:
@@ -46,7 +56,7 @@ class Report:
             print(f"  {name:24}{microseconds / 1e3:10.2f} ms {_rate(row, name):>8}", flush=True)
         for name, reason in refused.items():
             print(f"  {name:24}{'-':>10}    {reason}", flush=True)
-        write(self.path, self.data)
+        write(self.path, self.file)
 
     def print_tables(self) -> None:
         for decode in (True, False):

@@ -24,8 +24,8 @@ from pagedattn.kernels.cpu import compiled
 from pagedattn.kernels.cpu.call import (
     HONOURS,
     LONGEST,
-    cache_dtype_of,
     dtype_of,
+    dtypes_of,
     itemsizes,
     long_ones,
     partner,
@@ -93,7 +93,7 @@ def run(call: Call, query: Tensor, cache: KVCache, plan: Plan, *, bias: Tensor |
     if bias is not None:
         bias = bias.to(torch.float32).contiguous()
         _fill(job, _bias(bias))
-    _work(cache_dtype_of(call), job)
+    _work(dtypes_of(call), job)
     return out.to(query.dtype), lse
 
 
@@ -144,13 +144,13 @@ def _options(call: Call, numbers: np.ndarray) -> dict[str, Any]:
     }
 
 
-def _work(cache_dtype: str, call: np.ndarray) -> None:
+def _work(dtypes: tuple[str, str], call: np.ndarray) -> None:
     """Begins a job, invites helpers, works, and waits for what they have begun.
 
     Machine code called by ctypes does not hold the GIL. A helper that comes late finds no work; the
     last one who leaves a job frees it.
     """
-    task = compiled.task(cache_dtype).ctypes
+    task = compiled.task(*dtypes).ctypes
     job = compiled.begin().ctypes(call.ctypes.data)
     for _ in range(ctypes.c_int64.from_address(job + offset("threads")).value - 1):
         _helpers(torch.get_num_threads()).submit(task, job)

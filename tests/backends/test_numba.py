@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 from cases import SPECS, as_numpy, random_cache, rows, run
 
-from pagedattn import KVCache, UnsupportedError, explain, make_batch, paged_attention, write_kv
+from pagedattn import (
+    AttentionSpec,
+    KVCache,
+    UnsupportedError,
+    explain,
+    make_batch,
+    paged_attention,
+    write_kv,
+)
 from pagedattn.features import CACHE_DTYPES, DTYPES
 from pagedattn.registry import can_load
 from pagedattn.testing import (
@@ -41,14 +49,34 @@ def check(problem, threads=1):
     assert_attention_close(*map(np.asarray, attend(problem, threads)), problem)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
-def test_every_number_of_eight_bits_is_read_as_it_is(cache_dtype):
-    """All 256 as values of one key, of which a weight of 1 makes the result; NaN stays NaN."""
-    held = np.arange(256, dtype=np.uint8).view(cache_dtype).reshape(1, 1, 1, 256)
-    cache = KVCache(jnp.zeros_like(held), jnp.asarray(held))
-    batch, query = make_batch([1], [0], [[0]], block_size=1), jnp.ones((1, 1, 256))
+def test_every_number_of_eight_bits_is_read_as_it_is(cache_dtype, dtype):
+    """All 256 as values of two keys, half of each of which make the result; NaN stays NaN."""
+    held = np.arange(256, dtype=np.uint8).view(cache_dtype)
+    cache = KVCache(jnp.zeros((1, 2, 1, 256), cache_dtype), jnp.asarray([[[held]] * 2]))
+    batch, query = make_batch([1], [1], [[0]], block_size=2), jnp.ones((1, 1, 256), dtype)
     out = jax.jit(partial(paged_attention, backend="numba"))(query, cache, batch)
-    np.testing.assert_array_equal(out[0, 0], held[0, 0, 0].astype(np.float32))
+    np.testing.assert_array_equal(out[0, 0].astype(np.float32), held.astype(np.float32))
+
+
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+def test_keys_of_eight_bits_are_those_of_their_columns(cache_dtype):
+    """The logit of a query that is 1 in one column, and 0 elsewhere, is what a key holds there."""
+    held = np.linspace(-3, 3, 100).astype(cache_dtype)
+    cache = KVCache(jnp.asarray(held).reshape(1, 1, 1, 100), jnp.zeros((1, 1, 1, 100), cache_dtype))
+    batch = make_batch([1], [0], [[0]], block_size=1)
+    call = partial(paged_attention, backend="numba", return_lse=True)
+    call = jax.jit(partial(call, spec=AttentionSpec(scale=1.0)))
+    _, lse = call(jnp.eye(100, dtype="bfloat16")[None], cache, batch)
+    np.testing.assert_array_equal(lse[0], held.astype(np.float32))
+
+
+@pytest.mark.parametrize("head_dim", [7, 48, 80, 192])
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+def test_eight_bits_with_a_tail(cache_dtype, head_dim):
+    sizes = {"head_dim": head_dim, "dtype": jnp.dtype("bfloat16"), "cache_dtype": cache_dtype}
+    check(random_problem([1, 2, 1], [33, 70, 1], SPECS["plain"], **sizes))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -221,7 +249,8 @@ def test_a_process_that_was_forked():
 def test_machine_code_is_kept_on_disk(tmp_path):
     """The second process finds what the first one compiled, and compiles nothing."""
     report = "import numba, jax; jax.config.update('jax_platforms', 'cpu')\n"
-    count = "\nfrom pagedattn.kernels.cpu.compiled import task\nprint(task('bfloat16').cache_hits)"
+    count = "\nfrom pagedattn.kernels.cpu.compiled import task\n"
+    count += "print(task('bfloat16', 'bfloat16').cache_hits)"
     for hits in ("0", "1"):
         done = in_a_process(report + USE + count, NUMBA_CACHE_DIR=str(tmp_path))
         assert done.stdout.split() == [hits]

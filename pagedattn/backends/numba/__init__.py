@@ -18,8 +18,8 @@ from ...gradient import with_xla_gradient
 from ...kernels.cpu.call import (
     HONOURS,
     LONGEST,
-    cache_dtype_of,
     dtype_of,
+    dtypes_of,
     long_ones,
     num_threads,
     numbers,
@@ -46,7 +46,7 @@ def run(call: Call, query, cache, batch: Sequences, *, bias=None, threads: int |
 @functools.partial(jax.jit, static_argnames=("call", "threads"))
 def _run(call: Call, query, cache, batch, bias, threads):
     """out and lse of a call; every element of both is written by the kernel, or by the partner."""
-    register_kernel(cache_dtype_of(call))
+    register_kernel(*dtypes_of(call))
     given = _of_long_ones(call, query, cache, batch, bias)
     value = cache.key if cache.value is None else cache.value
     arrays = query.astype(dtype_of(call)), cache.key, value, batch.block_tables, batch.seq_lens

@@ -15,9 +15,9 @@ from . import handlers
 ATTENTION, SET_ROWS = "pagedattn_numba_attention", "pagedattn_numba_set_rows"
 
 
-def register_kernel(cache_dtype: str) -> None:
-    """Compiles the kernel for a kind of cache, or takes it from disk."""
-    task(cache_dtype)
+def register_kernel(dtype: str, cache_dtype: str) -> None:
+    """Compiles the kernel for dtypes of query and cache, or takes it from disk."""
+    task(dtype, cache_dtype)
     register_attention()
 
 

@@ -35,7 +35,12 @@ def cache_dtype_of(call: Call) -> str:
 
 def dtype_of(call: Call) -> str:
     """That of the query and out, as the kernel takes them."""
-    return "float32" if call.cache_dtype else call.dtype
+    return call.dtype if call.cache_dtype is None or call.dtype == "bfloat16" else "float32"
+
+
+def dtypes_of(call: Call) -> tuple[str, str]:
+    """Those of the query and of the cache, which say what machine code runs."""
+    return dtype_of(call), cache_dtype_of(call)
 
 
 def itemsizes(call: Call) -> tuple[int, int]:
@@ -55,7 +60,7 @@ def options(call: Call, threads: int) -> np.ndarray:
     """The integers of a call, in the order in which `describe` of the numba backend reads them."""
     window = NO_WINDOW if call.window is None else call.window
     facts = call.spec.causal, window, LONGEST, threads, *itemsizes(call)
-    facts = *facts, CODES[cache_dtype_of(call)], call.bias is not None
+    facts = *facts, CODES[dtypes_of(call)], call.bias is not None
     return np.asarray(facts, np.int64)
 
 

@@ -20,7 +20,9 @@ from . import plan, work
 from .compiling import MODE
 from .kinds import KINDS
 
-CODES = {cache_dtype: code for code, cache_dtype in enumerate(KINDS)}
+PAIRS_OF_DTYPES = [(dtype, dtype) for dtype in KINDS if dtype not in LARGEST]
+PAIRS_OF_DTYPES += [(dtype, held) for held in LARGEST for dtype in ("bfloat16", "float32")]
+CODES = {dtypes: code for code, dtypes in enumerate(PAIRS_OF_DTYPES)}
 TASKS = "pagedattn_tasks"  # the symbol by which machine code finds the addresses of `task`s
 _tasks = np.zeros(len(CODES), np.intp)
 binding.add_symbol(TASKS, _tasks.ctypes.data)
@@ -48,21 +50,20 @@ def sources() -> int:
 
 
 @functools.cache
-def task(cache_dtype: str):
-    """`void task(job)`: works on a job with such a cache as long as there is work.
+def task(dtype: str, cache_dtype: str):
+    """`void task(job)`: works on a job as long as there is work.
 
-    Query and out are of the cache's dtype, or of float32 where that has eight bits.
+    Query and out are of the cache's dtype, or of bfloat16 or float32 where that has eight bits.
     """
-    kind, version = KINDS[cache_dtype], sources()
-    query_kind = KINDS["float32" if cache_dtype in LARGEST else cache_dtype]
+    kinds, version = (KINDS[dtype], KINDS[cache_dtype]), sources()
 
     def task(job):
         if job != version:
-            work.work(job, query_kind, kind)
+            work.work(job, kinds)
             work.leave(job)
 
     compiled = machine_code(NOTHING(NUMBER), task)
-    _tasks[CODES[cache_dtype]] = compiled.address
+    _tasks[CODES[dtype, cache_dtype]] = compiled.address
     return compiled
 
 

@@ -6,12 +6,11 @@ from numba import types
 from numba.core import cgutils
 
 from .compiling import intrinsic
-from .kinds import each, put_vector, row_vector, size_of, widened
+from .kinds import dtypes, each, put_vector, row_vector, size_of, widened
 from .lanes import (
     KEYS,
     LANES,
     LINE,
-    PAIRS,
     WORD,
     ZEROS,
     add_pairs,
@@ -24,20 +23,24 @@ from .lanes import (
     store,
     word,
 )
+from .pairs import COUNT, are_pairs, as_pairs, counts
 
 
 class Products:
-    """How queries and keys of a kind are multiplied: in float32, or as pairs of bfloat16."""
+    """How queries and keys of two kinds are multiplied: in float32, or as pairs of bfloat16."""
 
-    def __init__(self, kind):
+    def __init__(self, query_kind, kind):
         self.kind = kind
-        self.pairs = PAIRS and kind == types.uint16
-        self.count = LANES * 2 if self.pairs else LANES
+        self.pairs = are_pairs(query_kind, kind)
+        self.count = COUNT if self.pairs else LANES
+        self.counts = counts(kind) if self.pairs else (LANES,)  # of keys at a time
         self.query_kind: Any = types.uint16 if self.pairs else types.float32
 
-    def operand(self, builder, numbers, kind):
-        """Numbers of the cache or the query, as they are multiplied."""
-        return numbers if self.pairs else widened(builder, numbers, kind)
+    def operands(self, builder, numbers, kind):
+        """Numbers of the cache or the query as they are multiplied: vectors of `count` each."""
+        if self.pairs:
+            return as_pairs(builder, numbers, kind)
+        return [widened(builder, numbers, kind)]
 
     def add(self, builder, total, a, b):
         """The total plus the products, LANES sums."""
@@ -48,7 +51,7 @@ def _dots(rows):
     """Makes the products of `rows` queries and KEYS keys."""
 
     @intrinsic
-    def dots(typing, query, step, plane, offsets, ahead, dim, scale, logits, width, kind):
+    def dots(typing, query, step, plane, offsets, ahead, dim, scale, logits, width, kinds):
         """Logits `[rows, KEYS]`, `width` apart, of queries and of keys at byte offsets.
 
         The keys at the offsets `ahead`, as many, are fetched into the cache meanwhile.
@@ -56,7 +59,7 @@ def _dots(rows):
 
         def code(context, builder, signature, args):
             query, step, plane, offsets, ahead, dim, scale, logits, width, _ = args
-            products = Products(signature.args[-1].dtype)
+            products = Products(*dtypes(signature.args[-1]))
             tile = [(r, k) for r in range(rows) for k in range(KEYS)]
             totals = {at_: cgutils.alloca_once_value(builder, ZEROS) for at_ in tile}
             words = [word(8 * k) for k in range(KEYS)]
@@ -67,23 +70,25 @@ def _dots(rows):
             starts = [builder.add(query, builder.mul(step, word(r))) for r in range(rows)]
 
             def add(index, take):
-                taken = [products.operand(builder, take(key), products.kind) for key in keys]
-                for r, start in enumerate(starts):
-                    row = row_vector(builder, start, index, products.query_kind, products.count)
-                    for k, key in enumerate(taken):
-                        total = products.add(builder, builder.load(totals[r, k]), row, key)
-                        builder.store(total, totals[r, k])
+                taken = [products.operands(builder, take(key), products.kind) for key in keys]
+                for part, vectors in enumerate(zip(*taken, strict=True)):
+                    here = builder.add(index, word(part * products.count))
+                    for r, start in enumerate(starts):
+                        row = row_vector(builder, start, here, products.query_kind, products.count)
+                        for k, key in enumerate(vectors):
+                            total = products.add(builder, builder.load(totals[r, k]), row, key)
+                            builder.store(total, totals[r, k])
 
             row_bytes = builder.mul(dim, word(size_of(products.kind)))
             for row in later:
                 fetch_row(builder, row, row_bytes)
-            each(builder, products.kind, dim, products.count, add)
+            each(builder, products.kind, dim, products.counts, add)
             found = [builder.load(totals[at_]) for at_ in tile]
             _store_tile(builder, found, rows, scale, logits, width)
             return context.get_dummy_value()
 
         arguments = [types.intp] * 6 + [types.float32] + [types.intp] * 2
-        return types.void(*arguments, kind), code
+        return types.void(*arguments, kinds), code
 
     return dots
 
@@ -133,18 +138,19 @@ dots_1, dots_2, dots_4 = map(_dots, (1, 2, 4))
 
 
 @intrinsic
-def set_query(typing, source, row, dim, query_kind, kind):
-    """A row of queries as `dots` takes it for keys of a kind, with zeros up to a whole vector."""
+def set_query(typing, source, row, dim, kinds):
+    """A row of queries as `dots` takes it, with zeros up to a whole vector."""
 
     def code(context, builder, signature, args):
-        source, row, dim, _, _ = args
-        given, products = signature.args[-2].dtype, Products(signature.args[-1].dtype)
+        source, row, dim, _ = args
+        given, kind = dtypes(signature.args[-1])
+        products = Products(given, kind)
 
         def put(index, take):
-            numbers = products.operand(builder, take(source), given)
+            (numbers,) = products.operands(builder, take(source), given)
             put_vector(builder, row, index, numbers, products.query_kind)
 
-        each(builder, given, dim, products.count, put)
+        each(builder, given, dim, (products.count,), put)
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.intp, types.intp, query_kind, kind), code
+    return types.void(types.intp, types.intp, types.intp, kinds), code

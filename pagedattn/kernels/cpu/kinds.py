@@ -33,6 +33,11 @@ SIZES = {types.uint16: 2, types.float16: 2, types.float32: 4}  # in bytes; the o
 UNITS = {"float8_e4m3fn": 256.0}
 
 
+def dtypes(kinds):
+    """The kinds of the query and of the cache, of the pair of them that Numba hands on."""
+    return [kind.dtype for kind in kinds]
+
+
 def size_of(kind):
     """Bytes of a number."""
     return SIZES.get(kind, 1)
@@ -134,12 +139,18 @@ def put_end(builder, row, index, end, numbers, kind):
     cgutils.raw_memcpy(builder, target, room, builder.mul(builder.sub(end, index), size), 1)
 
 
-def each(builder, kind, dim, count, body):
-    """`body(index, take)` along a row, where `take(row)` gives `count` numbers from there on."""
+def each(builder, kind, dim, counts, body):
+    """`body(index, take)` along a row, where `take(row)` gives numbers from there on.
 
-    def whole(index):
-        body(index, lambda row: row_vector(builder, row, index, kind, count))
+    They are as many as the first count says as long as there are, then the next; at the end zeros
+    make up for what is missing.
+    """
 
-    stop = along(builder, count, word(0), dim, whole)
+    def whole(count):
+        return lambda index: body(index, lambda row: row_vector(builder, row, index, kind, count))
+
+    stop = word(0)
+    for count in counts:
+        stop = along(builder, count, stop, dim, whole(count))
     with builder.if_then(builder.icmp_signed("<", stop, dim), likely=False):
-        body(stop, lambda row: row_end(builder, row, stop, dim, kind, count))
+        body(stop, lambda row: row_end(builder, row, stop, dim, kind, counts[-1]))

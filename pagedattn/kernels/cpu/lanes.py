@@ -18,6 +18,7 @@ KEYS = 4 if MANY else 2  # keys of a tile of logits
 SPAN = 4 if MANY else 2  # vectors of a value row in a tile of sums
 LINE = 64  # bytes that are fetched at once
 PAIRS = "+avx512bf16" in FEATURES  # products of pairs of bfloat16, added up in float32
+LOOK_UPS = PAIRS and "+avx512vbmi" in FEATURES  # of bytes, in tables in registers
 
 WORD, FLOAT, BYTE = ir.IntType(64), ir.FloatType(), ir.IntType(8)
 VECTOR = ir.VectorType(FLOAT, LANES)
@@ -89,6 +90,18 @@ def add_pairs(builder, total, a, b):
     name = "llvm.x86.avx512bf16.dpbf16ps.512"
     function = cgutils.get_or_insert_function(builder.module, kind, name)
     return builder.call(function, [total, *(builder.bitcast(x, pairs) for x in (a, b))])
+
+
+def looked_up(builder, table, numbers):
+    """Of each of 64 bytes, the entry of a table of 128 that its lower seven bits count to."""
+    bytes_ = ir.VectorType(BYTE, LINE)
+    function = cgutils.get_or_insert_function(
+        builder.module,
+        ir.FunctionType(bytes_, [bytes_] * 3),
+        "llvm.x86.avx512.vpermi2var.qi.512",
+    )
+    lower, upper = (ir.Constant(bytes_, list(table[i : i + LINE])) for i in (0, LINE))
+    return builder.call(function, [lower, numbers, upper])
 
 
 def as_bfloat16(builder, numbers):

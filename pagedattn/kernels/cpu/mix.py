@@ -5,12 +5,11 @@ from numba import types
 from numba.core import cgutils
 
 from .compiling import intrinsic
-from .kinds import row_end, row_vector, size_of, widened
+from .kinds import dtypes, row_end, row_vector, size_of, widened
 from .lanes import (
     FLOAT,
     LANES,
     LINE,
-    PAIRS,
     SPAN,
     VECTOR,
     WORD,
@@ -26,6 +25,7 @@ from .lanes import (
     store,
     word,
 )
+from .pairs import COUNT, are_pairs, as_pairs, counts
 
 
 class Widened:
@@ -36,9 +36,10 @@ class Widened:
     def __init__(self, kind):
         self.kind = kind
 
-    def values(self, builder, rows):
-        """What `add` takes of vectors of each of the rows."""
-        return [widened(builder, rows[0], self.kind)]
+    def values(self, builder, take, rows, index, columns):
+        """What `add` takes of columns of the rows, LANES of them in a vector."""
+        starts = (builder.add(index, word(start)) for start in range(0, columns, LANES))
+        return [widened(builder, take(rows[0], start, LANES), self.kind) for start in starts]
 
     def weight(self, builder, weights, index):
         place = at(builder, weights, builder.mul(index, word(4)), FLOAT)
@@ -49,15 +50,25 @@ class Widened:
 
 
 class Pairs(Widened):
-    """Two rows of bfloat16 at a time, times pairs of weights, rounded to bfloat16 too."""
+    """Two rows as bfloat16 at a time, times pairs of weights, rounded to bfloat16 too."""
 
-    keys, count = 2, 2 * LANES
+    keys, count = 2, COUNT
 
-    def values(self, builder, rows):
-        """The columns of two rows side by side, as two vectors."""
+    def values(self, builder, take, rows, index, columns):
+        """The columns of two rows side by side."""
+        most = min(columns, counts(self.kind)[0])
+        vectors = []
+        for start in range(0, columns, most):
+            here = builder.add(index, word(start))
+            halves = [as_pairs(builder, take(row, here, most), self.kind) for row in rows]
+            for pair in zip(*halves, strict=True):
+                vectors += self._side_by_side(builder, *pair)
+        return vectors
+
+    def _side_by_side(self, builder, a, b):
         halves = [range(start, start + LANES) for start in (0, LANES)]
-        mixed = [[lane + row for lane in half for row in (0, 2 * LANES)] for half in halves]
-        return [builder.shuffle_vector(*rows, picks(lanes)) for lanes in mixed]
+        mixed = [[lane + row for lane in half for row in (0, COUNT)] for half in halves]
+        return [builder.shuffle_vector(a, b, picks(lanes)) for lanes in mixed]
 
     def weight(self, builder, weights, index):
         number = ir.IntType(32)
@@ -68,8 +79,8 @@ class Pairs(Widened):
         return add_pairs(builder, total, weight, value)
 
 
-def way_of(kind):
-    return Pairs(kind) if PAIRS and kind == types.uint16 else Widened(kind)
+def way_of(query_kind, kind):
+    return (Pairs if are_pairs(query_kind, kind) else Widened)(kind)
 
 
 def _mix(rows):
@@ -77,7 +88,7 @@ def _mix(rows):
 
     @intrinsic
     def mix(
-        typing, sums, step, plane, offsets, later, ahead, count, dim, weights, width, kept, kind
+        typing, sums, step, plane, offsets, later, ahead, count, dim, weights, width, kept, kinds
     ):
         """`sums[r] = sums[r] * kept[r] + weights[r] @ values`, of values at byte offsets.
 
@@ -87,13 +98,12 @@ def _mix(rows):
 
         def code(context, builder, signature, args):
             sums, step, plane, offsets, later, ahead, count, dim, weights, width, kept, _ = args
-            number = signature.args[-1].dtype
-            way, size = way_of(number), size_of(number)
+            query_kind, number = dtypes(signature.args[-1])
+            way, size = way_of(query_kind, number), size_of(number)
             turns = builder.udiv(builder.add(count, word(way.keys - 1)), word(way.keys))
-            vectors = way.count // LANES
 
-            def add(index, span, take):
-                tile = [(r, v) for r in range(rows) for v in range(span * vectors)]
+            def add(index, columns, take):
+                tile = [(r, v) for r in range(rows) for v in range(columns // LANES)]
                 places, totals = {}, {}
                 for r, v in tile:
                     start = builder.add(sums, builder.mul(step, word(r)))
@@ -111,12 +121,9 @@ def _mix(rows):
                         row = builder.load(at(builder, offsets, eight, WORD))
                         starts.append(builder.add(plane, row))
                         coming = builder.add(later, builder.load(at(builder, ahead, eight, WORD)))
-                        for start in range(0, span * way.count, LINE // size):
+                        for start in range(0, columns, LINE // size):
                             fetch(builder, coming, builder.add(index, word(start)), size)
-                    values = []
-                    for v in range(span):
-                        column = builder.add(index, word(v * way.count))
-                        values += way.values(builder, [take(row, column) for row in starts])
+                    values = way.values(builder, take, starts, index, columns)
                     for r in range(rows):
                         start = builder.add(weights, builder.mul(width, word(4 * r)))
                         weight = way.weight(builder, start, loop.index)
@@ -126,20 +133,20 @@ def _mix(rows):
                 for place in tile:
                     store(builder, builder.load(totals[place]), places[place], 4)
 
-            def whole(row, index):
-                return row_vector(builder, row, index, number, way.count)
+            def whole(row, index, count):
+                return row_vector(builder, row, index, number, count)
 
-            def end(row, index):
-                return row_end(builder, row, index, dim, number, way.count)
+            def end(row, index, count):
+                return row_end(builder, row, index, dim, number, count)
 
-            span = SPAN // vectors
-            stop = along(builder, span * way.count, word(0), dim, lambda i: add(i, span, whole))
-            stop = along(builder, way.count, stop, dim, lambda i: add(i, 1, whole))
+            many, few = SPAN * LANES, way.count
+            stop = along(builder, many, word(0), dim, lambda i: add(i, many, whole))
+            stop = along(builder, few, stop, dim, lambda i: add(i, few, whole))
             with builder.if_then(builder.icmp_signed("<", stop, dim), likely=False):
-                add(stop, 1, end)
+                add(stop, few, end)
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 11, kind), code
+        return types.void(*[types.intp] * 11, kinds), code
 
     return mix
 
@@ -148,8 +155,8 @@ mix_1, mix_2, mix_4 = map(_mix, (1, 2, 4))
 
 
 @intrinsic
-def set_weights(typing, weights, count, kind):
-    """Turns a row of float32 weights, whole vectors, into what `mix` takes for values of a kind."""
+def set_weights(typing, weights, count, kinds):
+    """Turns a row of float32 weights, whole vectors, into what `mix` takes."""
 
     def code(context, builder, signature, args):
         weights, count, _ = args
@@ -161,8 +168,8 @@ def set_weights(typing, weights, count, kind):
             place = at(builder, weights, builder.mul(index, word(2)), numbers.type)
             store(builder, numbers, place, 2)
 
-        if way_of(signature.args[-1].dtype).keys > 1:
+        if way_of(*dtypes(signature.args[-1])).keys > 1:
             along(builder, LANES, word(0), count, narrow)
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.intp, kind), code
+    return types.void(types.intp, types.intp, kinds), code

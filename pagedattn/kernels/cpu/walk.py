@@ -43,7 +43,7 @@ def set_shown(offsets, away, shown):
 
 
 @within
-def load_queries(job, query_kind, kind, piece, queries):
+def load_queries(job, kinds, piece, queries):
     """The queries as `dots` takes them, `[num_kv_heads, num_queries, group, row]`."""
     row = queries
     for kv_head in range(job.num_kv_heads):
@@ -51,38 +51,38 @@ def load_queries(job, query_kind, kind, piece, queries):
             for head in range(kv_head * job.group, (kv_head + 1) * job.group):
                 token = piece.token + i
                 source = job.query + token * job.query_token + head * job.query_head
-                set_query(source, row, job.head_dim, query_kind, kind)
+                set_query(source, row, job.head_dim, kinds)
                 row += job.row_bytes
 
 
 @within
-def set_logits(job, kind, queries, rows, plane, offsets, ahead, logits):
+def set_logits(job, kinds, queries, rows, plane, offsets, ahead, logits):
     """Logits `[rows, KEYS]` of some keys, CHUNK apart."""
     step, dim, scale, r = job.row_bytes, job.head_dim, job.scale, 0
     while r + 4 <= rows:
-        dots_4(queries, step, plane, offsets, ahead, dim, scale, logits, CHUNK, kind)
+        dots_4(queries, step, plane, offsets, ahead, dim, scale, logits, CHUNK, kinds)
         r, queries, logits = r + 4, queries + 4 * step, logits + 16 * CHUNK
     if r + 2 <= rows:
-        dots_2(queries, step, plane, offsets, ahead, dim, scale, logits, CHUNK, kind)
+        dots_2(queries, step, plane, offsets, ahead, dim, scale, logits, CHUNK, kinds)
         r, queries, logits = r + 2, queries + 2 * step, logits + 8 * CHUNK
     if r < rows:
-        dots_1(queries, step, plane, offsets, ahead, dim, scale, logits, CHUNK, kind)
+        dots_1(queries, step, plane, offsets, ahead, dim, scale, logits, CHUNK, kinds)
 
 
 @within
-def add_values(job, kind, sums, rows, plane, offsets, later, ahead, count, weights, kept):
+def add_values(job, kinds, sums, rows, plane, offsets, later, ahead, count, weights, kept):
     """`sums = sums * kept + weights @ values`, for the rows of a KV head."""
     step, dim, r = job.row_bytes, job.value_dim, 0
     for row in range(rows):
-        set_weights(weights + 4 * row * CHUNK, CHUNK, kind)
+        set_weights(weights + 4 * row * CHUNK, CHUNK, kinds)
     while r + 4 <= rows:
-        mix_4(sums, step, plane, offsets, later, ahead, count, dim, weights, CHUNK, kept, kind)
+        mix_4(sums, step, plane, offsets, later, ahead, count, dim, weights, CHUNK, kept, kinds)
         r, sums, weights, kept = r + 4, sums + 4 * step, weights + 16 * CHUNK, kept + 16
     if r + 2 <= rows:
-        mix_2(sums, step, plane, offsets, later, ahead, count, dim, weights, CHUNK, kept, kind)
+        mix_2(sums, step, plane, offsets, later, ahead, count, dim, weights, CHUNK, kept, kinds)
         r, sums, weights, kept = r + 2, sums + 2 * step, weights + 8 * CHUNK, kept + 8
     if r < rows:
-        mix_1(sums, step, plane, offsets, later, ahead, count, dim, weights, CHUNK, kept, kind)
+        mix_1(sums, step, plane, offsets, later, ahead, count, dim, weights, CHUNK, kept, kinds)
 
 
 @fast
@@ -93,11 +93,11 @@ def lead_of(job):
 
 
 @within
-def attend(job, kind, piece, queries, sums, highest, total, room):
+def attend(job, kinds, piece, queries, sums, highest, total, room):
     """Adds the keys of a piece to the state of its rows; `room` is scratch of `room_bytes`.
 
-    Offsets are those of a chunk and of the next one: keys are fetched some keys ahead, values half
-    of the heads ahead.
+    Offsets are those of a chunk and of the next one: keys are fetched some keys ahead, values
+    a head ahead.
     """
     rows, heads = piece.num_queries * job.group, job.num_kv_heads
     head_bytes = 4 * CHUNK * rows
@@ -124,7 +124,7 @@ def attend(job, kind, piece, queries, sums, highest, total, room):
             for head in range(heads):
                 row, out = queries + head * rows * job.row_bytes, logits + head * head_bytes + 4 * k
                 plane = job.key + head * job.key_head
-                set_logits(job, kind, row, rows, plane, at, ahead, out)
+                set_logits(job, kinds, row, rows, plane, at, ahead, out)
         for head in range(heads):
             own, tops = logits + head * head_bytes, highest + 4 * head * rows
             totals, out = total + 4 * head * rows, sums + head * rows * job.row_bytes
@@ -138,10 +138,10 @@ def attend(job, kind, piece, queries, sums, highest, total, room):
             if job.bias != 0:
                 set_shown(values, zeros - value, shown)
                 at = shown_values
-            later = head + (heads + 1) // 2
+            later = head + 1
             ahead = values + 8 * CHUNK * (later // heads)
             plane = job.value + (later % heads) * job.value_head
-            add_values(job, kind, out, rows, value, at, plane, ahead, count, own, kept)
+            add_values(job, kinds, out, rows, value, at, plane, ahead, count, own, kept)
 
 
 @fast

@@ -7,7 +7,7 @@ from .memory import get_float32, put_float32
 from .numbers import exp, tanh
 from .rows import highest_of
 
-CHUNK = 32  # keys; a multiple of KEYS
+CHUNK = 64  # keys; a multiple of KEYS
 NONE = np.float32(-np.inf)
 ZERO, ONE = np.float32(0), np.float32(1)
 

@@ -17,7 +17,7 @@ FINISHED = offset("finished", PIECE)
 
 
 @within
-def work(address, query_kind, kind):
+def work(address, kinds):
     """Works on pieces until none is left to begin."""
     job = job_at(address)
     scratch = 0
@@ -26,7 +26,7 @@ def work(address, query_kind, kind):
         if scratch == 0:
             scratch = malloc(scratch_bytes(job) + LINE)
         piece = job.pieces + number * PIECE_BYTES
-        do_piece(job, query_kind, kind, piece, aligned(scratch))
+        do_piece(job, kinds, piece, aligned(scratch))
         add_at(address + DONE, 1)
         number = add_at(address + CLAIMED, 1)
     if scratch != 0:
@@ -57,21 +57,21 @@ def scratch_bytes(job):
 
 
 @within
-def do_piece(job, query_kind, kind, at, scratch):
+def do_piece(job, kinds, at, scratch):
     piece = piece_at(at)
     rows = piece.num_queries * job.num_kv_heads * job.group
     state = piece.state if piece.parts > 1 else scratch + job.state_bytes
     clear(job, rows, state)
     if piece.first < piece.last:
-        load_queries(job, query_kind, kind, piece, scratch)
+        load_queries(job, kinds, piece, scratch)
         highest = state + rows * job.row_bytes
         room = scratch + 2 * job.state_bytes
-        attend(job, kind, piece, scratch, state, highest, highest + 4 * rows, room)
+        attend(job, kinds, piece, scratch, state, highest, highest + 4 * rows, room)
     first = at - piece.part * PIECE_BYTES
     if add_at(first + FINISHED, 1) == piece.parts - 1:
         if piece.parts > 1:
             state = piece_at(first).state
-        finish(job, query_kind, piece, rows, state)
+        finish(job, kinds, piece, rows, state)
 
 
 @fast
@@ -86,19 +86,19 @@ def clear(job, rows, state):
 
 
 @fast
-def finish(job, kind, piece, rows, states):
+def finish(job, kinds, piece, rows, states):
     """Joins the states of a sequence's pieces, in their order, and writes its rows."""
     row, group = 0, job.group
     for kv_head in range(job.num_kv_heads):
         for i in range(piece.num_queries):
             for head in range(kv_head * group, (kv_head + 1) * group):
                 index = (piece.token + i) * job.num_kv_heads * group + head
-                write_row(job, kind, piece.parts, rows, row, states, index)
+                write_row(job, kinds, piece.parts, rows, row, states, index)
                 row += 1
 
 
 @fast
-def write_row(job, kind, parts, rows, row, states, index):
+def write_row(job, kinds, parts, rows, row, states, index):
     width = job.row_bytes // 4
     tops, totals = rows * width + row, rows * (width + 1) + row
     top, total = NONE, ZERO
@@ -114,7 +114,7 @@ def write_row(job, kind, parts, rows, row, states, index):
         join_sums(job, parts, row, states, tops, shift)
     over = ZERO if total == ZERO else np.float32(1) / total
     out = job.out + index * job.value_dim * job.itemsize
-    narrow_row(states + row * job.row_bytes, over * job.unit, out, job.value_dim, kind)
+    narrow_row(states + row * job.row_bytes, over * job.unit, out, job.value_dim, kinds)
     if job.lse != 0:
         put_float32(job.lse, index, NONE if total == ZERO else shift + log(total))
 
