@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -16,18 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
-import jax
 import pytest
 import serve
-from http_server import SECONDS, eventually
+from http_server import SECONDS, check_a_stream_outlives_sigterm, eventually
 from hypothesis import given
 from hypothesis import strategies as st
-from serving.checkpoint import save_checkpoint
-from serving.initial import init_params
 from serving.server.affinity import IMBALANCE, PREFIX, prefix_of, ranked
 from serving.server.tickets import State
 from serving.server.totals import Totals
-from tiny import ROOMY, TINY
+from tiny import ROOMY, saved_tiny
 
 SERVE_RAY = str(Path(serve.__file__).with_name("serve_ray.py"))
 MARK = f"test_serve_ray of {os.getpid()}"
@@ -93,10 +89,7 @@ def folder(tmp_path_factory):
     """A tiny model of bytes; skips the tests where Ray is missing."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'pagedattn[ray]'")
     pytest.importorskip("ray.serve")
-    folder, model = tmp_path_factory.mktemp("ray") / "tiny", replace(TINY, vocab_size=256)
-    with jax.ensure_compile_time_eval():
-        save_checkpoint(folder, model, init_params(model, jax.random.key(0)))
-    return folder
+    return saved_tiny(tmp_path_factory.mktemp("ray") / "tiny")
 
 
 def free_port():
@@ -245,14 +238,7 @@ def test_under_load_a_replica_comes_and_upon_sigterm_all_end_in_order(command):
         asked = [clients.submit(answered_for, url, 20, str(index)) for index in range(24)]
         eventually(lambda: metric(url, "replicas") == 2, LIMIT)
         assert all(each.result(timeout=LIMIT) for each in asked)
-    body = {"model": "tiny", "prompt": "last", "max_tokens": 60, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
-        events = answer.iter_lines()
-        first = next(events)
-        process.send_signal(signal.SIGTERM)
-        rest = list(events)
-    assert "error" not in first + "".join(rest)
-    assert rest[-2] == "data: [DONE]"
+    check_a_stream_outlives_sigterm(url, "tiny", process)
     said, _ = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, said
     with pytest.raises(httpx.ConnectError):
