@@ -1,7 +1,6 @@
 """The report of a gpu.py run: a table, and a JSON file that grows with it."""
 
 import json
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +9,11 @@ from typing import Any
 import torch
 
 from benchmarks.case import Case
-from benchmarks.machine import installed, write
+from benchmarks.machine import versions, write
 from benchmarks.timing import copy_bandwidth, matmul_rate
 from benchmarks.work import HEAD_DIM, HEADS, KV_HEADS
 
-PACKAGES = ("jax", "triton", "xformers", "flashinfer-python")
+PACKAGES = ("torch", "jax", "triton", "xformers", "flashinfer-python")
 
 
 class Report:
@@ -100,9 +99,5 @@ def machine() -> dict:
         "heads": f"{HEADS} query heads, {KV_HEADS} KV heads, head_dim {HEAD_DIM}",
         "copy_tb_s": round(copy_bandwidth(), 3),
         "matmul_tflop_s": round(matmul_rate(), 1),
-        "versions": {"python": platform.python_version()} | _versions(),
+        "versions": versions(PACKAGES),
     }
-
-
-def _versions() -> dict[str, str]:
-    return {"torch": str(torch.__version__)} | installed(PACKAGES)
