@@ -9,8 +9,10 @@ the step itself are at hand on every device; one device for each sequence attend
 mask. `merge_states` adds both, and `merge_across` joins the devices. A decode, a chunk of a prompt
 and any mix are this one step.
 
-Sliding windows and ALiBi depend on how far back a key lies. A device knows where its own stand, and
-says so by a bias; of a window it reads only the blocks that any new token sees.
+A sliding window shows each new token the last ones of the keys that a device has, from anywhere in
+a block on: so each is a sequence of its own there, in blocks of one token, and needs no mask
+either. ALiBi depends on how far back a key lies: a device knows where its own stand, and says so by
+a bias.
 
 All functions are called inside `jax.shard_map`.
 """
@@ -30,8 +32,8 @@ from pagedattn import (
     BatchMetadata,
     BlockPool,
     KVCache,
+    alibi_bias,
     append_tokens,
-    attention_bias,
     init_block_pool,
     init_kv_cache,
     merge_across,
@@ -129,41 +131,51 @@ def attend_to_context(
     query: Heads, cache: KVCache, batch: BatchMetadata, spec: AttentionSpec
 ) -> Results:
     """Attention to the keys of the context that lie here."""
+    shown, bias = batch, None
+    tokens = jnp.arange(batch.max_blocks * batch.block_size, dtype=jnp.int32)[None]
+    if spec.sliding_window is not None:
+        tokens, shown = in_window(batch, spec.sliding_window)
+        planes = (plane.reshape(-1, 1, *plane.shape[2:]) for plane in cache.planes)
+        cache = cache.with_planes(*planes)
+    if spec.alibi_slopes is not None:
+        bias = bias_here(tokens, batch, spec)
     unmasked = replace(spec, causal=False, sliding_window=None, alibi_slopes=None)
-    if unmasked == replace(spec, causal=False):
-        return paged_attention(query, cache, batch, unmasked, return_lse=True)
-    first, batch = in_window(batch, spec.sliding_window)
-    bias = bias_here(first, batch, spec)
-    return paged_attention(query, cache, batch, unmasked, bias=bias, return_lse=True)
+    return paged_attention(query, cache, shown, unmasked, bias=bias, return_lse=True)
 
 
 def in_window(
-    batch: BatchMetadata, window: int | None
-) -> tuple[Int[Array, " max_seqs"], BatchMetadata]:
-    """The first block here of each sequence that the window shows, and the batch from there on."""
-    rows, size = jnp.arange(batch.num_seqs, dtype=jnp.int32), batch.block_size
-    if window is None:
-        return 0 * rows, batch
-    oldest = batch.positions[batch.query_start_loc[:-1]] - window + 1  # seen by the first new token
-    first = length_here(jnp.maximum(oldest, 0), rows, size) // size
+    batch: BatchMetadata, window: int
+) -> tuple[Int[Array, "num_tokens num_keys"], BatchMetadata]:
+    """What a window shows each new token of the keys that lie here, as a sequence of its own.
+
+    Returns:
+      the keys, counted among those of the sequence that lie here; the batch, in blocks of one
+      token: a window may begin anywhere in a block.
+    """
+    size, seqs = batch.block_size, sequence_ids(batch.query_start_loc, batch.num_tokens)
+    oldest = jnp.maximum(batch.positions - window + 1, 0)
+    first = length_here(oldest, seqs, size)
     most = cdiv(cdiv(window - 2, size) + 1, jax.lax.axis_size(AXIS))
-    columns = first[:, None] + jnp.arange(min(most, batch.max_blocks), dtype=jnp.int32)
-    tables = jnp.take_along_axis(batch.block_tables, columns, axis=1, mode="clip")
-    lens = jnp.clip(batch.seq_lens - first * size, 0, columns.shape[1] * size)
-    return first, replace(batch, block_tables=tables, seq_lens=lens)
+    tokens = first[:, None] + jnp.arange(min(most, batch.max_blocks) * size, dtype=jnp.int32)
+    blocks = jnp.take_along_axis(batch.block_tables[seqs], tokens // size, axis=1, mode="clip")
+    shown = replace(
+        batch,
+        block_tables=blocks * size + tokens % size,
+        seq_lens=jnp.where(seqs < 0, 0, jnp.clip(batch.seq_lens[seqs] - first, 0)),
+        query_start_loc=jnp.arange(batch.num_tokens + 1, dtype=jnp.int32),
+        block_size=1,
+        max_query_len=1,
+    )
+    return tokens, shown
 
 
 def bias_here(
-    first: Int[Array, " max_seqs"], batch: BatchMetadata, spec: AttentionSpec
+    tokens: Int[Array, "*n num_keys"], batch: BatchMetadata, spec: AttentionSpec
 ) -> Float[Array, "num_tokens heads num_keys"]:
-    """What the spec adds to the logits of this device's keys, from the first blocks on."""
-    rows, size = jnp.arange(batch.num_seqs, dtype=jnp.int32), batch.block_size
-    num_keys = batch.max_blocks * size
-    tokens = first[:, None] * size + jnp.arange(num_keys, dtype=jnp.int32)
+    """ALiBi of keys that lie here, `tokens` of each new token's sequence or of all."""
     seqs = sequence_ids(batch.query_start_loc, batch.num_tokens)
-    keys = positions_of(tokens, rows, size)[seqs]
-    bias = attention_bias(batch.positions[:, None], keys, replace(spec, causal=False))
-    return bias.reshape(batch.num_tokens, -1, num_keys)
+    keys = positions_of(tokens, seqs, batch.block_size)
+    return alibi_bias(batch.positions[:, None], keys, spec.alibi_slopes)[:, :, 0]
 
 
 def attend_to_new(

@@ -24,7 +24,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from serving.checkpoint import load_checkpoint
+from serving.checkpoint import SHIPPED, load_checkpoint
 from serving.decoder import Decoder
 from serving.fused import fused
 from serving.generation import Generation, decode_loop, decode_step, prefill, start
@@ -34,7 +34,6 @@ from serving.tokenizer import load_tokenizer
 import pagedattn
 from pagedattn import available_backends
 
-MODEL = Path(__file__).parent / "models" / "pydoc-llama"
 HEADINGS = ("backend", "loop", "cache", "ms/token", "round trips", "torch calls", "caches")
 
 
@@ -184,7 +183,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--backend", help="this one alone; default: xla, and sdpa where it is")
-    parser.add_argument("--model", type=Path, default=MODEL, help="a checkpoint's folder")
+    parser.add_argument("--model", type=Path, default=SHIPPED, help="a checkpoint's folder")
     parser.add_argument("--sequences", type=int, default=4, choices=range(1, len(PROMPTS) + 1))
     parser.add_argument("--new-tokens", type=int, default=100)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest")

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.live import Live
-from serving.checkpoint import load_checkpoint
+from serving.checkpoint import SHIPPED, load_checkpoint
 from serving.decoder import Decoder
 from serving.display import render
 from serving.engine import Engine
@@ -32,8 +32,6 @@ from serving.sampling import GREEDY
 from serving.tokenizer import Tokenizer, load_tokenizer
 
 from pagedattn import InvalidInputError, explain, make_batch
-
-MODEL = Path(__file__).parent / "models" / "pydoc-llama"
 
 
 def serve(engine: Engine, requests: list[Request]) -> Served:
@@ -115,7 +113,7 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--backend", help="serve with this one alone; default: every usable one")
-    parser.add_argument("--model", type=Path, default=MODEL, help="a Llama checkpoint's folder")
+    parser.add_argument("--model", type=Path, default=SHIPPED, help="a Llama checkpoint's folder")
     parser.add_argument("--picture", type=Path, default=Path("block_occupancy.png"))
     parser.add_argument("--max-new-tokens", type=int, default=240, help="of the longest request")
     parser.add_argument("--num-blocks", type=int, default=96, help="size of the pool")

@@ -17,12 +17,10 @@ from pathlib import Path
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from serving.checkpoint import load_checkpoint
+from serving.checkpoint import SHIPPED, load_checkpoint
 from serving.parallel import AXIS, generate
 from serving.prompts import PROMPTS
 from serving.tokenizer import load_tokenizer
-
-MODEL = Path(__file__).parent / "models" / "pydoc-llama"
 
 
 def join(args: argparse.Namespace) -> Mesh:
@@ -49,7 +47,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--process", type=int, required=True, help="which one this is, from 0")
     parser.add_argument("--cpu-devices", type=int, default=0, help="devices of its CPU, no others")
     parser.add_argument("--heartbeat", type=int, default=100, help="seconds until one counts dead")
-    parser.add_argument("--model", type=Path, default=MODEL, help="a checkpoint's folder")
+    parser.add_argument("--model", type=Path, default=SHIPPED, help="a checkpoint's folder")
     parser.add_argument("--prompts", type=int, default=4, choices=range(1, len(PROMPTS) + 1))
     parser.add_argument("--new-tokens", type=int, default=40)
     parser.add_argument("--num-blocks", type=int, default=256)

@@ -8,14 +8,13 @@ other text: the largest of each KV head, over the largest that the dtype holds.
 """
 
 import functools
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from serving.checkpoint import load_checkpoint
+from serving.checkpoint import SHIPPED, load_checkpoint
 from serving.corpus import split_topics
 from serving.forward import forward_paged
 
@@ -23,13 +22,12 @@ from pagedattn import init_kv_cache, make_batch
 from pagedattn.features import CACHE_DTYPES
 from pagedattn.quantise import largest
 
-MODEL = Path(__file__).parent / "models" / "pydoc-llama"
 WINDOWS, LENGTH, BLOCK_SIZE = 8, 512, 16
 
 
 def main() -> dict[str, tuple[float, float, float]]:
     """For each dtype the share of next tokens that agree, and the logits' differences."""
-    model, params = load_checkpoint(MODEL)
+    model, params = load_checkpoint(SHIPPED)
     training, held_out = split_topics()
     batch = windows_of_text()
     score = jax.jit(functools.partial(scores, model))

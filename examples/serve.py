@@ -10,38 +10,21 @@ OpenAI's clients. docs/serving.md says what is served and what is refused.
 import argparse
 import socket
 import sys
-from pathlib import Path
 
-from serving.limits import Limits
+from serving.server.arguments import limits_of, make_parser
 from serving.server.launch import load, local_app, ready_engine, run
 from serving.server.thread import EngineThread
 
-MODEL = Path(__file__).parent / "models" / "pydoc-llama"
-
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", type=Path, nargs="?", default=MODEL, help="a checkpoint's folder")
+    parser = make_parser(__doc__)
     parser.add_argument("--name", help="what clients call the model; default: the folder's name")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0 takes any free one")
     parser.add_argument("--backend", help="default: the first that fits each call")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--num-blocks", type=int, default=256, help="size of the pool")
-    parser.add_argument("--block-size", type=int, default=16, help="tokens a block")
-    parser.add_argument("--max-seq-len", type=int, help="tokens; default: the model's, up to 4096")
-    parser.add_argument("--max-seqs", type=int, default=8, help="sequences that run at a time")
     parser.add_argument("--max-requests", type=int, default=64, help="that run or wait")
     parser.add_argument("--drain", type=float, default=30, help="seconds to end in, upon SIGTERM")
     return parser.parse_args()
-
-
-def limits_of(args: argparse.Namespace, positions: int) -> Limits:
-    longest = args.max_seq_len or min(positions, 4096)
-    step = {"token_budget": max(64, 2 * args.max_seqs), "max_query_len": 64}
-    return Limits(args.num_blocks, args.block_size, longest, args.max_seqs, **step)
 
 
 def main() -> None:
@@ -56,7 +39,7 @@ def main() -> None:
 def serve(args: argparse.Namespace, listener: socket.socket) -> None:
     """Serves until a signal comes; raises what is wrong with the arguments before it begins."""
     loaded = load(args.model, args.name, args.dtype)
-    limits = limits_of(args, loaded.model.max_position_embeddings)
+    limits = limits_of(args, loaded.model)
     thread = EngineThread(ready_engine(loaded, limits, args.backend), args.max_requests)
     host, port = listener.getsockname()[:2]
     print(f"{loaded.name} is served at http://{host}:{port}", flush=True)

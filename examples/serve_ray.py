@@ -15,40 +15,30 @@ import os
 import signal
 import sys
 import threading
-from pathlib import Path
 
 import ray
 from ray import serve
 from ray.serve.config import HTTPOptions
 from serving.checkpoint import CONFIG, read_config
 from serving.limits import Limits
+from serving.server.arguments import limits_of, make_parser
 from serving.server.replicas import APP, application
 from serving.server.text import load_text
 
-MODEL = Path(__file__).parent / "models" / "pydoc-llama"
-
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", type=Path, nargs="?", default=MODEL, help="a checkpoint's folder")
+    parser = make_parser(__doc__)
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--replicas", type=int, default=2, help="the fewest")
     parser.add_argument("--most", type=int, help="default: as many as the fewest")
     parser.add_argument("--gpus", type=float, default=0, help="of each replica")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--num-blocks", type=int, default=256, help="of each replica's pool")
-    parser.add_argument("--block-size", type=int, default=16, help="tokens a block")
-    parser.add_argument("--max-seq-len", type=int, help="tokens; default: the model's, up to 4096")
-    parser.add_argument("--max-seqs", type=int, default=8, help="that run in a replica at a time")
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
     try:
-        limits = limits_of(args)  # no tensors yet: Ray forks, which JAX's threads may not survive
+        limits = checked(args)  # no tensors yet: Ray forks, which JAX's threads may not survive
     except (ValueError, OSError) as error:
         sys.exit(f"serve_ray.py: {error}")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # for the replicas
@@ -71,13 +61,11 @@ def wait_for_a_signal() -> None:
     asked.wait()
 
 
-def limits_of(args: argparse.Namespace) -> Limits:
-    """Raises ValueError for a folder without a known model or its tokenizer."""
+def checked(args: argparse.Namespace) -> Limits:
+    """Raises ValueError for a folder without a known model or its tokenizer, and for its limits."""
     model = read_config(args.model / CONFIG)
     load_text(args.model, model.vocab_size)
-    longest = args.max_seq_len or min(model.max_position_embeddings, 4096)
-    step = {"token_budget": max(64, 2 * args.max_seqs), "max_query_len": 64}
-    return Limits(args.num_blocks, args.block_size, longest, args.max_seqs, **step)
+    return limits_of(args, model)
 
 
 if __name__ == "__main__":

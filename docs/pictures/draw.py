@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.pictures import GREY, save_both
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from serving.checkpoint import load_checkpoint
+from serving.checkpoint import SHIPPED, load_checkpoint
 from serving.engine import Engine
 from serving.limits import Limits
 from serving.occupancy import plot_occupancy
@@ -80,8 +80,8 @@ def cell(axes, left: float, bottom: float, colour: str, edge: str = GREY) -> Non
 
 def pool() -> tuple[np.ndarray, int]:
     """The owners of blocks while the demo's requests are served, and the longest's blocks."""
-    model, params = load_checkpoint(demo.MODEL)
-    requests = demo.make_requests(load_tokenizer(demo.MODEL), 240)
+    model, params = load_checkpoint(SHIPPED)
+    requests = demo.make_requests(load_tokenizer(SHIPPED), 240)
     limits = Limits(96, 16, max(request.max_cached for request in requests), 8)
     owners = demo.serve(Engine(params, model, limits, "xla"), requests).owners
     return owners, limits.blocks_for(limits.max_seq_len)

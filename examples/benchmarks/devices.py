@@ -1,7 +1,7 @@
 """What several devices gain: the same work on one of them and on all, in one run.
 
     export PYTHONPATH=examples:. XLA_PYTHON_CLIENT_PREALLOCATE=false
-    python -m benchmarks.devices [-o docs/results/devices.json] [-k attention]
+    python -m benchmarks.devices [-o docs/results/devices.json] [-k attention] [--layers 6]
 
 Heads are spread in "attention" and "decode loop" (serving/parallel.py), keys in "context"
 (examples/context_parallel.py). `--small` is for machines without GPUs: it shows that all of it
@@ -9,6 +9,7 @@ runs, and its times mean nothing.
 """
 
 import argparse
+import os
 import time
 from dataclasses import replace
 from functools import partial
@@ -116,14 +117,14 @@ WORK = {
 }
 
 
-def measured(names: list[str], small: bool) -> dict[str, dict[str, float]]:
+def measured(names: list[str], small: bool, sizes: dict) -> dict[str, dict[str, float]]:
     """Seconds of each work on one device and on all."""
     results = {}
     for name in names:
         work, *shapes = WORK[name]
         num_seqs, length = shapes[small]
         meshes = [Mesh(np.array(jax.devices()[:n]), AXIS) for n in (1, jax.device_count())]
-        model = replace(SHAPES["llama-8b"], **(SMALL if small else {}))
+        model = replace(SHAPES["llama-8b"], **sizes)
         one, all_ = (work(mesh, model, num_seqs, length) for mesh in meshes)
         results[f"{name}, {num_seqs} x {length}"] = {"one": one, "all": all_}
         print(
@@ -137,11 +138,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("-o", "--out", type=Path, help="write the seconds there, as JSON")
     parser.add_argument("-k", "--only", default="", help="work whose name contains this")
+    parser.add_argument("--layers", type=int, help="of the model, in the decode loop")
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     arguments = parser.parse_args()
-    about = machine() | {"devices": jax.device_count(), "small": arguments.small}
+    sizes = SMALL if arguments.small else {}
+    if arguments.layers:
+        sizes = sizes | {"num_hidden_layers": arguments.layers}
+    about = machine() | {"devices": jax.device_count(), "flags": os.environ.get("XLA_FLAGS", "")}
+    about |= {"layers": arguments.layers, "small": arguments.small}
     print(caption(about))
-    seconds = measured([name for name in WORK if arguments.only in name], arguments.small)
+    names = [name for name in WORK if arguments.only in name]
+    seconds = measured(names, arguments.small, sizes)
     write(arguments.out, {"machine": about, "seconds": seconds})
 
 

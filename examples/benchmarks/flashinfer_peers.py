@@ -1,7 +1,7 @@
 """FlashInfer's wrappers as contenders of gpu.py; see peers.py.
 
-FlashInfer compiles its kernels on first use, which takes minutes: `Build` does so in a process of
-its own while other contenders are timed. Run as a script, this file is that process.
+FlashInfer compiles its kernels on first use, which takes minutes and all cores: `build` does so in
+a process of its own before anyone is timed. Run as a script, this file is that process.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -28,37 +27,22 @@ WORKSPACE_BYTES = 512 << 20
 LATENT_PAGE = 64  # tokens: as large as its kernels like them
 
 
-class Build:
-    """The process that compiles FlashInfer's kernels: a context manager, which ends it."""
-
-    def __init__(self, seconds: float):
-        self._deadline = time.monotonic() + seconds
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed by __exit__)
-        command = [sys.executable, "-m", "benchmarks.flashinfer_peers"]
-        output: Any = {"stdout": subprocess.DEVNULL, "stderr": self._errors}
-        self._process = subprocess.Popen(command, process_group=0, **output)
-
-    def __enter__(self) -> "Build":
-        return self
-
-    def __exit__(self, *_) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGTERM)
-        self._process.wait()
-        self._errors.close()
-
-    @property
-    def ended(self) -> bool:
-        return self._process.poll() is not None
-
-    def failure(self) -> str | None:
-        """Waits for the end; says why the kernels cannot be used, None if they can."""
+def build(seconds: float) -> str | None:
+    """Compiles FlashInfer's kernels; says why they cannot be used, None if they can."""
+    command = [sys.executable, "-m", "benchmarks.flashinfer_peers"]
+    with tempfile.TemporaryFile("w+") as errors:
+        output: Any = {"stdout": subprocess.DEVNULL, "stderr": errors}
+        process = subprocess.Popen(command, process_group=0, **output)
         try:
-            code = self._process.wait(max(0.0, self._deadline - time.monotonic()))
+            code = process.wait(seconds)
         except subprocess.TimeoutExpired:
             return "its kernels were not compiled in the time given"
-        self._errors.seek(0)
-        lines = self._errors.read().strip().splitlines() or [""]
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            process.wait()
+        errors.seek(0)
+        lines = errors.read().strip().splitlines() or [""]
         return lines[-1][:200] if code else None
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PRNGKeyArray
-from serving.checkpoint import load_checkpoint
+from serving.checkpoint import SHIPPED, load_checkpoint
 from serving.decoder import Decoder
 from serving.families.llama import Llama
 from serving.fused import fused
@@ -19,7 +19,6 @@ from serving.parallel import spec_of
 from benchmarks.drawn import drawn
 
 SCALE = 0.02  # of random weights
-SHIPPED = Path(__file__).parents[1] / "models" / "pydoc-llama"
 SHAPES = {
     "llama-8b": Llama(
         vocab_size=128256,

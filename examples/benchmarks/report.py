@@ -1,5 +1,6 @@
 """The report of a gpu.py run: a table, and a JSON file that grows with it."""
 
+import datetime
 import json
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from benchmarks.machine import versions, write
 from benchmarks.timing import copy_bandwidth, matmul_rate
 from benchmarks.work import HEAD_DIM, HEADS, KV_HEADS
 
-PACKAGES = ("torch", "jax", "triton", "xformers", "flashinfer-python")
+PACKAGES = ("torch", "jax", "triton", "xformers", "flashinfer-python", "flash-attn-4", "vllm")
 
 
 class Report:
@@ -96,6 +97,7 @@ class Report:
 def machine() -> dict:
     return {
         "gpu": torch.cuda.get_device_name(),
+        "date": datetime.date.today().isoformat(),
         "heads": f"{HEADS} query heads, {KV_HEADS} KV heads, head_dim {HEAD_DIM}",
         "copy_tb_s": round(copy_bandwidth(), 3),
         "matmul_tflop_s": round(matmul_rate(), 1),

@@ -23,6 +23,7 @@ from pagedattn import (
     share_blocks,
 )
 from serving.limits import Limits
+from serving.pool_size import PoolSize
 
 append_jit = jax.jit(append_tokens, static_argnames="max_new_tokens")
 behind_jit = jax.jit(release_behind, static_argnames=("window", "max_new_tokens"))
@@ -40,41 +41,17 @@ def empty_pool(num_blocks: int, block_size: int, **sizes: int) -> BlockPool:
     return jax.device_put(init_block_pool(num_blocks, block_size, **sizes), jax.devices("cpu")[0])
 
 
-class Blocks:
-    """The blocks of all layers that have the same sliding window, or none.
-
-    With a window, a sequence gives back what lies behind it before it grows, so the pool has no
-    more blocks than `max_seqs` sequences can own, nor than `num_blocks`.
-    """
+class Blocks(PoolSize):
+    """The blocks of all layers that have the same sliding window, or none."""
 
     def __init__(self, limits: Limits, window: int | None):
-        self.limits, self.window = limits, window
-        rows, width = limits.max_seqs, limits.max_blocks
-        most = rows * self.most(limits.max_seq_len)
-        self.num_blocks = min(limits.num_blocks, most) if window else limits.num_blocks
-        self.pool = empty_pool(self.num_blocks, limits.block_size, max_seqs=rows, max_blocks=width)
+        super().__init__(limits, window)
+        sizes = {"max_seqs": limits.max_seqs, "max_blocks": limits.max_blocks}
+        self.pool = empty_pool(self.num_blocks, limits.block_size, **sizes)
 
     @property
     def num_free(self) -> int:
         return int(self.pool.num_free)
-
-    def seen(self, num_tokens: int) -> int:
-        """How many of the blocks of a sequence, the last ones, its next token sees."""
-        hidden = 0 if self.window is None else max(num_tokens - self.window + 1, 0)
-        return self.limits.blocks_for(num_tokens) - hidden // self.limits.block_size
-
-    def most(self, num_tokens: int) -> int:
-        """How many blocks a sequence of up to so many tokens owns at a time."""
-        blocks = self.limits.blocks_for(num_tokens)
-        if self.window is None:
-            return blocks
-        in_sight = self.window + self.limits.max_query_len - 2  # without the last token of a step
-        return min(blocks, self.limits.blocks_for(in_sight) + 1)
-
-    def longest(self, width: int) -> int:
-        """The tokens that each of `width` sequences may come to if they are alone."""
-        blocks, longest = self.num_blocks // width, self.limits.max_seq_len
-        return longest if blocks >= self.most(longest) else blocks * self.limits.block_size
 
     def release_behind(self) -> None:
         """Gives back what no further token sees: all that is planned before has been enqueued."""

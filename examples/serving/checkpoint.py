@@ -6,16 +6,19 @@ from dataclasses import asdict
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
-from safetensors.flax import load_file, save_file
+from safetensors.flax import save_file
 
 from pagedattn import InvalidInputError
 from serving.decoder import Decoder, Name
 from serving.families import model_of
 from serving.quantised import dequantised
+from serving.tensor_file import read_tensors
 
 WIDE = "e_score_correction_bias"  # decides between experts by differences that rounding would hide
 Names = Mapping[str, Name]
+SHIPPED = Path(__file__).parents[1] / "models" / "pydoc-llama"  # made by serving/train.py
 CONFIG = "config.json"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Tensors that may be left unused: the angles are computed anew, a tied head is the embedding.
@@ -27,16 +30,18 @@ def load_checkpoint(directory: Path, dtype=jnp.float32) -> tuple[Decoder, dict]:
 
     Weights that are quantised there are not any more in the parameters.
 
-    Raises ValueError when the config asks for something that no family computes, or when a file or
-    a tensor of the model is missing or one of the files would not be used.
+    Raises:
+      InvalidInputError: The config asks for something that no family computes; a file or a tensor
+        of the model is missing, or one of the files would not be used; scales of quantised weights
+        are missing or wrong.
     """
-    model = read_config(directory / CONFIG)
-    tensors = {}
+    raw = _read_json(directory / CONFIG)
+    model, tensors = model_of(raw), {}
     for path in tensor_files(directory):
         _require_file(path)
-        tensors |= load_file(path)
-    tensors = {name: rounded(name, t, dtype) for name, t in dequantised(tensors).items()}
-    return model, params_of(model, tensors)
+        tensors |= read_tensors(path)
+    whole = dequantised(tensors, raw.get("quantization_config") or {})
+    return model, params_of(model, {name: rounded(name, t, dtype) for name, t in whole})
 
 
 def save_checkpoint(directory: Path, model: Decoder, params: dict, dtype=jnp.bfloat16) -> None:
@@ -52,13 +57,12 @@ def save_checkpoint(directory: Path, model: Decoder, params: dict, dtype=jnp.bfl
     save_file(tensors, directory / WHOLE, metadata={"format": "pt"})
 
 
-def rounded(name: str, tensor: Array, dtype) -> Array:
-    return tensor.astype(jnp.float32 if name.endswith(WIDE) else dtype)
+def rounded(name: str, tensor: Array | np.ndarray, dtype) -> Array:
+    return jnp.asarray(tensor, jnp.float32 if name.endswith(WIDE) else dtype)
 
 
 def read_config(path: Path) -> Decoder:
-    _require_file(path)
-    return model_of(json.loads(path.read_text()))
+    return model_of(_read_json(path))
 
 
 def tensor_files(directory: Path) -> Iterable[Path]:
@@ -68,7 +72,7 @@ def tensor_files(directory: Path) -> Iterable[Path]:
         return [directory / WHOLE]
     shards = set(json.loads(index.read_text())["weight_map"].values())
     if outside := [shard for shard in shards if Path(shard).name != shard]:
-        raise ValueError(f"shards must lie beside their index, got {outside}")
+        raise InvalidInputError(f"shards must lie beside their index, got {outside}")
     return [directory / shard for shard in sorted(shards)]
 
 
@@ -125,6 +129,11 @@ def _flat(names: Names) -> Iterable[str]:
         yield from (name,) if isinstance(name, str) else name
 
 
+def _read_json(path: Path) -> dict:
+    _require_file(path)
+    return json.loads(path.read_text())
+
+
 def _require_file(path: Path) -> None:
     if not path.is_file():
         raise InvalidInputError(
@@ -135,7 +144,9 @@ def _require_file(path: Path) -> None:
 
 def _require_exactly(tensors: dict, expected: set[str]) -> None:
     if missing := sorted(expected - tensors.keys()):
-        raise ValueError(f"the checkpoint lacks {len(missing)} tensors: {', '.join(missing[:5])}")
+        raise InvalidInputError(
+            f"the checkpoint lacks {len(missing)} tensors: {', '.join(missing[:5])}"
+        )
     unused = sorted(name for name in tensors.keys() - expected if not name.endswith(UNREAD))
     if unused:
-        raise ValueError(f"{len(unused)} tensors would not be used: {', '.join(unused[:5])}")
+        raise InvalidInputError(f"{len(unused)} tensors would not be used: {', '.join(unused[:5])}")

@@ -47,7 +47,7 @@ class Decoder:
     renamed: ClassVar[Mapping[str, str]] = {}
     required: ClassVar[Mapping[str, tuple]] = {}
     ignored: ClassVar[tuple[str, ...]] = ()
-    quantised: ClassVar[tuple[str, ...]] = ()  # methods of which serving/quantised.py knows
+    quantised: ClassVar[tuple[str, ...]] = ("fp8",)  # methods of which serving/quantised.py knows
 
     @classmethod
     def from_config(cls, raw: dict) -> Self:
@@ -60,7 +60,8 @@ class Decoder:
         quantised = raw.get("quantization_config") or {}
         if quantised and quantised.get("quant_method") not in cls.quantised:
             raise InvalidInputError(
-                f"{name}: expected a checkpoint that is not quantized, got {quantised}"
+                f"{name}: expected a checkpoint that is not quantized, or by {cls.quantised}, got "
+                f"{quantised}"
             )
         raw = {setting: raw[setting] for setting in raw if setting != "quantization_config"}
         raw = cls.read({cls.renamed.get(theirs, theirs): value for theirs, value in raw.items()})

@@ -19,6 +19,7 @@ from pagedattn import BlockPool, KVCache, copy_blocks
 from serving.blocks import Blocks
 from serving.decoder import Decoder
 from serving.limits import Limits
+from serving.pool_size import longest
 
 Caches = list[list[KVCache]]  # of each pool those of its layers
 
@@ -53,6 +54,10 @@ class Memory:
     def most(self, num_tokens: int) -> int:
         """How many blocks, of all pools, a sequence of up to so many tokens owns at a time."""
         return sum(blocks.most(num_tokens) for blocks in self.pools)
+
+    def longest(self, width: int) -> int:
+        """The tokens that each of `width` sequences may come to if they are alone."""
+        return longest(self.limits, self.windows, width)
 
     def grow(self, new_tokens: dict[int, int]) -> list[list[int]]:
         """Makes room for all new tokens or none; the rows that found too few blocks, by pool."""

@@ -43,7 +43,7 @@ class Scheduler:
             raise ValueError(
                 f"request {request.id} wants {width} sequences; at most {limits.max_seqs} run"
             )
-        fit = min(blocks.longest(width) for blocks in self.memory.pools)
+        fit = self.memory.longest(width)
         if request.max_cached > fit:
             raise ValueError(
                 f"request {request.id} may come to {request.max_cached} tokens; at most {fit} fit"

@@ -22,7 +22,7 @@ from pagedattn import (
 )
 from pagedattn.backends.mosaic import launch, lse, tiles
 from pagedattn.backends.mosaic.launch import attend
-from pagedattn.backends.mosaic.shape import ROWS, UNIT, Shape
+from pagedattn.backends.mosaic.shape import ROWS, UNIT, WARPGROUP, Shape
 from pagedattn.call import call_of
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
 
@@ -31,6 +31,7 @@ WINDOW = AttentionSpec(sliding_window=100)
 # As the backend runs them: inside jit. Eagerly each of their steps would be a program.
 tiles_in_jit = jax.jit(tiles.tiles_of, static_argnums=0)
 key_blocks_in_jit = jax.jit(tiles.key_blocks, static_argnums=0)
+has_rows_in_jit = jax.jit(tiles.has_rows, static_argnums=0)
 by_token_in_jit = jax.jit(lse.by_token, static_argnums=0)
 
 # query_lens, seq_lens: long, short, none, cross; with and without room for padding
@@ -79,13 +80,19 @@ def blocks_of(shape, tile):
 @pytest.mark.parametrize(("group", "pad"), [(1, 40), (3, 5), (4, 0), (20, 5)])
 @pytest.mark.parametrize(("query_lens", "seq_lens"), BATCHES)
 def test_tiles_hold_every_token(query_lens, seq_lens, group, pad):
-    """Padding too, which has no keys; the longest come first; lse finds its way back."""
+    """Padding too, which has no keys; the longest come first; lse finds its way back.
+
+    Warpgroups without rows hold none of them.
+    """
     shape = shape_of(query_lens, AttentionSpec(), group=group, pad=pad)
     written = np.full((shape.max_tiles, 2, ROWS), np.nan, np.float32)
     seen = np.zeros((shape.num_tokens, group), bool)
     found = tiles_of(shape, query_lens, seq_lens)
     for tile in found:
+        computed = [has_rows_in_jit(shape, tiles.Tile(*map(np.int32, tile)), i) for i in (0, 1)]
         for row, token, member in rows_of(shape, tile):
+            if not computed[row // WARPGROUP]:
+                continue
             seen[tile.begin + token, member] = True
             written[tile.slot, :, row] = tile.begin + token + member / 32 + np.array([0, 0.5])
     steps = [blocks_of(shape, tile).count for tile in found]
@@ -95,6 +102,14 @@ def test_tiles_hold_every_token(query_lens, seq_lens, group, pad):
     want = np.arange(shape.num_tokens)[:, None] + head % group / 32 + head // group / 2
     got = by_token_in_jit(shape, *lengths(query_lens, seq_lens), jnp.asarray(written))
     np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(("query_len", "want"), [(1, False), (16, False), (17, True), (300, True)])
+def test_the_second_warpgroup_rests_in_short_tiles(query_len, want):
+    shape = shape_of([query_len], AttentionSpec())
+    (tile, *_) = tiles_of(shape, [query_len], [300])
+    assert tiles.has_rows(shape, tile, 0)
+    assert tiles.has_rows(shape, tile, 1) == want
 
 
 @pytest.mark.parametrize("causal", [True, False])

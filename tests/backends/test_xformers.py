@@ -1,6 +1,8 @@
 """xFormers' backend: masks and routes on the CPU with a stand-in kernel; the kernels on a GPU."""
 
 import dataclasses
+import sys
+from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +29,12 @@ from pagedattn.testing import (
 from pagedattn_torch import arrays, explain, paged_attention
 from pagedattn_torch.backends import sdpa
 from pagedattn_torch.backends import xformers as kernels
-from pagedattn_torch.backends.xformers.fmha import RUNTIME_PACKAGE, fmha, why_unusable
+from pagedattn_torch.backends.xformers.fmha import (
+    RUNTIME_PACKAGE,
+    fmha,
+    hidden_flash_attn,
+    why_unusable,
+)
 from pagedattn_torch.rectangles import gather_pages
 
 HALF = jnp.dtype("float16")
@@ -237,6 +244,18 @@ def test_refuses_by_name():
 def test_says_which_package_is_missing(monkeypatch):
     monkeypatch.setattr(fmha().common, "_built_with_cuda", False)
     assert RUNTIME_PACKAGE in " ".join(why_unusable())
+
+
+@pytest.mark.parametrize("parts", ["cute", "cute flash_attn_interface"])
+def test_flash_attn_4_is_hidden_from_xformers(monkeypatch, tmp_path, parts):
+    for part in parts.split():
+        (tmp_path / "flash_attn" / part).mkdir(parents=True)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    with hidden_flash_attn():
+        assert (find_spec("flash_attn") is None) == (parts == "cute")
+    assert find_spec("flash_attn.cute")
 
 
 @on_gpu

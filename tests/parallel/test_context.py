@@ -152,38 +152,55 @@ def test_without_blocks_on_one_device_a_sequence_grows_on_none():
 
 
 @partial(jax.jit, static_argnums=1)
-def read_on_four(context_lens, window):
-    """For a token more of three sequences: the columns that each device reads, lengths, positions.
+def shown_on_four(context_lens, window):
+    """To two tokens more of three sequences: the slots that each device reads, how many, positions.
 
-    An axis of `jax.vmap` stands for the devices.
+    An axis of `jax.vmap` stands for the devices, and column c of each row for block 2c.
     """
 
     def on_each():
-        rows = jnp.arange(3)
+        seqs = jnp.repeat(jnp.arange(3), 2)
         batch = BatchMetadata(
-            block_tables=jnp.tile(jnp.arange(16), (3, 1)),
-            seq_lens=example.length_here(context_lens, rows, 4),
-            query_start_loc=jnp.arange(4),
-            slot_mapping=jnp.full(3, -1),
-            positions=context_lens,
+            block_tables=jnp.tile(2 * jnp.arange(16), (3, 1)),
+            seq_lens=example.length_here(context_lens, jnp.arange(3), 4),
+            query_start_loc=jnp.arange(0, 8, 2),
+            slot_mapping=jnp.full(7, -1),
+            positions=jnp.append(context_lens[seqs] + jnp.tile(jnp.arange(2), 3), 0),
             block_size=4,
-            max_query_len=1,
+            max_query_len=2,
         )
-        first, batch = example.in_window(batch, window)
-        tokens = first[:, None] * 4 + jnp.arange(4 * batch.max_blocks)
-        return batch.block_tables, batch.seq_lens, example.positions_of(tokens, rows, 4)
+        tokens, shown = example.in_window(batch, window)
+        at = example.positions_of(tokens, jnp.append(seqs, -1), 4)
+        return shown.block_tables, shown.seq_lens, at
 
     return jax.vmap(on_each, axis_name=example.AXIS, axis_size=4)()
 
 
-@pytest.mark.parametrize("window", [1, 5, 16, 40])
+@pytest.mark.parametrize("window", [1, 2, 5, 16, 40])
 @given(context_lens=st.lists(st.integers(0, 60), min_size=3, max_size=3))
-def test_of_a_window_each_key_is_read_once_and_few_others(window, context_lens):
-    tables, lens, positions = map(np.asarray, read_on_four(np.int32(context_lens), window))
-    assert tables.shape[2] <= ((window - 1) / 4 + 2) / 4 + 1
-    read = np.arange(positions.shape[2]) < lens[..., None]
-    for s, length in enumerate(context_lens):
-        keys, oldest = positions[:, s][read[:, s]], max(0, length - window + 1)
-        assert sorted(keys[keys >= oldest]) == list(range(oldest, length))
-    blocks = positions[..., ::4] // 16  # the fourth part of all, by their columns
-    np.testing.assert_array_equal(np.where(read[..., ::4], blocks - tables, 0), 0)
+def test_a_window_shows_each_of_its_keys_on_one_device_and_no_others(window, context_lens):
+    slots, lens, positions = map(np.asarray, shown_on_four(np.int32(context_lens), window))
+    assert slots.shape[2] <= (window - 1) / 4 + 8
+    read = np.arange(slots.shape[2]) < lens[..., None]
+    for token, context_len in enumerate(np.repeat(context_lens, 2)):
+        oldest = max(0, context_len + token % 2 - window + 1)
+        keys = positions[:, token][read[:, token]]
+        assert sorted(keys) == list(range(oldest, context_len))
+    held = positions // 16 * 8 + positions % 4  # each device has the fourth part, by its columns
+    np.testing.assert_array_equal(np.where(read, held - slots, 0), 0)
+    assert not lens[:, -1].any()  # of padding
+
+
+def test_a_window_needs_no_bias(monkeypatch):
+    """Which the fast kernels refuse."""
+    given, attention = [], example.paged_attention
+
+    def recorded(*arrays, **options):
+        given.append(options.get("bias"))
+        return attention(*arrays, **options)
+
+    monkeypatch.setattr(example, "paged_attention", recorded)
+    problem = problem_of(DECODE, AttentionSpec(sliding_window=11))
+    state = start(problem, 1)
+    step(problem, state, 1, [0] * 5, DECODE, tokens=4, longest=1)
+    assert given == [None, None]  # of the context, and of what is new

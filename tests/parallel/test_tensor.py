@@ -1,5 +1,6 @@
 """Tensor parallel: the tokens of one device, on two and on four."""
 
+import re
 from dataclasses import replace
 
 import jax
@@ -79,6 +80,18 @@ def test_sinks_go_with_their_heads():
     )
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(got[1].key, want[1].key)
+
+
+@several
+def test_devices_add_up_twice_a_layer_and_gather_nothing():
+    mesh = mesh_of(4)
+    model, params = parallel.spread(mesh, TINY, tiny_params())
+    state = parallel.start_over(mesh, params, model, PROMPTS, [0, 0, 0], **SIZES)
+    attend = parallel.OverHeads(mesh)
+    program = decode_loop.lower(params, model, state, 0.0, 3, attend=attend).compile().as_text()
+    kinds = r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)\("
+    crossing = re.findall(kinds, program)
+    assert crossing == ["all-reduce"] * 2 * TINY.num_hidden_layers
 
 
 def pointers(tree):

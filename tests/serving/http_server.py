@@ -26,7 +26,8 @@ SECONDS = 120  # after which a test fails rather than hangs; much, for a busy ma
 class EchoEngine:
     """Answers with the prompt, again and again.
 
-    `gate` holds its steps, `delay` makes them longer, `break_with` ends them.
+    `gate` holds its steps, `delay` makes them longer, `break_with` ends them; `running` is true
+    while one runs.
     """
 
     def __init__(self, max_seqs=8, max_seq_len=20_000):
@@ -35,7 +36,7 @@ class EchoEngine:
         self.prefixes, self.completions = SimpleNamespace(num_hit_tokens=0), {}
         self.cancelled, self.break_with, self.gate = [], None, threading.Event()
         self.gate.set()
-        self.delay = 0.0
+        self.delay, self.running = 0.0, False
 
     @property
     def idle(self):
@@ -60,6 +61,13 @@ class EchoEngine:
         return np.full(self.limits.num_blocks, -1)
 
     def step(self):
+        self.running = True
+        try:
+            return self._step()
+        finally:
+            self.running = False
+
+    def _step(self):
         self.gate.wait(SECONDS)
         time.sleep(self.delay)
         if self.break_with:
@@ -84,10 +92,10 @@ class EchoEngine:
 
 
 @contextlib.contextmanager
-def serving(engine, directory, max_requests=32, seconds=5.0, vocab_size=NUM_BYTES):
+def serving(engine, directory, max_requests=32, seconds=5.0, vocab_size=NUM_BYTES, windows=()):
     """The server of an engine; `url`, `thread` and `server` of it. Ends it in the end."""
     thread = EngineThread(engine, max_requests)
-    served = Served(ECHO, load_text(directory, vocab_size), vocab_size, engine.limits)
+    served = Served(ECHO, load_text(directory, vocab_size), vocab_size, engine.limits, windows)
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)  # what is not read waits here
     config = uvicorn.Config(local_app(served, thread, max_body=1 << 20), log_level="error")

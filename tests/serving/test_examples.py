@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ import pytest
 import quantised_cache
 from safetensors.numpy import load_file
 from serving import engine as engine_module
-from serving.checkpoint import load_checkpoint, read_config, save_checkpoint
+from serving.checkpoint import SHIPPED, load_checkpoint, read_config, save_checkpoint
 from serving.corpus import END_OF_TOPIC, add_noise, split_topics, windows_at
 from serving.engine import Engine
 from serving.families.mistral import Mistral
@@ -182,9 +181,8 @@ def test_training_windows_and_noise():
 
 
 def test_shipped_checkpoint_is_small_and_loads():
-    directory = Path(__file__).parents[2] / "examples" / "models" / "pydoc-llama"
-    config, params = load_checkpoint(directory)
-    assert (directory / "model.safetensors").stat().st_size <= 8e6
+    config, params = load_checkpoint(SHIPPED)
+    assert (SHIPPED / "model.safetensors").stat().st_size <= 8e6
     assert config.vocab_size == 256
     assert 1e6 < sum(leaf.size for leaf in jax.tree.leaves(params)) < 4e6
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.flax import load_file, save_file
 from serving.beam import Beam
-from serving.checkpoint import load_checkpoint, save_checkpoint
+from serving.checkpoint import SHIPPED, load_checkpoint, save_checkpoint
 from serving.engine import Engine
 from serving.families import model_of
 from serving.fused import fused
@@ -30,7 +30,6 @@ transformers = pytest.importorskip("transformers", minversion="5.23")
 ROPE_INIT_FUNCTIONS = pytest.importorskip("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
 
 pytestmark = pytest.mark.usefixtures("exact_products")
-SHIPPED = Path(__file__).parents[2] / "examples" / "models" / "pydoc-llama"
 SWAP = partial(Swap, num_blocks=24, num_rows=6)
 LIMITS = Limits(
     num_blocks=12, block_size=4, max_seq_len=40, max_seqs=4, token_budget=12, max_query_len=8
@@ -167,6 +166,7 @@ PUBLISHED = {
         "n_shared_experts": 1,
         "norm_topk_prob": True,
         "num_nextn_predict_layers": 1,
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
         "rope_scaling": {k: v for k, v in YARN_MLA.items() if k not in ("rope_theta", "rope_type")}
         | {"type": "yarn"},
         "rope_theta": 10000,
@@ -276,11 +276,11 @@ class Theirs:
             return self.model(torch.tensor([list(tokens)])).logits[0].float().numpy()
 
 
-def theirs(case: str, seed: int = 0) -> Theirs:
+def theirs(case: str, **changes) -> Theirs:
     """A random model in which every parameter counts, norms and biases included."""
     family, sizes = CONFIGS[case]
-    torch.manual_seed(seed)
-    config = getattr(transformers, f"{family}Config")(**sizes, initializer_range=0.3)
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**sizes | changes, initializer_range=0.3)
     config._attn_implementation = "eager"  # the only one of theirs that caps logits
     model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
     with torch.no_grad():

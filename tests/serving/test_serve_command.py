@@ -5,9 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
-import demo
 import jax
 import pytest
 import serve
@@ -90,8 +88,3 @@ def test_a_refusal_is_a_line_and_a_status(tmp_path):
     assert ended.returncode == 1
     assert ended.stderr.startswith("serve.py: ")
     assert ended.stderr.count("\n") == 1
-
-
-def test_the_shipped_model_is_the_demos():
-    assert serve.MODEL == demo.MODEL
-    assert Path(serve.MODEL, "config.json").exists()

@@ -243,6 +243,19 @@ def test_an_end_waits_no_longer_than_it_was_told_to(engine, tmp_path):
             assert '"code":"server_stopping"' in answer
 
 
+def test_when_the_server_has_ended_no_step_runs(engine, tmp_path):
+    """A thread that is inside one when Python ends would abort the process."""
+    engine.gate.clear()
+    with serving(engine, tmp_path, seconds=0.1) as server:
+        running = begin(server.url, max_tokens=500)
+        eventually(lambda: engine.running)
+        server.server.handle_exit(15, None)
+        assert "server_stopping" in rest_of(running)
+        threading.Timer(0.5, engine.gate.set).start()
+        server.runner.join(SECONDS)
+        assert not engine.running
+
+
 def test_requests_during_the_end_are_sent_elsewhere(echo):
     echo.thread.drain()
     answer = ask(echo.url)

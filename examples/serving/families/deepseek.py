@@ -112,8 +112,7 @@ class DeepseekV2(DeepseekV3):
     architecture = "DeepseekV2ForCausalLM"
     renamed: ClassVar[Mapping[str, str]] = {"num_experts": "n_routed_experts"}
     required: ClassVar[Mapping[str, tuple]] = {
-        **Llama.required,
-        "moe_layer_freq": (1,),
+        **DeepseekV3.required,
         "norm_topk_prob": (False,),  # transformers computes no other
         "rope_interleave": (True,),
         "scoring_func": ("softmax",),

@@ -41,7 +41,7 @@ class GptOss(Windowed):
     architecture = "GptOssForCausalLM"
     renamed: ClassVar[Mapping[str, str]] = {"num_experts": "num_local_experts"}
     ignored: ClassVar[tuple[str, ...]] = ("experts_per_token", "initial_context_length")
-    quantised: ClassVar[tuple[str, ...]] = ("mxfp4",)
+    quantised: ClassVar[tuple[str, ...]] = ("mxfp4", "fp8")
 
     @classmethod
     def layer_type(cls, raw: dict, index: int) -> str:

@@ -7,6 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from serving.limits import Limits
+from serving.pool_size import longest
 from serving.request import Request
 from serving.sampling import Sampling
 from serving.server.answers import Piece, Sample
@@ -27,12 +28,11 @@ class Served:
     text: Text
     vocab_size: int
     limits: Limits
+    windows: tuple[int | None, ...] = ()  # of the layers, if any has one
 
     def longest(self, width: int) -> int:
         """Tokens of a prompt and its answer together, the last of which is never cached."""
-        limits = self.limits
-        blocks = min(limits.max_blocks, limits.num_blocks // width)
-        return min(blocks * limits.block_size, limits.max_seq_len) + 1
+        return longest(self.limits, self.windows, width) + 1
 
 
 class Job:
@@ -138,14 +138,14 @@ def _tokens(served: Served, asked: Asked) -> list[tuple[int, ...]]:
 
 def _room(served: Served, asked: Asked, prompt: tuple[int, ...]) -> int:
     """How many tokens to generate at most."""
-    longest = served.longest(asked.n)
-    room = longest - len(prompt)
+    most = served.longest(asked.n)
+    room = most - len(prompt)
     if room < 1:
         blamed = "messages" if asked.messages else "prompt"
-        text = f"{len(prompt)} tokens; at most {longest - 1} fit before an answer"
+        text = f"{len(prompt)} tokens; at most {most - 1} fit before an answer"
         raise invalid(blamed, text, TOO_LONG)
     if asked.max_tokens is not None and asked.max_tokens > room:
-        text = f"{asked.max_tokens} after a prompt of {len(prompt)} tokens; {longest} fit together"
+        text = f"{asked.max_tokens} after a prompt of {len(prompt)} tokens; {most} fit together"
         raise invalid("max_tokens", text, TOO_LONG)
     return asked.max_tokens or room
 

@@ -27,6 +27,7 @@ from serving.server.text import Text, load_text
 from serving.server.thread import EngineThread
 
 LAST_WORDS = 2.0  # seconds for errors to reach the clients, after the engine was stopped
+LAST_STEP = 30.0  # seconds for the engine to end its step; a thread in one would abort the process
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Loaded:
     text: Text
 
     def served(self, limits: Limits) -> Served:
-        return Served(self.name, self.text, self.model.vocab_size, limits)
+        model = self.model
+        return Served(self.name, self.text, model.vocab_size, limits, model.windows)
 
 
 def load(directory: Path, name: str | None = None, dtype: str = "float32") -> Loaded:
@@ -106,6 +108,8 @@ class Server(uvicorn.Server):
         ending = asyncio.get_running_loop().call_later(self.seconds, self.thread.stop)
         await super().shutdown(sockets)
         ending.cancel()
+        self.thread.stop()
+        self.thread.join(LAST_STEP)  # blocks the event loop, in which nobody waits any more
 
 
 def run(app: Starlette, thread: EngineThread, listener: socket.socket, seconds: float) -> None:

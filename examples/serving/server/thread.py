@@ -60,6 +60,10 @@ class EngineThread:
         self._fail(reason or refusal.draining())
         self._commands.put(None)
 
+    def join(self, seconds: float) -> None:
+        """Waits for the thread to end, once it was told to."""
+        self._thread.join(seconds)
+
     def _submit(self, request: Request) -> QueueTicket:
         ticket = self.tickets[request.id] = QueueTicket(request, self._forget)
         self._commands.put(lambda: self._begin(request))

@@ -15,6 +15,7 @@ from . import scores
 from .results import store
 from .scores import LAYOUT, Softmax
 from .shape import WARPGROUP, Shape
+from .tiles import has_rows
 
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
@@ -88,12 +89,23 @@ class Walk:
         """The results of all steps, but for the values of the last."""
         size = (WARPGROUP, self.shape.head_dim)
         carry = plgpu.layout_cast(jnp.zeros(size, jnp.float32), LAYOUT), state, weights
-        begin = jnp.int32(1)
+        computes = has_rows(self.shape, self.job.tile, self.warpgroup)
+        begin = jnp.where(computes, jnp.int32(1), self.blocks.count)
+        lax.fori_loop(jnp.int32(1), begin, self.leave_out, None)
         for end, masked in self.stretches():
             step = functools.partial(self.step, masked=masked)
             carry = lax.fori_loop(begin, end, step, carry)
-            begin = end
+            begin = jnp.maximum(begin, end)
         return carry
+
+    def leave_out(self, step, _):
+        """A step that leaves the matrix unit to the other warpgroup."""
+        self.await_keys_and_turn(step)
+        self.pass_turn()
+        plgpu.barrier_arrive(self.barriers.key_free.at[self.key_slot(step)])
+        before = self.value_slot(step - 1)
+        plgpu.barrier_wait(self.barriers.value_full.at[before])
+        plgpu.barrier_arrive(self.barriers.value_free.at[before])
 
     def stretches(self):
         """Up to which step keys are hidden from some rows, then seen by all, then hidden again."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from .shape import UNIT, UNITS, Shape
+from .shape import UNIT, UNITS, WARPGROUP, Shape
 
 
 class Tile(NamedTuple):
@@ -81,6 +81,12 @@ def token_of(query_len, block):
 
 def num_units(shape: Shape, query_len):
     return cdiv(query_len, UNIT) * shape.group
+
+
+def has_rows(shape: Shape, tile: Tile, warpgroup):
+    """Whether any row of a warpgroup is of its own: the second has none in a decode's tile."""
+    first = tile.first_unit + warpgroup * (WARPGROUP // UNIT)
+    return first < num_units(shape, tile.query_len)
 
 
 def key_blocks(shape: Shape, tile: Tile) -> KeyBlocks:

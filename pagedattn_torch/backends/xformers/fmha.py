@@ -5,9 +5,12 @@ does not bring that; it is then loaded first, from the package nvidia-cuda-runti
 0.0.35 the attention moves to the package mslk, under the same names.
 """
 
+import contextlib
 import ctypes
 import functools
 import importlib
+import sys
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, files
 from types import ModuleType
 
@@ -29,7 +32,8 @@ def fmha() -> ModuleType:
     _load_runtime()
     for root in ROOTS:
         try:
-            return importlib.import_module(root)
+            with hidden_flash_attn():
+                return importlib.import_module(root)
         except ModuleNotFoundError as error:
             if error.name != root.partition(".")[0]:
                 raise
@@ -37,6 +41,28 @@ def fmha() -> ModuleType:
         "xFormers' attention is not installed: pip install --no-deps xformers==0.0.35 "
         f"{RUNTIME_PACKAGE} (its own requirements would replace torch)"
     )
+
+
+@contextlib.contextmanager
+def hidden_flash_attn() -> Iterator[None]:
+    """Hides a package `flash_attn` that is not FlashAttention 2.
+
+    xFormers 0.0.35 takes any for that one (ops/fmha/flash.py) and cannot be imported beside
+    flash-attn-4, which has the same name.
+    """
+    try:
+        importlib.import_module("flash_attn.flash_attn_interface")
+    except ImportError:
+        kept = sys.modules.get("flash_attn")
+        sys.modules["flash_attn"] = None  # pyright: ignore[reportArgumentType] (Python's own mark)
+        try:
+            yield
+        finally:
+            del sys.modules["flash_attn"]
+            if kept is not None:
+                sys.modules["flash_attn"] = kept
+    else:
+        yield
 
 
 def why_unusable() -> list[str]:

@@ -45,24 +45,45 @@ class Walk:
         """Sums of weighted values, and the state after the last step."""
         zeros = plgpu.layout_cast(jnp.zeros((ROWS, HALF), jnp.float32), LAYOUT)
         none = State(softmax.row_vector(-jnp.inf), softmax.row_vector(0.0))
-        pair = self.even if self.me == 0 else self.odd
         pairs = lax.div(self.piece.steps, jnp.int32(2))
-        carry = pair(jnp.int32(0), (zeros, none), masked=True)
-        return lax.fori_loop(jnp.int32(1), pairs, pair, carry)
+        if self.me == 1:
+            carry = self.odd(jnp.int32(0), (zeros, none), masked=True)
+            return lax.fori_loop(jnp.int32(1), pairs, self.odd, carry)
+        carry = lax.fori_loop(jnp.int32(1), pairs, self.even, self.first(zeros, none))
+        return self.last(*carry)
 
-    def even(self, i, carry, masked=False):
-        """A step of this warpgroup, then the values of the next one, which is the other's."""
-        out, state = carry
+    def first(self, out, state):
+        """The first step, up to its own values."""
 
         def keys(x_ref):
             self.multiply_keys(x_ref)
+            plgpu.barrier_arrive(self.barriers.turn)
             return x_ref[...]
 
         x = pl.run_scoped(keys, ACC((ROWS, KEYS)))
         plgpu.barrier_arrive(self.barriers.rest_free.at[self.me])
-        new = self.weigh(x, 2 * i, state, masked)
-        out, state = self.own_values(2 * i, out, new, masked)
+        step = jnp.int32(0)
+        return self.own_values(step, out, self.weigh(x, step, state, True), True)
 
+    def even(self, i, carry):
+        """The values of the step before, which was the other's, beside the keys of this one."""
+        out, state = carry
+
+        def products(x_ref, out_ref):
+            between = self.other_values(out_ref, out, state)
+            self.multiply_rest(x_ref)
+            self.multiply_half(x_ref, self.me)
+            summed = plgpu.wgmma_accumulator_load(out_ref, wait_n=2)
+            plgpu.barrier_arrive(self.values_free(self.other))
+            self.multiply_half(x_ref, self.other)
+            plgpu.barrier_arrive(self.barriers.turn)
+            return summed, between, x_ref[...]
+
+        out, state, x = pl.run_scoped(products, ACC((ROWS, KEYS)), ACC((ROWS, HALF)))
+        plgpu.barrier_arrive(self.barriers.rest_free.at[self.me])
+        return self.own_values(2 * i, out, self.weigh(x, 2 * i, state, False), False)
+
+    def last(self, out, state):
         def values(out_ref):
             new = self.other_values(out_ref, out, state)
             return out_ref[...], new
@@ -77,6 +98,7 @@ class Walk:
         step = 2 * i + 1
 
         def products(x_ref, out_ref):
+            plgpu.barrier_wait(self.barriers.turn)
             self.multiply_keys(x_ref)
             between = self.other_values(out_ref, out, state)
             x = plgpu.wgmma_accumulator_load(x_ref, wait_n=1)
@@ -90,15 +112,21 @@ class Walk:
 
     def multiply_keys(self, x_ref):
         """What became free first is there first."""
-        memory, barriers, me = self.memory, self.barriers, self.me
+        self.multiply_rest(x_ref)
+        self.multiply_half(x_ref, self.me)
+        self.multiply_half(x_ref, self.other)
+
+    def multiply_rest(self, x_ref):
         zero = opaque(0)
-        plgpu.barrier_wait(barriers.rest_full.at[me])
-        rest = memory.rest.at[me + zero].transpose((1, 0))
-        plgpu.wgmma(x_ref, memory.query_rest.at[zero], rest)
-        for half in (me, self.other):
-            plgpu.barrier_wait(barriers.values_full.at[2 * half + me])
-            keys = memory.values.at[half + zero, me].transpose((1, 0))
-            plgpu.wgmma(x_ref, memory.query.at[half + zero], keys)
+        plgpu.barrier_wait(self.barriers.rest_full.at[self.me])
+        rest = self.memory.rest.at[self.me + zero].transpose((1, 0))
+        plgpu.wgmma(x_ref, self.memory.query_rest.at[zero], rest)
+
+    def multiply_half(self, x_ref, half):
+        zero, me = opaque(0), self.me
+        plgpu.barrier_wait(self.barriers.values_full.at[2 * half + me])
+        keys = self.memory.values.at[half + zero, me].transpose((1, 0))
+        plgpu.wgmma(x_ref, self.memory.query.at[half + zero], keys)
 
     def other_values(self, out_ref, out, before):
         """Adds what the other's weights give; returns the state that they came with."""
@@ -143,7 +171,7 @@ class Walk:
     def read_state(self):
         state = self.memory.state
         layout = LAYOUT.reduce(1)
-        return State(*(plgpu.load(state.at[i], (), layout=layout) for i in range(2)))
+        return State(*(plgpu.layout_cast(state[i], layout) for i in range(2)))
 
     def visible(self, x, step):
         hidden = self.piece.limit - (self.piece.last - step) * KEYS
@@ -160,7 +188,7 @@ class Walk:
             for half in range(2):
                 for begin in range(0, HALF, KEYS):
                     part = self.memory.values.at[half, self.me, :, pl.ds(begin, KEYS)]
-                    values = plgpu.load(part, (), layout=LAYOUT)
+                    values = plgpu.layout_cast(part[...], LAYOUT)
                     part[...] = jnp.where(row < inside, values, jnp.zeros_like(values))
 
 

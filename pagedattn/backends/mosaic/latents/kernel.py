@@ -49,6 +49,7 @@ class Barriers(NamedTuple):
     rest_full: Any
     rest_free: Any
     weights: Any  # by which warpgroup they were made
+    turn: Any  # the second warpgroup multiplies keys after the first
 
 
 def attention(shape: Shape, query, latents, tables, work: Work):
@@ -101,7 +102,13 @@ def barriers_of(shape: Shape) -> Barriers:
 
     values = barrier(shape.pages, 4), barrier(1, 4)
     return Barriers(
-        barrier(3), barrier(2), *values, barrier(shape.pages, 2), barrier(1, 2), barrier(1, 2)
+        barrier(3),
+        barrier(2),
+        *values,
+        barrier(shape.pages, 2),
+        barrier(1, 2),
+        barrier(1, 2),
+        barrier(1),
     )
 
 

@@ -52,9 +52,9 @@ def merge(shape: Shape, work: Work, out, lse, part_out, part_lse):
     params = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
 
     def in_place(refs):
-        @pl.core_map(mesh, compiler_params=params)
-        def program():
-            border(shape, refs)
+        program = functools.partial(border, shape, refs)
+        run = pl.kernel(program, mesh=mesh, compiler_params=params)
+        run()  # pyright: ignore[reportCallIssue]
 
     arrays = pl.run_state(in_place)(Arrays(out, lse, part_out, part_lse, *work))
     return arrays.out, arrays.lse
@@ -87,7 +87,7 @@ def piece_state(arrays: Arrays, slot, head) -> State:
 
 def result(arrays: Arrays, slot, head):
     high, low = (
-        plgpu.load(arrays.part_out.at[i, slot, head], (), layout=LAYOUT).astype(jnp.float32)
+        plgpu.layout_cast(arrays.part_out[i, slot, head], LAYOUT).astype(jnp.float32)
         for i in range(2)
     )
     return high + low
