@@ -73,7 +73,7 @@ class State(NamedTuple):
 
 def random_gemma() -> dict[str, Any]:
     """Large random weights, so that what is chosen depends on what is attended to."""
-    params: dict[str, Any] = large_params(MODEL, jax.random.key(1))  # pyright: ignore
+    params: dict[str, Any] = large_params(MODEL, jax.random.key(1))  # pyright: ignore[reportArgumentType]
     no_change = jnp.zeros(MODEL.hidden_size)  # norms are stored as differences from 1
     norms = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
     layers = [layer | dict.fromkeys(norms, no_change) for layer in params["layers"]]

@@ -10,7 +10,6 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.bridge_chart import draw
-from benchmarks.machine import installed, write
+from benchmarks.machine import versions, write
 
 OUT = jax.ShapeDtypeStruct((1,), jnp.float32)
 SIZES = {"1 KB": 10, "64 KB": 16, "1 MB": 20, "32 MB": 25, "1 GB": 30}
@@ -136,8 +135,7 @@ def machine() -> dict:
         "device": jax.devices()[0].device_kind,
         "cores": len(os.sched_getaffinity(0)),
         "date": datetime.date.today().isoformat(),
-        "versions": {"python": platform.python_version(), "torch": str(torch.__version__)}
-        | installed(("jax", "jax-tvm-ffi")),
+        "versions": versions(("torch", "jax", "jax-tvm-ffi")),
     }
 
 

@@ -3,7 +3,6 @@
 import datetime
 import json
 import os
-import platform
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.cpu_case import Case
-from benchmarks.machine import facts_of_cpu, installed, processor, write
+from benchmarks.machine import facts_of_cpu, processor, versions, write
 from benchmarks.work import HEAD_DIM, HEADS, KV_HEADS
 
 # The ratios that the library aims at: speed of the first contender over that of the second.
@@ -102,8 +101,7 @@ def machine() -> dict:
             name: round(_matmul_rate(getattr(torch, name)) / 1e9)
             for name in ("float32", "bfloat16")
         },
-        "versions": {"python": platform.python_version(), "torch": str(torch.__version__)}
-        | installed(("jax", "jax-tvm-ffi", "numba")),
+        "versions": versions(("torch", "jax", "jax-tvm-ffi", "numba")),
     }
 
 

@@ -26,8 +26,7 @@ def machine() -> dict:
         "date": datetime.date.today().isoformat(),
         "copy_gb_s": round(copy_rate(1 << 30 if device.platform == "gpu" else 1 << 26) / 1e9, 1),
         "product_tflop_s": round(product_rate(8192 if device.platform == "gpu" else 512) / 1e12, 3),
-        "versions": {"python": platform.python_version(), "pagedattn": pagedattn.__version__}
-        | installed(),
+        "versions": versions(),
     }
 
 
@@ -44,8 +43,9 @@ def facts_of_cpu() -> dict[str, str]:
     return facts
 
 
-def installed(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
-    found = {}
+def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
+    """Python's, this library's, and those of the packages that are installed."""
+    found = {"python": platform.python_version(), "pagedattn": pagedattn.__version__}
     for package in packages:
         try:
             found[package] = version(package)

@@ -2,7 +2,6 @@
 
 import datetime
 import json
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,13 +9,12 @@ from typing import Any
 
 import torch
 
-import pagedattn
 from benchmarks.case import Case
-from benchmarks.machine import installed, write
+from benchmarks.machine import versions, write
 from benchmarks.timing import copy_bandwidth, matmul_rate
 from benchmarks.work import HEAD_DIM, HEADS, KV_HEADS
 
-PACKAGES = ("jax", "triton", "xformers", "flashinfer-python", "flash-attn-4", "vllm")
+PACKAGES = ("torch", "jax", "triton", "xformers", "flashinfer-python", "flash-attn-4", "vllm")
 
 
 class Report:
@@ -103,10 +101,5 @@ def machine() -> dict:
         "heads": f"{HEADS} query heads, {KV_HEADS} KV heads, head_dim {HEAD_DIM}",
         "copy_tb_s": round(copy_bandwidth(), 3),
         "matmul_tflop_s": round(matmul_rate(), 1),
-        "versions": {"python": platform.python_version()} | _versions(),
+        "versions": versions(PACKAGES),
     }
-
-
-def _versions() -> dict[str, str]:
-    modules = {"pagedattn": pagedattn.__version__, "torch": str(torch.__version__)}
-    return modules | installed(PACKAGES)

@@ -12,7 +12,6 @@ import asyncio
 import datetime
 import json
 import os
-import platform
 import socket
 import subprocess
 import sys
@@ -33,7 +32,7 @@ from serving.server.launch import local_app
 from serving.server.text import NUM_BYTES, load_text
 from serving.server.thread import EngineThread
 
-from benchmarks.machine import installed
+from benchmarks.machine import versions
 
 CLIENTS, TOKENS = 64, 200
 REPLICAS, PROMPTS = 800, 64
@@ -76,7 +75,7 @@ class FreeEngine:
 def serve() -> None:
     """Serves until standard input says so, then prints the seconds of processor time it took."""
     engine = FreeEngine()
-    thread = EngineThread(engine, CLIENTS)  # pyright: ignore[reportArgumentType]
+    thread = EngineThread(engine, CLIENTS)  # pyright: ignore[reportArgumentType]  (it is like one)
     text = load_text(Path(tempfile.gettempdir(), "no-such-model"), NUM_BYTES)
     app = local_app(Served("free", text, NUM_BYTES, engine.limits), thread)
     listener = socket.create_server(("127.0.0.1", 0), backlog=CLIENTS)
@@ -151,9 +150,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.serve:
         return serve()
-    versions = {"python": platform.python_version()} | installed(PACKAGES)
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    machine = {"device": "cpu", "cores": os.cpu_count(), "date": date, "versions": versions}
+    about = {"cores": os.cpu_count(), "date": date, "versions": versions(PACKAGES)}
+    machine = {"device": "cpu"} | about
     sizes = {"clients": CLIENTS, "tokens_a_client": TOKENS, "replicas": REPLICAS}
     figures = {"machine": machine, "sizes": sizes, **streaming(), **ranking()}
     text = json.dumps(figures, indent=1)

@@ -70,7 +70,7 @@ def spread(mesh: Mesh, model: Decoder, params: dict) -> tuple[Decoder, dict]:
 
     def put(path, array: Array) -> Array:
         spec = spec_of(path[-1].key)
-        divides = all(n % mesh.size == 0 for n, axis in zip(array.shape, spec) if axis)  # noqa: B905
+        divides = all(n % mesh.size == 0 for n, axis in zip(array.shape, spec) if axis)  # noqa: B905  (a spec may be shorter)
         sharding = NamedSharding(mesh, spec if divides else EVERYWHERE)
         host = np.asarray(array)
         return jax.make_array_from_callback(array.shape, sharding, host.__getitem__)

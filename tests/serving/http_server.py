@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import signal
 import socket
 import threading
 import time
@@ -125,6 +126,18 @@ def ask(url, prompt="ab", **body):
     """The answer to a completion."""
     body = {"model": ECHO, "prompt": prompt, **body}
     return httpx.post(f"{url}/v1/completions", json=body, timeout=SECONDS, verify=False)
+
+
+def check_a_stream_outlives_sigterm(url, model, process):
+    """The process that serves is told to end amid it."""
+    body = {"model": model, "prompt": "a", "max_tokens": 60, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=2 * SECONDS) as answer:
+        events = answer.iter_lines()
+        first = next(events)
+        process.send_signal(signal.SIGTERM)
+        rest = list(events)
+    assert "error" not in first + "".join(rest)
+    assert rest[-2] == "data: [DONE]"
 
 
 def begin(url, **body):

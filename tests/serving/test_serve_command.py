@@ -3,18 +3,16 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-from dataclasses import replace
 
-import httpx
 import jax
 import pytest
 import serve
+from http_server import check_a_stream_outlives_sigterm
 from serving.checkpoint import save_checkpoint
 from serving.initial import init_params
-from tiny import TINY
+from tiny import TINY, saved_tiny
 
 COMMAND = [sys.executable, serve.__file__]
 SMALL = ["--port", "0", "--num-blocks", "16", "--max-seqs", "2"]
@@ -22,10 +20,7 @@ SMALL = ["--port", "0", "--num-blocks", "16", "--max-seqs", "2"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path, model = tmp_path_factory.mktemp("tiny") / "tiny-bytes", replace(TINY, vocab_size=256)
-    with jax.ensure_compile_time_eval():
-        save_checkpoint(path, model, init_params(model, jax.random.key(0)))
-    return path
+    return saved_tiny(tmp_path_factory.mktemp("tiny") / "tiny-bytes")
 
 
 def said(monkeypatch, *args):
@@ -82,14 +77,7 @@ def test_it_serves_and_ends_in_order(folder):
         [*COMMAND, str(folder), *SMALL], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env
     )
     url = process.stdout.readline().decode().split()[-1]
-    body = {"model": "tiny-bytes", "prompt": "a", "max_tokens": 60, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=300) as answer:
-        events = answer.iter_lines()
-        first = next(events)
-        process.send_signal(signal.SIGTERM)
-        rest = list(events)
-    assert "error" not in first + "".join(rest)
-    assert rest[-2] == "data: [DONE]"
+    check_a_stream_outlives_sigterm(url, "tiny-bytes", process)
     _, errors = process.communicate(timeout=300)
     assert (process.returncode, errors) == (0, b"")
 

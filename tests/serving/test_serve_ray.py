@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -16,18 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
-import jax
 import pytest
 import serve
-from http_server import SECONDS, eventually
+from http_server import SECONDS, check_a_stream_outlives_sigterm, eventually
 from hypothesis import given
 from hypothesis import strategies as st
-from serving.checkpoint import save_checkpoint
-from serving.initial import init_params
 from serving.server.affinity import IMBALANCE, PREFIX, prefix_of, ranked
 from serving.server.tickets import State
 from serving.server.totals import Totals
-from tiny import ROOMY, TINY
+from tiny import ROOMY, saved_tiny
 
 SERVE_RAY = str(Path(serve.__file__).with_name("serve_ray.py"))
 MARK = f"test_serve_ray of {os.getpid()}"
@@ -93,10 +89,7 @@ def folder(tmp_path_factory):
     """A tiny model of bytes; skips the tests where Ray is missing."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'pagedattn[ray]'")
     pytest.importorskip("ray.serve")
-    folder, model = tmp_path_factory.mktemp("ray") / "tiny", replace(TINY, vocab_size=256)
-    with jax.ensure_compile_time_eval():
-        save_checkpoint(folder, model, init_params(model, jax.random.key(0)))
-    return folder
+    return saved_tiny(tmp_path_factory.mktemp("ray") / "tiny")
 
 
 def free_port():
@@ -112,17 +105,18 @@ def cluster(folder):
     port = free_port()
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # for the replicas
-    import serve_ray
+    from ray import serve as of_ray
+    from serving.server import replicas
 
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:
-        options = serve_ray.HTTPOptions(host="127.0.0.1", port=port)
-        serve_ray.serve.start(http_options=options)
-        app = serve_ray.application(folder, replace(ROOMY, num_blocks=80), replicas=2, num_cpus=0.5)
-        serve_ray.serve.run(app, name=serve_ray.APP, route_prefix="/")
-        yield f"http://127.0.0.1:{port}", serve_ray
+        of_ray.start(http_options={"host": "127.0.0.1", "port": port})
+        app = replicas.application(folder, replace(ROOMY, num_blocks=80), replicas=2, num_cpus=0.5)
+        of_ray.run(app, name=replicas.APP, route_prefix="/")
+        handle = of_ray.get_deployment_handle(replicas.REPLICA, replicas.APP)
+        yield f"http://127.0.0.1:{port}", handle
     finally:
-        serve_ray.serve.shutdown()
+        of_ray.shutdown()
         ray.shutdown()
         if before is None:
             del os.environ["PYTHONPATH"]
@@ -140,26 +134,25 @@ def metric(url, name):
     return next(float(line.split()[1]) for line in lines if line.startswith(f"pagedattn_{name} "))
 
 
-def steps(serve_ray, prompt):
+def steps(handle, prompt):
     """How many steps the replica has made that such a prompt is sent to, and its prefix hits."""
-    handle = serve_ray.serve.get_deployment_handle(serve_ray.REPLICA, serve_ray.APP)
     counters = handle.state.remote(tuple(prompt.encode())).result().counters
     return counters["steps"], counters["prefix_hit_tokens"]
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_prompts_that_begin_alike_hit_one_cache_and_none_is_lost_when_a_replica_dies(cluster):
-    url, serve_ray = cluster
+    url, handle = cluster
     prompt = "abcdefgh" * 4
     texts = {ask(url, prompt, max_tokens=6).json()["choices"][0]["text"] for _ in range(4)}
     assert len(texts) == 1
-    made, hits = steps(serve_ray, prompt)
+    made, hits = steps(handle, prompt)
     assert hits >= 3 * 28
     others = (chr(ord("A") + i) for i in range(40))
-    assert any(steps(serve_ray, other)[0] == made for other in others)
-    idle = next(other for other in map(chr, range(65, 105)) if steps(serve_ray, other)[0] == 0)
+    assert any(steps(handle, other)[0] == made for other in others)
+    idle = next(other for other in map(chr, range(65, 105)) if steps(handle, other)[0] == 0)
     assert ask(url, idle, max_tokens=3).status_code == 200
-    assert metric(url, "steps_total") == made + steps(serve_ray, idle)[0] > made
+    assert metric(url, "steps_total") == made + steps(handle, idle)[0] > made
     assert ask(url, "x", logit_bias={"1": 1}).json()["error"]["param"] == "logit_bias"
     assert httpx.get(f"{url}/health").status_code == 200
     assert metric(url, "replicas") == 2
@@ -245,14 +238,7 @@ def test_under_load_a_replica_comes_and_upon_sigterm_all_end_in_order(command):
         asked = [clients.submit(answered_for, url, 20, str(index)) for index in range(24)]
         eventually(lambda: metric(url, "replicas") == 2, LIMIT)
         assert all(each.result(timeout=LIMIT) for each in asked)
-    body = {"model": "tiny", "prompt": "last", "max_tokens": 60, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
-        events = answer.iter_lines()
-        first = next(events)
-        process.send_signal(signal.SIGTERM)
-        rest = list(events)
-    assert "error" not in first + "".join(rest)
-    assert rest[-2] == "data: [DONE]"
+    check_a_stream_outlives_sigterm(url, "tiny", process)
     said, _ = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, said
     with pytest.raises(httpx.ConnectError):

@@ -1,12 +1,15 @@
 """A tiny random Llama, and requests that are too many for its pool at once."""
 
 import functools
+from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
+from serving.checkpoint import save_checkpoint
 from serving.engine import Engine, Step
 from serving.families.llama import Llama
-from serving.initial import large_params
+from serving.initial import init_params, large_params
 from serving.limits import Limits
 from serving.request import Request
 from serving.sampling import GREEDY
@@ -33,6 +36,14 @@ ROOMY = Limits(
 def tiny_params() -> dict:
     with jax.ensure_compile_time_eval():  # for the first call may be made while something traces
         return large_params(TINY, jax.random.key(0))
+
+
+def saved_tiny(folder: Path) -> Path:
+    """The folder, with a checkpoint of such a model whose tokens are bytes."""
+    model = replace(TINY, vocab_size=256)
+    with jax.ensure_compile_time_eval():
+        save_checkpoint(folder, model, init_params(model, jax.random.key(0)))
+    return folder
 
 
 def tiny_requests(lengths=(1, 25, 3, 9, 8, 2, 17, 30, 5), decoding=GREEDY) -> list[Request]:
