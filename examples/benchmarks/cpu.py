@@ -4,8 +4,9 @@
 
 A contender is a function that takes a `Case` and returns a function that computes it. If it raises,
 its cell stays empty and the error is printed. Contenders take turns, one call each; a figure is the
-median of a contender's calls. The report is written after every case; figures on fewer threads are
-added to that of a run on all. To add a contender, see cpu_peers.py.
+median of a contender's calls. In decode a sum of as many bytes as keys and values have takes its
+turn with them: what the machine reads at best just then. The report is written after every case;
+figures on fewer threads are added to that of a run on all. To add a contender, see cpu_peers.py.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from benchmarks.cpu_chart import draw
 from benchmarks.cpu_ipex import Ipex
 from benchmarks.cpu_peers import PEERS
 from benchmarks.cpu_report import Report
+from benchmarks.work import SUM
 from pagedattn import KVCache, make_batch, paged_attention
 
 LEAST_ROUNDS, MOST_ROUNDS = 3, 25  # calls of each contender
@@ -73,14 +75,18 @@ def timed(prepare: Callable) -> Callable:
         out = call()
         case.require(out if isinstance(out, torch.Tensor) else pagedattn_interop.to_torch(out))
 
-        def seconds() -> float:
-            start = time.perf_counter()
-            jax.block_until_ready(call())
-            return time.perf_counter() - start
-
-        return seconds
+        return clocked(call)
 
     return contender
+
+
+def clocked(call: Callable) -> Callable:
+    def seconds() -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        return time.perf_counter() - start
+
+    return seconds
 
 
 def measure(report: Report, case: Case, contenders: dict[str, Callable]) -> None:
@@ -92,6 +98,8 @@ def measure(report: Report, case: Case, contenders: dict[str, Callable]) -> None
         except Exception as error:
             first = (str(error).strip().splitlines() or [""])[0]
             refused[name] = f"{type(error).__name__}: {first[:160]}"
+    if case.decode:
+        calls[SUM] = clocked(torch.ones(case.kv_bytes // 4).sum)
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(MOST_ROUNDS):
         for name, taken in times.items():

@@ -1,9 +1,11 @@
 """The picture of a cpu.py run: each contender's speed as a share of the machine's."""
 
 from pathlib import Path
+from statistics import median
 
 from benchmarks.dots import dots, legends, split, styles
 from benchmarks.pictures import draw_both, versions_of
+from benchmarks.work import SUM
 
 
 def draw(report: Path) -> Path:
@@ -16,14 +18,16 @@ def plot(data: dict):
 
     machine, looks = data["machine"], styles(data)
     decodes, others = split(data)
-    bandwidth, rate = machine["read_gb_s"], machine["matmul_gflop_s"]["float32"]
+    rate = machine["matmul_gflop_s"]["float32"]
+    bandwidth = median(row["kv_bytes"] / row["us"][SUM] for row in decodes.values()) / 1e3
     heights = len(decodes) + 1, len(others) + 1
     figure, panels = pyplot.subplots(
         2, 1, figsize=(11, 13), height_ratios=heights, layout="constrained"
     )
     dots(panels[0], decodes, "kv_bytes", bandwidth / 1e3, looks)
     panels[0].set_xlabel(
-        f"K and V read, as a share of a sum's {bandwidth} GB/s (further right is faster)"
+        f"K and V read, as a share of the {bandwidth:.1f} GB/s of sums in turns with them "
+        "(further right is faster)"
     )
     # Shares may exceed 1: torch's product is not the fastest there is.
     dots(panels[1], others, "flops", rate / 1e3, looks)

@@ -13,11 +13,12 @@ from rich.table import Table
 
 from benchmarks.cpu_case import Case
 from benchmarks.machine import facts_of_cpu, processor, versions, write
-from benchmarks.work import HEAD_DIM, HEADS, KV_HEADS
+from benchmarks.work import HEAD_DIM, HEADS, KV_HEADS, SUM
 
 # The ratios that the library aims at: speed of the first contender over that of the second.
 AIMS = {
     "numba / IPEX": ("numba, jax.jit", "IPEX"),
+    "numba / sum": ("numba, jax.jit", SUM),
     "numba / sdpa": ("numba, jax.jit", "sdpa, jax.jit"),
     "sdpa / IPEX": ("sdpa, jax.jit", "IPEX"),
     "sdpa / dense": ("sdpa, jax.jit", "torch SDPA, dense"),
@@ -96,7 +97,6 @@ def machine() -> dict:
         "threads": torch.get_num_threads(),
         "date": datetime.date.today().isoformat(),
         "heads": f"{HEADS} query heads, {KV_HEADS} KV heads, head_dim {HEAD_DIM}",
-        "read_gb_s": round(_read_rate() / 1e9, 1),
         "matmul_gflop_s": {
             name: round(_matmul_rate(getattr(torch, name)) / 1e9)
             for name in ("float32", "bfloat16")
@@ -109,11 +109,6 @@ def _cpu() -> str:
     """The CPU's name, and which of the instructions for short floats it has."""
     flags = facts_of_cpu().get("flags", "").split()
     return f"{processor()} ({', '.join(flag for flag in SHORT_FLOATS if flag in flags)})"
-
-
-def _read_rate() -> float:
-    data = torch.ones(1 << 27)
-    return data.nbytes / _seconds(data.sum)
 
 
 def _matmul_rate(dtype: torch.dtype) -> float:
