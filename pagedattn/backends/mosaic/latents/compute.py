@@ -84,6 +84,8 @@ class Walk:
         return self.own_values(2 * i, out, self.weigh(x, 2 * i, state, False), False)
 
     def last(self, out, state):
+        """The values of the last step, which is the other's."""
+
         def values(out_ref):
             new = self.other_values(out_ref, out, state)
             return out_ref[...], new
@@ -117,12 +119,14 @@ class Walk:
         self.multiply_half(x_ref, self.other)
 
     def multiply_rest(self, x_ref):
+        """By the columns of the keys that are no values."""
         zero = opaque(0)
         plgpu.barrier_wait(self.barriers.rest_full.at[self.me])
         rest = self.memory.rest.at[self.me + zero].transpose((1, 0))
         plgpu.wgmma(x_ref, self.memory.query_rest.at[zero], rest)
 
     def multiply_half(self, x_ref, half):
+        """By half of the columns that are values, too."""
         zero, me = opaque(0), self.me
         plgpu.barrier_wait(self.barriers.values_full.at[2 * half + me])
         keys = self.memory.values.at[half + zero, me].transpose((1, 0))
