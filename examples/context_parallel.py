@@ -2,12 +2,12 @@
 
     XLA_FLAGS=--xla_force_host_platform_device_count=4 python examples/context_parallel.py
 
-Block i of sequence s lies on device (i + s) % num_devices, in that device's own pool and cache. The
-new tokens of a step see two sets of keys. Those of the context, which are spread, are earlier than
-all of them: so each device attends to its own without a mask, in whatever order they lie. Those of
-the step itself are at hand on every device; one device for each sequence attends to them, with the
-mask. `merge_states` adds both, and `merge_across` joins the devices. A decode, a chunk of a prompt
-and any mix are this one step.
+Where the blocks lie, and how they grow, is in context_blocks.py. The new tokens of a step see two
+sets of keys. Those of the context, which are spread, are earlier than all of them: so each device
+attends to its own without a mask, in whatever order they lie. Those of the step itself are at hand
+on every device; one device for each sequence attends to them, with the mask. `merge_states` adds
+both, and `merge_across` joins the devices. A decode, a chunk of a prompt and any mix are this one
+step.
 
 A sliding window shows each new token the last ones of the keys that a device has, from anywhere in
 a block on: so each is a sequence of its own there, in blocks of one token, and needs no mask
@@ -24,6 +24,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from context_blocks import AXIS, grow, length_here, positions_of, turn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
@@ -33,82 +34,22 @@ from pagedattn import (
     BlockPool,
     KVCache,
     alibi_bias,
-    append_tokens,
     init_block_pool,
     init_kv_cache,
     merge_across,
     merge_states,
     paged_attention,
-    positions,
     ragged_attention,
-    slot_mapping,
     write_kv,
 )
 from pagedattn.packed import packed_batch
 from pagedattn.ragged import cdiv, sequence_ids
 
-AXIS = "context"
 SPREAD, EVERYWHERE = PartitionSpec(AXIS), PartitionSpec()
 Heads = Float[Array, "num_tokens num_heads head_dim"]
 Results = tuple[Heads, Float[Array, "num_tokens num_heads"]]  # out and lse
 Sinks = Float[Array, " num_heads"]
 State = tuple[BlockPool, KVCache]
-
-
-def turn(seqs: Int[Array, "*n"]) -> Int[Array, "*n"]:
-    """Of blocks turn, turn + num_devices, ... of some sequences this device has the keys."""
-    return (jax.lax.axis_index(AXIS) - seqs) % jax.lax.axis_size(AXIS)
-
-
-def length_here(
-    lengths: Int[Array, " n"], seqs: Int[Array, " n"], block_size: int
-) -> Int[Array, " n"]:
-    """How many of the first `lengths` tokens of some sequences lie on this device."""
-    num_devices, first = jax.lax.axis_size(AXIS), turn(seqs)
-    whole = lengths // block_size
-    rest = jnp.where(whole % num_devices == first, lengths % block_size, 0)
-    return cdiv(whole - first, num_devices) * block_size + rest
-
-
-def positions_of(
-    tokens: Int[Array, "n m"], seqs: Int[Array, " n"], block_size: int
-) -> Int[Array, "n m"]:
-    """Where tokens of some sequences stand, of which this device counts only its own."""
-    blocks = tokens // block_size * jax.lax.axis_size(AXIS) + turn(seqs)[:, None]
-    return blocks * block_size + tokens % block_size
-
-
-def grow(
-    pool: BlockPool, new: Int[Array, " max_seqs"], *, num_tokens: int, max_query_len: int
-) -> tuple[BlockPool, BatchMetadata, Bool[Array, " max_seqs"]]:
-    """Takes blocks for new tokens, each device for its own; once a step, for all layers.
-
-    Returns:
-      the pool; the batch: queries are all new tokens, keys those of the context that lie here, and
-      slots are -1 for tokens that lie elsewhere; which sequences have grown: on every device, or
-      on none.
-    """
-    rows, size = jnp.arange(pool.max_seqs, dtype=jnp.int32), pool.block_size
-    context = jax.lax.psum(pool.seq_lens, AXIS)
-    here = length_here(context + new, rows, size) - pool.seq_lens
-    _, growth = append_tokens(pool, here, max_new_tokens=max_query_len)
-    ok = jax.lax.pmin(growth.ok.astype(jnp.int32), AXIS) > 0
-    grown, _ = append_tokens(pool, jnp.where(ok, here, 0), max_new_tokens=max_query_len)
-    starts = jnp.append(jnp.int32(0), jnp.cumsum(jnp.where(ok, new, 0), dtype=jnp.int32))
-    seqs = sequence_ids(starts, num_tokens)
-    at = positions(starts, context + jnp.diff(starts), num_tokens)
-    before = length_here(at, seqs, size)
-    slot_at = jnp.where(length_here(at + 1, seqs, size) > before, before, -1)
-    batch = BatchMetadata(
-        block_tables=grown.block_tables,
-        seq_lens=pool.seq_lens,
-        query_start_loc=starts,
-        slot_mapping=slot_mapping(grown.block_tables, seqs, slot_at, block_size=size),
-        positions=at,
-        block_size=size,
-        max_query_len=max_query_len,
-    )
-    return grown, batch, ok
 
 
 def attend(

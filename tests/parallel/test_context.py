@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import context_blocks
 import context_parallel as example
 import jax
 import jax.numpy as jnp
@@ -136,7 +137,7 @@ def test_without_blocks_on_one_device_a_sequence_grows_on_none():
 
     def on_each(pool, new):
         pool = jax.tree.map(lambda leaf: leaf[0], pool)
-        pool, _, ok = example.grow(pool, new, num_tokens=64, max_query_len=32)
+        pool, _, ok = context_blocks.grow(pool, new, num_tokens=64, max_query_len=32)
         return jax.tree.map(lambda leaf: leaf[None], pool), ok
 
     specs = {"in_specs": (example.SPREAD, example.EVERYWHERE), "mesh": mesh_of(4)}
@@ -162,7 +163,7 @@ def shown_on_four(context_lens, window):
         seqs = jnp.repeat(jnp.arange(3), 2)
         batch = BatchMetadata(
             block_tables=jnp.tile(2 * jnp.arange(16), (3, 1)),
-            seq_lens=example.length_here(context_lens, jnp.arange(3), 4),
+            seq_lens=context_blocks.length_here(context_lens, jnp.arange(3), 4),
             query_start_loc=jnp.arange(0, 8, 2),
             slot_mapping=jnp.full(7, -1),
             positions=jnp.append(context_lens[seqs] + jnp.tile(jnp.arange(2), 3), 0),
@@ -170,7 +171,7 @@ def shown_on_four(context_lens, window):
             max_query_len=2,
         )
         tokens, shown = example.in_window(batch, window)
-        at = example.positions_of(tokens, jnp.append(seqs, -1), 4)
+        at = context_blocks.positions_of(tokens, jnp.append(seqs, -1), 4)
         return shown.block_tables, shown.seq_lens, at
 
     return jax.vmap(on_each, axis_name=example.AXIS, axis_size=4)()
