@@ -21,8 +21,11 @@ NOT_THERE := pagedattn/backends/numba pagedattn/kernels/cpu pagedattn/report/col
 # Compiling is two thirds of the tests' time: what one run compiled, in any environment, later ones
 # load.
 KEPT := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.jax_cache JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
-# Without optimisation XLA takes a fifth of the time. What depends on it runs with it, and only so.
+# Without optimisation XLA takes a fifth of the time. What may depend on it runs with it, and only so:
+# the tests marked `optimised`, in these files.
 OPTIMISED := tests/core/test_cache.py tests/core/test_jit.py tests/backends/test_grids.py
+PYTEST := -m pytest -q -n 2 --dist worksteal
+UNOPTIMISED := $(PYTEST) -m "not deep and not lint and not optimised"
 PLAIN := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
 PLAINLY := XLA_FLAGS="$(PLAIN) --xla_cpu_use_fusion_emitters=false \
 	--xla_cpu_parallel_codegen_split_count=1"
@@ -39,29 +42,30 @@ serve: $(SERVE_VENV)/ready
 	$(SERVE_VENV)/bin/python examples/serve.py $(MODEL) --port $(or $(PORT),8000)
 
 test: $(VENV)/ready
-	$(KEPT) $(PLAINLY) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal \
-		$(OPTIMISED:%=--ignore=%)
-	$(KEPT) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(OPTIMISED)
+	$(KEPT) $(PLAINLY) OMP_NUM_THREADS=1 $(BIN)/python $(UNOPTIMISED)
+	$(KEPT) OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m optimised $(OPTIMISED)
 
 # More than an hour: 20 000 examples a backend, 50 000 hostile calls, mutants, ten minutes of threads.
 # A part: make test-deep DEEP="tests/deep/test_oracle_long.py -k xla-jit", or fewer: PAGEDATTN_FUZZ=1000
 # calls, PAGEDATTN_EXAMPLES=1000 a backend, PAGEDATTN_SOAK=60 seconds.
 test-deep: $(VENV)/ready
 	$(KEPT) OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=deep \
-		$(BIN)/python -m pytest -q -rP -n 2 --dist worksteal -m deep $(DEEP)
+		$(BIN)/python $(PYTEST) -rP -m deep $(DEEP)
 
 # The oldest versions that pyproject.toml allows.
 test-oldest: $(OLDEST_VENV)/ready
 	$(KEPT) $(PLAINLY) OMP_NUM_THREADS=1 \
-		$(OLDEST_VENV)/bin/python -m pytest -q -n 2 --dist worksteal $(WITHOUT_TORCH)
-	$(KEPT) OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python -m pytest -q $(filter $(OPTIMISED),$(WITHOUT_TORCH))
+		$(OLDEST_VENV)/bin/python $(UNOPTIMISED) $(WITHOUT_TORCH)
+	$(KEPT) OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python -m pytest -q -m optimised \
+		$(filter $(OPTIMISED),$(WITHOUT_TORCH))
 
 # The newest versions that the index has for this Python: make test-newest PYTHON=python3.13. XLA ends
 # a process, without a word under pytest, at a flag that it no longer has; these two it has had long.
 test-newest: $(NEWEST_VENV)/ready
 	$(KEPT) XLA_FLAGS="$(PLAIN)" OMP_NUM_THREADS=1 \
-		$(NEWEST_VENV)/bin/python -m pytest -q -n 2 --dist worksteal $(WITHOUT_TORCH)
-	$(KEPT) OMP_NUM_THREADS=1 $(NEWEST_VENV)/bin/python -m pytest -q $(filter $(OPTIMISED),$(WITHOUT_TORCH))
+		$(NEWEST_VENV)/bin/python $(UNOPTIMISED) $(WITHOUT_TORCH)
+	$(KEPT) OMP_NUM_THREADS=1 $(NEWEST_VENV)/bin/python -m pytest -q -m optimised \
+		$(filter $(OPTIMISED),$(WITHOUT_TORCH))
 
 # Wheel and sdist, each in an empty environment.
 smoke:
@@ -79,6 +83,7 @@ lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+	$(BIN)/python $(PYTEST) -m lint tests/core/test_types.py
 
 # Into .site. Warnings, and links that lead nowhere, are errors.
 docs: $(DOCS_VENV)/ready
@@ -86,10 +91,11 @@ docs: $(DOCS_VENV)/ready
 
 test-ipex: $(IPEX_VENV)/ready
 	$(KEPT) $(PLAINLY) OMP_NUM_THREADS=1 \
-		$(IPEX_VENV)/bin/python -m pytest -q -n 2 --dist worksteal $(NOT_THERE:%=--ignore=%)
+		$(IPEX_VENV)/bin/python $(PYTEST) $(NOT_THERE:%=--ignore=%)
 
+# The path is for the processes that tests start: pytest's own settings reach no further.
 test-gpu:
-	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -q -n 14 --dist worksteal -p no:benchmark tests
+	PYTHONPATH=.:interop XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -q -n 14 --dist worksteal -p no:benchmark tests
 
 bench-cpu: $(VENV)/ready $(IPEX_VENV)/ready
 	PYTHONPATH=examples $(BIN)/python -m benchmarks.cpu -o docs/results

@@ -1,11 +1,12 @@
 """What is done around a backend that does not do it itself, for arrays of any framework."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from jaxtyping import Bool, Float
 
-from .backend import Backend
+from .backend import SCALES, Backend
 from .batch import Sequences
 from .cache import KVCache
 from .call import Call
@@ -25,13 +26,22 @@ def attend(
     """
     own = backend.own(call)
     honoured = {name: array for name, array in options.items() if getattr(own, name)}
-    # A key's scale is a factor on its logits, a value's one on what is summed.
+    run = backend.run if SCALES in backend.honours else partial(_with_scales, backend.run)
+    out, lse = run(own, query, cache, plan, **honoured)
+    return (out, lse) if own.sinks == call.sinks else with_sinks(out, lse, options["sinks"], live)
+
+
+def _with_scales(run: Callable, call: Call, query, cache: KVCache, plan, **options):
+    """A key's scale is a factor on its logits, a value's one on what is summed."""
     query = scaled(query, cache.key_scale, call.num_kv_heads)
     planes = KVCache(cache.key, cache.value, value_dim=cache.value_dim)
-    out, lse = backend.run(own, query, planes, plan, **honoured)
-    value_scale = cache.key_scale if cache.value is None else cache.value_scale
-    out = scaled(out, value_scale, call.num_kv_heads)
-    return (out, lse) if own.sinks == call.sinks else with_sinks(out, lse, options["sinks"], live)
+    out, lse = run(call, query, planes, plan, **options)
+    return scaled(out, scale_of_values(cache), call.num_kv_heads), lse
+
+
+def scale_of_values(cache: KVCache) -> Any:
+    """Those of a latent cache are columns of its keys."""
+    return cache.key_scale if cache.value is None else cache.value_scale
 
 
 def live_tokens(call: Call, batch: Sequences) -> Bool[Any, "num_tokens"] | None:

@@ -7,15 +7,24 @@ from typing import Any
 from .batch import Sequences as Sequences
 from .batch import in_order
 from .call import Call as Call
+from .checks import flag, require, shown
 
-# Options that `around` does for a backend without them, and what the backend must honour for that.
-AROUND = {"sinks": "return_lse"}
+# What `around` does for a backend without it, and what the backend must honour for that. Scales are
+# no option of a call, but come with a cache: a backend that does not name them never sees any.
+SCALES = "scales"
+AROUND = {"sinks": "return_lse", SCALES: "cache_dtype"}
 # The end of the reason for refusing an option that a backend knows nothing of.
 LACKS = "does not have it"
 
 
 def _nothing(*_) -> list[str]:
     return []
+
+
+def _require_kind(name, value, kind):
+    expected = getattr(kind, "__name__", str(kind))
+    text = f"a Backend's {name} must be {expected}, got {shown(value)}"
+    require(isinstance(value, kind), text)
 
 
 def _in_order(call: Call, batch: Sequences) -> Sequences:
@@ -31,6 +40,8 @@ class Backend:
       honours: the options it knows, by the names of `AttentionSpec`'s fields and of the keywords
         of `paged_attention`. A call that asks for any other is refused before anything here runs,
         unless the library can do it around the backend: `sinks`, where it gives `return_lse`.
+        With `scales`, `run` is given the cache with its `key_scale` and `value_scale`; without,
+        queries and results are multiplied by them around it.
       run: `run(call, query, cache, plan)` gives `(out, lse)`, of `call.out_shape` and
         `call.lse_shape`; lse may be None unless `call.return_lse`. Options that are arrays, as
         `sinks`, are keyword arguments: only those that it honours, and that the call brings.
@@ -52,6 +63,9 @@ class Backend:
       plans_any: whether `plan` takes arrays of any framework. For a torch backend that JAX calls,
         XLA then computes it, once for all layers of a program.
 
+    Raises:
+      InvalidInputError: a field is of another kind.
+
     >>> from pagedattn.backends.xla import BACKEND as XLA
     >>> mine = Backend("mine", honours=frozenset({"scale"}), run=XLA.run, plan=XLA.plan)
     >>> str(mine), "alibi_slopes" in mine.honours
@@ -69,6 +83,16 @@ class Backend:
     set_rows: Callable[..., Any] | None = None
     takes_out: bool = False
     plans_any: bool = False
+
+    def __post_init__(self) -> None:
+        _require_kind("name", self.name, str)
+        _require_kind("honours", self.honours, frozenset)
+        _require_kind("before", self.before, str | None)
+        for name in ("run", "refusals", "unfit", "plan", "missing"):
+            _require_kind(name, getattr(self, name), Callable)
+        _require_kind("set_rows", self.set_rows, Callable | None)
+        flag("takes_out", self.takes_out)
+        flag("plans_any", self.plans_any)
 
     def __str__(self) -> str:
         return self.name

@@ -3,40 +3,16 @@
 Backends are chosen by these facts, and launched with them.
 """
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from .placement import device_of, strides_of
+from .layer import Layer, Strides, layer_of
 from .ragged import cdiv
-from .spec import AttentionSpec
+from .spec import AttentionSpec, set_options
 
 # What a caller may ask for beside the spec, and what a cache may: the fields of `Call` that say so.
 KEYWORDS = ("cache_dtype", "value_dim", "sinks", "bias", "return_lse")
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-
-
-class Strides(NamedTuple):
-    """How arrays lie in memory: elements from one index of an axis to the next, for each axis.
-
-    value is empty where a latent cache has none.
-    """
-
-    query: tuple[int, ...]
-    key: tuple[int, ...]
-    value: tuple[int, ...]
-
-
-class Layer(NamedTuple):
-    """The facts of a layer's own arrays, the query and the cache, that a call depends on."""
-
-    query_shape: tuple[int, ...]
-    cache_shape: tuple[int, ...]
-    dtype: str
-    device: str
-    strides: Strides
-    cache_dtype: str | None
-    value_dim: int | None
 
 
 @dataclass(frozen=True)
@@ -75,9 +51,7 @@ class Call:
     @property
     def asked(self) -> tuple[str, ...]:
         """The options that the spec or the caller set to something else than their default."""
-        options = dataclasses.fields(self.spec)
-        of_spec = [f.name for f in options if getattr(self.spec, f.name) != f.default]
-        return (*of_spec, *(name for name in KEYWORDS if getattr(self, name)))
+        return (*set_options(self.spec), *(name for name in KEYWORDS if getattr(self, name)))
 
     @property
     def is_empty(self) -> bool:
@@ -99,9 +73,17 @@ class Call:
 
     @property
     def layer(self) -> Layer:
-        query_shape = self.num_tokens, self.num_heads, self.head_dim
-        shapes, where = (query_shape, self.cache_shape), (self.device, self.strides)
-        return Layer(*shapes, self.dtype, *where, self.cache_dtype, self.value_dim)
+        value_shape = (*self.cache_shape[:3], self.out_dim)
+        return Layer(
+            query_shape=(self.num_tokens, self.num_heads, self.head_dim),
+            cache_shape=self.cache_shape,
+            value=(value_shape, self.cache_dtype or self.dtype) if self.strides.value else None,
+            dtype=self.dtype,
+            device=self.device,
+            strides=self.strides,
+            cache_dtype=self.cache_dtype,
+            value_dim=self.value_dim,
+        )
 
     @property
     def cache_shape(self) -> tuple[int, int, int, int]:
@@ -193,26 +175,3 @@ def call_of(
 def options_of(sinks=None, bias=None) -> dict[str, Any]:
     """The fields of a call that say which arrays it brings beside query and cache."""
     return {"sinks": sinks is not None, "bias": None if bias is None else tuple(bias.shape)}
-
-
-def layer_of(query, cache) -> Layer:
-    """The facts of a layer's arrays, which may be traced."""
-    dtype, cache_dtype = (str(x.dtype).removeprefix("torch.") for x in (query, cache.key))
-    strides = *map(strides_of, (query, *cache.planes)), ()
-    return Layer(
-        query_shape=tuple(query.shape),
-        cache_shape=tuple(cache.key.shape),
-        dtype=dtype,
-        device=device_of(query),
-        strides=Strides(*strides[:3]),
-        cache_dtype=None if cache_dtype == dtype else cache_dtype,
-        value_dim=value_dim_of(cache),
-    )
-
-
-def value_dim_of(cache) -> int | None:
-    """The columns of the values; None where those are a plane like the keys."""
-    if cache.value is None:
-        return cache.value_dim
-    value_dim = cache.value.shape[3]
-    return None if value_dim == cache.key.shape[3] else value_dim

@@ -49,6 +49,11 @@ def count(name, value, least=1) -> int:
     return operator.index(value)
 
 
+def flag(name, value) -> None:
+    """Requires True or False: whether an array is true may be unknown, or ambiguous."""
+    require(isinstance(value, bool), f"{name} must be True or False, got {shown(value)}")
+
+
 def integers(name, values, ndim) -> np.ndarray:
     """A list, or an array whose values are known, as int64 of `ndim` dimensions."""
     _not_masked(name, values)
@@ -143,12 +148,17 @@ def is_integer(dtype) -> bool:
     return dtype is not None and dtype.kind in "iu"
 
 
+def dtype_name(dtype) -> str:
+    """The name of a NumPy, JAX or torch dtype, alike for all of them."""
+    return str(dtype).removeprefix("torch.")
+
+
 def dtype_of(dtype) -> np.dtype | None:
     """A NumPy, JAX or torch dtype as NumPy's, torch's by its name; None if NumPy has none."""
-    if isinstance(dtype, jax.Array | np.ndarray | np.generic):
-        return None  # NumPy would take an array's own
+    if dtype is None or isinstance(dtype, jax.Array | np.ndarray | np.generic):
+        return None  # NumPy would take float64, and an array's own
     try:
-        return jnp.dtype(str(dtype).removeprefix("torch.") if "torch" in str(dtype) else dtype)
+        return jnp.dtype(dtype_name(dtype) if "torch" in str(dtype) else dtype)
     except (TypeError, ValueError):
         return None
 

@@ -5,6 +5,7 @@ import sys
 
 import jax
 
+from .checks import dtype_name
 from .errors import InvalidInputError
 
 CURE = (
@@ -33,7 +34,7 @@ def shared(name: str, array) -> jax.Array:
 def held_dtype(name: str, array):
     """The dtype that JAX gives such an array: 64 bits become 32 unless jax_enable_x64 is set."""
     try:
-        return jax.dtypes.canonicalize_dtype(str(array.dtype).removeprefix("torch."))
+        return jax.dtypes.canonicalize_dtype(dtype_name(array.dtype))
     except TypeError as error:
         raise InvalidInputError(f"{name} is {array.dtype}, which JAX does not have") from error
 
@@ -48,7 +49,7 @@ def _device_of(array):
 def _require_as_it_lies(name, array):
     """Refuses what JAX would read wrongly without a word: 64-bit numbers, and lazy negations."""
     held = held_dtype(name, array)
-    if held.name != str(array.dtype).removeprefix("torch."):
+    if held.name != dtype_name(array.dtype):
         raise InvalidInputError(
             f"{name} is {array.dtype}, of which JAX keeps {held}: convert it first, let "
             "pagedattn_interop.to_jax(x, copy=True) do so, or set jax_enable_x64"

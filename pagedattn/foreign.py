@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .checks import is_floating, is_integer, is_traced, of_list
+from .checks import dtype_name, is_floating, is_integer, is_traced, of_list
 from .dlpack import shared
 from .errors import InvalidInputError
 
@@ -88,7 +88,7 @@ def _of_others(name, array):
 
 
 def _host_integers(name, array):
-    integers = str(array.dtype).removeprefix("torch.").startswith(("int", "uint"))
+    integers = dtype_name(array.dtype).startswith(("int", "uint"))
     integers = integers and len(array.shape) < 4  # quantised caches are no tables
     try:
         return integers and array.__dlpack_device__()[0] == HOST

@@ -14,6 +14,7 @@ def device_of(array) -> str:
     if hasattr(array, "new_tensor"):
         return array.device.type
     if is_traced(array):
+        # JAX makes the attributes of its configuration when it starts.
         default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
         platform = getattr(default, "platform", default) or jax.default_backend()
     else:

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -132,6 +132,11 @@ _CONVERSIONS = {
     "logits_soft_cap": _positive,
     "alibi_slopes": slopes_of,
 }
+
+
+def set_options(spec: AttentionSpec) -> list[str]:
+    """The options that are set to something else than their default."""
+    return [field.name for field in fields(spec) if getattr(spec, field.name) != field.default]
 
 
 def require_spec(spec) -> None:

@@ -9,11 +9,11 @@ from .checks import (
     an_array,
     count,
     describe,
+    flag,
     int_array,
     is_floating,
     known,
     require,
-    shown,
     start_locs,
 )
 from .spec import require_spec
@@ -22,9 +22,7 @@ from .validate_cache import dtypes_for, goes_with, kv_cache
 
 def attention(query, cache, batch, spec, return_lse) -> None:
     """Checks shapes, dtypes and, where they are known, values of an attention call."""
-    require(
-        isinstance(return_lse, bool), f"return_lse must be True or False, got {shown(return_lse)}"
-    )
+    flag("return_lse", return_lse)
     kv_cache(cache)
     validate_metadata.shapes(batch)
     require_spec(spec)

@@ -1,6 +1,6 @@
 """Checks of the arrays that an attention call may bring beside query and cache."""
 
-from .checks import an_array, describe, is_floating, known, require
+from .checks import an_array, describe, dtype_name, is_floating, known, require
 
 
 def options(query, *, sinks=None, bias=None) -> None:
@@ -35,9 +35,9 @@ def _bias(bias, query):
     an_array("bias", bias)
     num_tokens, num_heads, _ = query.shape
     fits = bias.ndim == 3 and bias.shape[0] == num_tokens and bias.shape[1] in (1, num_heads)
-    dtypes = ("float32", str(query.dtype).removeprefix("torch."))
+    dtypes = ("float32", dtype_name(query.dtype))
     require(
-        fits and bias.shape[2] > 0 and str(bias.dtype).removeprefix("torch.") in dtypes,
+        fits and bias.shape[2] > 0 and dtype_name(bias.dtype) in dtypes,
         f"bias must be [num_tokens, num_heads or 1, max_keys] = [{num_tokens}, {num_heads} or 1, "
         f"at least 1], float32 or of the query's dtype, got {describe(bias)}",
     )

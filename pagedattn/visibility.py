@@ -12,9 +12,12 @@ import numpy as np
 from jaxtyping import Bool, Float, Float32, Integer, Shaped
 
 from .checks import an_array, count, describe, is_floating, is_integer, require
+from .errors import UnsupportedError
 from .ragged import namespace
-from .spec import AttentionSpec, require_spec, slopes_of
+from .spec import AttentionSpec, require_spec, set_options, slopes_of
 
+# Scales and soft-caps are of the logits that the bias is added to.
+KNOWN = {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
 Queries = Integer[Any, "*#n q"]
 Keys = Integer[Any, "*#n k"]
 
@@ -95,12 +98,15 @@ def attention_bias(
 
     Raises:
       InvalidInputError: as `causal_mask`, or a spec that is no AttentionSpec.
+      UnsupportedError: an option of a subclass, of which nothing is known here.
 
     >>> attention_bias(np.arange(2), np.arange(2), AttentionSpec())
     array([[  0., -inf],
            [  0.,   0.]], dtype=float32)
     """
     require_spec(spec)
+    if unknown := [option for option in set_options(spec) if option not in KNOWN]:
+        raise UnsupportedError(f"{unknown[0]}: no bias is known for this option of the spec")
     query_positions, key_positions = _checked(query_positions, key_positions)
     bias = additive(visible_mask(query_positions, key_positions, spec))
     if spec.alibi_slopes is None:

@@ -15,11 +15,13 @@ from pagedattn import (
     around,
     choice,
     validate,
+    validate_cache,
     validate_options,
 )
 from pagedattn.batch import Sequences
-from pagedattn.call import Call, call_of, layer_of, options_of
+from pagedattn.call import Call, call_of, options_of
 from pagedattn.checks import require
+from pagedattn.layer import layer_of
 from pagedattn.registry import Framework
 
 from .arrays import (
@@ -67,7 +69,9 @@ class Step:
           InvalidInputError: query or cache have other sizes, dtypes or strides than those that the
             step was prepared with, or it was prepared with other options: sinks, a bias.
         """
-        require_no_grad(query, *cache.planes)
+        _require_layer(query, cache)
+        require(0 not in [plane.ndim for plane in cache.planes], "the cache's planes have no axes")
+        validate_cache.scales(cache)
         query = _with_dense_rows(query, cache)
         expected, got = self.call.layer, layer_of(query, cache)
         require(got == expected, f"the step was prepared for {expected}, got {got}")
@@ -122,15 +126,11 @@ def prepare(
 
 def described(query, cache, batch, spec, return_lse, **options) -> tuple[Call, Sequences]:
     """The call, validated, and its batch on the query's device."""
-    require_cache(cache)
     require(
         isinstance(batch, BatchMetadata),
         f"batch must be a BatchMetadata, got {type(batch).__name__}; make_batch makes one",
     )
-    require_tensors(query=query)
-    for name in ("key", "value", "key_scale", "value_scale"):
-        require_beside(f"the cache's {name}", getattr(cache, name), "query", query)
-    require_no_grad(query, *cache.planes)
+    _require_layer(query, cache)
     # Checked before the batch moves to the query's device, while values on the CPU can be read.
     tensors = batch_on(batch, None)
     validate.attention(query, cache, tensors, spec, return_lse)
@@ -138,6 +138,15 @@ def described(query, cache, batch, spec, return_lse, **options) -> tuple[Call, S
     validate_options.columns(tensors.seq_lens, **options)
     call = call_of(_with_dense_rows(query, cache), cache, tensors, spec, return_lse, **options)
     return call, _owned(batch, query.device)
+
+
+def _require_layer(query, cache):
+    """Requires tensors on one device, without gradients."""
+    require_cache(cache)
+    require_tensors(query=query)
+    for name in ("key", "value", "key_scale", "value_scale"):
+        require_beside(f"the cache's {name}", getattr(cache, name), "query", query)
+    require_no_grad(query, *cache.planes)
 
 
 def _options(query, **options) -> dict[str, Tensor]:
@@ -170,7 +179,7 @@ def _with_dense_rows(query: Tensor, cache: KVCache) -> Tensor:
 
     Wholly dense if the cache has a scale, by which it is multiplied: the product will be so, too.
     """
-    dense = query.stride(-1) == 1 and cache.key_scale is None
+    dense = query.stride()[-1:] == (1,) and cache.key_scale is None
     return query if dense else query.contiguous()
 
 

@@ -3,10 +3,14 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from pagedattn_interop import to_torch
 from pagedattn_interop.backends import takes
+
+import pagedattn_torch
+from pagedattn.testing import batch_of, cache_of
 
 
 def tensors(tree: Any) -> Any:
@@ -19,3 +23,14 @@ def _tensor(array):
     if takes(dtype):
         return to_torch(array, copy=True)
     return torch.from_numpy(np.asarray(array).view(np.uint8).copy()).view(getattr(torch, dtype))
+
+
+def by_torch(problem, backend):
+    """out and lse of a problem by a backend on tensors."""
+    tree = (jnp.asarray(problem.query), cache_of(problem), problem.arrays)
+    query, cache, arrays = tensors(jax.tree.map(jnp.asarray, tree))
+    arrays |= {"backend": backend, "return_lse": True}
+    results = pagedattn_torch.paged_attention(
+        query, cache, batch_of(problem), problem.spec, **arrays
+    )
+    return [x.float().cpu().numpy() for x in results]

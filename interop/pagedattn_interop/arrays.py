@@ -7,9 +7,9 @@ import jax
 import torch
 
 from pagedattn import InvalidInputError
-from pagedattn.checks import is_traced, shown
+from pagedattn.checks import flag, is_traced, shown
 from pagedattn.dlpack import held_dtype, shared
-from pagedattn_torch.arrays import on_device_of
+from pagedattn_torch.arrays import on_device_of, require_strided
 
 
 @overload
@@ -32,6 +32,7 @@ def to_torch(x: Any, *, copy: bool = False) -> Any:
     >>> to_torch(jax.numpy.arange(3))
     tensor([0, 1, 2], dtype=torch.int32)
     """
+    flag("copy", copy)
     return jax.tree.map(functools.partial(_array_to_torch, copy=copy), x)
 
 
@@ -57,6 +58,7 @@ def to_jax(x: Any, *, copy: bool = False) -> Any:
     >>> to_jax(torch.arange(3.0)).tolist()
     [0.0, 1.0, 2.0]
     """
+    flag("copy", copy)
     return jax.tree.map(functools.partial(_tensor_to_jax, copy=copy), x)
 
 
@@ -93,6 +95,9 @@ def _shared_tensor(array):
 def _tensor_to_jax(tensor, *, copy):
     if not isinstance(tensor, torch.Tensor):
         raise InvalidInputError(f"to_jax expects torch tensors, got {type(tensor).__name__}")
+    require_strided("the tensor", tensor)
+    if tensor.is_meta:
+        raise InvalidInputError("to_jax expects values, got a meta tensor, which has none")
     tensor = tensor.detach()
     with on_device_of(tensor):
         return shared("the tensor", _copied(tensor) if copy else tensor)

@@ -7,8 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 from torch.utils.dlpack import from_dlpack
 
-from pagedattn import BackendUnavailableError, InvalidInputError
-from pagedattn.checks import shown
+from pagedattn import BackendUnavailableError
+from pagedattn.checks import flag
 from pagedattn.tracing import axes_of, varying
 
 try:
@@ -20,7 +20,7 @@ except ImportError as error:
         "pip install 'pagedattn[torch]'"
     ) from error
 
-from . import ending
+from . import checks, ending
 from .failure import CallError, text_of
 from .functions import Form, Function, function_of, hold, named
 from .results import run
@@ -31,7 +31,7 @@ TARGET, CAPTURED = "pagedattn_torch_call", "pagedattn_torch_call_captured"
 
 @runtime_checkable
 class ShapeAndDtype(Protocol):
-    """What a result is like: `jax.ShapeDtypeStruct`, or an array."""
+    """What a result is like: `jax.ShapeDtypeStruct`, or an array, torch's too."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -76,7 +76,8 @@ def torch_call(
         It must write to no other memory, and cannot resize them.
 
     Raises:
-      InvalidInputError: `fn` cannot be called or hashed; `out` has no shapes and dtypes.
+      InvalidInputError: `fn` cannot be called or hashed; `out` has no shapes and dtypes; aliases or
+        arguments do not fit.
       jax.errors.JaxRuntimeError: when it runs, `fn` raised, or returned something else than `out`;
         the text is the traceback.
 
@@ -89,30 +90,22 @@ def torch_call(
     >>> add(jnp.arange(3.0), jnp.ones(3)).tolist()
     [1.0, 2.0, 3.0]
     """
-    single = not isinstance(out, Sequence)
-    outs = (out,) if single else tuple(out)
-    _like_arrays(outs)
-    aliases = dict(aliases or {})
-    writes = takes_out or set(aliases.values()) == set(range(len(outs)))
+    flag("capturable", capturable)
+    flag("takes_out", takes_out)
+    single, outs = not isinstance(out, Sequence), checks.results(out)
+    in_place = checks.aliases(aliases, len(outs))
+    writes = takes_out or set(in_place.values()) == set(range(len(outs)))
     function = function_of(fn, Form(len(outs), takes_out, single, writes, capturable))
     target = CAPTURED if capturable else TARGET
-    call = jax.ffi.ffi_call(target, outs, input_output_aliases=aliases, vmap_method="sequential")
+    call = jax.ffi.ffi_call(target, outs, input_output_aliases=in_place, vmap_method="sequential")
 
     def called(*arrays):
+        checks.arguments(arrays, outs, in_place)
         results = hold(call(*arrays, function=function), function)
         results = varying(results, axes_of(arrays))
         return results[0] if single else tuple(results)
 
     return called
-
-
-def _like_arrays(outs):
-    for out in outs:
-        if not isinstance(out, ShapeAndDtype):
-            raise InvalidInputError(
-                "out must be a jax.ShapeDtypeStruct for each result, or a sequence of them, got "
-                f"{shown(out)}"
-            )
 
 
 def _enter(name: str, *buffers):

@@ -10,6 +10,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from pagedattn import InvalidInputError
+from pagedattn.checks import shown
 
 
 class Form(NamedTuple):
@@ -56,7 +57,9 @@ _lock = threading.Lock()
 def function_of(fn, form: Form) -> Function:
     """The Function of a function and its form: the same one for equal ones while it lives."""
     if not callable(fn) or not isinstance(fn, Hashable):
-        raise InvalidInputError(f"torch_call expects a function that can be hashed, got {fn!r}")
+        raise InvalidInputError(
+            f"torch_call expects a function that can be hashed, got {shown(fn)}"
+        )
     meaning = (fn, form)
     with _lock:
         return _by_meaning.get(meaning) or _by_meaning.setdefault(meaning, _new(*meaning))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pagedattn import KVCache
+from pagedattn.around import attend, scale_of_values
 from pagedattn.backend import Backend
 from pagedattn.batch import Sequences, in_order
 from pagedattn.call import Call
@@ -83,8 +84,7 @@ def run(call: Call, query: Tensor, cache: KVCache, plan: Plan, *, bias: Tensor |
         lse = query.new_empty(call.lse_shape, dtype=torch.float32) if call.return_lse else None
     else:
         backend, prepared = plan.partner
-        options = {} if bias is None else {"bias": bias}
-        out, lse = backend.run(call, query, cache, prepared, **options)
+        out, lse = attend(backend, call, query, cache, prepared, None, {"bias": bias})
         out = out.to(dtype)
     job, value = plan.job.copy(), cache.key if cache.value is None else cache.value
     arrays = {"query": given, "key": cache.key, "value": value, "out": out}
@@ -93,6 +93,10 @@ def run(call: Call, query: Tensor, cache: KVCache, plan: Plan, *, bias: Tensor |
     if bias is not None:
         bias = bias.to(torch.float32).contiguous()
         _fill(job, _bias(bias))
+    scales = {"key_scale": cache.key_scale, "value_scale": scale_of_values(cache)}
+    scales = {name: scale.float() for name, scale in scales.items() if scale is not None}
+    for name, scale in scales.items():
+        _fill(job, _scale(name, scale))
     _work(dtypes_of(call), job)
     return out.to(query.dtype), lse
 
@@ -129,6 +133,11 @@ def _bias(bias: Tensor) -> dict[str, int]:
     token, head, _ = bias.stride()
     strides = {"bias_token": 4 * token, "bias_head": 4 * head if bias.shape[1] > 1 else 0}
     return strides | {"bias": bias.data_ptr(), "bias_columns": bias.shape[2]}
+
+
+def _scale(name: str, scale: Tensor) -> dict[str, int]:
+    """One number is that of all heads."""
+    return {name: scale.data_ptr(), f"{name}_head": 4 * sum(scale.stride())}
 
 
 def _options(call: Call, numbers: np.ndarray) -> dict[str, Any]:

@@ -24,6 +24,17 @@ def under_bias(spec: AttentionSpec) -> AttentionSpec:
     return dataclasses.replace(spec, causal=False, sliding_window=None, alibi_slopes=None)
 
 
+def check_lists(meta) -> None:
+    """Requires something with an entry for each sequence: a list, or a tensor."""
+    for name in sorted({*FIELDS.values()}):
+        given = getattr(meta, name)
+        several = isinstance(given, list | tuple) or (isinstance(given, Tensor) and given.ndim)
+        require(
+            given is None or several,
+            f"{name} must be a list of tensors, one for each sequence, got {shown(given)}",
+        )
+
+
 def packed_bias(
     meta, kind: AttentionType, query: Tensor
 ) -> Float[Tensor, "num_tokens heads max_keys"] | None:
@@ -36,9 +47,7 @@ def packed_bias(
     biases = getattr(meta, FIELDS[kind])
     if biases is None:
         return None
-    several = isinstance(biases, list | tuple) or (isinstance(biases, Tensor) and biases.ndim > 0)
-    each = biases if several else [biases]  # anything else is refused as a bias of wrong kind
-    biases = [_with_heads(bias, query.shape[1], FIELDS[kind]) for bias in each]
+    biases = [_with_heads(bias, query.shape[1], FIELDS[kind]) for bias in biases]
     _check_lengths(biases, meta, kind)
     heads, max_keys = (max((b.shape[axis] for b in biases), default=1) for axis in (0, 2))
     packed = torch.zeros(len(query), heads, max(1, max_keys), device=query.device)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pagedattn import InvalidInputError, KVCache, UnsupportedError
-from pagedattn.checks import require, shown
+from pagedattn.checks import require, shown, whole
 from pagedattn.quantise import largest, quantised
 
 DTYPES = {
@@ -62,7 +62,7 @@ def _scale(name, scale, device) -> Tensor:
         one = scale.device.type == "cpu" and scale.numel() == 1
         require(one, f"{name} must lie on the cache's {device}, got a tensor on {scale.device}")
         scale = scale.item()
-    if not isinstance(scale, float | int | np.number):
+    if whole(scale) is None and not isinstance(scale, float | int | np.floating):
         raise InvalidInputError(f"{name} must be a number or a tensor, got {shown(scale)}")
     require(0 < scale < math.inf, f"{name} must be positive and finite, got {scale}")
     return _on_device(float(scale), device)

@@ -1,12 +1,15 @@
 """What an engine keeps between steps: the buffers that captured CUDA graphs read."""
 
+from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from pagedattn import InvalidInputError
+from pagedattn.checks import count, flag, require, shown
 
+from ..arrays import require_tensors
 from .metadata import AttentionMetadata
 
 OWN_BUFFERS = ("slot_mapping", "seq_lens_tensor", "block_tables")
@@ -43,9 +46,20 @@ class AttentionState:
 
     @contextmanager
     def graph_capture(self, max_batch_size: int):
-        """A context in which graphs of up to `max_batch_size` sequences are captured."""
+        """A context in which graphs of up to `max_batch_size` sequences are captured.
+
+        Raises:
+          InvalidInputError: `max_batch_size` is no integer above 0, or `graph_block_tables` has
+            fewer rows.
+        """
+        max_batch_size = count("max_batch_size", max_batch_size)
         on_device = {"device": self.runner.device}
         tables = torch.as_tensor(self.runner.graph_block_tables).to(**on_device)
+        require(
+            max_batch_size <= len(tables),
+            f"graph_block_tables must have a row for each of {max_batch_size} sequences, got "
+            f"{len(tables)}",
+        )
         self._buffers = {
             "slot_mapping": torch.full((max_batch_size,), -1, dtype=torch.int64, **on_device),
             "seq_lens_tensor": torch.ones(max_batch_size, dtype=torch.int32, **on_device),
@@ -71,8 +85,9 @@ class AttentionState:
         """
         buffers = self._captured()
         largest = len(buffers["slot_mapping"])
-        if not 0 < batch_size <= largest:
-            raise InvalidInputError(f"batch_size must be from 1 to {largest}, got {batch_size}")
+        batch_size = count("batch_size", batch_size)
+        flag("is_encoder_decoder_model", is_encoder_decoder_model)
+        require(batch_size <= largest, f"batch_size must be from 1 to {largest}, got {batch_size}")
         meta = self.runner.attn_backend.make_metadata(
             num_prefills=0,
             num_prefill_tokens=0,
@@ -92,6 +107,11 @@ class AttentionState:
         self, attn_metadata: AttentionMetadata, is_encoder_decoder_model: bool = False
     ) -> dict[str, Any]:
         """The tensors that a graph captured with the metadata reads, by name."""
+        flag("is_encoder_decoder_model", is_encoder_decoder_model)
+        require(
+            isinstance(attn_metadata, AttentionMetadata),
+            f"attn_metadata must be an AttentionMetadata, got {type(attn_metadata).__name__}",
+        )
         names = OWN_BUFFERS + (CROSS_BUFFERS if is_encoder_decoder_model else ())
         return {name: getattr(attn_metadata.decode_metadata, name) for name in names}
 
@@ -107,6 +127,8 @@ class AttentionState:
           InvalidInputError: a tensor is not of its buffer's shape; nothing has been copied then.
         """
         step = self.get_graph_input_buffers(attn_metadata, is_encoder_decoder_model)
+        has_all = isinstance(input_buffers, Mapping) and step.keys() <= input_buffers.keys()
+        require(has_all, f"input_buffers must map {[*step]} to tensors, got {shown(input_buffers)}")
         for name, values in step.items():
             _check(name, values, input_buffers[name])
         for name, values in step.items():
@@ -131,6 +153,7 @@ class AttentionState:
 
 
 def _check(name, values, buffer):
+    require_tensors(**{f"the buffer {name}": buffer})
     if values is None or values.shape != buffer.shape:
         got = None if values is None else list(values.shape)
         raise InvalidInputError(

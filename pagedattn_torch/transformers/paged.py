@@ -34,6 +34,7 @@ def attend_paged(
     allocator = cache.layer_to_allocator[layer]
     queries = query[0].transpose(0, 1)
     if allocator.layer_type != IN_PLACE:
+        # Decorated there as a function, with which pyright loses a method.
         keys, values = cache.update(key, value, layer, step)  # pyright: ignore[reportAttributeAccessIssue]
         return _over_copies(queries, keys, values, step, spec, sinks, backend)[None]
     pages = KVCache(*allocator.get_cache_for_block_table(layer))

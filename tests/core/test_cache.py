@@ -110,6 +110,7 @@ def test_no_tokens():
     assert_holds(out, as_numpy(cache))
 
 
+@pytest.mark.optimised
 def test_in_place_under_donation():
     """The halves stay where they are, and the donated cache is gone."""
     cache = random_cache()
@@ -122,6 +123,7 @@ def test_in_place_under_donation():
     assert_holds(out, want)
 
 
+@pytest.mark.optimised
 def test_in_place_in_a_loop_of_steps():
     cache = random_cache()
     before = pointers(cache)
@@ -138,6 +140,7 @@ def test_in_place_in_a_loop_of_steps():
     np.testing.assert_array_equal(np.asarray(out.key).reshape(36, 2, 8)[18], key[0] + 9)
 
 
+@pytest.mark.optimised
 @pytest.mark.skipif(
     "optimization_level=0" in os.environ.get("XLA_FLAGS", ""), reason="XLA is told to be slow"
 )
@@ -188,6 +191,7 @@ def test_one_block_fans_out():
         np.testing.assert_array_equal(out.value[block], cache.value[2])
 
 
+@pytest.mark.optimised
 def test_copy_blocks_in_place_under_donation():
     cache = random_cache()
     before, old = pointers(cache), as_numpy(cache)
@@ -229,6 +233,7 @@ def test_swap_blocks_copies_between_pools():
         np.testing.assert_array_equal(half[jnp.array([0, 2, 3])], old[jnp.array([0, 2, 3])])
 
 
+@pytest.mark.optimised
 def test_swap_blocks_in_place_under_donation():
     source, target = random_cache(9, seed=3), random_cache(5, seed=4)
     before = pointers(target)

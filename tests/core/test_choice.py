@@ -1,14 +1,15 @@
 """How a backend is chosen, refused or missed, and what check_backend holds it to."""
 
 import dataclasses
-import subprocess
 import sys
 from importlib.metadata import EntryPoint
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cases import REFUSING, assert_words, good_call
+from interpreters import run_forked
 from pagedattn_interop import to_torch
 
 import pagedattn_torch
@@ -18,6 +19,7 @@ from pagedattn import (
     BackendUnavailableError,
     InvalidInputError,
     UnsupportedError,
+    attention_bias,
     available_backends,
     explain,
     init_kv_cache,
@@ -95,7 +97,7 @@ for call in (
 def test_a_missing_package_is_named_with_its_cure(blocked):
     """A process that cannot import a package: xla serves, sdpa says what to install."""
     code = NO_TORCH.format(blocked=blocked)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_forked(code, "jax.numpy")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 3, done.stdout + done.stderr
@@ -167,6 +169,7 @@ def test_a_refusal_names_the_feature_and_does_not_fall_back(install_picky, monke
         paged_attention(*small_call(), capped, backend="picky")
     assert "logits_soft_cap" in explain(*small_call(), capped)["picky"][0]
     monkeypatch.setattr(harness, "PHASES", {"mixed": harness.PHASES["mixed"]})
+    keep(monkeypatch, "plain", "sliding_window", "logits_soft_cap", "all")
     cells = harness.check_backend("picky", dtypes=["float32"], verbose=False)
     assert {cell.result.split(":")[0] for cell in cells} == {"ok", "refused"}
     assert all(("cap" in c.feature or "all" in c.feature) == (c.result != "ok") for c in cells)
@@ -203,6 +206,13 @@ def test_an_option_that_nobody_knows_is_refused_by_all(framework):
     with pytest.raises(UnsupportedError, match="temperature"):
         attend(*arrays, spec)
     assert ask(*arrays, NewSpec()).choice is not None  # left at its default, it asks for nothing
+
+
+def test_a_bias_of_an_option_that_nobody_knows_is_refused():
+    positions = np.arange(2)
+    with pytest.raises(UnsupportedError, match="temperature"):
+        attention_bias(positions, positions, NewSpec(temperature=0.5))
+    assert attention_bias(positions, positions, NewSpec()).shape == (2, 2)
 
 
 def test_a_backend_object_is_refused_by_its_allow_list():
@@ -256,10 +266,10 @@ def test_check_backend_wants_reasons_that_name_the_feature(monkeypatch, reason):
         assert sum(cell.result.startswith("refused") for cell in cells) == 1
 
 
-@pytest.mark.parametrize("name", [n for n in ("triton",) if can_load(n)])
-def test_the_tests_let_these_refuse_only_what_they_do_not_know(name):
-    """Else what one has learnt would go on to be skipped."""
-    assert not set(REFUSING[name]) & registry.load(name).honours
+@pytest.mark.parametrize("framework", [f for f in Framework if can_load("triton", f)])
+def test_the_tests_let_triton_refuse_only_what_it_does_not_know(framework):
+    """Else what it has learnt would go on to be skipped."""
+    assert not set(REFUSING["triton"]) & registry.load("triton", framework).honours
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the rule is about CPUs")

@@ -8,6 +8,7 @@ import sys
 
 import jax
 import pytest
+from interpreters import run_forked
 
 pytest.importorskip("rich")
 
@@ -16,27 +17,23 @@ from pagedattn.__main__ import main
 from pagedattn.report import gather, machine, selfcheck, text
 from pagedattn.report.colour import coloured
 
-COMMAND = [sys.executable, "-m", "pagedattn"]
+COMMAND = "import runpy; runpy.run_module('pagedattn', run_name='__main__')"
+
+
+def without(module: str) -> str:
+    """The command where a module cannot be imported."""
+    return f"import sys; sys.modules[{module!r}] = None; {COMMAND}"
 
 
 @functools.cache
 def run(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, check=False)
-
-
-def without(module: str, *arguments: str) -> list[str]:
-    """The command where a module cannot be imported."""
-    code = (
-        f"import runpy, sys; sys.modules[{module!r}] = None; sys.argv = ['', *{arguments}]; "
-        "runpy.run_module('pagedattn', run_name='__main__')"
-    )
-    return [sys.executable, "-c", code]
+    return run_forked(COMMAND, "jax.numpy", "torch", argv=arguments)
 
 
 @functools.cache
 def run_without(module: str, *arguments: str) -> subprocess.CompletedProcess:
-    command = without(module, *arguments)
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    imported = ["jax.numpy", *["torch"] * (module != "torch")]
+    return run_forked(without(module), *imported, argv=arguments)
 
 
 @pytest.mark.parametrize("printed", [run, lambda: run_without("rich")], ids=["rich", "plain"])
@@ -84,7 +81,8 @@ def test_help_and_wrong_arguments():
 
 def test_a_closed_pipe_is_no_error():
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    writer = subprocess.Popen(without("torch"), **pipes)  # which is slow to import
+    command = [sys.executable, "-c", without("torch")]  # which is slow to import
+    writer = subprocess.Popen(command, **pipes)
     assert writer.stdout
     writer.stdout.close()
     _, errors = writer.communicate()
@@ -138,7 +136,7 @@ def test_strategies_say_what_to_install():
         "try: from pagedattn.testing import strategies\n"
         "except ImportError as error: print(type(error).__name__, error)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_forked(code, "jax.numpy")
     assert done.stdout.startswith("BackendUnavailableError")
     assert "pip install 'pagedattn[testing]'" in done.stdout
 

@@ -111,7 +111,9 @@ def test_one_trace_for_all_writes():
     assert len(traces) == 1
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.optimised] * (n == "all")) for n in SPECS]
+)
 def test_jit_is_eager(backend, name):
     problem = mixed(SPECS[name])
     for got, want in zip(run(problem, backend, "jit"), run(problem, backend, "eager"), strict=True):
@@ -144,6 +146,7 @@ def dataclass_replace(batch, **fields):
     return type(batch)(**{**{n: getattr(batch, n) for n in batch.__dataclass_fields__}, **fields})
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize("num_steps", [7])
 def test_scan_is_jit_is_eager(backend, num_steps):
     """Ten decode steps: in one scan with a donated cache, in jit and eagerly."""
@@ -226,6 +229,7 @@ def test_the_batch_can_be_built_in_jit(backend, spec):
     np.testing.assert_allclose(out, again, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.optimised
 def test_write_then_attend_in_one_donating_jit(backend, spec):
     """The update aliases its input although a backend reads it right after."""
     problem = mixed(spec)
@@ -257,6 +261,7 @@ def test_empty_axes(backend, mode):
     assert lse.shape == (0, 4)
 
 
+@pytest.mark.optimised
 def test_xla_memory_grows_with_the_chunk_not_with_the_keys():
     """O(tokens x chunk): eight times the keys take no more working memory."""
     sizes = []

@@ -52,8 +52,8 @@ MUTANTS = {
         "    rows = jnp.where(inside[:, None, :, None], rows, 0)\n", "", POISON.format("xla")
     ),
     "sums not rescaled to the new highest": Mutant(
-        "total = state.total * kept +",
-        "total = state.total +",
+        "total = state.total * kept + weights.sum(axis=3)",
+        "total = state.total + weights.sum(axis=3)",
         "tests/backends/test_properties.py -k exact_at_100k and xla",
     ),
     "a gradient through the highest logit": Mutant(

@@ -1,7 +1,6 @@
 """What becomes of the functions that XLA calls: how many, how long, how they fail, and the end."""
 
 import gc
-import os
 import subprocess
 import sys
 import textwrap
@@ -10,6 +9,7 @@ import weakref
 import jax
 import jax.numpy as jnp
 import pytest
+from interpreters import run_forked
 
 torch = pytest.importorskip("torch")
 from pagedattn_interop import torch_call
@@ -20,20 +20,24 @@ OUT = jax.ShapeDtypeStruct((3,), jnp.float32)
 MANY = 1100  # jax-tvm-ffi registers 1024 functions at most
 
 
-def alone(code: str, before: str = "") -> subprocess.CompletedProcess:
-    """Runs code in a process of its own, after the imports that it needs."""
-    start = """
-        import gc, sys, threading, time, weakref
-        import jax, jax.numpy as jnp
-        from pagedattn_interop import torch_call
-        OUT = jax.ShapeDtypeStruct((3,), jnp.float32)
-        x = jnp.zeros(3)
-        """
-    code = "\n".join([before, textwrap.dedent(start), textwrap.dedent(code)])
-    command, environment = [sys.executable, "-c", code], os.environ | {"JAX_PLATFORMS": "cpu"}
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
+START = """
+    import gc, sys, threading, time, weakref
+    import jax, jax.numpy as jnp
+    from pagedattn_interop import torch_call
+    jax.config.update("jax_platforms", "cpu")
+    OUT = jax.ShapeDtypeStruct((3,), jnp.float32)
+    x = jnp.zeros(3)
+    """
+
+
+def program(code: str) -> str:
+    """Code after the imports that it needs."""
+    return "\n".join([textwrap.dedent(START), textwrap.dedent(code)])
+
+
+def alone(code: str) -> subprocess.CompletedProcess:
+    """Runs code in a process of its own."""
+    return run_forked(program(code), "jax.numpy", "pagedattn_interop")
 
 
 def assert_done(done):
@@ -217,9 +221,8 @@ def test_the_process_may_end_during_a_call(work, seconds):
 
 def test_calls_of_the_main_thread_go_on_at_the_end():
     """What was registered with atexit before the library runs after the library's own."""
-    done = alone(
-        "call = torch_call(lambda y: y + 1, OUT)\nlast = lambda: print(call(x).tolist())",
-        before="import atexit; atexit.register(lambda: last())",
-    )
+    before = "import atexit; atexit.register(lambda: print(call(x).tolist()))\n"
+    code = before + program("call = torch_call(lambda y: y + 1, OUT)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert_done(done)
     assert done.stdout == "[1.0, 1.0, 1.0]\n"

@@ -516,3 +516,17 @@ def test_lengths_elsewhere_are_said_to_lie_there():
     meta = lengths(seq_lens=None, seq_lens_tensor=torch.ones(1, dtype=torch.int32, device="meta"))
     with pytest.raises(InvalidInputError, match="GPU"):
         meta.get_seq_lens("decoder")
+
+
+def test_lengths_without_values_are_refused():
+    """A meta tensor, where others have values."""
+    starts = torch.zeros(3, dtype=torch.int32, device="meta")
+    with pytest.raises(InvalidInputError, match=r"query_start_loc.*meta"):
+        AttentionMetadata(
+            num_prefills=2,
+            num_prefill_tokens=4,
+            num_decode_tokens=0,
+            slot_mapping=torch.arange(4),
+            seq_lens=[2, 2],
+            query_start_loc=starts,
+        )

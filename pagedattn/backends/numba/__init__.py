@@ -11,6 +11,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
+from ...around import attend, scale_of_values
 from ...backend import Backend
 from ...batch import Sequences, in_order
 from ...call import Call
@@ -50,7 +51,8 @@ def _run(call: Call, query, cache, batch, bias, threads):
     given = _of_long_ones(call, query, cache, batch, bias)
     value = cache.key if cache.value is None else cache.value
     arrays = query.astype(dtype_of(call)), cache.key, value, batch.block_tables, batch.seq_lens
-    added = () if bias is None else (bias.astype(jnp.float32),)
+    beside = bias, cache.key_scale, scale_of_values(cache)
+    added = (jnp.asarray(array, jnp.float32) for array in beside if array is not None)
     arrays = *arrays, batch.query_start_loc, *added, *given
     outs = [jax.ShapeDtypeStruct(call.out_shape, dtype_of(call))]
     if call.return_lse:
@@ -59,7 +61,8 @@ def _run(call: Call, query, cache, batch, bias, threads):
     kernel = jax.ffi.ffi_call(
         ATTENTION, outs, input_output_aliases=aliases, vmap_method="sequential"
     )
-    results = kernel(*arrays, floats=numbers(call), integers=options(call, threads))
+    integers = options(call, threads, (array is not None for array in beside))
+    results = kernel(*arrays, floats=numbers(call), integers=integers)
     out, *lse = varying(tuple(results), axes_of(arrays))
     return out.astype(query.dtype), lse[0] if lse else None
 
@@ -69,9 +72,8 @@ def _of_long_ones(call, query, cache, batch, bias):
     if call.longest_query <= LONGEST:
         return ()
     backend = partner(call, Framework.JAX)
-    batch = long_ones(batch)
-    options = {} if bias is None else {"bias": bias}
-    out, lse = backend.run(call, query, cache, backend.plan(call, batch), **options)
+    plan, beside = backend.plan(call, long_ones(batch)), {"bias": bias}
+    out, lse = attend(backend, call, query, cache, plan, None, beside)
     out = out.astype(dtype_of(call))
     return (out, lse) if call.return_lse else (out,)
 

@@ -32,7 +32,7 @@ ARGUMENTS = ffi.Frame.arguments.offset + ffi.Buffers.items.offset
 RESULTS = ffi.Frame.results.offset + ffi.Buffers.items.offset
 NUM_RESULTS = ffi.Frame.results.offset + ffi.Buffers.size.offset
 ATTRIBUTES = ffi.Frame.attributes.offset + ffi.Attributes.items.offset
-DATA, DIMS = ffi.Buffer.data.offset, ffi.Buffer.dims.offset
+DATA, RANK, DIMS = (field.offset for field in (ffi.Buffer.data, ffi.Buffer.rank, ffi.Buffer.dims))
 ARRAY_DATA, ARRAY_SIZE = ffi.Array.data.offset, ffi.Array.size.offset
 SCHEDULE_BYTES, DESTROY_BYTES = sizeof(ffi.Schedule), sizeof(ffi.ErrorDestroy)
 SCHEDULE, ERROR_DESTROY = ffi.Api.schedule.offset, ffi.Api.error_destroy.offset
@@ -94,10 +94,25 @@ def describe(frame, job):
     job.longest, job.threads = get_int64(options, 2), get_int64(options, 3)
     job.itemsize, job.cache_itemsize = get_int64(options, 4), get_int64(options, 5)
     set_dense_strides(job, get_int64(at(value, DIMS), 3))
-    job.bias = 0
-    if get_int64(options, 7) != 0:
-        set_bias(job, item(frame, ARGUMENTS, 6))
+    set_arrays_beside(job, frame, options + 56)
     return get_int64(tasks(), get_int64(options, 6))
+
+
+@fast
+def set_arrays_beside(job, frame, brings):
+    """The arrays that not all calls bring; they follow the others."""
+    job.bias, job.key_scale, job.value_scale = 0, 0, 0
+    index = 6
+    if get_int64(brings, 0) != 0:
+        set_bias(job, item(frame, ARGUMENTS, index))
+        index += 1
+    if get_int64(brings, 1) != 0:
+        scale = item(frame, ARGUMENTS, index)
+        job.key_scale, job.key_scale_head = at(scale, DATA), 4 * min(1, at(scale, RANK))
+        index += 1
+    if get_int64(brings, 2) != 0:
+        scale = item(frame, ARGUMENTS, index)
+        job.value_scale, job.value_scale_head = at(scale, DATA), 4 * min(1, at(scale, RANK))
 
 
 @fast

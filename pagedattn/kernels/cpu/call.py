@@ -1,11 +1,12 @@
 """What the kernel can do, and a call's options as it takes them."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
 
-from ...backend import Backend
+from ...backend import SCALES, Backend
 from ...batch import Sequences
 from ...call import ITEM_BYTES, Call
 from ...ragged import namespace
@@ -16,7 +17,7 @@ from .kinds import UNITS
 
 HONOURS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
-    | {"cache_dtype", "value_dim", "bias", "return_lse"}
+    | {"cache_dtype", "value_dim", "bias", "return_lse", SCALES}
 )
 DTYPES = "bfloat16", "float16", "float32"
 LONGEST = 32  # the most queries of a sequence that the kernel computes; others are `long_ones`
@@ -56,12 +57,14 @@ def numbers(call: Call) -> np.ndarray:
     return np.asarray([*facts, *slopes], np.float32)
 
 
-def options(call: Call, threads: int) -> np.ndarray:
-    """The integers of a call, in the order in which `describe` of the numba backend reads them."""
+def options(call: Call, threads: int, brings: Iterable[bool]) -> np.ndarray:
+    """The integers of a call, in the order in which `describe` of the numba backend reads them.
+
+    `brings` says which arrays it brings, of a bias and the scales of keys and of values.
+    """
     window = NO_WINDOW if call.window is None else call.window
     facts = call.spec.causal, window, LONGEST, threads, *itemsizes(call)
-    facts = *facts, CODES[dtypes_of(call)], call.bias is not None
-    return np.asarray(facts, np.int64)
+    return np.asarray([*facts, CODES[dtypes_of(call)], *brings], np.int64)
 
 
 def num_threads() -> int:

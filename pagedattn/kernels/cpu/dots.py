@@ -79,9 +79,7 @@ def _dots(rows):
                             total = products.add(builder, builder.load(totals[r, k]), row, key)
                             builder.store(total, totals[r, k])
 
-            row_bytes = builder.mul(dim, word(size_of(products.kind)))
-            for row in later:
-                fetch_row(builder, row, row_bytes)
+            fetch_rows(builder, later, builder.mul(dim, word(size_of(products.kind))))
             each(builder, products.kind, dim, products.counts, add)
             found = [builder.load(totals[at_]) for at_ in tile]
             _store_tile(builder, found, rows, scale, logits, width)
@@ -93,9 +91,14 @@ def _dots(rows):
     return dots
 
 
-def fetch_row(builder, row, row_bytes):
+def fetch_rows(builder, rows, row_bytes):
     """By itself: among the products its addresses would push theirs out of the registers."""
-    along(builder, LINE, word(0), row_bytes, lambda index: fetch(builder, row, index, 1))
+
+    def fetch_line(index):
+        for row in rows:
+            fetch(builder, row, index, 1)
+
+    along(builder, LINE, word(0), row_bytes, fetch_line)
 
 
 def _store_tile(builder, found, rows, scale, logits, width):

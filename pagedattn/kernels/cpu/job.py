@@ -10,6 +10,7 @@ from .compiling import intrinsic
 ADDRESSES = (
     *("query", "key", "value", "tables", "seq_lens", "starts", "slopes"),
     "bias",  # float32; 0 if there is none
+    *("key_scale", "value_scale"),  # float32 of the KV heads, or one number; 0 if there is none
     *("out", "lse"),
 )
 SIZES = (
@@ -22,6 +23,7 @@ SIZES = (
 STRIDES = (  # in bytes
     *("query_token", "query_head", "key_block", "key_slot", "key_head"),
     *("value_block", "value_slot", "value_head", "table_row", "bias_token", "bias_head"),
+    *("key_scale_head", "value_scale_head"),
 )
 OPTIONS = (
     "causal",

@@ -11,9 +11,9 @@ from .dots import dots_1, dots_2, dots_4, set_query
 from .lanes import KEYS
 from .memory import get_float32, get_int32, get_int64, memcpy, memset, put_float32, put_int64
 from .mix import mix_1, mix_2, mix_4, set_weights
-from .weights import CHUNK, NONE, mask_and_soften
+from .weights import CHUNK, NONE, ONE, mask_and_soften
 
-LEAD_BYTES = 1 << 13  # of keys, all heads together: how far ahead they are fetched
+GROUP = 4 * KEYS  # keys whose logits are computed head by head; those of the next are fetched
 
 
 @fast
@@ -22,13 +22,22 @@ def set_offsets(job, table, first, count, keys, values):
 
     From there to the end of the chunk they repeat the last one: tiles read nothing else.
     """
+    column = first // job.block_size
+    slot = first - column * job.block_size
+    block = block_at(job, table, column)
     for k in range(CHUNK):
-        position = first + min(k, count - 1)
-        column = position // job.block_size
-        slot = position - column * job.block_size
-        block = min(max(np.int64(get_int32(table, column)), 0), job.num_blocks - 1)
         put_int64(keys, k, block * job.key_block + slot * job.key_slot)
         put_int64(values, k, block * job.value_block + slot * job.value_slot)
+        if k + 1 < count:
+            slot += 1
+            if slot == job.block_size:
+                slot, column = np.int64(0), column + 1
+                block = block_at(job, table, column)
+
+
+@fast
+def block_at(job, table, column):
+    return min(max(np.int64(get_int32(table, column)), 0), job.num_blocks - 1)
 
 
 @fast
@@ -56,17 +65,23 @@ def load_queries(job, kinds, piece, queries):
 
 
 @within
-def set_logits(job, kinds, queries, rows, plane, offsets, ahead, logits):
-    """Logits `[rows, KEYS]` of some keys, CHUNK apart."""
-    step, dim, scale, r = job.row_bytes, job.head_dim, job.scale, 0
+def set_logits(job, kinds, queries, rows, plane, offsets, count, scale, logits):
+    """Logits `[rows, count]` of some keys, CHUNK apart."""
+    step, dim, r = job.row_bytes, job.head_dim, 0
     while r + 4 <= rows:
-        dots_4(queries, step, plane, offsets, ahead, dim, scale, logits, CHUNK, kinds)
+        for k in range(0, count, KEYS):
+            at, ahead, out = offsets + 8 * k, offsets + 8 * (k + GROUP), logits + 4 * k
+            dots_4(queries, step, plane, at, ahead, dim, scale, out, CHUNK, kinds)
         r, queries, logits = r + 4, queries + 4 * step, logits + 16 * CHUNK
     if r + 2 <= rows:
-        dots_2(queries, step, plane, offsets, ahead, dim, scale, logits, CHUNK, kinds)
+        for k in range(0, count, KEYS):
+            at, ahead, out = offsets + 8 * k, offsets + 8 * (k + GROUP), logits + 4 * k
+            dots_2(queries, step, plane, at, ahead, dim, scale, out, CHUNK, kinds)
         r, queries, logits = r + 2, queries + 2 * step, logits + 8 * CHUNK
     if r < rows:
-        dots_1(queries, step, plane, offsets, ahead, dim, scale, logits, CHUNK, kinds)
+        for k in range(0, count, KEYS):
+            at, ahead, out = offsets + 8 * k, offsets + 8 * (k + GROUP), logits + 4 * k
+            dots_1(queries, step, plane, at, ahead, dim, scale, out, CHUNK, kinds)
 
 
 @within
@@ -86,10 +101,9 @@ def add_values(job, kinds, sums, rows, plane, offsets, later, ahead, count, weig
 
 
 @fast
-def lead_of(job):
-    """How many keys ahead they are fetched, by about LEAD_BYTES of all heads."""
-    slot = job.num_kv_heads * job.head_dim * job.cache_itemsize
-    return min(CHUNK, KEYS * (1 + LEAD_BYTES // (slot * KEYS)))
+def factor(scales, step, kv_head):
+    """The scale that a KV head's keys or values are held without."""
+    return get_float32(scales + kv_head * step, 0) if scales != 0 else ONE
 
 
 @within
@@ -108,7 +122,7 @@ def attend(job, kinds, piece, queries, sums, highest, total, room):
     logits = zeros + job.row_bytes
     kept = logits + heads * head_bytes
     memset(zeros, 0, job.row_bytes)
-    table, lead = job.tables + piece.seq * job.table_row, 8 * lead_of(job)
+    table = job.tables + piece.seq * job.table_row
     count = min(CHUNK, piece.last - piece.first)
     set_offsets(job, table, piece.first, count, keys + 8 * CHUNK, values + 8 * CHUNK)
     for first in range(piece.first, piece.last, CHUNK):
@@ -119,12 +133,13 @@ def attend(job, kinds, piece, queries, sums, highest, total, room):
         if following > 0:
             after = first + CHUNK
             set_offsets(job, table, after, following, keys + 8 * CHUNK, values + 8 * CHUNK)
-        for k in range(0, count, KEYS):
-            at, ahead = keys + 8 * k, keys + 8 * k + lead
+        for k in range(0, count, GROUP):
+            at, many = keys + 8 * k, min(GROUP, count - k)
             for head in range(heads):
                 row, out = queries + head * rows * job.row_bytes, logits + head * head_bytes + 4 * k
                 plane = job.key + head * job.key_head
-                set_logits(job, kinds, row, rows, plane, at, ahead, out)
+                scale = job.scale * factor(job.key_scale, job.key_scale_head, head)
+                set_logits(job, kinds, row, rows, plane, at, many, scale, out)
         for head in range(heads):
             own, tops = logits + head * head_bytes, highest + 4 * head * rows
             totals, out = total + 4 * head * rows, sums + head * rows * job.row_bytes

@@ -8,7 +8,7 @@ from .lanes import LINE
 from .memory import add_at, free, get_float32, give_way, malloc, put_float32
 from .numbers import aligned, exp, log
 from .rows import narrow_row
-from .walk import attend, load_queries, room_bytes
+from .walk import attend, factor, load_queries, room_bytes
 from .weights import NONE, ZERO
 
 PIECE_BYTES = PIECE.itemsize
@@ -90,15 +90,17 @@ def finish(job, kinds, piece, rows, states):
     """Joins the states of a sequence's pieces, in their order, and writes its rows."""
     row, group = 0, job.group
     for kv_head in range(job.num_kv_heads):
+        unit = job.unit * factor(job.value_scale, job.value_scale_head, kv_head)
         for i in range(piece.num_queries):
             for head in range(kv_head * group, (kv_head + 1) * group):
                 index = (piece.token + i) * job.num_kv_heads * group + head
-                write_row(job, kinds, piece.parts, rows, row, states, index)
+                write_row(job, kinds, piece.parts, rows, row, states, index, unit)
                 row += 1
 
 
 @fast
-def write_row(job, kinds, parts, rows, row, states, index):
+def write_row(job, kinds, parts, rows, row, states, index, unit):
+    """The row `index` of out and lse; `unit` is a factor on its values."""
     width = job.row_bytes // 4
     tops, totals = rows * width + row, rows * (width + 1) + row
     top, total = NONE, ZERO
@@ -114,7 +116,7 @@ def write_row(job, kinds, parts, rows, row, states, index):
         join_sums(job, parts, row, states, tops, shift)
     over = ZERO if total == ZERO else np.float32(1) / total
     out = job.out + index * job.value_dim * job.itemsize
-    narrow_row(states + row * job.row_bytes, over * job.unit, out, job.value_dim, kinds)
+    narrow_row(states + row * job.row_bytes, over * unit, out, job.value_dim, kinds)
     if job.lse != 0:
         put_float32(job.lse, index, NONE if total == ZERO else shift + log(total))
 

@@ -2,9 +2,11 @@
 
 import torch
 
-from pagedattn.checks import is_count, known, require, shown
+from pagedattn.checks import flag, is_count, known, require, shown
 
-from .lengths import agreed, both_forms, bound, span_lengths, start_locs
+from ...arrays import tensor
+from .. import biases
+from .lengths import agreed, both_forms, bound, in_order, span_lengths, start_locs
 
 COUNTS = ("num_prefills", "num_prefill_tokens", "num_decode_tokens")
 BOUNDS = (
@@ -19,6 +21,8 @@ BOUNDS = (
 
 def check_counts(meta) -> dict:
     """Counts and bounds as Python integers."""
+    flag("use_cuda_graph", meta.use_cuda_graph)
+    biases.check_lists(meta)
     given = {name: getattr(meta, name) for name in COUNTS + BOUNDS}
     for name, count in given.items():
         require(
@@ -40,7 +44,8 @@ def decoder_side(meta) -> dict:
         _query_starts(meta, seq_lens) if starts is None else _padded_starts(meta, len(seq_lens))
     )
     _check_tokens(meta, starts, len(seq_lens))
-    context_lens = seq_lens - starts.diff().to(seq_lens)
+    new_lens = tensor("query_start_loc", starts.diff(), seq_lens.device)
+    context_lens = seq_lens - new_lens.to(seq_lens.dtype)
     return {
         "seq_lens": listed,
         "seq_lens_tensor": seq_lens,
@@ -67,6 +72,7 @@ def encoder_side(meta) -> dict:
     new = meta.encoder_query_start_loc
     if new is None:
         new = starts if count is None else starts.clamp(max=count)
+    new = in_order(new)
     _check_encoder_tokens(listed, span_lengths(new))
     return {
         "encoder_seq_lens": listed,
@@ -105,8 +111,11 @@ def _query_starts(meta, seq_lens):
 
 
 def _padded_starts(meta, num_seqs):
-    """The given starts, with those that are missing for a captured graph's padding sequences."""
-    starts = meta.query_start_loc
+    """The given starts, with those that are missing for a captured graph's padding sequences.
+
+    Zeros behind the last sequence are padding, too.
+    """
+    starts = in_order(meta.query_start_loc)
     missing = num_seqs + 1 - len(starts)
     if not meta.use_cuda_graph or missing <= 0 or not len(starts):
         return starts
@@ -163,7 +172,8 @@ def _check_tokens(meta, starts, num_seqs):
 def _check_encoder_tokens(lens, new_lens):
     if lens is not None and new_lens is not None:
         require(
-            all(new in (0, length) for new, length in zip(new_lens, lens, strict=True)),
+            len(new_lens) == len(lens)
+            and all(new in (0, length) for new, length in zip(new_lens, lens, strict=True)),
             f"an encoder sequence comes whole or not at all: of lengths {lens}, this step's "
             f"encoder tokens make {new_lens}",
         )

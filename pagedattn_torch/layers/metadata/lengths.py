@@ -12,6 +12,8 @@ from torch import Tensor
 from pagedattn import InvalidInputError, validate_batch
 from pagedattn.checks import int_array, known, require
 
+from ...arrays import rising
+
 
 def start_locs(lengths: Tensor) -> Tensor:
     """Where each span starts and the last one ends: int32 `[n + 1]`.
@@ -20,6 +22,19 @@ def start_locs(lengths: Tensor) -> Tensor:
     tensor([0, 3, 4], dtype=torch.int32)
     """
     return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def in_order(starts: Tensor) -> Tensor:
+    """Starts of which zeros behind the last sequence become its end.
+
+    The same tensor where there are none, and where values are not read: graphs hold on to it.
+
+    >>> in_order(torch.tensor([0, 3, 4, 0]))
+    tensor([0, 3, 4, 4])
+    """
+    values = known(starts)
+    falls = values is not None and values.ndim == 1 and (values[1:] < values[:-1]).any()
+    return rising(starts) if falls else starts
 
 
 def both_forms(name: str, listed: Sequence[int] | None, tensor: Tensor | None, device):
