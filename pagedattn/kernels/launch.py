@@ -99,7 +99,8 @@ def attention_launch(call: Call, tiles: Tiling, table_stride: int) -> Launch:
         "TILES_A_SEQ": tiles.tiles_a_seq,
         "SPLIT": tiles.splits > 1,
         "MIN_STEPS": tiles.min_steps,
-        # A warp has 16 rows; only Hopper's products, which begin at 64, are parted so.
+        # More warps than the rows need, at 16 rows a warp: they share the keys of a step. Only for
+        # Hopper's matrix products, which take 64 rows at least.
         "APART": 64 <= rows < 16 * num_warps,
         # A second loop, without masks, pays where arithmetic takes the time.
         "UNMASKED": call.window is None and (pairs or not is_short(call)),

@@ -19,11 +19,13 @@ from pagedattn import (
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
 
 SHARED = 3  # blocks of 4
+# Nearly all have these shapes, and so one program.
+SIZES = {"num_blocks": 64, "pad_tokens": 13, "max_query_len": 8}
+NUM_SEQS, MAX_BLOCKS = 4, 10
 BATCHES = {
     "decode": ([1, 1, 1, 1], [13, 17, 30, 24]),
     "decode at the prefix's end": ([1, 1], [13, 13]),
     "chunks": ([4, 1, 0, 6], [16, 13, 3, 40]),
-    "one sequence": ([3], [20]),
     "one sequence has less": ([1, 1], [9, 30]),
     "no context": ([5, 1], [5, 14]),
     "nobody brings tokens": ([0, 0], [13, 14]),
@@ -46,34 +48,44 @@ def backend(backend):
     return backend
 
 
-def shared(query_lens, seq_lens, shared_blocks=SHARED, **options):
+def shared(query_lens, seq_lens, shared_blocks=SHARED, num_seqs=NUM_SEQS, **options):
     """A problem whose sequences begin with the same blocks; what none of them sees is NaN."""
     spec = options.pop("spec", AttentionSpec())
     sinks = np.float32([0.5, -1, 2, -np.inf]) if options.pop("sinks", False) else None
-    options = {"num_blocks": 64, "pad_tokens": sum(query_lens) + 2} | options
-    problem = random_problem(query_lens, seq_lens, spec, poison=None, max_query_len=8, **options)
+    padding = [0] * (num_seqs - len(seq_lens))
+    lens = [*query_lens, *padding], [*seq_lens, *padding]
+    problem = random_problem(*lens, spec, poison=None, **SIZES | options)
     problem = problem.replace(sinks=sinks)
     prefix = max(problem.block_tables, key=len)[:shared_blocks]
     tables = [[*prefix[: len(row)], *row[shared_blocks:]] for row in problem.block_tables]
+    tables = [[*row, *[-1] * (MAX_BLOCKS - len(row))] for row in tables]
     return problem.replace(block_tables=tables).poisoned()
 
 
+def cascade(query, cache, batch, sinks, *, spec, backend):
+    parts = split_prefix(batch)
+    return cascade_attention(query, cache, *parts, spec, backend=backend, sinks=sinks)
+
+
+cascade_in_jit = jax.jit(cascade, static_argnames=("spec", "backend"))
+
+
 def attend(problem, backend, mode):
-    batch = batch_of(problem)
-
-    def call(query, cache, batch, sinks):
-        parts = split_prefix(batch)
-        return cascade_attention(query, cache, *parts, problem.spec, backend=backend, sinks=sinks)
-
-    call = jax.jit(call) if mode == "jit" else call
+    call = cascade_in_jit if mode == "jit" else cascade
     sinks = None if problem.sinks is None else jnp.asarray(problem.sinks)
-    return call(jnp.asarray(problem.query), cache_of(problem), batch, sinks)
+    arrays = jnp.asarray(problem.query), cache_of(problem), batch_of(problem), sinks
+    return call(*arrays, spec=problem.spec, backend=backend)
 
 
 @pytest.mark.parametrize(("name", "mode"), [*((n, "jit") for n in BATCHES), ("chunks", "eager")])
 def test_batches(backend, mode, name):
     problem = shared(*BATCHES[name])
     assert_attention_close(*attend(problem, backend, mode), problem, name=backend)
+
+
+def test_one_sequence(backend):
+    problem = shared([3], [20], num_seqs=1)
+    assert_attention_close(*attend(problem, backend, "jit"), problem, name=backend)
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -77,11 +77,10 @@ def rows_of(spans, count):
 def by_stand_in(request, monkeypatch):
     """`cudnn.run` without cuDNN: undefined rows and 0 * NaN come out as NaN."""
     with_stand_ins(monkeypatch, request.param)
-    run = jax.jit(cudnn.run.__wrapped__, static_argnames="call")
 
     def attend(problem, return_lse=True):
         arrays = arrays_of(problem)
-        return run(call_of(*arrays, problem.spec, return_lse), *arrays)
+        return jitted_run(request.param)(call_of(*arrays, problem.spec, return_lse), *arrays)
 
     return attend
 
@@ -141,6 +140,8 @@ def test_any_batch(data, layout):
 
 @functools.cache
 def jitted_run(layout):
+    """One function for all tests: they share programs."""
+
     def run(*args):
         return cudnn.run.__wrapped__(*args)
 

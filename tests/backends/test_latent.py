@@ -12,7 +12,7 @@ from cases import SPECS, mixed, run
 from hypothesis import given
 from hypothesis import strategies as st
 from pagedattn_interop import to_torch
-from tensors import tensors
+from tensors import by_torch
 
 import pagedattn_torch
 from pagedattn import (
@@ -41,17 +41,6 @@ WAYS += [(name, "torch") for name in WITH_TORCH]
 def backend(request):
     """Those that have such values."""
     return request.param
-
-
-def by_torch(problem, backend):
-    """out and lse by the same backend on tensors; torch has no xla."""
-    tree = (jnp.asarray(problem.query), cache_of(problem), problem.arrays)
-    query, cache, arrays = tensors(jax.tree.map(jnp.asarray, tree))
-    arrays |= {"backend": backend, "return_lse": True}
-    results = pagedattn_torch.paged_attention(
-        query, cache, batch_of(problem), problem.spec, **arrays
-    )
-    return [x.float().cpu().numpy() for x in results]
 
 
 def split(problem):

@@ -97,14 +97,20 @@ def test_bad_lengths_stay_inside_the_arrays(starts):
     assert (parts[parts[:, 3] > 0, 2:].sum(axis=1) <= 33).all()
 
 
-def refusals(num_heads=128, head_dim=576, value_dim=512, block_size=16, dtype=jnp.bfloat16, **spec):
+def call_with(
+    num_heads=128, head_dim=576, value_dim=512, block_size=16, dtype=jnp.bfloat16, **spec
+):
     sizes = {"head_dim": head_dim, "value_dim": value_dim, "dtype": dtype}
     cache = init_latent_cache(4, block_size, **sizes)
     query, batch = (
         jnp.zeros((1, num_heads, head_dim), dtype),
         make_batch([1], [0], [[1]], block_size=block_size),
     )
-    return launch._unsupported(call_of(query, cache, batch, AttentionSpec(**spec)))
+    return call_of(query, cache, batch, AttentionSpec(**spec))
+
+
+def refusals(**sizes):
+    return launch._unsupported(call_with(**sizes))
 
 
 @pytest.mark.parametrize(
@@ -122,6 +128,23 @@ def refusals(num_heads=128, head_dim=576, value_dim=512, block_size=16, dtype=jn
 def test_refusals(bad, named):
     assert refusals() == []
     (reason,) = refusals(**bad)
+    assert named in reason
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ({"num_tokens": 32}, "little work"),
+        ({"num_tokens": 512, "max_blocks": 32}, "short sequences"),
+        ({"num_tokens": 512, "num_heads": 64}, "128 heads"),
+        ({"max_query_len": 2}, "several queries"),
+        ({"block_size": 8, "max_blocks": 256}, "blocks of 8"),
+    ],
+)
+def test_what_it_is_not_fit_for(other, named):
+    call = dataclasses.replace(call_with(), num_tokens=64, num_seqs=64, max_blocks=128)
+    assert launch.unfit(call) == []
+    (reason,) = launch.unfit(dataclasses.replace(call, **other))
     assert named in reason
 
 
@@ -185,16 +208,22 @@ def test_sizes(sizes):
 
 
 @hopper
-def test_one_long_sequence():
-    check(problem_of([1], [40000]))
+@pytest.mark.parametrize("scale", [0.5, 0.003])
+def test_tops_that_change_at_many_steps_or_at_few(scale):
+    check(problem_of([1, 1], [1500, 200], AttentionSpec(scale=scale)))
 
 
 @hopper
-def test_it_must_be_named():
-    problem = problem_of([1] * 32, [4096, 70, 0, 300] * 8)
+def test_one_long_sequence():
+    check(problem_of([1], [12000]))
+
+
+@hopper
+def test_it_is_chosen():
+    problem = problem_of([1] * 32, [4096, *[70, 0, 30] * 10, 300])
     arrays = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
-    assert explain(*arrays, problem.spec).choice == "triton"
-    got = paged_attention(*arrays, problem.spec, backend="mosaic", return_lse=True)
+    assert explain(*arrays, problem.spec).choice == "mosaic"
+    got = paged_attention(*arrays, problem.spec, return_lse=True)
     assert_attention_close(*got, problem, name="mosaic")
 
 

@@ -76,6 +76,25 @@ def test_gradients_of_queries(backend):
     np.testing.assert_allclose(gradient(query, cache), want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_scales_are_given_to_a_backend_that_names_them_and_to_no_other(named):
+    """Else they are done around it: what it is given is multiplied, and what it gives."""
+    given = []
+
+    def own(call, query, cache, batch):
+        given.append((query, cache.key_scale, cache.value_scale))
+        return jnp.ones(call.out_shape), None
+
+    problem = mixed(cache_dtype="int8").replace(key_scale=np.float32(2), value_scale=np.float32(3))
+    backend = Backend("own", xla.HONOURS | ({"scales"} if named else set()), own)
+    query = jnp.asarray(problem.query)
+    out = paged_attention(query, cache_of(problem), batch_of(problem), backend=backend)
+    ((got, *scales),) = given
+    assert scales == ([2, 3] if named else [None, None])
+    np.testing.assert_array_equal(got, query if named else 2 * query)
+    np.testing.assert_array_equal(out, 1 if named else 3)
+
+
 def test_a_backend_that_cannot_widen_its_loads_refuses_by_name():
     poor = Backend("poor", xla.HONOURS - {"cache_dtype"}, xla.run)
     problem = mixed(cache_dtype="float8_e5m2")

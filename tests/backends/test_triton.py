@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from pagedattn import AttentionSpec
-from pagedattn.call import Call, Strides
+from pagedattn.call import Call
 from pagedattn.kernels.launch import attention_launch, merge_launch, refusals
 from pagedattn.kernels.tiling import MAX_SPLITS, device_of, tiling
 from pagedattn.kernels.widths import power_of_two, widths_of
+from pagedattn.layer import Strides
 
 H200 = device_of(132, (9, 0))
 SMALL = device_of(20, (8, 9))

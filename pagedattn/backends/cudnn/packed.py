@@ -18,7 +18,7 @@ from ...state import merge_states
 from .kernel import attention
 from .pages import first_pages
 
-# JAX 0.10 gets the offsets of keys wrong when query heads share them.
+# JAX 0.10 computes wrong offsets into the keys where several query heads share a KV head.
 OLDEST_JAX = (0, 11)
 # The most that lse may take: cuDNN lays out a float for every sequence, head and token.
 STATISTICS_BYTES = 512 << 20

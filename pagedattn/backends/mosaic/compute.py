@@ -12,12 +12,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import scores
+from .partial import join_or_leave
 from .results import store
 from .scores import LAYOUT, Softmax
 from .shape import WARPGROUP, Shape
 from .tiles import has_rows
 
-ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
+ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]  (not private: its documents name it)
 
 
 def compute(shape: Shape, arrays, memory, barriers, work, warpgroup):
@@ -32,7 +33,13 @@ def compute(shape: Shape, arrays, memory, barriers, work, warpgroup):
 
     def results(walk, out, state):
         job, slot = walk.job, walk.query_slot
-        store(shape, arrays, memory, job.tile, job.head, slot, warpgroup, out, state)
+        where = shape, arrays, memory, job.tile, job.head, slot, warpgroup
+        if job.piece is None:
+            store(*where, out, state)
+        else:
+            join_or_leave(
+                shape, arrays, job, warpgroup, out, state, functools.partial(store, *where)
+            )
 
     def release(index):
         """The next queries may be loaded to where results were, once those are on their way."""

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from .compute import compute
+from .cut import Work, cut_tiles
+from .jobs import visit_all, whole_tiles
 from .loads import load
-from .shape import UNIT, UNITS, WARPGROUP, Shape
-from .tiles import KeyBlocks, Tile, cdiv, key_blocks
+from .shape import UNIT, WARPGROUP, Shape
+from .tiles import Table
 
 
 class Arrays(NamedTuple):
@@ -22,11 +24,13 @@ class Arrays(NamedTuple):
     key: Any
     value: Any
     tables: Any
-    tiles: Any
-    count: Any
+    work: Any  # the tiles: a Work or a Table
     slopes: Any
     out: Any
     lse: Any
+    part_out: Any = None  # of the first piece of each part: sums of weighted values,
+    part_state: Any = None  # the largest logits and the sums of weights
+    finished: Any = None  # semaphores: whether the two are there
 
 
 class Memory(NamedTuple):
@@ -58,29 +62,51 @@ class Barriers(NamedTuple):
     turn: Any
 
 
-def attention(shape: Shape, programs: int, query, key, value, tables, tiles, count, slopes):
+def attention(shape: Shape, programs: int, query, key, value, tables, work: Work | Table, slopes):
     """out `[num_tokens, num_heads, head_dim]` and lse `f32[max_tiles, num_kv_heads, 2, 64]`."""
 
-    def body(*refs):
+    def body(query, key, value, tables, *refs):
+        work_refs, (slopes, *results) = refs[: len(work)], refs[len(work) :]
+        arrays = Arrays(query, key, value, tables, type(work)(*work_refs), slopes, *results)
+        arrays = arrays._replace(finished=semaphores(shape))
         scratch = memory_of(shape, query.dtype), barriers_of(shape)
-        run = functools.partial(program, shape, programs, Arrays(*refs))
+        run = functools.partial(program, shape, programs, arrays)
         pl.run_scoped(run, *scratch, collective_axes="wg")
 
-    lse = (shape.max_tiles if shape.with_lse else 1, shape.num_kv_heads, 2, WARPGROUP)
-    return plgpu.kernel(
+    out, lse, *_ = plgpu.kernel(
         body,
-        out_type=(
-            jax.ShapeDtypeStruct(query.shape, query.dtype),
-            jax.ShapeDtypeStruct(lse, jnp.float32),
-        ),
-        grid=(programs,),
+        out_type=results_of(shape, query),
+        grid=(shape.parts * shape.num_kv_heads or programs,),
         grid_names=("program",),
         num_threads=3,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
         ),
-    )(query, key, value, tables, tiles, count, slopes)
+    )(query, key, value, tables, *work, slopes)
+    return out, lse
+
+
+def results_of(shape: Shape, query):
+    """out and lse, and with cut keys room for the partial results that parts leave to others."""
+    lse = (shape.max_tiles if shape.with_lse else 1, shape.num_kv_heads, 2, WARPGROUP)
+    results = [
+        jax.ShapeDtypeStruct(query.shape, query.dtype),
+        jax.ShapeDtypeStruct(lse, jnp.float32),
+    ]
+    if shape.parts:
+        rows = shape.parts, shape.num_kv_heads, shape.halves
+        results.append(jax.ShapeDtypeStruct((*rows, WARPGROUP, shape.head_dim), jnp.float32))
+        results.append(jax.ShapeDtypeStruct((*rows, 2, WARPGROUP), jnp.float32))
+    return tuple(results)
+
+
+def semaphores(shape: Shape):
+    """One for each partial result, 0 when the kernel starts."""
+    if not shape.parts:
+        return None
+    count = shape.parts, shape.num_kv_heads, shape.halves
+    return pl.get_global(plgpu.SemaphoreType.REGULAR(count))
 
 
 def memory_of(shape: Shape, dtype) -> Scratch:
@@ -112,7 +138,7 @@ def barriers_of(shape: Shape) -> Barriers:
     keys = barrier(shape.pages, shape.key_stages), barrier(2, shape.key_stages)
     values = barrier(shape.pages, shape.value_stages), barrier(2, shape.value_stages)
     edge = min(shape.block_size, shape.keys) * shape.head_dim * 2 // shape.swizzle
-    loads = UNITS * shape.head_dim * 2 // shape.swizzle
+    loads = shape.units * shape.head_dim * 2 // shape.swizzle
     queries = barrier(loads, shape.query_slots), barrier(2, shape.query_slots)
     return Barriers(*queries, *keys, *values, barrier(edge, 1), barrier(1, 2))
 
@@ -121,7 +147,11 @@ def program(shape: Shape, programs: int, arrays: Arrays, memory: Any, barriers):
     warpgroup = lax.axis_index("wg")
     memory = Memory._make([*memory.queries, memory.key, *memory.values, memory.lse])
     me = lax.axis_index("program")
-    work = functools.partial(tiles_of_program, shape, programs, me, arrays)
+    if shape.parts:
+        jobs = functools.partial(cut_tiles, shape, me, arrays.work)
+    else:
+        jobs = functools.partial(whole_tiles, shape, programs, me, arrays.work)
+    work = functools.partial(visit_all, jobs)
 
     @pl.when(warpgroup < 2)
     def computing():
@@ -130,53 +160,3 @@ def program(shape: Shape, programs: int, arrays: Arrays, memory: Any, barriers):
     @pl.when(warpgroup == 2)
     def loading():
         load(shape, arrays, memory, barriers, work)
-
-
-class Job(NamedTuple):
-    """A tile of this program: which one it is, and how many steps were before it."""
-
-    index: Any
-    tile: Tile
-    blocks: KeyBlocks
-    head: Any
-    done: Any
-
-
-def tiles_of_program(shape: Shape, programs: int, me, arrays: Arrays, begin, visit):
-    """Visits the tiles of this program: back and forth over all, so that long ones are shared.
-
-    `begin(job)` gives what the first visit starts with, `visit(job, following, has_next, started)`
-    what the next one does.
-    """
-    total = arrays.count[0] * shape.num_kv_heads
-
-    def nth(index):
-        column = jnp.where(lax.rem(index, 2) == 0, me, programs - 1 - me)
-        return index * programs + column
-
-    rounds = cdiv(total, programs)
-    rounds = jnp.where(nth(rounds - 1) < total, rounds, rounds - 1)
-
-    def look_up(index):
-        row = lax.div(nth(index), jnp.int32(shape.num_kv_heads))
-        row = jnp.minimum(row, shape.max_tiles - 1)
-        return Tile(*(arrays.tiles[row, i] for i in range(len(Tile._fields))))
-
-    def job_of(index, tile, done):
-        head = lax.rem(nth(index), jnp.int32(shape.num_kv_heads))
-        return Job(index, tile, key_blocks(shape, tile), head, done)
-
-    def visit_one(index, carry):
-        done, tile, next_tile, started = carry
-        ahead = look_up(index + 2)
-        job = job_of(index, tile, done)
-        following = job_of(index + 1, next_tile, done + job.blocks.count)
-        started = visit(job, following, index + 1 < rounds, started)
-        return following.done, next_tile, ahead, started
-
-    @pl.when(rounds > 0)
-    def there_is_work():
-        first, done = jnp.int32(0), jnp.int32(0)
-        tiles = look_up(first), look_up(first + 1)
-        started = begin(job_of(first, tiles[0], done))
-        lax.fori_loop(0, rounds, visit_one, (done, *tiles, started))

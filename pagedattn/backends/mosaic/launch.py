@@ -7,16 +7,21 @@ import jax
 import jax.numpy as jnp
 
 from ...call import Call
+from ...ragged import cdiv
+from . import cut
 from .kernel import attention
 from .lse import by_token
-from .shape import UNIT, Shape
+from .shape import UNIT, UNITS, Shape
 from .tiles import tiles_of
 
 HONOURS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes", "return_lse"}
 )
 DTYPES = ("bfloat16", "float16")
-SHORTEST = 128  # query tokens of the longest sequence, from which it is ahead
+LONG = 128  # query tokens of the longest sequence, from which it is ahead
+SHORT = 8  # query tokens from which it is ahead in large batches: of so many sequences and keys
+MANY_SEQS = 64
+MANY_KEYS = 64 * 4096
 MEASURED_HEAD_DIM = 128
 
 
@@ -28,12 +33,18 @@ def refusals(call: Call) -> list[str]:
 def unfit(call: Call) -> list[str]:
     """Why another backend is likely faster: the rule of `backend=None`, measured on an H200."""
     reasons = []
-    if call.longest_query < SHORTEST:
-        reasons.append(f"short queries: max_query_len is {call.longest_query}, below {SHORTEST}")
+    if call.longest_query < LONG and not _is_large(call):
+        reasons.append(f"short queries: max_query_len is {call.longest_query}, below {LONG}")
     if call.head_dim != MEASURED_HEAD_DIM:
         reasons.append(f"measured ahead with head_dim {MEASURED_HEAD_DIM}, got {call.head_dim}")
     options = [option for option in call.asked if option not in ("scale", "return_lse")]
     return reasons + [f"not measured ahead with {option}" for option in options]
+
+
+def _is_large(call) -> bool:
+    """Whether there are so many keys that it is ahead from eight queries a sequence on."""
+    many = call.num_seqs >= MANY_SEQS and call.num_seqs * call.capacity >= MANY_KEYS
+    return many and call.longest_query >= SHORT
 
 
 def _unsupported_sizes(call) -> list[str]:
@@ -70,20 +81,28 @@ def run(call: Call, query, cache, batch):
 @functools.partial(jax.jit, static_argnames=("call", "programs"))
 def attend(call: Call, query, cache, batch, programs):
     """`run` for a GPU of so many multiprocessors, wherever this is traced."""
-    shape = shape_of(call)
+    shape = shape_of(call, programs)
     query = jnp.pad(query, ((0, shape.num_tokens - call.num_tokens), (0, 0), (0, 0)))
     lengths = batch.query_start_loc, batch.seq_lens
-    tiles, count = tiles_of(shape, *lengths)
+    work = cut.work_of(shape, *lengths) if shape.parts else tiles_of(shape, *lengths)
     slopes = jnp.asarray(call.spec.alibi_slopes or (0.0,), jnp.float32)
     arrays = query, cache.key, cache.value, batch.block_tables
-    out, lse = attention(shape, programs, *arrays, tiles, count, slopes)
+    out, lse = attention(shape, programs, *arrays, work, slopes)
     tokens = slice(call.num_tokens)
     return out[tokens], by_token(shape, *lengths, lse)[tokens] if call.return_lse else None
 
 
-def shape_of(call: Call) -> Shape:
-    """The call's sizes; its queries are padded to one unit at least, and its window may be off."""
+def shape_of(call: Call, programs: int) -> Shape:
+    """The call's sizes; its queries are padded to one unit at least, and its window may be off.
+
+    Keys are cut where the queries of every sequence fit into one tile.
+    """
     sizes = call.num_heads, call.num_kv_heads, call.head_dim, call.num_blocks, call.block_size
     spec = dataclasses.replace(call.spec, sliding_window=call.window)
     num_tokens = max(UNIT, call.num_tokens)
-    return Shape(num_tokens, *sizes, call.num_seqs, call.max_blocks, spec, call.return_lse)
+    shape = Shape(num_tokens, *sizes, call.num_seqs, call.max_blocks, spec, call.return_lse)
+    units = cdiv(call.longest_query, UNIT) * call.group
+    if units > UNITS:
+        return shape
+    parts = max(1, programs // call.num_kv_heads)
+    return dataclasses.replace(shape, units=units, parts=parts)

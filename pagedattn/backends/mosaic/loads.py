@@ -11,7 +11,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from .shape import UNIT, UNITS, WARPGROUP, Shape, piece
+from ...ragged import cdiv
+from .shape import UNIT, WARPGROUP, Shape, piece
 from .tiles import first_key, num_units, token_of
 
 WARPS = 4
@@ -40,8 +41,9 @@ def _load_queries(shape, arrays, memory, barriers, job, warp):
         plgpu.barrier_wait(barriers.query_free.at[slot])
 
     last = num_units(shape, tile.query_len) - 1
-    for i in range(UNITS // WARPS):
-        place = warp * (UNITS // WARPS) + i
+    mine = cdiv(shape.units, WARPS)
+
+    def load_unit(place):
         unit = jnp.minimum(tile.first_unit + place, last)
         token = tile.begin + token_of(tile.query_len, lax.div(unit, jnp.int32(shape.group)))
         member = head * shape.group + lax.rem(unit, jnp.int32(shape.group))
@@ -50,6 +52,13 @@ def _load_queries(shape, arrays, memory, barriers, job, warp):
             rows = arrays.query.at[pl.ds(token, UNIT), member, piece(shape, j)]
             room = memory.units.at[slot, half, row, j]
             plgpu.copy_gmem_to_smem(rows, room, barriers.query_full.at[slot])
+
+    for i in range(mine):
+        place = warp * mine + i
+        if shape.units % WARPS:
+            pl.when(place < shape.units)(functools.partial(load_unit, place))
+        else:
+            load_unit(place)
 
 
 class Loads:
@@ -60,7 +69,7 @@ class Loads:
         self.warp, self.tile, self.blocks = warp, job.tile, job.blocks
         self.head, self.done = job.head, job.done
         self.rows = min(shape.block_size, shape.keys)
-        self.mine = -(-shape.pages // WARPS)
+        self.mine = cdiv(shape.pages, WARPS)
 
     def all(self):
         """Keys are a step ahead of values, as their use is."""

@@ -3,14 +3,13 @@
 import dataclasses
 import math
 
+from ...ragged import cdiv
 from ...spec import AttentionSpec
 
-UNIT = (
-    8  # query tokens of one head that are loaded and stored at once: rows of a shared-memory tile
-)
+UNIT = 8  # query tokens of a head that are loaded and stored at once: rows of a shared-memory tile
 WARPGROUP = 64  # rows that one warpgroup multiplies
 ROWS = 2 * WARPGROUP
-UNITS = ROWS // UNIT  # units in a tile of queries
+UNITS = ROWS // UNIT  # units in a tile of queries, at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +26,8 @@ class Shape:
     max_blocks: int
     spec: AttentionSpec
     with_lse: bool
+    units: int = UNITS  # of a tile
+    parts: int = 0  # into so many the keys of all sequences are cut; 0: tiles are whole
 
     @property
     def group(self) -> int:
@@ -65,9 +66,17 @@ class Shape:
     @property
     def max_tiles(self) -> int:
         """No batch of these sizes has more tiles a key head, padding included."""
+        if self.parts:
+            padding = cdiv(self.num_tokens, UNIT) * self.group
+            return self.num_seqs + cdiv(padding, self.units)
         sequences = min(self.num_seqs + 1, self.num_tokens)
         whole = self.num_tokens * self.group // ROWS
-        return max(1, whole + sequences * (1 + -(-(UNIT - 1) * self.group // ROWS)))
+        return max(1, whole + sequences * (1 + cdiv((UNIT - 1) * self.group, ROWS)))
+
+    @property
+    def halves(self) -> int:
+        """Warpgroups that have rows of a tile."""
+        return cdiv(self.units * UNIT, WARPGROUP)
 
 
 def piece(shape: Shape, index: int) -> slice:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from .shape import UNIT, UNITS, WARPGROUP, Shape
+from .shape import UNIT, WARPGROUP, Shape
 
 
 class Tile(NamedTuple):
@@ -28,29 +28,36 @@ class Tile(NamedTuple):
     slot: Any  # its number before the longest were put first
 
 
+class Table(NamedTuple):
+    """All tiles as `int32` arrays in the device's memory."""
+
+    tiles: Any  # [max_tiles, 6], those of most keys first
+    count: Any  # [1]: how many there are
+
+
 def cdiv(a, b: int):
     return lax.div(a + (b - 1), jnp.int32(b))
 
 
-def tiles_of(shape: Shape, query_start_loc, seq_lens) -> tuple[Any, Any]:
-    """Tiles `int32[max_tiles, 6]`, those of most keys first, and how many there are, `int32[1]`."""
+def tiles_of(shape: Shape, query_start_loc, seq_lens) -> Table:
+    """The tiles of all sequences and of the padding."""
     begins, query_lens, key_lens = sequences(shape, query_start_loc, seq_lens)
     counts = counts_of(shape, query_lens)
     ends = jnp.cumsum(counts)
     slots = jnp.arange(shape.max_tiles, dtype=jnp.int32)
     owner = jnp.sum(slots[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
     seq = jnp.minimum(owner, len(counts) - 1)
-    first_unit = (slots - (ends - counts)[seq]) * UNITS
+    first_unit = (slots - (ends - counts)[seq]) * shape.units
     tiles = Tile(seq, begins[seq], query_lens[seq], key_lens[seq], first_unit, slots)
     steps = jnp.where(slots < ends[-1], key_blocks(shape, tiles).count, -1)
     order = jnp.argsort(-steps)
     table = jnp.stack(tiles, axis=1).astype(jnp.int32)[order]
-    return table, jnp.minimum(ends[-1:], shape.max_tiles).astype(jnp.int32)
+    return Table(table, jnp.minimum(ends[-1:], shape.max_tiles).astype(jnp.int32))
 
 
 def counts_of(shape: Shape, query_lens):
     """Tiles of each sequence, for each head of keys."""
-    return cdiv(num_units(shape, query_lens), UNITS)
+    return cdiv(num_units(shape, query_lens), shape.units)
 
 
 def sequences(shape: Shape, query_start_loc, seq_lens):
@@ -91,7 +98,7 @@ def has_rows(shape: Shape, tile: Tile, warpgroup):
 
 def key_blocks(shape: Shape, tile: Tile) -> KeyBlocks:
     """Every tile has one step at least, so that a row without keys needs no program of its own."""
-    last_unit = jnp.minimum(tile.first_unit + UNITS, num_units(shape, tile.query_len)) - 1
+    last_unit = jnp.minimum(tile.first_unit + shape.units, num_units(shape, tile.query_len)) - 1
     context, group = tile.key_len - tile.query_len, jnp.int32(shape.group)
     first = context + token_of(tile.query_len, lax.div(tile.first_unit, group))
     last = context + token_of(tile.query_len, lax.div(last_unit, group)) + UNIT - 1

@@ -2,8 +2,8 @@
 
 A warpgroup computes the weights of every other step. It multiplies them with its half of the
 values, and so does the other one, which finds them in shared memory: while one is busy with its
-softmax the other keeps the matrix unit at work. Sums and largest logits go to and fro with the
-weights, so that both know them after every step.
+softmax the other keeps the matrix unit at work. Tops of the logits go to and fro with the weights,
+so that both know them after every step; each sums the weights of its own steps.
 """
 
 import jax.experimental.pallas as pl
@@ -12,19 +12,23 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import softmax
+from .arrive import release
 from .results import store
-from .shape import HALF, KEYS, ROWS, Shape
+from .shape import HALF, KEYS, ROWS, TOP, TOTALS, Shape
+from .shrink import shrink
 from .softmax import LAYOUT, State
 
-ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
+ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]  (not private: its documents name it)
+LOGITS, SUMS = ACC((ROWS, KEYS)), ACC((ROWS, HALF))
 
 
 def compute(shape: Shape, arrays, memory, barriers, pieces, tile, me: int):
-    plgpu.set_max_registers(232, action="increase")
+    plgpu.set_max_registers(240, action="increase")
 
     def visit(piece, index, _):
         plgpu.barrier_wait(barriers.query_full)
         out, state = Walk(shape, memory, barriers, piece, me).all()
+        state = with_both_totals(memory, barriers, me, state)
         store(shape, arrays, memory, piece, tile, me, out, state)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(barriers.query_free)
@@ -32,6 +36,17 @@ def compute(shape: Shape, arrays, memory, barriers, pieces, tile, me: int):
 
     pieces(visit, ())
     plgpu.wait_smem_to_gmem(0)
+    release(barriers.last)
+    plgpu.barrier_wait(barriers.last)
+
+
+def with_both_totals(memory, barriers, me: int, state: State) -> State:
+    """Each warpgroup has the sum of the weights of its own steps."""
+    memory.vectors.at[TOTALS[me]][...] = state.total
+    plgpu.barrier_arrive(barriers.totals)
+    plgpu.barrier_wait(barriers.totals)
+    first, second = (read(memory.vectors.at[i]) for i in TOTALS)
+    return State(state.top, first + second)
 
 
 class Walk:
@@ -56,12 +71,10 @@ class Walk:
         """The first step, up to its own values."""
 
         def keys(x_ref):
-            self.multiply_keys(x_ref)
-            plgpu.barrier_arrive(self.barriers.turn)
-            return x_ref[...]
+            self.multiply_rest(x_ref)
+            return self.multiply_values(x_ref)
 
-        x = pl.run_scoped(keys, ACC((ROWS, KEYS)))
-        plgpu.barrier_arrive(self.barriers.rest_free.at[self.me])
+        x = pl.run_scoped(keys, LOGITS)
         step = jnp.int32(0)
         return self.own_values(step, out, self.weigh(x, step, state, True), True)
 
@@ -72,15 +85,11 @@ class Walk:
         def products(x_ref, out_ref):
             between = self.other_values(out_ref, out, state)
             self.multiply_rest(x_ref)
-            self.multiply_half(x_ref, self.me)
-            summed = plgpu.wgmma_accumulator_load(out_ref, wait_n=2)
-            plgpu.barrier_arrive(self.values_free(self.other))
-            self.multiply_half(x_ref, self.other)
-            plgpu.barrier_arrive(self.barriers.turn)
-            return summed, between, x_ref[...]
+            summed = plgpu.wgmma_accumulator_load(out_ref, wait_n=1)
+            release(self.values_free(self.other))
+            return summed, between, self.multiply_values(x_ref)
 
-        out, state, x = pl.run_scoped(products, ACC((ROWS, KEYS)), ACC((ROWS, HALF)))
-        plgpu.barrier_arrive(self.barriers.rest_free.at[self.me])
+        out, state, x = pl.run_scoped(products, LOGITS, SUMS)
         return self.own_values(2 * i, out, self.weigh(x, 2 * i, state, False), False)
 
     def last(self, out, state):
@@ -90,8 +99,8 @@ class Walk:
             new = self.other_values(out_ref, out, state)
             return out_ref[...], new
 
-        result = pl.run_scoped(values, ACC((ROWS, HALF)))
-        plgpu.barrier_arrive(self.values_free(self.other))
+        result = pl.run_scoped(values, SUMS)
+        release(self.values_free(self.other))
         return result
 
     def odd(self, i, carry, masked=False):
@@ -101,22 +110,28 @@ class Walk:
 
         def products(x_ref, out_ref):
             plgpu.barrier_wait(self.barriers.turn)
-            self.multiply_keys(x_ref)
+            self.multiply_rest(x_ref)
+            self.multiply_half(x_ref, self.me)
+            self.multiply_half(x_ref, self.other)
             between = self.other_values(out_ref, out, state)
             x = plgpu.wgmma_accumulator_load(x_ref, wait_n=1)
-            plgpu.barrier_arrive(self.barriers.rest_free.at[self.me])
             new = lax.optimization_barrier(self.weigh(x, step, between, masked))
             return out_ref[...], new
 
-        out, new = pl.run_scoped(products, ACC((ROWS, KEYS)), ACC((ROWS, HALF)))
-        plgpu.barrier_arrive(self.values_free(self.other))
+        out, new = pl.run_scoped(products, LOGITS, SUMS)
+        release(self.values_free(self.other))
         return self.own_values(step, out, new, masked)
 
-    def multiply_keys(self, x_ref):
-        """What became free first is there first."""
-        self.multiply_rest(x_ref)
+    def multiply_values(self, x_ref):
+        """The logits of the first; the second begins with its keys a little before they are there.
+
+        What became free first is there first.
+        """
         self.multiply_half(x_ref, self.me)
         self.multiply_half(x_ref, self.other)
+        plgpu.wgmma_wait(1)
+        plgpu.barrier_arrive(self.barriers.turn)
+        return x_ref[...]
 
     def multiply_rest(self, x_ref):
         """By the columns of the keys that are no values."""
@@ -128,54 +143,51 @@ class Walk:
     def multiply_half(self, x_ref, half):
         """By half of the columns that are values, too."""
         zero, me = opaque(0), self.me
-        plgpu.barrier_wait(self.barriers.values_full.at[2 * half + me])
+        plgpu.barrier_wait(self.barriers.values_full.at[half, me])
         keys = self.memory.values.at[half + zero, me].transpose((1, 0))
         plgpu.wgmma(x_ref, self.memory.query.at[half + zero], keys)
 
     def other_values(self, out_ref, out, before):
-        """Adds what the other's weights give; returns the state that they came with."""
+        """Adds what the other's weights give; returns the state after them."""
         slot = self.other
         plgpu.barrier_wait(self.barriers.weights.at[slot])
-        plgpu.barrier_wait(self.barriers.values_full.at[2 * self.me + slot])
-        state = self.read_state()
-        kept = softmax.kept(before.top, state.top)
-        out_ref[...] = out * softmax.wide(kept, out)
+        plgpu.barrier_wait(self.barriers.values_full.at[self.me, slot])
+        top = read(self.memory.vectors.at[TOP])
+        kept = softmax.kept(before.top, top)
+        out_ref[...] = shrink(out, kept)
         zero = opaque(0)
         values = self.memory.values.at[self.me + zero, slot]
         plgpu.wgmma(out_ref, self.memory.weights.at[zero], values)
-        return state
+        return State(top, before.total * kept)
 
     def own_values(self, step, out, new, masked):
         weights, state, kept = new
-        plgpu.commit_smem()
-        self.memory.weights.at[0][...] = weights
-        self.memory.state.at[0][...] = state.top
-        self.memory.state.at[1][...] = state.total
+        rounded = weights.astype(self.memory.weights.dtype)
+        self.memory.weights.at[0][...] = rounded
+        self.memory.vectors.at[TOP][...] = state.top
         if masked:
             self.hide_values(step)
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.barriers.weights.at[self.me])
+        # The other one waits for nothing of what follows.
+        out, weights, kept = lax.optimization_barrier((out, weights, kept))
 
         def products(out_ref):
-            plgpu.wgmma(out_ref, weights, self.memory.values.at[self.me + opaque(0), self.me])
+            out_ref[...] = shrink(out, kept)
+            plgpu.wgmma(out_ref, rounded, self.memory.values.at[self.me + opaque(0), self.me])
+            release(self.barriers.rest_free.at[self.me])
+            total = state.total * kept + weights.sum(axis=1)
+            return out_ref[...], State(state.top, total)
 
-        out, kept = lax.optimization_barrier((out, kept))  # the other one does not wait for it
-        out = pl.run_state(products)(ACC.init(out * softmax.wide(kept, out)))
-        plgpu.barrier_arrive(self.values_free(self.me))
-        return out, state
+        result = pl.run_scoped(products, SUMS)
+        release(self.values_free(self.me))
+        return result
 
     def weigh(self, x, step, state, masked):
-        x = self.visible(x, step) if masked else x
-        weights, state, kept = softmax.weigh(self.shape, x, state)
-        return weights.astype(self.memory.weights.dtype), state, kept
+        return softmax.weigh(self.shape, self.visible(x, step) if masked else x, state)
 
     def values_free(self, slot):
-        return self.barriers.values_free.at[2 * self.me + slot]
-
-    def read_state(self):
-        state = self.memory.state
-        layout = LAYOUT.reduce(1)
-        return State(*(plgpu.layout_cast(state[i], layout) for i in range(2)))
+        return self.barriers.values_free.at[self.me, slot]
 
     def visible(self, x, step):
         hidden = self.piece.limit - (self.piece.last - step) * KEYS
@@ -194,6 +206,10 @@ class Walk:
                     part = self.memory.values.at[half, self.me, :, pl.ds(begin, KEYS)]
                     values = plgpu.layout_cast(part[...], LAYOUT)
                     part[...] = jnp.where(row < inside, values, jnp.zeros_like(values))
+
+
+def read(rows):
+    return plgpu.layout_cast(rows[...], LAYOUT.reduce(1))
 
 
 def opaque(value: int):

@@ -37,8 +37,7 @@ class Memory(NamedTuple):
     values: Any
     rest: Any
     weights: Any
-    state: Any
-    lse: Any
+    vectors: Any  # a number for each row: top, two totals, and lse
 
 
 class Barriers(NamedTuple):
@@ -50,6 +49,8 @@ class Barriers(NamedTuple):
     rest_free: Any
     weights: Any  # by which warpgroup they were made
     turn: Any  # the second warpgroup multiplies keys after the first
+    totals: Any  # both know them
+    last: Any  # nobody of a cluster leaves before the others are done with its memory
 
 
 def attention(shape: Shape, query, latents, tables, work: Work):
@@ -69,8 +70,10 @@ def attention(shape: Shape, query, latents, tables, work: Work):
             jax.ShapeDtypeStruct((2, shape.slots, *rows), query.dtype),
             jax.ShapeDtypeStruct((shape.slots, shape.tiles, ROWS), jnp.float32),
         ),
-        grid=(shape.parts * shape.tiles,),
-        grid_names=("program",),
+        grid=(shape.parts, shape.tiles // shape.cluster),
+        grid_names=("part", "group"),
+        cluster=(shape.cluster,),
+        cluster_names=("mate",),
         num_threads=3,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
@@ -91,8 +94,7 @@ def memory_of(dtype) -> Memory:
         tiled(2, 2, KEYS, HALF),
         tiled(2, KEYS, REST),
         tiled(1, ROWS, KEYS),
-        plgpu.SMEM((2, ROWS), jnp.float32),
-        plgpu.SMEM((ROWS,), jnp.float32),
+        plgpu.SMEM((4, ROWS), jnp.float32),
     )
 
 
@@ -100,21 +102,28 @@ def barriers_of(shape: Shape) -> Barriers:
     def barrier(arrivals, *slots):
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots or 1)
 
-    values = barrier(shape.pages, 4), barrier(1, 4)
+    def shared(arrivals, *slots):
+        return plgpu.ClusterBarrier(
+            collective_axes=("mate",), num_arrivals=arrivals, num_barriers=slots or 1
+        )
+
     return Barriers(
         barrier(3),
         barrier(2),
-        *values,
+        barrier(shape.pages, 2, 2),
+        shared(1, 2, 2),
         barrier(shape.pages, 2),
-        barrier(1, 2),
+        shared(1, 2),
         barrier(1, 2),
         barrier(1),
+        barrier(2),
+        shared(2),
     )
 
 
 def program(shape: Shape, arrays: Arrays, memory: Memory, barriers: Barriers):
-    warpgroup, me = lax.axis_index("wg"), lax.axis_index("program")
-    part, tile = lax.div(me, jnp.int32(shape.tiles)), lax.rem(me, jnp.int32(shape.tiles))
+    warpgroup, part = lax.axis_index("wg"), lax.axis_index("part")
+    tile = lax.axis_index("group") * shape.cluster + lax.axis_index("mate")
     work = Work(arrays.tokens, arrays.parts)
     pieces = functools.partial(pieces_of_part, shape, part, work)
 

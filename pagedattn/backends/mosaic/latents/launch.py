@@ -12,6 +12,10 @@ from .pieces import work_of
 from .shape import HEAD_DIM, KEYS, ROWS, VALUE_DIM, Shape
 
 HONOURS = ("scale", "causal", "value_dim", "return_lse")
+LEAST_WORK = 16_777_216  # products of a query and a key, from which it is ahead
+MEASURED_HEADS = 128
+FEWEST_KEYS = 1024
+MEASURED_BLOCKS = (16, 32, 64)
 
 
 def refusals(call: Call) -> list[str]:
@@ -20,9 +24,19 @@ def refusals(call: Call) -> list[str]:
 
 
 def unfit(call: Call) -> list[str]:
-    """Why `backend=None` passes it over, though it is ahead of Triton in large decodes."""
-    del call
-    return ["latent caches: not all its tests have run on a GPU, so it must be named"]
+    """Why another backend is likely faster: the rule of `backend=None`, measured on an H200."""
+    reasons = []
+    if call.longest_query > 1:
+        reasons.append(f"several queries a sequence: max_query_len is {call.longest_query}")
+    if (work := call.num_tokens * call.num_heads * call.max_keys) < LEAST_WORK:
+        reasons.append(f"little work: {work} products of a query and a key, below {LEAST_WORK}")
+    if call.max_keys < FEWEST_KEYS:
+        reasons.append(f"short sequences: at most {call.max_keys} keys, below {FEWEST_KEYS}")
+    if call.num_heads != MEASURED_HEADS:
+        reasons.append(f"measured ahead with {MEASURED_HEADS} heads, got {call.num_heads}")
+    if call.block_size not in MEASURED_BLOCKS:
+        reasons.append(f"not measured with blocks of {call.block_size}")
+    return reasons
 
 
 def _unsupported(call) -> list[str]:

@@ -9,13 +9,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from .shape import HALF, HEAD_DIM, KEYS, REST, ROWS, VALUE_DIM, Shape
-
-AHEAD = 2  # steps by which the L2 cache is ahead
+from .shape import HALF, KEYS, REST, ROWS, VALUE_DIM, Shape
 
 
 def load(shape: Shape, arrays, memory, barriers, pieces, tile):
-    plgpu.set_max_registers(40, action="decrease")
+    plgpu.set_max_registers(24, action="decrease")
 
     @plgpu.warp_map
     def one_of_four(warp):
@@ -26,21 +24,17 @@ def load(shape: Shape, arrays, memory, barriers, pieces, tile):
                 full, free = barriers.values_full, barriers.values_free
                 columns = slice(half * HALF, (half + 1) * HALF)
                 rooms = [
-                    (
-                        memory.values.at[half, slot],
-                        full.at[2 * half + slot],
-                        free.at[2 * half + slot],
-                    )
-                    for slot in range(2)
+                    (memory.values.at[half, i], full.at[half, i], free.at[half, i])
+                    for i in range(2)
                 ]
                 load_keys(shape, arrays, pieces, columns, rooms)
 
         @pl.when(warp == 2)
         def rest():
             full, free = barriers.rest_full, barriers.rest_free
-            rooms = [(memory.rest.at[slot], full.at[slot], free.at[slot]) for slot in range(2)]
+            rooms = [(memory.rest.at[i], full.at[i], free.at[i]) for i in range(2)]
             columns = slice(VALUE_DIM, VALUE_DIM + REST)
-            load_keys(shape, arrays, pieces, columns, rooms, prefetcher(shape, arrays, tile))
+            load_keys(shape, arrays, pieces, columns, rooms)
 
         @pl.when(warp == 3)
         def queries():
@@ -67,10 +61,9 @@ def load_queries(arrays, memory, barriers, pieces, tile):
     pieces(visit, ())
 
 
-def load_keys(shape: Shape, arrays, pieces, columns, rooms, prefetch=None):
+def load_keys(shape: Shape, arrays, pieces, columns, rooms):
     """Some columns of the keys of every step, into the rooms of even and of odd steps in turn."""
     size = min(shape.block_size, KEYS)
-    known = 1 if prefetch is None else 1 + AHEAD  # steps whose pages are looked up
 
     def visit(piece, index, _):
         def load_step(step, ids, room, full, free):
@@ -81,41 +74,22 @@ def load_keys(shape: Shape, arrays, pieces, columns, rooms, prefetch=None):
             for page, block in enumerate(ids):
                 rows = source(shape, piece, step, block)
                 target = room.at[pl.ds(page * size, size)]
-                plgpu.copy_gmem_to_smem(arrays.latents.at[*rows, 0, columns], target, full)
+                keys = arrays.latents.at[*rows, 0, columns]
+                plgpu.copy_gmem_to_smem(keys, target, full, collective_axes="mate")
 
-        def pair(i, queue):
+        def pair(i, ids):
             for slot in range(2):
                 step = 2 * i + slot
-                new = block_ids(shape, arrays, piece, step + known)
-                load_step(step, queue[0], *rooms[slot])
-                if prefetch is not None:
-                    prefetch(piece, step + AHEAD, queue[-1])
-                queue = [*queue[1:], new]
-            return queue
+                new = block_ids(shape, arrays, piece, step + 1)
+                load_step(step, ids, *rooms[slot])
+                ids = new
+            return ids
 
-        first = [block_ids(shape, arrays, piece, jnp.int32(i)) for i in range(known)]
+        first = block_ids(shape, arrays, piece, jnp.int32(0))
         lax.fori_loop(0, lax.div(piece.steps, jnp.int32(2)), pair, first)
         return ()
 
     pieces(visit, ())
-
-
-def prefetcher(shape: Shape, arrays, tile):
-    """Brings pages to the L2 cache; programs of the same tokens share the work."""
-
-    def prefetch(piece, step, ids):
-        for page, block in enumerate(ids):
-
-            @pl.when(
-                (lax.rem(jnp.int32(page), jnp.int32(shape.tiles)) == tile) & (step < piece.steps)
-            )
-            def columns(block=block):
-                rows = source(shape, piece, step, block)
-                for begin in range(0, HEAD_DIM, HALF):
-                    part = pl.ds(begin, min(HALF, HEAD_DIM - begin))
-                    plgpu.async_prefetch(arrays.latents.at[*rows, 0, part])
-
-    return prefetch
 
 
 def source(shape: Shape, piece, step, block):

@@ -16,7 +16,7 @@ from .pieces import Work, last_part_of, piece_at
 from .shape import ROWS, VALUE_DIM, Shape
 
 WARPGROUPS = 4
-HEADS = 2  # of one warpgroup
+HEADS = 4  # of one warpgroup
 AT_ONCE = 4  # pieces that are loaded together
 LAYOUT = plgpu.Layout.WG_STRIDED((VALUE_DIM,), 4)
 
@@ -54,7 +54,7 @@ def merge(shape: Shape, work: Work, out, lse, part_out, part_lse):
     def in_place(refs):
         program = functools.partial(border, shape, refs)
         run = pl.kernel(program, mesh=mesh, compiler_params=params)
-        run()  # pyright: ignore[reportCallIssue]
+        run()  # pyright: ignore[reportCallIssue]  (it takes the refs from its closure)
 
     arrays = pl.run_state(in_place)(Arrays(out, lse, part_out, part_lse, *work))
     return arrays.out, arrays.lse

@@ -37,15 +37,28 @@ def work_of(shape: Shape, query_start_loc, seq_lens) -> Work:
     """The whole work, cut into parts."""
     sequence, key_len = keys_of_tokens(shape, query_start_loc, seq_lens)
     cost = jnp.maximum(cdiv(key_len, KEYS), 1) + OVERHEAD
-    ends = jnp.cumsum(cost, dtype=jnp.int32)
+    ends, longest = running(cost)
     starts = ends - cost
-    share = share_of(shape, cost, ends[-1])
+    share = share_of(shape, longest, ends[-1])
     begins = jnp.arange(shape.parts, dtype=jnp.int32) * share
     first = count(ends[None, :] <= begins[:, None])
     behind = count(starts[None, :] + OVERHEAD < begins[:, None] + share)
     tokens = jnp.stack([sequence, key_len, starts], axis=1).astype(jnp.int32)
     parts = jnp.stack([begins, begins + share, first, behind - first], axis=1)
     return Work(tokens, parts.astype(jnp.int32))
+
+
+def running(cost):
+    """Sums up to each token, and the largest of all, by one kernel of XLA."""
+    token = jnp.arange(len(cost))
+    upto = jnp.where(token <= token[:, None], cost, 0)
+    zero = jnp.int32(0)
+
+    def join(a, b):
+        return a[0] + b[0], jnp.maximum(a[1], b[1])
+
+    ends, longest = lax.reduce((upto, jnp.broadcast_to(cost, upto.shape)), (zero, zero), join, [1])
+    return ends, longest[0]
 
 
 def count(flags):
@@ -66,10 +79,9 @@ def keys_of_tokens(shape: Shape, query_start_loc, seq_lens):
     return sequence, jnp.where(live, jnp.clip(seen, 0, key_len[sequence]), 0)
 
 
-def share_of(shape: Shape, cost, total):
+def share_of(shape: Shape, longest, total):
     """The cost of a part; whole tokens where these are about alike, since merging costs too."""
     share = jnp.maximum(cdiv(total, shape.parts), OVERHEAD + FEWEST)
-    longest = jnp.max(cost)
     whole = cdiv(share, longest) * longest
     return jnp.where(10 * whole <= 11 * share, whole, share).astype(jnp.int32)
 

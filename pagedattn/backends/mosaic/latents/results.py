@@ -6,7 +6,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from .shape import HALF, ROWS, Shape
+from .shape import HALF, LSE, ROWS, Shape
 from .softmax import wide
 
 
@@ -20,20 +20,20 @@ def store(shape: Shape, arrays, memory, piece, tile, me: int, out, state):
     staged = memory.query.at[me]
     staged[...] = high
     if me == 0:
-        memory.lse[...] = (state.top + jnp.log2(state.total)) * math.log(2)
+        memory.vectors.at[LSE][...] = (state.top + jnp.log2(state.total)) * math.log(2)
     plgpu.commit_smem()
 
     @pl.when(piece.slot < 0)
     def whole():
         plgpu.copy_smem_to_gmem(staged, arrays.out.at[piece.token, rows, columns])
         if me == 0:
-            plgpu.copy_smem_to_gmem(memory.lse, arrays.lse.at[piece.token, tile])
+            plgpu.copy_smem_to_gmem(memory.vectors.at[LSE], arrays.lse.at[piece.token, tile])
 
     @pl.when(piece.slot >= 0)
     def partial():
         plgpu.copy_smem_to_gmem(staged, arrays.part_out.at[0, piece.slot, rows, columns])
         if me == 0:
-            plgpu.copy_smem_to_gmem(memory.lse, arrays.part_lse.at[piece.slot, tile])
+            plgpu.copy_smem_to_gmem(memory.vectors.at[LSE], arrays.part_lse.at[piece.slot, tile])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.commit_smem()
         staged[...] = (out - high.astype(jnp.float32)).astype(high.dtype)

@@ -11,6 +11,7 @@ VALUE_DIM = 512  # the first columns of a latent are its value
 HALF = VALUE_DIM // 2  # the columns that one warpgroup sums
 REST = HEAD_DIM - VALUE_DIM
 SWIZZLE = 128  # bytes
+TOP, TOTALS, LSE = 0, (1, 2), 3  # places among the vectors that warpgroups share
 OVERHEAD = 4  # what a piece costs beside its steps, in steps
 FEWEST = 4  # steps that are worth a piece of their own
 
@@ -32,6 +33,11 @@ class Shape:
     def tiles(self) -> int:
         """Tiles of heads of a token; as many programs read the same keys at the same time."""
         return self.num_heads // ROWS
+
+    @property
+    def cluster(self) -> int:
+        """Programs that load the same keys for each other, half of them each."""
+        return 2 if self.tiles % 2 == 0 and self.block_size > 8 else 1
 
     @property
     def parts(self) -> int:

@@ -11,10 +11,11 @@ from .shape import ROWS, Shape
 
 LAYOUT = plgpu.Layout.WGMMA
 LOG2_E = math.log2(math.e)
+SLACK = 8.0  # by which logits may exceed the top before there is a new one
 
 
 class State(NamedTuple):
-    """Of each row: the largest logit so far, and the sum of the weights."""
+    """Of each row: about the largest logit so far, and a sum of weights relative to it."""
 
     top: Any
     total: Any
@@ -39,11 +40,15 @@ def kept(before, top):
 
 
 def weigh(shape: Shape, x, state: State):
-    """The weights of dot products, the state after them, and by what earlier sums shrink."""
+    """The weights of dot products, the new top, and by what earlier sums shrink.
+
+    A top stays while logits exceed it by little: weights are then above 1, and no sum shrinks.
+    """
     factor = shape.scale * LOG2_E
     if factor <= 0:
         x, factor = jnp.where(x == -jnp.inf, x, x * factor), 1.0
-    top = jnp.maximum(state.top, x.max(axis=1) * factor)
+    largest = x.max(axis=1) * factor
+    top = jnp.where(largest > state.top + SLACK, largest, state.top)
     shrunk = kept(state.top, top)
     weights = jnp.exp2(x * factor - wide(finite(top), x))
-    return weights, State(top, state.total * shrunk + weights.sum(axis=1)), shrunk
+    return weights, State(top, state.total), shrunk

@@ -1,0 +1,279 @@
+"""Short queries on Hopper: how their keys are cut, on the CPU; programs up to the GPU's assembler.
+
+On a Hopper GPU their results too, by the oracle.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import SIGNED, SPECS
+from mosaic_rules import BF16, hopper
+
+from pagedattn import AttentionSpec, KVCache, make_batch
+from pagedattn.backends.mosaic import cut
+from pagedattn.backends.mosaic.launch import attend, shape_of, unfit
+from pagedattn.backends.mosaic.lse import by_token
+from pagedattn.backends.mosaic.shape import ROWS, UNIT, UNITS, Shape
+from pagedattn.call import call_of
+from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
+
+# query_lens, seq_lens
+BATCHES = {
+    "ragged": ([1] * 10, [0, 1, 15, 16, 17, 127, 128, 129, 4096, 1000]),
+    "one": ([1], [9000]),
+    "verify": ([8, 3, 0, 1, 4, 8], [700, 20, 9, 300, 4, 129]),
+    "alike": ([8] * 12, [1024] * 12),
+    "cross": ([7, 8], [3, 0]),
+}
+# batch, parts, query heads that share keys, padding tokens
+CUTS = (
+    ("ragged", 16, 4, 3),
+    ("ragged", 3, 1, 70),
+    ("one", 16, 4, 0),
+    ("verify", 16, 7, 5),
+    ("verify", 1, 4, 3),
+    ("alike", 16, 4, 3),
+    ("cross", 3, 16, 3),
+)
+cuts = pytest.mark.parametrize(("name", "parts", "group", "pad"), CUTS)
+WINDOW = 1500
+
+
+def sizes_of(query_lens, *, parts, group, pad):
+    sizes = max(UNIT, sum(query_lens) + pad), 2 * group, 2, 128, 999, 16, len(query_lens), 600
+    return Shape(
+        *sizes, AttentionSpec(sliding_window=WINDOW), with_lse=True, units=group, parts=parts
+    )
+
+
+def lengths(query_lens, seq_lens):
+    starts = np.append(0, np.cumsum(query_lens))
+    return jnp.asarray(starts, jnp.int32), jnp.asarray(seq_lens, jnp.int32)
+
+
+work_in_jit = jax.jit(cut.work_of, static_argnums=0)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def all_jobs(shape, starts, seq_lens):
+    """How many jobs each part has for one head of keys, and these, with some to spare."""
+    work = cut.work_of(shape, starts, seq_lens)
+
+    def of_part(part):
+        jobs = cut.cut_tiles(shape, (shape.parts - 1 - part) * shape.num_kv_heads, work)
+        numbers = jnp.arange(shape.max_tiles, dtype=jnp.int32)
+        return jobs.count, jax.vmap(lambda i: jobs.job_of(i, jobs.look_up(i), i))(numbers)
+
+    return jax.vmap(of_part)(jnp.arange(shape.parts, dtype=jnp.int32))
+
+
+@functools.cache
+def jobs_of(name, parts, group, pad):
+    """The shape, and the jobs of every part as integers."""
+    query_lens, seq_lens = BATCHES[name]
+    shape = sizes_of(query_lens, parts=parts, group=group, pad=pad)
+    counts, jobs = jax.tree.map(np.asarray, all_jobs(shape, *lengths(query_lens, seq_lens)))
+    return shape, [
+        [jax.tree.map(lambda x, at=(part, i): int(x[at]), jobs) for i in range(count)]
+        for part, count in enumerate(counts)
+    ]
+
+
+def rows_of(shape, tile):
+    """Token in its sequence and query head in its group, of the rows that hold a token."""
+    units = -(-tile.query_len // UNIT) * shape.group
+    for row in range(shape.units * UNIT):
+        unit = min(tile.first_unit + row // UNIT, units - 1)
+        start = min(unit // shape.group * UNIT, max(tile.query_len - UNIT, 0))
+        if (token := start + row % UNIT) < tile.query_len:
+            yield row, token, unit % shape.group
+
+
+@cuts
+def test_each_key_is_in_one_job(name, parts, group, pad):
+    """Of each tile; the first part of a tile waits for just those which leave it their results."""
+    query_lens, seq_lens = BATCHES[name]
+    _, found = jobs_of(name, parts, group, pad)
+    blocks, left, awaited = {}, set(), set()
+    for part, jobs in enumerate(found):
+        for index, (_, tile, steps, head, _, piece) in enumerate(jobs):
+            assert (head, piece.part) == (0, part)
+            assert steps.count > 0
+            mine = range(steps.last - steps.count + 1, steps.last + 1)
+            blocks.setdefault(tile.slot, []).extend(mine)
+            if piece.is_rest:
+                assert index == 0
+                left.add((tile.slot, part))
+            if piece.goes_on:
+                assert not piece.is_rest
+                awaited |= {(tile.slot, other) for other in range(part + 1, piece.last + 1)}
+    assert left == awaited
+    for mine in blocks.values():
+        assert sorted(mine) == list(range(min(mine), max(mine) + 1))
+    for sequence, (query_len, key_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        first = max(0, key_len - query_len - (WINDOW - 1)) // 128
+        last = max(first, (key_len - 1) // 128)
+        assert query_len == 0 or sorted(blocks[sequence]) == list(range(first, last + 1))
+    steps = [sum(job.blocks.count for job in jobs) for jobs in found]
+    assert max(steps) <= sum(steps) / len(steps) + len(query_lens) + 2 * cut.OVERHEAD
+
+
+@cuts
+def test_tiles_hold_every_token(name, parts, group, pad):
+    """Padding too, which has no keys; lse finds its way back."""
+    query_lens, seq_lens = BATCHES[name]
+    shape, found = jobs_of(name, parts, group, pad)
+    written = np.full((shape.max_tiles, 2, ROWS), np.nan, np.float32)
+    seen = np.zeros((shape.num_tokens, group), bool)
+    for job in (job for jobs in found for job in jobs):
+        tile = job.tile
+        assert tile.key_len == [*seq_lens, 0][tile.sequence] or tile.query_len == 0
+        for row, token, member in rows_of(shape, tile):
+            seen[tile.begin + token, member] = True
+            written[tile.slot, :, row] = tile.begin + token + member / 32 + np.array([0, 0.5])
+    assert seen.all()
+    head = np.arange(2 * group)
+    want = np.arange(shape.num_tokens)[:, None] + head % group / 32 + head // group / 2
+    in_jit = jax.jit(by_token, static_argnums=0)
+    got = in_jit(shape, *lengths(query_lens, seq_lens), jnp.asarray(written))
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("size", [1, 16, 300])
+def test_search(size):
+    """It looks nowhere but below the size."""
+    found = jax.jit(lambda bounds, bound: cut.how_many(lambda i: bounds[i] < bound, size))
+    bounds = jnp.arange(size) * 3
+    for bound in (-1, 1, 3 * size // 2, 3 * size):
+        assert found(bounds, bound) == np.sum(np.asarray(bounds) < bound)
+
+
+@pytest.mark.parametrize("starts", [[-5, 30, 10**6, 7], [0, 0, 0, 0], [9, 3, 2, 1], [0, 8, 16, 24]])
+def test_bad_lengths_stay_inside_the_arrays(starts):
+    shape = sizes_of([8, 8, 8], parts=16, group=4, pad=3)
+    seq_lens = jnp.array([10**6, -3, 2**31 - 1], jnp.int32)
+    starts = jnp.array(starts, jnp.int32)
+    tile = cut.tile_at(shape, starts, seq_lens, jnp.arange(shape.max_tiles))
+    assert (tile.begin >= 0).all()
+    assert (tile.begin + tile.query_len <= shape.num_tokens).all()
+    assert ((tile.key_len >= 0) & (tile.key_len <= 600 * 16)).all()
+    assert (jnp.diff(cut.work_of(shape, starts, seq_lens).starts) >= 0).all()
+
+
+def call_for(query_len, spec, heads=(8, 2), head_dim=128, dtype=BF16):
+    num_heads, num_kv_heads = heads
+    plane = jnp.zeros((9, 16, num_kv_heads, head_dim), dtype)
+    query = jnp.zeros((query_len + 1, num_heads, head_dim), dtype)
+    batch = make_batch([query_len, 1], [20, 0], [range(2, 9), [0]], block_size=16)
+    arrays = query, KVCache(plane, plane), batch
+    return call_of(*arrays, spec, return_lse=True), arrays
+
+
+@pytest.mark.parametrize(
+    ("query_len", "heads", "units"),
+    [(1, (8, 2), 4), (8, (8, 2), 4), (9, (8, 2), 8), (33, (8, 2), None), (1, (40, 2), None)],
+)
+def test_keys_are_cut_where_queries_fit_into_a_tile(query_len, heads, units):
+    shape = shape_of(call_for(query_len, AttentionSpec(), heads)[0], 132)
+    assert (shape.units, shape.parts) == ((units, 66) if units else (UNITS, 0))
+
+
+@pytest.mark.parametrize(
+    ("query_len", "num_seqs", "max_blocks", "fit"),
+    [
+        *((8, 64, 256, True), (64, 256, 64, True), (128, 1, 8, True)),
+        *((4, 64, 256, False), (8, 63, 999, False), (8, 64, 255, False)),
+    ],
+)
+def test_fit_for_several_queries_on_many_keys(query_len, num_seqs, max_blocks, fit):
+    call = call_for(1, AttentionSpec())[0]
+    sizes = {"num_seqs": num_seqs, "max_blocks": max_blocks}
+    call = dataclasses.replace(call, max_query_len=query_len, num_tokens=999, **sizes)
+    reasons = unfit(dataclasses.replace(call, return_lse=False))
+    assert reasons == [] if fit else "short queries" in reasons[0]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_every_feature_lowers(name):
+    assert "mosaic_gpu" in lower(7, SPECS[name], heads=(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "dtype"),
+    [((2, 2), 64, BF16), ((7, 1), 256, np.float16), ((16, 1), 128, BF16)],
+)
+def test_sizes_lower(heads, head_dim, dtype):
+    assert "mosaic_gpu" in lower(8, AttentionSpec(), heads=heads, head_dim=head_dim, dtype=dtype)
+
+
+def lower(query_len, spec, **sizes):
+    """The call as XLA would hand it to the GPU's assembler."""
+    call, arrays = call_for(query_len, spec, **sizes)
+    return attend.trace(call, *arrays, 132).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def check(query_lens, seq_lens, spec, programs=132, **sizes):
+    sizes = {"head_dim": 128, "block_size": 16, "dtype": BF16} | sizes
+    problem = random_problem(query_lens, seq_lens, spec, **sizes)
+    arrays = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
+    call = call_of(*arrays, spec, return_lse=True)
+    assert shape_of(call, programs).parts
+    out, lse = attend(call, *arrays, programs)
+    assert_attention_close(out, lse, problem, name="mosaic")
+
+
+@hopper
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(("query_lens", "seq_lens"), list(BATCHES.values()), ids=list(BATCHES))
+def test_every_feature(query_lens, seq_lens, name):
+    """With NaN wherever no query looks, and padding."""
+    check(query_lens, seq_lens, SPECS[name], pad_tokens=sum(query_lens) + 5)
+
+
+@hopper
+@pytest.mark.parametrize("programs", [2, 6, 40, 132])
+def test_keys_cut_in_many_ways(programs):
+    spec = AttentionSpec(sliding_window=3000, alibi_slopes=SIGNED)
+    check([1, 8, 0, 5, 2], [5000, 300, 0, 5, 2900], spec, programs, pad_tokens=60)
+
+
+@hopper
+@pytest.mark.parametrize("sizes", [{"head_dim": 64}, {"head_dim": 256}, {"block_size": 128}])
+@pytest.mark.parametrize("heads", [(2, 2), (7, 1), (16, 1)])
+def test_sizes(heads, sizes):
+    num_heads, num_kv_heads = heads
+    check(*BATCHES["verify"], AttentionSpec(), num_heads=num_heads, num_kv_heads=num_kv_heads)
+    check(*BATCHES["verify"], AttentionSpec(), **sizes)
+
+
+@hopper
+def test_two_warpgroups_of_rows():
+    check([32, 1, 20], [3000, 700, 20], AttentionSpec(sliding_window=2000))
+
+
+@hopper
+@pytest.mark.parametrize("starts", [None, [-5, 3, 10**6, 7], [9, 3, 2, 1]])
+def test_bad_values_stay_inside_the_arrays_of_a_gpu(starts):
+    """And nobody waits for what nobody leaves."""
+    problem = random_problem(
+        [8, 1, 3],
+        [900, 1, 333],
+        SPECS["plain"],
+        head_dim=128,
+        block_size=16,
+        dtype=BF16,
+        poison=None,
+    )
+    batch = batch_of(problem)
+    bad = {"block_tables": jnp.full_like(batch.block_tables, 2**31 - 1).at[1].set(-3)}
+    bad["seq_lens"] = jnp.array([10**6, -3, 2**31 - 1], jnp.int32)
+    if starts is not None:
+        bad["query_start_loc"] = jnp.array(starts, jnp.int32)
+    batch = dataclasses.replace(batch, **bad)
+    arrays = jnp.asarray(problem.query), cache_of(problem), batch
+    call = call_of(*arrays, problem.spec)
+    jax.block_until_ready(attend(call, *arrays, 132))
