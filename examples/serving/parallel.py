@@ -2,9 +2,10 @@
 
 The program is that of one device (serving/generation.py). Where its arrays lie makes it one for
 many: `spread` says so for the weights, `start_over` for the caches, and all else lies everywhere.
-XLA's partitioner then splits the matrix products and adds the sums over devices. It cannot split
-attention, whose kernels are not XLA's, so `OverHeads` says by `jax.shard_map` that a device attends
-with its own heads alone: no data crosses there.
+XLA's partitioner then splits the matrix products and adds the sums over devices; two GPUs that can
+add faster by a kernel of their own do (serving/peer_llama.py). It cannot split attention, whose
+kernels are not XLA's, so `OverHeads` says by `jax.shard_map` that a device attends with its own
+heads alone: no data crosses there.
 
 The devices of a mesh may belong to several processes: examples/multi_process.py.
 """
@@ -24,14 +25,13 @@ from pagedattn import AttentionSpec, BatchMetadata, InvalidInputError, KVCache, 
 from serving.decoder import Decoder, Heads
 from serving.forward import Operands, cached_attention
 from serving.generation import Generation, decode_loop, prefill, start
+from serving.peer_llama import BY_INPUT, by_peers
 
 AXIS = "tensor"
 EVERYWHERE, FIRST, SECOND = PartitionSpec(), PartitionSpec(AXIS), PartitionSpec(None, AXIS)
 HEADS, PAGES = SECOND, PartitionSpec(None, None, AXIS)  # of tokens, of a cache
 # Weights are [out, in]. Of these a device has some outputs, and the entries of a bias for them.
 BY_OUTPUT = ("embedding", "lm_head", "query", "key", "value", "gate", "up")
-# Of these it has the inputs that it makes itself: their sums over all devices are the outputs.
-BY_INPUT = ("output", "down")
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def spread(mesh: Mesh, model: Decoder, params: dict) -> tuple[Decoder, dict]:
         host = np.asarray(array)
         return jax.make_array_from_callback(array.shape, sharding, host.__getitem__)
 
-    return model, jax.tree_util.tree_map_with_path(put, params)
+    return by_peers(mesh, model, jax.tree_util.tree_map_with_path(put, params))
 
 
 def spec_of(name: str) -> PartitionSpec:

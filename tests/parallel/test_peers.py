@@ -1,0 +1,168 @@
+"""Sums of two GPUs by a kernel of their own: it, the models around it, and where it cannot be."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+from serving import all_reduce, parallel, peer_llama
+from serving.all_reduce import Summed
+from serving.families.llama import Llama
+from serving.families.pieces import rms_norm
+from serving.families.qwen import Qwen2
+from serving.generation import decode_loop, prefill, start
+from serving.peer_llama import by_peers
+from test_tensor import NEW, PROMPTS, SIZES, mesh_of
+from tiny import TINY, tiny_params
+
+GPUS = jax.device_count() if jax.default_backend() == "gpu" else 0
+two = pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+two_gpus = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+no_gpus = pytest.mark.skipif(GPUS > 0, reason="is of devices that are none")
+
+
+def by_psum(name, arrays, dtypes, **constants):
+    """What the kernels compute, for `all_reduce._started` on devices that are no GPUs."""
+    total = jax.lax.psum(arrays[0].sum(axis=0).astype(dtypes[0]), parallel.AXIS)
+    if name == "sum_kernel":
+        return [total]
+    total = arrays[1] + total
+    return [total, rms_norm(total, arrays[2], constants["EPS"])]
+
+
+@pytest.fixture
+def stood_in(monkeypatch):
+    """The names of the kernels that were started."""
+    if GPUS:
+        pytest.skip("the kernels themselves run here")
+    started = []
+
+    def start(name, *arguments, **constants):
+        started.append(name)
+        return by_psum(name, *arguments, **constants)
+
+    monkeypatch.setattr(all_reduce, "refusals", lambda mesh: [])
+    monkeypatch.setattr(all_reduce, "_started", start)
+    return started
+
+
+@pytest.mark.skipif(jax.device_count() > 1, reason="runs once, in the process of one device")
+def test_kernels_by_the_interpreter():
+    pytest.importorskip("triton", minversion="3.5")
+    pytest.importorskip("torch")
+    path = Path(__file__).with_name("peers_interpreted.py")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(path)]
+    # A kernel that waits for what does not come waits for ever.
+    limit = {"timeout": 300, "check": False}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, **limit)
+    assert done.stdout == "as expected\n", done.stdout + done.stderr
+
+
+def generated(model, params, **sizes):
+    """Tokens on one device, and on two."""
+    sizes = SIZES | sizes
+    state = start(params, model, PROMPTS, [0, 0, 0], **sizes)
+    state = prefill(params, model, state, 0.0, 9)
+    state = decode_loop(params, model, state, 0.0, NEW)
+    rows = zip(state.tokens.tolist(), state.lengths.tolist(), PROMPTS, strict=True)
+    one = [row[len(prompt) : length] for row, length, prompt in rows]
+    return one, parallel.generate(mesh_of(2), model, params, PROMPTS, **sizes)
+
+
+def various_norms():
+    """Tiny parameters with norms that differ from each other."""
+    leaves, tree = jax.tree_util.tree_flatten_with_path(tiny_params())
+    keys = jax.random.split(jax.random.key(5), len(leaves))
+    norms = [jnp.exp(jax.random.normal(key, (TINY.hidden_size,))) for key in keys]
+    named = zip(leaves, norms, strict=True)
+    return tree.unflatten(norm if "norm" in path[-1].key else x for (path, x), norm in named)
+
+
+@two
+@pytest.mark.usefixtures("exact_products")
+@pytest.mark.parametrize("most_rows", [256, 10], ids=["prefill by kernels", "prefill by XLA"])
+def test_a_llama_adds_and_normalises_in_one(most_rows, stood_in, monkeypatch):
+    for module in (all_reduce, peer_llama):
+        monkeypatch.setattr(module, "MOST_ROWS", most_rows)
+    one, both = generated(TINY, various_norms(), num_blocks=30 + (most_rows < 27))  # new programs
+    assert one == both
+    steps = 1 if most_rows < 27 else 2  # programs in which the tokens are few enough
+    assert stood_in == ["norm_kernel"] * 2 * TINY.num_hidden_layers * steps
+
+
+@two
+@pytest.mark.usefixtures("exact_products")
+def test_another_family_adds(stood_in):
+    model = Qwen2(**vars(TINY), layer_types=("full_attention",) * 2)
+    sizes = {"query_bias": 32, "key_bias": 16, "value_bias": 16}
+    bias = {name: jnp.linspace(-1, 1, size) for name, size in sizes.items()}
+    params = tiny_params() | {"layers": [layer | bias for layer in tiny_params()["layers"]]}
+    one, both = generated(model, params)
+    assert one == both
+    assert stood_in == ["sum_kernel"] * 4 * TINY.num_hidden_layers
+
+
+@two
+@pytest.mark.usefixtures("stood_in")
+def test_weights_that_lie_everywhere_are_not_added():
+    model = replace(TINY, intermediate_size=41)
+    layers = [layer | {"down": jnp.ones((24, 41))} for layer in tiny_params()["layers"]]
+    spread, params = parallel.spread(mesh_of(2), model, tiny_params() | {"layers": layers})
+    added = [name for name, x in params["layers"][0].items() if isinstance(x, Summed)]
+    assert added == ["output"]
+    assert type(spread) is Llama  # which norms by itself
+
+
+@no_gpus
+def test_elsewhere_xla_adds():
+    mesh = mesh_of(min(2, jax.device_count()))
+    assert "two GPUs" in all_reduce.refusals(mesh)[0]
+    params = tiny_params()
+    assert by_peers(mesh, TINY, params) == (TINY, params)
+
+
+@two_gpus
+@pytest.mark.usefixtures("exact_products")
+def test_tokens_on_two_gpus():
+    one, both = generated(TINY, various_norms())
+    assert one == both
+
+
+@two_gpus
+@pytest.mark.parametrize("rows", [64, 256])
+def test_sums_of_many_epochs(rows):
+    """Bit by bit those of psum, with data that differ and devices that are late by turns."""
+    mesh, columns, epochs, dtype = mesh_of(2), 4096, 500, jnp.bfloat16
+    add = all_reduce.peers(mesh, columns)
+
+    def program(addresses, memory):
+        device = jax.lax.axis_index(parallel.AXIS)
+
+        def epoch(i, carry):
+            state, wrong = carry
+            key = jax.random.fold_in(jax.random.key(0), 2 * i + device)
+            part = state + jax.random.normal(key, (rows, columns), dtype)
+            late = jnp.where(device == i % 2, i % 5, 0)
+            part = jax.lax.fori_loop(0, late, lambda _, x: x * 1.5, part)
+            terms = part.astype(jnp.float32) * jnp.float32([0.5, 0.25, 0.25])[:, None, None]
+            (got,) = all_reduce._started("sum_kernel", (terms, addresses, memory), [dtype])
+            scale = jnp.linspace(0.5, 2, columns, dtype=dtype)
+            arrays = part[None], state, scale, addresses, memory
+            total, normed = all_reduce._started("norm_kernel", arrays, [dtype] * 2, EPS=1e-5)
+            want = jax.lax.psum(part, parallel.AXIS)
+            wrong += (got != want).sum() + (total != state + want).sum()
+            far = abs(normed - rms_norm(state + want, scale, 1e-5)) > 0.05
+            return 0.1 * got, wrong + far.sum()
+
+        begin = jnp.zeros((rows, columns), dtype), jnp.int32(0)
+        return jax.lax.fori_loop(0, epochs, epoch, begin)[1][None]
+
+    here = PartitionSpec(parallel.AXIS)
+    both = jax.shard_map(program, mesh=mesh, in_specs=(here, here), out_specs=here, check_vma=False)
+    assert jax.jit(both)(add.addresses, add.memory).tolist() == [0, 0]
