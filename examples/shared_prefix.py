@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pagedattn import KVCache, cascade_attention, make_batch, paged_attention, split_prefix
+from pagedattn.ragged import cdiv
 
 BLOCK_SIZE = 16
 
@@ -49,7 +50,7 @@ def parsed(arguments):
 
 def step(options) -> tuple[jax.Array, KVCache, object]:
     """Query, cache and batch of one decode step, in bfloat16."""
-    shared, own = options.prefix // BLOCK_SIZE, -(-options.suffix // BLOCK_SIZE)
+    shared, own = options.prefix // BLOCK_SIZE, cdiv(options.suffix, BLOCK_SIZE)
     first = [shared + s * own for s in range(options.seqs)]
     tables = [[*range(shared), *range(start, start + own)] for start in first]
     contexts = [shared * BLOCK_SIZE + options.suffix - 1] * options.seqs

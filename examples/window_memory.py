@@ -73,6 +73,7 @@ class State(NamedTuple):
 
 def random_gemma() -> dict[str, Any]:
     """Large random weights, so that what is chosen depends on what is attended to."""
+    # A Gemma's sizes have the names of a Llama's.
     params: dict[str, Any] = large_params(MODEL, jax.random.key(1))  # pyright: ignore[reportArgumentType]
     no_change = jnp.zeros(MODEL.hidden_size)  # norms are stored as differences from 1
     norms = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")

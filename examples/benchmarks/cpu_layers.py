@@ -2,8 +2,8 @@
 
     PYTHONPATH=examples python -m benchmarks.cpu_layers [-o docs/results]
 
-On one thread and on all, in turns with sums of as many bytes as keys and values of bfloat16 have.
-The figures are added to the report of cpu.py.
+On one thread and on all, in turns with sums of as many bytes as keys and values of bfloat16 have:
+in a row, and block by block in the order of a table. The figures are added to the report of cpu.py.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from numba import njit, prange, set_num_threads
 
 from benchmarks.machine import write
 from benchmarks.work import HEAD_DIM, HEADS, KV_HEADS
@@ -62,13 +63,37 @@ def sum_of(num_bytes: int, threads: int) -> Callable:
     return call
 
 
+def sum_of_blocks(lens: list[int], threads: int, layers: int) -> Callable:
+    """What plain vector loads reach that read the blocks of a bfloat16 cache in a table's order."""
+    num_blocks = sum(lens) // BLOCK
+    planes = np.ones((2, num_blocks, BLOCK * KV_HEADS * HEAD_DIM // 2), np.float32)
+    order = np.random.default_rng(0).permutation(num_blocks)
+
+    def call():
+        set_num_threads(threads)
+        _add_blocks(planes, order, layers)
+
+    return call
+
+
+@njit(parallel=True, fastmath=True)
+def _add_blocks(planes, order, layers):
+    total = np.float32(0)
+    for _ in range(layers):
+        for i in prange(len(order)):
+            for plane in range(2):
+                total += planes[plane, order[i]].sum()
+    return total
+
+
 def figures(shape: str, threads: tuple[int, ...]) -> dict:
-    """us a layer by dtype of the cache and threads, and of the sum."""
+    """us a layer by dtype of the cache and threads, and of the sums."""
     lens = SHAPES[shape]
     num_bytes = sum(lens) * 2 * KV_HEADS * HEAD_DIM * 2
     layers = LAYERS if num_bytes < 1 << 24 else 1
     calls = {(d, n): layers_of(lens, d, n, layers) for d in DTYPES for n in threads}
     calls |= {("sum", n): sum_of(num_bytes, n) for n in threads}
+    calls |= {("sum of blocks", n): sum_of_blocks(lens, n, layers) for n in threads}
     times: dict[tuple[str, int], list[float]] = {name: [] for name in calls}
     for _ in range(ROUNDS):
         for name, call in calls.items():

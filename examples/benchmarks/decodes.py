@@ -36,8 +36,22 @@ def layers_of(call: Callable) -> Callable:
     @jax.jit
     def program(query, cache, batch):
         for _ in range(LAYERS):
-            query, cache, batch = jax.lax.optimization_barrier((query, cache, batch))
+            query, cache = after(query, cache)
             query = call(query, cache, batch)
         return query
 
     return program
+
+
+def after(query: jax.Array, operands):
+    """The same arrays, where XLA cannot compute anything of keys and values before the query.
+
+    Else it would drop calls, or gather pages once for two of them, while every layer of a model has
+    a cache of its own. Its layers share the tables and lengths, and what follows from these alone
+    is computed once, as what peers plan for a step is.
+    """
+    leaves, tree = jax.tree.flatten(operands)
+    planes = [leaf for leaf in leaves if leaf.ndim > 2]
+    query, planes = jax.lax.optimization_barrier((query, planes))
+    behind = iter(planes)
+    return query, tree.unflatten([next(behind) if leaf.ndim > 2 else leaf for leaf in leaves])

@@ -3,9 +3,9 @@
     export PYTHONPATH=examples:. XLA_PYTHON_CLIENT_PREALLOCATE=false
     python -m benchmarks.devices [-o docs/results/devices.json] [-k attention] [--layers 6]
 
-Heads are spread in "attention" and "decode loop" (serving/parallel.py), keys in "context"
-(examples/context_parallel.py). `--small` is for machines without GPUs: it shows that all of it
-runs, and its times mean nothing.
+Heads are spread in "attention", "decode loop" and "decode by XLA's sums" (serving/parallel.py; the
+last without serving/peer_llama.py), keys in "context" (examples/context_parallel.py). `--small` is
+for machines without GPUs: it shows that all of it runs, and its times mean nothing.
 """
 
 import argparse
@@ -19,9 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from serving.decoder import Decoder
 from serving.families.llama import Llama
 from serving.generation import Generation, decode_loop
 from serving.parallel import AXIS, EVERYWHERE, HEADS, PAGES, OverHeads, start_over
+from serving.peer_llama import by_peers
 
 from benchmarks.decodes import BLOCK_SIZE, LAYERS, layers_of, random_cache, shuffled
 from benchmarks.enqueued import seconds_a_call
@@ -83,7 +85,15 @@ def a_layer(mesh, model, num_seqs, length, cache, attend, heads, pages) -> float
 
 def loop(mesh: Mesh, model: Llama, num_seqs: int, length: int) -> float:
     """Seconds of a token of the whole model in one compiled program."""
-    params = spread_params(mesh, model)
+    return a_token(mesh, *by_peers(mesh, model, spread_params(mesh, model)), num_seqs, length)
+
+
+def by_xla(mesh: Mesh, model: Llama, num_seqs: int, length: int) -> float:
+    """The same where XLA adds, whatever the devices can do."""
+    return a_token(mesh, model, spread_params(mesh, model), num_seqs, length)
+
+
+def a_token(mesh: Mesh, model: Decoder, params: dict, num_seqs: int, length: int) -> float:
     state = state_after(mesh, model, params, num_seqs, length, max_new_tokens=4 * STEPS)
     run = partial(decode_loop, params, model, attend=OverHeads(mesh))
     state = jax.block_until_ready(run(state, None, STEPS))
@@ -114,6 +124,7 @@ WORK = {
     "attention": (attention, (64, 4096), (4, 64)),
     "context": (context, (1, 1 << 20), (1, 1024)),
     "decode loop": (loop, (64, 4096), (4, 64)),
+    "decode by XLA's sums": (by_xla, (64, 4096), (4, 64)),
 }
 
 

@@ -20,6 +20,7 @@ import pagedattn_interop
 import pagedattn_torch
 from benchmarks.case import CASES, STEP, Case
 from benchmarks.chart import draw
+from benchmarks.decodes import after
 from benchmarks.enqueued import seconds_a_call
 from benchmarks.flashinfer_peers import FLASHINFER, build
 from benchmarks.peers import JAX_PEERS, TORCH_PEERS
@@ -59,6 +60,12 @@ def cudnn(case: Case) -> tuple[Callable, list]:
     return our_jax("cudnn")(case)
 
 
+def mosaic(case: Case) -> tuple[Callable, list]:
+    if not case.decode:
+        raise ValueError("what backend=None takes for long queries")
+    return our_jax("mosaic")(case)
+
+
 def calls_of(case: Case) -> int:
     """The calls in one graph or program: as many as a step has layers, if they are short."""
     return max(LAYERS if case.decode else 8, len(case.batches))
@@ -95,11 +102,7 @@ def _layers_in_jit(case, call, operands, layers) -> Callable:
     @jax.jit
     def step(query, operands):
         for layer in range(layers):
-            # The barrier makes each call, its gathers included, depend on the last one's result.
-            # Else XLA would drop calls, or gather pages once for two calls, while every layer of
-            # a model has pages of its own.
-            query, now = jax.lax.optimization_barrier((query, operands[layer % len(operands)]))
-            query = call(query, now)
+            query = call(*after(query, operands[layer % len(operands)]))
         return query
 
     return lambda: step(query, operands)
@@ -108,6 +111,7 @@ def _layers_in_jit(case, call, operands, layers) -> Callable:
 OURS = {
     "triton, jax.jit": in_jit(our_jax("triton")),
     "triton, torch graph": in_graph(our_torch("triton")),
+    "mosaic, jax.jit": in_jit(mosaic),
     "cudnn, jax.jit": in_jit(cudnn),
     "xformers, jax.jit": in_jit(our_jax("xformers")),
     "flash, jax.jit": in_jit(our_jax("flash")),

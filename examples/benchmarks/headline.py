@@ -9,6 +9,7 @@ BARS = {
     f"{OURS}, backend=None, in jax.jit": ("backend=None, jax.jit", "#e4572e"),
     "FlashAttention-3, paged": ("FlashAttention-3", "#3f5a74"),
     "FlashAttention-4, paged": ("FlashAttention-4", "#5f7a94"),
+    "FlashInfer, paged": ("FlashInfer decode", "#6f8aa4"),
     "JAX's Pallas kernel, paged": ("JAX Pallas", "#7f9bb3"),
     "gather, then cuDNN": ("JAX gather + cuDNN", "#a3b8c9"),
     "cuDNN on keys in a row: no paging": ("JAX cuDNN, dense", "none"),
@@ -33,9 +34,9 @@ def plot(data: dict):
     for offset, (label, (name, colour)) in enumerate(BARS.items()):
         rows = [data["cases"][case] for case in CASES.values()]
         rates = [row["kv_bytes"] / row["us"][name] / 1e6 for row in rows]
-        places = [-(place + 0.14 * offset) for place in range(len(rows))]
+        places = [-(place + 0.12 * offset) for place in range(len(rows))]
         edge = GREY if colour == "none" else colour
-        bars = axes.barh(places, rates, 0.13, label=label, color=colour, edgecolor=edge)
+        bars = axes.barh(places, rates, 0.11, label=label, color=colour, edgecolor=edge)
         axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
     machine = data["machine"]
     axes.set_yticks([-(place + 0.35) for place in range(len(CASES))], list(CASES))

@@ -3,7 +3,6 @@
 import datetime
 import json
 import platform
-import time
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pagedattn
+from benchmarks.enqueued import seconds_a_call
 
 PACKAGES = ("jax", "jaxlib", "numba", "torch", "triton")
 
@@ -56,26 +56,13 @@ def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
 
 def copy_rate(num_bytes: int) -> float:
     """Bytes a second of a copy on the device, read and written."""
-    return 2 * num_bytes / seconds_at_best(copies_of(num_bytes))
+    return 2 * num_bytes / seconds_a_call(copies_of(num_bytes))
 
 
 def product_rate(size: int) -> float:
     """Floating-point operations a second of a product of random bfloat16 matrices."""
     pair = jax.random.normal(jax.random.key(0), (2, size, size), jnp.bfloat16)
-    return 2 * size**3 / seconds_at_best(partial(jax.jit(jnp.matmul), *pair))
-
-
-def seconds_at_best(call: Callable[[], object], calls: int = 10) -> float:
-    """Of a call, when several are enqueued; the best of some."""
-    jax.block_until_ready(call())
-    best = float("inf")
-    for _ in range(4):
-        start = time.perf_counter()
-        for _ in range(calls):
-            result = call()
-        jax.block_until_ready(result)
-        best = min(best, (time.perf_counter() - start) / calls)
-    return best
+    return 2 * size**3 / seconds_a_call(partial(jax.jit(jnp.matmul), *pair))
 
 
 def copies_of(num_bytes: int) -> Callable[[], object]:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 GPU_COLUMNS = {
     "`backend=None` in `jax.jit`": ["backend=None, jax.jit"],
-    "our kernel in a torch CUDA graph": ["triton, torch graph"],
+    "`triton` in a torch CUDA graph": ["triton, torch graph"],
+    "`mosaic` in `jax.jit`": ["mosaic, jax.jit"],
     "FlashAttention-3, paged": ["FlashAttention-3"],
     "FlashAttention-3, blocks of 128": ["FlashAttention-3, block 128"],
     "FlashAttention-4, paged": ["FlashAttention-4"],

@@ -1,9 +1,6 @@
 """The block pool against lists of tokens: a stateful model, with attention over what it manages."""
 
 import functools
-import os
-import subprocess
-import sys
 
 import hypothesis.strategies as st
 import jax
@@ -13,6 +10,7 @@ import pytest
 from cases import assert_same
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from interpreters import run_forked
 
 import pagedattn as pa
 from pagedattn.testing import reference_attention
@@ -397,6 +395,7 @@ def test_numbers_beyond_int32_do_not_wrap():
     """Under x64 they can be asked for; the pool stays scannable there."""
     script = """
 import jax, jax.numpy as jnp, pagedattn as pa
+jax.config.update("jax_enable_x64", True)
 pool = pa.init_block_pool(4, 2, max_seqs=2, max_blocks=4)
 cache = pa.init_kv_cache(4, 2, 1, 1, jnp.float32)
 row = jnp.ones((1, 1, 1), jnp.float32)
@@ -413,8 +412,8 @@ def step(pool, _):
 pool, ok = jax.lax.scan(step, pool, length=3)
 assert ok.all() and pool.seq_lens.tolist() == [3, 0]
 """
-    run = [sys.executable, "-c", script]
-    subprocess.run(run, check=True, env={**os.environ, "JAX_ENABLE_X64": "1"}, timeout=600)
+    done = run_forked(script, "jax.numpy")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ from serving.preemption import Recompute
 from serving.request import Request
 from serving.sampling import GREEDY, Sampling
 from test_serving import SWAP, TIGHT, nothing_is_lost
-from tiny import LIMITS, ROOMY, TINY, tiny_params, tiny_requests
+from tiny import LIMITS, QUICK, ROOMY, TINY, tiny_params, tiny_requests
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 
 
 def engine_with(requests, limits=ROOMY, preemption=Recompute):
-    engine = Engine(tiny_params(), TINY, limits, "xla", preemption)
+    engine = Engine(tiny_params(), TINY, limits, QUICK, preemption)
     for request in requests:
         engine.submit(request)
     return engine
@@ -102,7 +102,7 @@ def test_the_end_of_each_sample_is_told():
     free = engine_with(requests)
     drained(free)
     stop = free.completions[0][0][4]
-    engine = Engine(tiny_params(), replace(TINY, eos_token_id=stop), ROOMY, "xla")
+    engine = Engine(tiny_params(), replace(TINY, eos_token_id=stop), ROOMY, QUICK)
     last = {}
     for token in engine.stream(requests):
         assert (token.request, token.sample) not in last or not last[token.request, token.sample][0]

@@ -13,7 +13,7 @@ from serving.engine import Engine
 from serving.request import Request
 from serving.sampling import GREEDY, Sampling
 from test_serving import logits_after
-from tiny import ROOMY, TINY, serve, tiny_params, tiny_requests
+from tiny import QUICK, ROOMY, TINY, serve, tiny_params, tiny_requests
 
 from pagedattn import InvalidInputError
 
@@ -111,9 +111,9 @@ def mixed_requests():
 
 
 def test_a_text_does_not_depend_on_its_batch():
-    together = Engine(tiny_params(), TINY, replace(ROOMY, max_seqs=8), "xla")
+    together = Engine(tiny_params(), TINY, replace(ROOMY, max_seqs=8), QUICK)
     streamed = list(together.stream(mixed_requests()))
-    alone = Engine(tiny_params(), TINY, replace(ROOMY, max_seqs=8), "xla")
+    alone = Engine(tiny_params(), TINY, replace(ROOMY, max_seqs=8), QUICK)
     for request in mixed_requests():
         tokens = list(alone.stream([request]))
         assert [(t.sample, t.token, t.reason) for t in tokens] == [
@@ -125,7 +125,7 @@ def test_a_text_does_not_depend_on_its_batch():
 
 def test_served_draws_are_by_the_book():
     """Every drawn token is among those that the dense model's logits let through."""
-    engine = Engine(tiny_params(), TINY, replace(ROOMY, max_seqs=8), "xla")
+    engine = Engine(tiny_params(), TINY, replace(ROOMY, max_seqs=8), QUICK)
     serve(engine, mixed_requests())
     for request in mixed_requests()[2:5]:
         how, left_out = request.decoding, 0
@@ -146,7 +146,7 @@ def test_log_probabilities_are_the_dense_models():
         Request(2, (5, 3, 5), 6, Sampling(1.0, logprobs=0)),
         Request(3, (8, 9, 7), 6, GREEDY),
     ]
-    engine = Engine(tiny_params(), TINY, ROOMY, "xla")
+    engine = Engine(tiny_params(), TINY, ROOMY, QUICK)
     streamed = list(engine.stream(requests))
     for request in requests:
         for sample, completion in enumerate(engine.completions[request.id]):

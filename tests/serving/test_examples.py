@@ -18,7 +18,7 @@ from serving.forward import forward_dense, forward_paged
 from serving.initial import init_params
 from serving.occupancy import CACHED, FREE, blocks_padded, blocks_used, draw_occupancy
 from serving.parity import dense_scores, greedy, largest_difference
-from tiny import LIMITS, TINY, greedy_completions, serve, tiny_params, tiny_requests
+from tiny import LIMITS, QUICK, TINY, greedy_completions, serve, tiny_params, tiny_requests
 
 from pagedattn import InvalidInputError, available_backends, init_kv_cache, make_batch
 
@@ -134,17 +134,17 @@ def test_two_programs_serve_everything(params, monkeypatch):
 
     monkeypatch.setattr(engine_module, "forward_paged", counting)
     limits = replace(LIMITS, token_budget=13)  # a shape that no other test has compiled
-    serve(Engine(params, replace(TINY, rope_theta=9999.0), limits, "xla"), tiny_requests())
+    serve(Engine(params, replace(TINY, rope_theta=9999.0), limits, QUICK), tiny_requests())
     assert sorted(traced) == [(4,), (13,)]
 
 
 def test_stop_token_ends_a_completion(params):
     requests = tiny_requests()[:1]
-    free_running = Engine(params, TINY, LIMITS, "xla")
+    free_running = Engine(params, TINY, LIMITS, QUICK)
     serve(free_running, requests)
     (completion,) = free_running.completions[0]
     stop = completion[2]
-    stopping = Engine(params, replace(TINY, eos_token_id=stop), LIMITS, "xla")
+    stopping = Engine(params, replace(TINY, eos_token_id=stop), LIMITS, QUICK)
     serve(stopping, requests)
     assert stopping.completions[0] == [completion[: completion.index(stop) + 1]]
 

@@ -21,9 +21,7 @@ from serving.preemption import Recompute, Swap
 from serving.prompts import PROMPTS
 from serving.request import Request
 from serving.sampling import GREEDY
-from tiny import greedy_completions, serve
-
-from pagedattn import available_backends
+from tiny import QUICK, greedy_completions, serve
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.23")
@@ -247,8 +245,7 @@ FUSED_IN = {
     "gpt-oss": QKV | QKV_BIASES,
     "mixtral": QKV,
 }
-# XLA compiles ten times as long as torch, so it serves each option of attention once.
-TORCH = "sdpa" if "sdpa" in available_backends() else "xla"
+# Which between them have each option of attention.
 BY_XLA = ("llama", "gemma2", "gpt-oss", "bloom")
 
 
@@ -298,7 +295,7 @@ def shared_prefix_requests() -> list[Request]:
     return [*requests, Request(len(tails), tails[1][:3], 12, GREEDY)]
 
 
-def served(directory: Path, requests, preemption, backend=TORCH, dtype=jnp.float32):
+def served(directory: Path, requests, preemption, backend=QUICK, dtype=jnp.float32):
     """Completions and the logits behind them, of a batch that shares, and that does not fit."""
     model, params = load_checkpoint(directory, dtype)
     engine = Engine(fused(params), model, LIMITS, backend, preemption)
@@ -326,7 +323,7 @@ def test_a_family_answers_as_transformers_does(tmp_path, name):
     judge, requests = theirs(name), shared_prefix_requests()
     judge.model.save_pretrained(tmp_path)
     policy = SWAP if len(name) % 2 else Recompute
-    backend = "xla" if name in BY_XLA else TORCH
+    backend = "xla" if name in BY_XLA else QUICK
     completions, scores = served(tmp_path, requests, policy, backend)
     assert completions == {request.id: judge.greedy(request) for request in requests}
     check(judge, requests, completions, scores)
@@ -410,7 +407,7 @@ def test_bfloat16_errs_no_more_than_transformers_does(tmp_path, name):
     rounded, requests = theirs(name), shared_prefix_requests()
     rounded.model.bfloat16().save_pretrained(tmp_path)
     exact = Theirs(type(rounded.model).from_pretrained(tmp_path, dtype=torch.float32))
-    backend = "xla" if name == "llama" else TORCH
+    backend = "xla" if name == "llama" else QUICK
     completions, scores = served(tmp_path, requests, SWAP, backend, dtype=jnp.bfloat16)
     our_errors, their_errors = [], []
     for request in requests:
@@ -505,7 +502,7 @@ def test_beams_are_those_of_transformers(tmp_path):
     model, params = load_checkpoint(tmp_path)
     model = replace(model, eos_token_id=(3, 5, 8, 13, 21))
     requests = [replace(r, decoding=Beam(3)) for r in shared_prefix_requests()[::2]]
-    engine = Engine(params, model, replace(LIMITS, num_blocks=40), TORCH)
+    engine = Engine(params, model, replace(LIMITS, num_blocks=40), QUICK)
     serve(engine, requests)
     how = {"num_beams": 3, "num_return_sequences": 3, "early_stopping": True, "pad_token_id": 39}
     for request in requests:
@@ -522,7 +519,7 @@ def test_the_shipped_model_writes_what_transformers_writes():
         for i, new in ((0, 40), (2, 60), (10, 30), (13, 50))
     ]
     limits = Limits(num_blocks=36, block_size=16, max_seq_len=400, max_seqs=4)
-    engine = Engine(params, model, limits, TORCH)
+    engine = Engine(params, model, limits, QUICK)
     serve(engine, requests)
     expected = {request.id: judge.greedy(request) for request in requests}
     assert greedy_completions(engine) == expected

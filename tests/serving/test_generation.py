@@ -13,7 +13,7 @@ from serving.engine import Engine
 from serving.generation import decode_loop, decode_step, prefill, start
 from serving.request import Request
 from serving.sampling import Sampling
-from tiny import ROOMY, TINY, serve, tiny_params, tiny_requests
+from tiny import QUICK, ROOMY, TINY, serve, tiny_params, tiny_requests
 
 from pagedattn import available_backends
 
@@ -44,7 +44,7 @@ def completions_of(state):
 @functools.cache
 def served(model=TINY, temperature=0.0):
     """What the engine answers to the same."""
-    engine = Engine(tiny_params(), model, ROOMY, "xla")
+    engine = Engine(tiny_params(), model, ROOMY, QUICK)
     requests = [
         Request(seed, tuple(prompt), NEW, Sampling(temperature, seed=seed))
         for seed, prompt in enumerate(PROMPTS)
@@ -137,10 +137,9 @@ def test_bookkeeping_runs_without_loops():
 
 def test_the_benchmark_compares_both_loops(tmp_path, capsys):
     path = tmp_path / "figures.json"
-    arguments = (
-        "--backend xla --sequences 2 --new-tokens 4 --num-blocks 64 --factor 1 --repeats 1 --json"
-    )
-    assert benchmark.main([*arguments.split(), str(path)]) == 0
+    sizes = {"sequences": 2, "new-tokens": 4, "num-blocks": 64, "factor": 1, "repeats": 1}
+    arguments = [f"--{name}={size}" for name, size in sizes.items()]
+    assert benchmark.main([*arguments, f"--backend={QUICK}", f"--json={path}"]) == 0
     figures = json.loads(path.read_text())
     trips = {run["loop"]: run["host_round_trips"] for run in figures["runs"]}
     assert trips == {"compiled": 1, "stepped": 4}

@@ -15,7 +15,7 @@ from serving.request import IN_FLIGHT
 from serving.sampling import GREEDY, Sampling
 from test_drawing import mixed_requests
 from test_serving import SWAP, TIGHT, nothing_is_lost
-from tiny import LIMITS, ROOMY, TINY, serve, tiny_params, tiny_requests
+from tiny import LIMITS, QUICK, ROOMY, TINY, serve, tiny_params, tiny_requests
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 
@@ -41,14 +41,14 @@ def decodings(*ours):
 
 def test_logits_stay_on_the_device(read):
     plain = decodings(GREEDY, Sampling(0.9, 2, seed=1), Sampling(2.0, top_k=3))
-    serve(Engine(tiny_params(), TINY, ROOMY, "xla"), plain)
+    serve(Engine(tiny_params(), TINY, ROOMY, QUICK), plain)
     assert read
     assert {array.dtype.name for array in read} <= {"int32", "bool"}
 
 
 def test_only_the_likeliest_cross_for_those_who_ask(read):
     asking = decodings(Sampling(logprobs=2), GREEDY, Beam(3))
-    serve(Engine(tiny_params(), TINY, ROOMY, "xla"), asking)
+    serve(Engine(tiny_params(), TINY, ROOMY, QUICK), asking)
     shapes = {array.shape for array in read if array.dtype == np.float32}
     assert shapes == {(6,), (6, 2), (6, 8)}  # of 31 tokens
 
@@ -66,7 +66,7 @@ def test_the_next_forward_is_enqueued_before_the_last_is_read(monkeypatch):
 
     monkeypatch.setattr(engine_module, "next_logits", launch)
     monkeypatch.setattr(Drawn, "read", reading)
-    engine = Engine(tiny_params(), TINY, ROOMY, "xla")
+    engine = Engine(tiny_params(), TINY, ROOMY, QUICK)
     for request in tiny_requests((3, 2)):
         engine.submit(request)
     streamed = 0
@@ -81,7 +81,7 @@ def test_one_program_draws_for_every_mix(monkeypatch):
     for name in traced:
         monkeypatch.setattr(drawing, name, counting(getattr(drawing, name), traced))
     limits = replace(ROOMY, max_seqs=9)  # a shape that no other test has compiled
-    serve(Engine(tiny_params(), TINY, limits, "xla"), mixed_requests())
+    serve(Engine(tiny_params(), TINY, limits, QUICK), mixed_requests())
     assert traced == {"pick": 1, "narrowed": 1}
 
 
@@ -99,7 +99,7 @@ def test_stop_tokens_are_found_late_and_change_nothing(policy):
     kinds = [GREEDY, Sampling(6.0, 2, seed=3), Beam(2), Sampling(5.0, seed=8, top_p=0.9)]
     requests = [replace(r, decoding=kinds[r.id % 4], max_new_tokens=9) for r in requests]
     model = replace(TINY, eos_token_id=(3, 8, 12, 20, 27))
-    calm, tight = (Engine(tiny_params(), model, limits, "xla", policy) for limits in (ROOMY, TIGHT))
+    calm, tight = (Engine(tiny_params(), model, limits, QUICK, policy) for limits in (ROOMY, TIGHT))
     calm_tokens, tight_tokens = ([*engine.stream(requests)] for engine in (calm, tight))
     assert tight.completions == calm.completions
     assert sorted(tight_tokens) == sorted(calm_tokens)
@@ -112,19 +112,19 @@ def test_stop_tokens_are_found_late_and_change_nothing(policy):
 
 def test_generated_blocks_are_found_again():
     """They are named once their tokens have been read, not while they are in flight."""
-    engine = Engine(tiny_params(), TINY, ROOMY, "xla")
+    engine = Engine(tiny_params(), TINY, ROOMY, QUICK)
     (request,) = [replace(r, max_new_tokens=14) for r in tiny_requests((5,))]
     serve(engine, [request])
     longer = replace(request, prompt=(*request.prompt, *engine.completions[0][0], 7))
     serve(engine, [longer])
     assert engine.prefixes.num_hit_tokens == 16  # of 18 that were fed
-    fresh = Engine(tiny_params(), TINY, ROOMY, "xla")
+    fresh = Engine(tiny_params(), TINY, ROOMY, QUICK)
     serve(fresh, [longer])
     assert engine.completions == fresh.completions
 
 
 def test_scores_come_when_asked_for(read):
-    engine = Engine(tiny_params(), TINY, LIMITS, "xla")
+    engine = Engine(tiny_params(), TINY, LIMITS, QUICK)
     steps = serve(engine, tiny_requests((5, 3)))
     assert all(array.dtype != np.float32 for array in read)
     scores = [step.scores[1] for step in steps if step.tokens and 1 in step.scores]

@@ -20,6 +20,7 @@ from serving.sampling import Sampling
 from serving.scheduler import Scheduler
 from serving.server.launch import Loaded
 from test_window_pools import BOTH
+from tiny import QUICK
 
 WINDOW = BOTH.sliding_window
 MODELS = {
@@ -54,7 +55,7 @@ def test_a_request_of_that_length_ends_and_one_longer_is_refused(tmp_path, name)
     layers = tuple("sliding_attention" if window else "full_attention" for window in MODELS[name])
     model = replace(BOTH, vocab_size=256, layer_types=layers)
     limits = Limits(num_blocks=6, block_size=4, max_seq_len=40, max_seqs=4, max_query_len=8)
-    engine = Engine(init_params(model, jax.random.key(0)), model, limits, "xla")
+    engine = Engine(init_params(model, jax.random.key(0)), model, limits, QUICK)
     with serving(engine, tmp_path, windows=model.windows) as server:
         (about,) = httpx.get(f"{server.url}/v1/models").json()["data"]
         longest = about["max_model_len"]

@@ -19,7 +19,7 @@ from serving.prefix_cache import PrefixCache
 from serving.request import Found, Request
 from serving.sampling import GREEDY, Sampling
 from serving.scheduler import Scheduler
-from tiny import LIMITS, ROOMY, TINY, serve, tiny_params, tiny_requests
+from tiny import LIMITS, QUICK, ROOMY, TINY, serve, tiny_params, tiny_requests
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 SWAP = partial(Swap, num_blocks=20, num_rows=5)
@@ -29,7 +29,7 @@ TIGHT = replace(LIMITS, num_blocks=10)
 
 
 def completions_of(requests, limits=ROOMY, model=TINY, preemption=Recompute):
-    engine = Engine(tiny_params(), model, limits, "xla", preemption)
+    engine = Engine(tiny_params(), model, limits, QUICK, preemption)
     serve(engine, requests)
     return engine.completions, engine
 
@@ -73,7 +73,7 @@ def test_swapped_blocks_come_back_instead_of_being_computed():
     requests = [replace(request, max_new_tokens=14) for request in tiny_requests((9, 10, 11, 12))]
     tokens = {}
     for name in ("recompute", "swap"):
-        engine = Engine(tiny_params(), TINY, TIGHT, "xla", POLICIES[name])
+        engine = Engine(tiny_params(), TINY, TIGHT, QUICK, POLICIES[name])
         engine.prefixes.keep = lambda groups: None  # else recomputing finds its blocks again
         tokens[name], plan = 0, engine.scheduler.plan
 
@@ -90,7 +90,7 @@ def test_swapped_blocks_come_back_instead_of_being_computed():
 
 def test_caches_stay_where_they_are():
     requests = [replace(request, max_new_tokens=14) for request in tiny_requests((9, 10, 11, 12))]
-    engine = Engine(tiny_params(), TINY, TIGHT, "xla", SWAP)
+    engine = Engine(tiny_params(), TINY, TIGHT, QUICK, SWAP)
     policy = engine.scheduler.preemption
     caches = (engine.memory.caches, policy.caches)
     before = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(caches)]
@@ -113,7 +113,7 @@ def test_a_shared_prefix_is_computed_once():
     prompt = tiny_requests((21,))[0].prompt
     others = [Request(i, (*prompt[:18], i), 5, GREEDY) for i in range(1, 4)]
     expected, _ = completions_of(others)
-    engine = Engine(tiny_params(), TINY, ROOMY, "xla")
+    engine = Engine(tiny_params(), TINY, ROOMY, QUICK)
     serve(engine, [Request(0, prompt, 5, GREEDY)])
     assert engine.prefixes.num_hit_tokens == 0
     serve(engine, others)
@@ -124,7 +124,7 @@ def test_a_shared_prefix_is_computed_once():
 
 def test_a_prompt_of_full_blocks_still_computes_its_last_token():
     prompt = tiny_requests((16,))[0].prompt
-    engine = Engine(tiny_params(), TINY, ROOMY, "xla")
+    engine = Engine(tiny_params(), TINY, ROOMY, QUICK)
     serve(engine, [Request(0, prompt, 3, GREEDY)])
     serve(engine, [Request(1, prompt, 3, GREEDY)])
     assert engine.prefixes.num_hit_tokens == 12
@@ -133,7 +133,7 @@ def test_a_prompt_of_full_blocks_still_computes_its_last_token():
 
 def test_prefixes_least_recently_used_go_first():
     first, second, third = (r.prompt for r in tiny_requests((17, 17, 17)))
-    engine = Engine(tiny_params(), TINY, replace(LIMITS, num_blocks=10), "xla")
+    engine = Engine(tiny_params(), TINY, replace(LIMITS, num_blocks=10), QUICK)
     for index, prompt in enumerate((first, second, first, third)):  # 4 blocks each stay
         serve(engine, [Request(index, prompt, 2, GREEDY)])
     before = engine.prefixes.num_hit_tokens
@@ -143,7 +143,7 @@ def test_prefixes_least_recently_used_go_first():
 
 def test_equal_blocks_behind_different_prefixes_are_not_shared():
     first, second, block = (r.prompt for r in tiny_requests((4, 4, 4)))
-    engine = Engine(tiny_params(), TINY, ROOMY, "xla")
+    engine = Engine(tiny_params(), TINY, ROOMY, QUICK)
     for index, prompt in enumerate([(*first, *block, 5), (*second, 5)]):
         serve(engine, [Request(index, prompt, 2, GREEDY)])
     serve(engine, [Request(2, (*second, *block, 5), 2, GREEDY)])
@@ -166,7 +166,7 @@ def test_samples_are_those_of_the_dense_model():
 
 def test_samples_share_the_blocks_of_their_prompt():
     request = replace(tiny_requests((24,), Sampling(1.0, 3))[0], max_new_tokens=4)
-    engine = Engine(tiny_params(), TINY, ROOMY, "xla")
+    engine = Engine(tiny_params(), TINY, ROOMY, QUICK)
     steps = serve(engine, [request])
     assert blocks_used(np.stack([step.owners for step in steps])).max() == 6 + 3
 
@@ -218,7 +218,7 @@ def test_tokens_are_streamed_as_they_come():
     requests = tiny_requests((5, 9, 3))
     requests[2] = replace(requests[2], decoding=Sampling(1.0, 2))
     requests.append(Request(3, (1, 2, 3), 5, Beam(2)))
-    engine = Engine(tiny_params(), TINY, ROOMY, "xla")
+    engine = Engine(tiny_params(), TINY, ROOMY, QUICK)
     streamed = list(engine.stream(requests))
     for request in requests:
         for sample in range(1 if request.id == 3 else request.decoding.width):

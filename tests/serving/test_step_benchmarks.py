@@ -31,7 +31,7 @@ def test_a_whole_step_is_compared_with_reading_its_bytes(tmp_path, capsys):
     (row,) = json.loads(path.read_text())["cases"]
     assert row["case"] == "2x20"
     assert row["share"] == pytest.approx(row["ms_to_read"] / row["ms"])
-    assert row["of_roofline"] >= row["share"] > 0
+    assert row["of_roofline"] > row["share"] * (1 - 1e-9) > 0
     assert row["tokens_s"] == pytest.approx(2e3 / row["ms"])
     assert "2x20" in capsys.readouterr().out
 

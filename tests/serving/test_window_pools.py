@@ -13,7 +13,7 @@ from serving.parity import dense_logits
 from serving.preemption import Recompute, Swap
 from serving.request import Request
 from serving.sampling import GREEDY, Sampling
-from tiny import LIMITS, ROOMY, TINY, serve, tiny_params, tiny_requests
+from tiny import LIMITS, QUICK, ROOMY, TINY, serve, tiny_params, tiny_requests
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 BOTH = Mistral(**vars(TINY), layer_types=("full_attention", "sliding_attention"), sliding_window=6)
@@ -23,7 +23,7 @@ MOST = 4  # blocks that a step of 8 tokens, and the 5 before it, may lie in
 
 
 def engine_of(limits=ROOMY, preemption=Recompute, model=BOTH) -> Engine:
-    return Engine(tiny_params(), model, limits, "xla", preemption)
+    return Engine(tiny_params(), model, limits, QUICK, preemption)
 
 
 def nothing_is_lost(engine):
