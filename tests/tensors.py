@@ -10,6 +10,7 @@ from pagedattn_interop import to_torch
 from pagedattn_interop.backends import takes
 
 import pagedattn_torch
+from pagedattn import KVCache
 from pagedattn.testing import batch_of, cache_of
 
 
@@ -34,3 +35,9 @@ def by_torch(problem, backend):
         query, cache, batch_of(problem), problem.spec, **arrays
     )
     return [x.float().cpu().numpy() for x in results]
+
+
+def interleaved(cache: KVCache) -> KVCache:
+    """The same values in one tensor `[num_blocks, 2, block_size, ...]`: planes with gaps."""
+    pool = torch.stack([cache.key, cache.value], dim=1)
+    return KVCache(pool[:, 0], pool[:, 1])

@@ -14,7 +14,7 @@ pytest.importorskip("intel_extension_for_pytorch")
 from hypothesis import given, reject
 from hypothesis import strategies as st
 from pagedattn_interop import to_torch
-from tensors import tensors
+from tensors import interleaved, tensors
 from torch_layers import step_of
 
 from pagedattn import AttentionSpec, KVCache, UnsupportedError
@@ -66,11 +66,6 @@ def one_layer(cache):
     pool = torch.full((2, 3, *cache.key.shape), torch.nan, dtype=cache.key.dtype)
     pool[0, 1], pool[1, 1] = cache.key, cache.value
     return KVCache(pool[0, 1], pool[1, 1])
-
-
-def interleaved(cache):
-    pool = torch.stack([cache.key, cache.value], dim=1)
-    return KVCache(pool[:, 0], pool[:, 1])
 
 
 def spaced(cache):

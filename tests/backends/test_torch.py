@@ -12,7 +12,7 @@ import torch
 from cases import SPECS, mixed, random_cache, rows, run
 from hypothesis import given
 from pagedattn_interop import to_torch
-from tensors import tensors
+from tensors import interleaved, tensors
 
 from pagedattn import InvalidInputError, KVCache, UnsupportedError
 from pagedattn.testing import (
@@ -132,12 +132,6 @@ def test_no_tokens():
     key, value = to_torch(rows(0, random_cache()), copy=True)
     write_kv_(cache, key, value, torch.zeros(0, dtype=torch.int32))
     np.testing.assert_array_equal(numpy_of(cache)[0], before[0])
-
-
-def interleaved(cache: KVCache) -> KVCache:
-    """The same values in one tensor `[num_blocks, 2, block_size, ...]`: planes with gaps."""
-    pool = torch.stack([cache.key, cache.value], dim=1)
-    return KVCache(pool[:, 0], pool[:, 1])
 
 
 def by_head(cache: KVCache) -> KVCache:

@@ -1,7 +1,6 @@
 """Arrays that cross without a copy, proved by pointer, and torch functions inside jit."""
 
 import concurrent.futures
-import time
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ import pytest
 import torch
 from cases import as_numpy, random_cache, rows
 from pagedattn_interop import to_jax, to_torch, torch_call
+from quickest import best_time
 
 from pagedattn import InvalidInputError, KVCache
 from pagedattn.testing import reference_write
@@ -419,16 +419,6 @@ def test_one_program_from_threads():
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         got = pool.map(lambda n: float(call(jnp.full(64, float(n)), jnp.ones(64))[5]), range(200))
         assert list(got) == [float(n + 1) for n in range(200)]
-
-
-def best_time(call, *args, repeats=200):
-    """Seconds of the quickest call: one of many goes undisturbed on a busy machine too."""
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(call(*args))
-        times.append(time.perf_counter() - start)
-    return min(times)
 
 
 def test_the_cost_of_a_call_does_not_grow_with_its_operands():

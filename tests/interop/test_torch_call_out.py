@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import time
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pagedattn_interop import to_torch, torch_call
 from pagedattn_interop.backends import bridged
+from quickest import best_time
 
 from pagedattn import paged_attention
 from pagedattn_torch.backends import sdpa
@@ -175,16 +175,6 @@ def test_the_two_forms_of_one_function_are_two():
     run = jax.jit(lambda x: (torch_call(fn, ROW)(x), writing(fn)(x)))
     returned, written = run(x)
     assert (returned.tolist(), written.tolist()) == ([1] * 4, [-1] * 4)
-
-
-def best_time(call, *args, repeats=200):
-    """Seconds of the quickest call: one of many goes undisturbed on a busy machine too."""
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(call(*args))
-        times.append(time.perf_counter() - start)
-    return min(times)
 
 
 def test_the_cost_of_a_call_does_not_grow_with_its_result():

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import jax
@@ -36,7 +37,7 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
+@contextmanager
 def coordinator():
     """An address that stays ours: nobody else is given a port while a socket is bound to it."""
     with socket.socket() as reserved:
@@ -46,8 +47,8 @@ def coordinator():
 
 
 @pytest.fixture
-def start(checkpoint, coordinator):
-    """Starts both processes; none of them outlives the test, nor the limit."""
+def start(checkpoint):
+    """Starts two processes at a call; none of them outlives the test, nor the limit."""
     started = []
 
     def kill():
@@ -55,21 +56,27 @@ def start(checkpoint, coordinator):
             process.kill()
 
     def both(*options):
-        command = [sys.executable, example.__file__, f"--coordinator={coordinator}"]
+        command = [
+            sys.executable,
+            example.__file__,
+            f"--coordinator={ends.enter_context(coordinator())}",
+        ]
         command += ["--processes=2", "--cpu-devices=2", f"--model={checkpoint}"]
         command += ["--prompts=1", "--new-tokens=6", *options]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        started[:] = [subprocess.Popen([*command, f"--process={i}"], **pipes) for i in range(2)]
-        return started
+        pair = [subprocess.Popen([*command, f"--process={i}"], **pipes) for i in range(2)]
+        started.extend(pair)
+        return pair
 
     timer = threading.Timer(LIMIT, kill)
     timer.start()
-    yield both
-    timer.cancel()
-    kill()
-    for process in started:
-        process.wait()
-        process.stdout.close()
+    with ExitStack() as ends:
+        yield both
+        timer.cancel()
+        kill()
+        for process in started:
+            process.wait()
+            process.stdout.close()
 
 
 @pytest.fixture(scope="module")
@@ -88,20 +95,21 @@ def test_both_say_what_one_process_says(start, answer):
         assert re.findall(r"-> (.*)$", text, re.MULTILINE) == [answer], text
 
 
-@pytest.mark.parametrize(
-    ("lost", "how"),
-    [
-        pytest.param(1, signal.SIGKILL, id="a process is killed"),
-        pytest.param(0, signal.SIGSTOP, id="the coordinator hangs"),
-    ],
-)
-def test_who_loses_the_other_ends_with_an_error(start, answer, lost, how):
+def test_who_loses_the_other_ends_with_an_error(start, answer):
     """Of a process that is killed the connections close; of one that hangs no heartbeat comes."""
-    processes = start("--rounds=1000000", f"--heartbeat={HEARTBEAT}")
+    options = "--rounds=1000000", f"--heartbeat={HEARTBEAT}"
+    killed, hanging = start(*options), start(*options)  # both at once: the test mostly waits
+    others = lose(killed, 1, signal.SIGKILL, answer), lose(hanging, 0, signal.SIGSTOP, answer)
+    for other in others:
+        text = other.communicate(timeout=HEARTBEAT + LIMIT)[0]  # the rest is for a busy machine
+        assert other.returncode != 0
+        assert "another task died" in text
+
+
+def lose(processes, lost, how, answer):
+    """The process that is left, of two that have answered."""
     other = processes[1 - lost]
     answers = (line for line in other.stdout if "->" in line)
     assert next(answers).rstrip().endswith(f"-> {answer}")
     processes[lost].send_signal(how)
-    text = other.communicate(timeout=HEARTBEAT + LIMIT)[0]  # the rest is for a busy machine
-    assert other.returncode != 0
-    assert "another task died" in text
+    return other
