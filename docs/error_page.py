@@ -19,7 +19,7 @@ REFUSAL = "Reasons of a refusal"
 KINDS = {
     "InvalidInputError": "An argument has a wrong shape, dtype or value; also a `ValueError`. "
     "Nothing has been written.",
-    "UnsupportedError": "A backend cannot honour an option of this call; also a "
+    "UnsupportedError": "A backend does not support an option of this call; also a "
     "`NotImplementedError`. Nothing is ignored or approximated: name another backend, or none.",
     "BackendUnavailableError": "A backend is unknown, or a package is not installed; also an "
     "`ImportError`.",
@@ -27,16 +27,16 @@ KINDS = {
     "unchanged.",
     "CallError": "A torch function called by `torch_call` has failed; its own error is named.",
     "LookupError": "A compiled program was moved to another process.",
-    REFUSAL: "What `explain` answers, and what stands behind the colon of an `UnsupportedError` "
-    "or a `BackendUnavailableError`; also why `backend=None` passes a backend over.",
+    REFUSAL: "What `explain` returns, and what follows the colon of an `UnsupportedError` or a "
+    "`BackendUnavailableError`; also the reasons why `backend=None` passes over a backend.",
 }
 HEAD = """\
 # Errors
 
 Every error that the library raises on purpose is a `PagedAttentionError`. Its text says what was
-expected, what was got, and how to mend it. Here is every text, with `{...}` for what differs from
-call to call, and the file that raises it. `python docs/error_page.py` writes this page from the
-source.
+expected, what was given, and how to fix it. This page lists every text, with `{...}` for the parts
+that differ from call to call, and the file that raises it. `python docs/error_page.py` generates
+the page from the source.
 """
 
 

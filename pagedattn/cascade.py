@@ -66,13 +66,13 @@ def cascade_attention(
 
 @takes_any_array
 def split_prefix(batch: BatchMetadata) -> tuple[BatchMetadata, BatchMetadata]:
-    """A batch as two: over the blocks that all its sequences begin with, and over what follows.
+    """Splits a batch in two: over the blocks that all its sequences share, and over the rest.
 
-    Shared is what the tables begin with alike, in whole blocks that lie before every new token;
-    sequences without new tokens are not asked. For `cascade_attention`; usable in jit.
+    Shared blocks are those with which all tables begin, as far as they lie wholly before every
+    new token; sequences without new tokens are ignored. For `cascade_attention`; usable in jit.
 
     Returns:
-      prefix: one sequence that brings all tokens, over the shared blocks.
+      prefix: one sequence with all tokens as its queries, over the shared blocks.
       rest: the sequences without these blocks; positions count from the prefix's end.
 
     Raises:

@@ -53,9 +53,9 @@ def append_tokens(
     """Makes room for `num_tokens[s]` new tokens of each sequence; 0 leaves a sequence alone.
 
     Gives each sequence the blocks that it lacks, and a block of its own in place of a shared one
-    that its tokens would be written to. Rows are served in order. The first for which too few
-    blocks are free ends the serving: it and all later rows that need a block stay as they were. A
-    sequence that would not fit its table row stays as it was too.
+    that its tokens would be written to. Rows are served in order. If too few blocks are free for
+    one of them, it and all later rows that need a block stay as they were. A sequence that would
+    not fit its table row stays as it was too.
 
     Args:
       max_new_tokens: a static bound on `num_tokens`, None for what a table row holds. The work is

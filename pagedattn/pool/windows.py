@@ -21,10 +21,10 @@ def release_behind(
     or holds them; -1 takes their place in `block_tables`, and no query follows it. So a sequence
     owns `ceil(window / block_size) + 1` blocks at most, and what it appends until the next call.
 
-    Call it when all layers that share the pool have attended to the step's tokens, which still see
-    keys that it gives back; or, which is the same, before the next `append_tokens`. Each of these
-    layers must have a window, and `window` is the widest of them. Layers without one take a pool,
-    tables and caches of their own. To call it again changes nothing.
+    Call it after the attention of all layers that share the pool, since the step's own tokens may
+    still see keys that it gives back, and before the next `append_tokens`. Each of these layers
+    must have a window, and `window` is the widest of them. Layers without one need a pool, tables
+    and caches of their own. Calling it again changes nothing.
 
     A sequence still has a place in its row for every token that it ever had: `max_blocks *
     block_size` bounds its length as before.

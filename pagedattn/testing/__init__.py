@@ -1,4 +1,4 @@
-"""What proves a backend: the oracle, the precision rule, strategies and the parity harness.
+"""Tools to test a backend: the oracle, the precision rule, strategies and `check_backend`.
 
 `import pagedattn` does not load this package. `pagedattn.testing.strategies` is imported by that
 name and needs hypothesis: `pip install 'pagedattn[testing]'`.

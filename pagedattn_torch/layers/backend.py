@@ -21,7 +21,7 @@ Pairs = Int[Tensor, "n 2"] | Sequence[Sequence[int]] | Mapping[int, int | Iterab
 
 
 class AttentionBackend:
-    """The names under which an engine finds a layer's parts; a subclass fills them in.
+    """Where an engine finds the classes and the cache operations of a backend, by vLLM's names.
 
     >>> from pagedattn_torch import TorchSDPABackend
     >>> TorchSDPABackend.get_name(), TorchSDPABackend.get_kv_cache_shape(8, 16, 2, 64)
