@@ -19,6 +19,7 @@ from pagedattn_interop.backends import bridged
 
 from pagedattn import AttentionSpec, KVCache
 from pagedattn.call import call_of
+from pagedattn.ragged import cdiv
 from pagedattn.testing import (
     assert_attention_close,
     batch_of,
@@ -195,10 +196,13 @@ def test_the_route_is_chosen_by_shapes():
 
 def splits(num_seqs, capacity, block_size):
     problem = random_problem(
-        [1] * num_seqs, [capacity] * num_seqs, SPECS["plain"],
+        [1], [1], SPECS["plain"],
         num_heads=8, num_kv_heads=8, head_dim=8, block_size=block_size, dtype=HALF,
     )  # fmt: skip
-    operator = kernels._split_k(call_of(*inputs(problem), problem.spec))
+    sizes = {"num_tokens": num_seqs, "num_seqs": num_seqs, "max_blocks": cdiv(capacity, block_size)}
+    operator = kernels._split_k(
+        dataclasses.replace(call_of(*inputs(problem), problem.spec), **sizes)
+    )
     return operator.BLOCK_N, operator.SPLIT_K
 
 
