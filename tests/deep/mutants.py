@@ -171,6 +171,26 @@ MUTANTS = {
         "wide = xp.nan_to_num(wide)",
         "tests/core/test_quantise.py -k saturates and jit",
     ),
+    "numba: a key's scale left out": Mutant(
+        "scale = job.scale * factor(job.key_scale, job.key_scale_head, head)",
+        "scale = job.scale",
+        "tests/backends/test_numba_scales.py -k anything",
+    ),
+    "numba: the first head's scale for the values of all": Mutant(
+        "factor(job.value_scale, job.value_scale_head, kv_head)",
+        "factor(job.value_scale, job.value_scale_head, 0)",
+        "tests/backends/test_numba_scales.py -k anything",
+    ),
+    "mosaic: a part that begins one step late": Mutant(
+        "begin = jnp.clip(part * share - first_step, 0, blocks.count)",
+        "begin = jnp.clip(part * share - first_step + 1, 0, blocks.count)",
+        "tests/backends/test_mosaic_plans.py",
+    ),
+    "mosaic: a part that does not wait for the last one": Mutant(
+        "last = lax.div(first_step + blocks.count - 1, share)",
+        "last = lax.div(first_step + blocks.count - 1, share) - 1",
+        "tests/backends/test_mosaic_plans.py",
+    ),
     "torch: one key behind the window left in": Mutant(
         "keys > self.rows.contexts[:, None] - self.call.window",
         "keys >= self.rows.contexts[:, None] - self.call.window",
