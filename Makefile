@@ -14,7 +14,8 @@ SMOKE_VENV := .venv-smoke
 DEEP ?= tests/deep
 # Tests that need JAX alone.
 WITHOUT_TORCH := tests/pool tests/core/test_batch.py tests/core/test_cache.py tests/core/test_jit.py \
-	tests/core/test_state.py tests/core/test_across.py tests/backends/test_properties.py
+	tests/core/test_state.py tests/core/test_across.py tests/backends/test_properties.py \
+	$(wildcard tests/backends/test_mosaic*.py)
 # What needs transformers, numba and rich, which the environment of test-ipex does not have.
 NOT_THERE := pagedattn/backends/numba pagedattn/kernels/cpu pagedattn/report/colour.py \
 	pagedattn_torch/backends/numba.py pagedattn_torch/transformers

@@ -15,9 +15,9 @@ from .scores import LAYOUT, Softmax
 from .shape import Shape
 from .tiles import has_rows
 
-# JAX 0.10 must be given an index to load all of a reference; later ones warn of any.
-INDEX = inspect.signature(plgpu.load).parameters["idx"]
-ALL = ((),) if INDEX.default is INDEX.empty else ()
+# JAX 0.10 must be given an index to load all of a reference, 0.11 warns of any, 0.12 takes none.
+INDEX = inspect.signature(plgpu.load).parameters.get("idx")
+ALL = ((),) if INDEX and INDEX.default is INDEX.empty else ()
 
 
 def join_or_leave(shape: Shape, arrays, job, warpgroup, out, state: Softmax, store):
