@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from pagedattn import InvalidInputError
 from pagedattn.ragged import cdiv
 from serving.decoder import Hidden
 
@@ -56,11 +57,25 @@ class Peers:
         return self._on_each(partial(_sum_and_norm, eps=eps), x, weight, residual, scale)
 
     def _on_each(self, function, x, weight, *others):
+        self._require_room(len(x), len(weight))
         spread, everywhere = PartitionSpec(*self.mesh.axis_names), PartitionSpec()
         inputs = PartitionSpec(None, *spread)
         specs = inputs, inputs, *[everywhere] * len(others), spread, spread
         on_each = jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=everywhere)
         return on_each(x, weight, *others, self.addresses, self.memory)
+
+    def _require_room(self, rows: int, columns: int) -> None:
+        """A row that is too many, or too long, would be written over what is none of the kernel's.
+
+        Raises:
+          InvalidInputError: more rows or columns than the memory has.
+        """
+        most = self.memory.shape[1] // (2 * MOST_ROWS) - 1
+        if rows > MOST_ROWS or columns > most:
+            raise InvalidInputError(
+                f"x must have at most {MOST_ROWS} rows and weight {most} outputs, got {rows} and "
+                f"{columns}: let XLA add them, or give `peers` as many columns"
+            )
 
 
 @jax.tree_util.register_dataclass

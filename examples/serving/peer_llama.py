@@ -60,13 +60,14 @@ class PeerLlama(Llama):
 
 def by_peers(mesh: Mesh, model: Decoder, params: dict) -> tuple[Decoder, dict]:
     """The same model and parameters, which add up by a kernel where the devices of a mesh can."""
-    add = peers(mesh, model.hidden_size)
-    if add is None:
+    # One for each weight: where attention and MLP are side by side, XLA may run both sums at once.
+    adding = {name: add for name in BY_INPUT if (add := peers(mesh, model.hidden_size))}
+    if not adding:
         return model, params
 
     def summed(name: str, weight: Array) -> Any:
-        spread = name in BY_INPUT and weight.ndim == 2 and not weight.is_fully_replicated
-        return Summed(weight, add) if spread else weight
+        spread = name in adding and weight.ndim == 2 and not weight.is_fully_replicated
+        return Summed(weight, adding[name]) if spread else weight
 
     layers = [{name: summed(name, x) for name, x in layer.items()} for layer in params["layers"]]
     params = params | {"layers": layers}

@@ -36,6 +36,7 @@ WINDOW = AttentionSpec(sliding_window=20)
 CALLS = {
     "decode": (DECODE, AttentionSpec(), {}),
     "decode in a window": (DECODE, WINDOW, {}),
+    "decode and padding": (DECODE, AttentionSpec(), {"pad_tokens": 80}),  # more than max_query_len
     "chunks": (CHUNKS, AttentionSpec(), {}),
     "chunks in a window": (CHUNKS, WINDOW, {}),
     "decode from eight bits": (DECODE, AttentionSpec(), {"cache_dtype": "float8_e5m2"}),

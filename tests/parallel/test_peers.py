@@ -7,18 +7,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 from serving import all_reduce, parallel, peer_llama
 from serving.all_reduce import Summed
+from serving.families.cohere import Cohere
 from serving.families.llama import Llama
 from serving.families.pieces import rms_norm
 from serving.families.qwen import Qwen2
+from serving.forward import forward_dense
 from serving.generation import decode_loop, prefill, start
 from serving.peer_llama import by_peers
 from test_tensor import NEW, PROMPTS, SIZES, mesh_of
 from tiny import TINY, tiny_params
+
+from pagedattn import InvalidInputError
 
 GPUS = jax.device_count() if jax.default_backend() == "gpu" else 0
 two = pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
@@ -106,6 +111,38 @@ def test_another_family_adds(stood_in):
     one, both = generated(model, params)
     assert one == both
     assert stood_in == ["sum_kernel"] * 4 * TINY.num_hidden_layers
+
+
+@two
+@pytest.mark.usefixtures("stood_in")
+@pytest.mark.parametrize("kind", [Llama, Qwen2, Cohere])
+def test_sums_of_one_memory_follow_from_one_another(kind):
+    """XLA may run others at the same time; Cohere's attention and MLP are side by side."""
+    types = {} if kind is Llama else {"layer_types": ("full_attention",) * 2}
+    model, params = parallel.spread(mesh_of(2), kind(**vars(TINY) | types), tiny_params())
+    traced = jax.make_jaxpr(lambda params: forward_dense(params, model, jnp.arange(5))[0])(params)
+    array_of = dict(zip(traced.jaxpr.invars, map(id, jax.tree.leaves(params)), strict=True))
+    behind, sums = {}, {}  # what each variable comes from; by memory
+    for number, eqn in enumerate(traced.eqns):
+        names = [x for x in eqn.invars if isinstance(x, jax.extend.core.Var)]
+        before = set().union(*(behind.get(x, ()) for x in names))
+        if eqn.primitive.name == "shard_map":
+            *_, memory = names
+            earlier = sums.setdefault(array_of[memory], [])
+            assert before.issuperset(earlier)
+            earlier.append(number)
+        behind |= dict.fromkeys(eqn.outvars, before | {number})
+    assert sum(map(len, sums.values())) == 2 * TINY.num_hidden_layers
+
+
+@two
+@pytest.mark.usefixtures("stood_in")
+@pytest.mark.parametrize(("rows", "columns"), [(257, 24), (1, 25)])
+def test_more_than_the_memory_holds_is_refused(rows, columns):
+    add = all_reduce.peers(mesh_of(2), 24)
+    assert add.sum(jnp.ones((256, 8)), jnp.ones((24, 8))).shape == (256, 24)
+    with pytest.raises(InvalidInputError, match=r"256 rows and weight 24 outputs, got"):
+        add.sum(jnp.ones((rows, 8)), jnp.ones((columns, 8)))
 
 
 @two

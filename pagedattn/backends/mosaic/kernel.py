@@ -88,14 +88,18 @@ def attention(shape: Shape, programs: int, query, key, value, tables, work: Work
 
 
 def results_of(shape: Shape, query):
-    """out and lse, and with cut keys room for the partial results that parts leave to others."""
+    """out and lse, and with cut keys room for the partial results that parts leave to others.
+
+    Room for both warpgroups: the second has rows of a tile too small for it, if lengths in jit say
+    that a sequence has more queries than `max_query_len`.
+    """
     lse = (shape.max_tiles if shape.with_lse else 1, shape.num_kv_heads, 2, WARPGROUP)
     results = [
         jax.ShapeDtypeStruct(query.shape, query.dtype),
         jax.ShapeDtypeStruct(lse, jnp.float32),
     ]
     if shape.parts:
-        rows = shape.parts, shape.num_kv_heads, shape.halves
+        rows = shape.parts, shape.num_kv_heads, 2
         results.append(jax.ShapeDtypeStruct((*rows, WARPGROUP, shape.head_dim), jnp.float32))
         results.append(jax.ShapeDtypeStruct((*rows, 2, WARPGROUP), jnp.float32))
     return tuple(results)
@@ -105,7 +109,7 @@ def semaphores(shape: Shape):
     """One for each partial result, 0 when the kernel starts."""
     if not shape.parts:
         return None
-    count = shape.parts, shape.num_kv_heads, shape.halves
+    count = shape.parts, shape.num_kv_heads, 2
     return pl.get_global(plgpu.SemaphoreType.REGULAR(count))
 
 

@@ -73,11 +73,6 @@ class Shape:
         whole = self.num_tokens * self.group // ROWS
         return max(1, whole + sequences * (1 + cdiv((UNIT - 1) * self.group, ROWS)))
 
-    @property
-    def halves(self) -> int:
-        """Warpgroups that have rows of a tile."""
-        return cdiv(self.units * UNIT, WARPGROUP)
-
 
 def piece(shape: Shape, index: int) -> slice:
     """The columns of a head that one load or store of a unit moves: as wide as the swizzle."""
