@@ -27,7 +27,7 @@ from serving.decoder import Hidden
 
 Features = Float[Array, "num_tokens _"]
 Weight = Float[Array, "out in"]
-MOST_ROWS = 256  # more tokens are XLA's to add: each is a program, and all of them run at once
+MOST_ROWS = 256  # more tokens are added by XLA, which is faster where they are many
 NUM_WARPS = 16
 PARTS, FEW_ROWS = 4, 64  # terms of a product, if it has no more rows than a tile
 

@@ -89,6 +89,7 @@ def _exchanged(own, addresses, row, columns, inside, ROWS: tl.constexpr, ROW_BYT
     epoch = tl.load(flags + ROWS + row) + 1
     offset = 8 * ROWS + ((epoch & 1) * ROWS + row) * ROW_BYTES
     kind = tl.pointer_type(own.dtype)
+    # In the peer's memory, and in this device's.
     pushed = tl.multiple_of((there + offset).to(kind), 16)
     received = tl.multiple_of((here + offset).to(kind), 16)
     tl.store(pushed + columns, own, mask=inside)

@@ -189,6 +189,8 @@ def test_sums_of_many_epochs(rows):
             part = jax.lax.fori_loop(0, late, lambda _, x: x * 1.5, part)
             terms = part.astype(jnp.float32) * jnp.float32([0.5, 0.25, 0.25])[:, None, None]
             (got,) = all_reduce._started("sum_kernel", (terms, addresses, memory), [dtype])
+            # Sums of one memory must follow from one another.
+            part, got = jax.lax.optimization_barrier((part, got))
             scale = jnp.linspace(0.5, 2, columns, dtype=dtype)
             arrays = part[None], state, scale, addresses, memory
             total, normed = all_reduce._started("norm_kernel", arrays, [dtype] * 2, EPS=1e-5)

@@ -106,7 +106,7 @@ class Walk:
         return carry
 
     def leave_out(self, step, _):
-        """A step that leaves the matrix unit to the other warpgroup."""
+        """A step of which this warpgroup has no rows: the matrix unit is left to the other one."""
         self.await_keys_and_turn(step)
         self.pass_turn()
         plgpu.barrier_arrive(self.barriers.key_free.at[self.key_slot(step)])

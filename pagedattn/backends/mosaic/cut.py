@@ -17,7 +17,7 @@ from .tiles import Tile, cdiv, key_blocks, num_units
 
 OVERHEAD = 1  # what a piece costs beside its steps, in steps
 FEWEST = 2  # steps that are worth a piece of their own
-PROBES = 16  # elements that a search loads at once
+PROBES = 16  # elements that a round of a search loads at once, so that their latencies overlap
 
 
 class Work(NamedTuple):
@@ -76,7 +76,8 @@ def cut_tiles(shape: Shape, me, work: Work) -> Jobs:
     """The jobs of a program.
 
     The last part is that of the first programs: a part waits for those behind it, so that programs
-    wait for none that start after them.
+    wait for none that start after them. (GPUs start blocks in the order of their numbers, although
+    CUDA does not promise it.)
     """
     part = shape.parts - 1 - lax.div(me, jnp.int32(shape.num_kv_heads))
     head = lax.rem(me, jnp.int32(shape.num_kv_heads))

@@ -15,7 +15,7 @@ class Piece(NamedTuple):
     """What part of a tile's keys a job has."""
 
     part: Any
-    goes_on: Any  # the job has the tile's first keys; parts up to `last`, inclusive, the others
+    goes_on: Any  # the tile begins in this part and goes on in the next ones, up to and with `last`
     last: Any
     is_rest: Any  # the tile begins in an earlier part, which waits for the job's results
 
@@ -32,7 +32,10 @@ class Job(NamedTuple):
 
 
 class Jobs(NamedTuple):
-    """How many jobs a program has, and how to find one: a look into tables, then arithmetic."""
+    """How many jobs a program has, and how to find one: loads from tables, then arithmetic.
+
+    The two are apart because loads take long: they are issued early, and awaited by the arithmetic.
+    """
 
     count: Any
     look_up: Callable  # from the number of a job to what `job_of` needs of it

@@ -1,6 +1,7 @@
-"""Partial results of tiles whose keys were cut: each part leaves that of its first piece.
+"""Partial results of tiles whose keys were cut over several parts.
 
-The part that has the first keys of a tile waits for those of the others, and joins them.
+A part whose first piece belongs to a tile that begins in an earlier part leaves that piece's result
+in memory. The part in which the tile begins waits for the results of the others, and joins them.
 """
 
 import inspect
