@@ -12,7 +12,7 @@ from jax import lax
 from .compute import compute
 from .cut import Work, cut_tiles
 from .jobs import visit_all, whole_tiles
-from .loads import load
+from .loads import WARPS, load
 from .shape import UNIT, WARPGROUP, Shape
 from .tiles import Table
 
@@ -139,8 +139,9 @@ def barriers_of(shape: Shape) -> Barriers:
     def barrier(arrivals, slots):
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots)
 
-    keys = barrier(shape.pages, shape.key_stages), barrier(2, shape.key_stages)
-    values = barrier(shape.pages, shape.value_stages), barrier(2, shape.value_stages)
+    full = max(shape.pages, WARPS)  # a warp without pages arrives, too: none falls behind the ring
+    keys = barrier(full, shape.key_stages), barrier(2, shape.key_stages)
+    values = barrier(full, shape.value_stages), barrier(2, shape.value_stages)
     edge = min(shape.block_size, shape.keys) * shape.head_dim * 2 // shape.swizzle
     loads = shape.units * shape.head_dim * 2 // shape.swizzle
     queries = barrier(loads, shape.query_slots), barrier(2, shape.query_slots)

@@ -118,9 +118,18 @@ class Loads:
     def keys(self, step, ids):
         slot = self.slot(self.barriers.key_free, step, self.shape.key_stages)
         room, full = self.memory.key.at[slot], self.barriers.key_full.at[slot]
+        self.arrive_without_pages(full)
         for i, block in enumerate(ids):
             load = functools.partial(self.whole_page, self.arrays.key, room, full, step, i, block)
             pl.when(self.page(i) < self.shape.pages)(load)
+
+    def arrive_without_pages(self, full):
+        """A warp without pages arrives too, so that no ring turns twice while it is behind.
+
+        It waits by the parity of a phase, so it would take the phase after the next for its own.
+        """
+        if self.shape.pages < WARPS:
+            pl.when(self.warp >= self.shape.pages)(lambda: plgpu.barrier_arrive(full))
 
     def source(self, array, step, block):
         """The part of a block that one load brings: all of it, or the keys of a step."""
@@ -137,6 +146,7 @@ class Loads:
     def values(self, step, ids):
         slot = self.slot(self.barriers.value_free, step, self.shape.value_stages)
         room, full = self.memory.value.at[slot], self.barriers.value_full.at[slot]
+        self.arrive_without_pages(full)
         edges = self.edges(step)
         for i, block in enumerate(ids):
             load = functools.partial(self.whole_page, self.arrays.value, room, full, step, i, block)
