@@ -11,6 +11,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pagedattn import InvalidInputError
+from serving.server.detokenise import UNFINISHED
 from serving.server.refusal import Refusal, invalid
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -93,8 +94,11 @@ def _from_file(path: Path, parts: dict) -> Text:
         raise InvalidInputError(f"{path} is no tokenizer: {error}") from error
 
     def spell(token: int) -> tuple[str, list[int] | None]:
-        text = theirs.decode([token], skip_special_tokens=False)
-        return text, None if "\ufffd" in text else list(text.encode())
+        # After itself: at the start of a text decoders strip a space.
+        once, twice = (theirs.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
+        if UNFINISHED in once:
+            return once, None
+        return twice[len(once) :], list(twice[len(once) :].encode())
 
     def encode(text: str, begin: bool) -> list[int]:
         return theirs.encode(text, add_special_tokens=begin).ids
