@@ -243,6 +243,20 @@ def test_an_end_waits_no_longer_than_it_was_told_to(engine, tmp_path):
             assert '"code":"server_stopping"' in answer
 
 
+def test_a_second_signal_ends_what_runs_by_an_error(engine, tmp_path):
+    engine.delay = 0.01  # so that it would run for minutes
+    with serving(engine, tmp_path, seconds=SECONDS) as server:
+        running = [begin(server.url, max_tokens=15_000, stream=s) for s in (False, True)]
+        eventually(lambda: len(server.thread.tickets) == 2)
+        server.server.handle_exit(15, None)
+        eventually(lambda: server.thread.problem)
+        server.server.handle_exit(15, None)
+        for answer in map(rest_of, running):
+            assert "server_stopping" in answer
+        server.runner.join(SECONDS / 2)
+        assert not server.runner.is_alive()
+
+
 def test_when_the_server_has_ended_no_step_runs(engine, tmp_path):
     """A thread that is inside one when Python ends would abort the process."""
     engine.gate.clear()
