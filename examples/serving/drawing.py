@@ -76,8 +76,8 @@ def cut(
 
 
 def in_order(values: Float[Array, " n"]) -> UInt32[Array, " n"]:
-    """Integers in the order of the values."""
-    bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
+    """Integers in the order of the values, of which 0 and -0 are one."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(values == 0, 0, values), jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
