@@ -172,6 +172,16 @@ def test_tokens_are_spelled_as_they_stand_in_the_text(tmp_path_factory, tokenize
         assert "".join(token for token, _ in spelled).lstrip() == "b" + text
 
 
+def test_no_prompt_is_cut_or_filled_up(tmp_path):
+    """As their training may have asked for; transformers forgets it too."""
+    tokenizer = byte_level()
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    text = load_text(tmp_path, 300)
+    assert [len(text.encode("b" * length, True)) for length in (1, 9)] == [1, 9]
+
+
 TEMPLATE = """{{ bos_token }}{% for message in messages %}
     {%- if message.role == 'system' and not loop.first %}{{ raise_exception('system is first') }}
     {%- endif %}

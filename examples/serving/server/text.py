@@ -92,6 +92,8 @@ def _from_file(path: Path, parts: dict) -> Text:
         theirs = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises nothing narrower
         raise InvalidInputError(f"{path} is no tokenizer: {error}") from error
+    theirs.no_truncation()  # such as training may leave in the file
+    theirs.no_padding()
 
     def spell(token: int) -> tuple[str, list[int] | None]:
         # After itself: at the start of a text decoders strip a space.
