@@ -14,7 +14,6 @@ from serving.server.text import (
     _decode_bytes,
     _encode_bytes,
     _spell_byte,
-    compile_template,
     load_text,
 )
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -189,6 +188,9 @@ TEMPLATE = """{{ bos_token }}{% for message in messages %}
 {{ message.content | trim }}<end>
 {% if message.content == 'quit' %}{% break %}{% endif %}
 {% endfor %}
+{% set kept = 'yes' %}{% generation %}{% set kept = 'no' %}{{ kept }}
+{% endgeneration %}{{ kept }}{{ documents is defined }}
+{{ {'b': ['é<'], 'a': 1} | tojson(false, 1, separators=(';', '='), sort_keys=true) }}
 {% if add_generation_prompt %}<|assistant|>{{ {'a': 'é<&'} | tojson }}{% endif %}"""
 MESSAGES = [
     {"role": "system", "content": " Be kind. "},
@@ -209,12 +211,6 @@ def test_chat_templates_give_what_transformers_makes_of_them(tmp_path):
     )
     options = {"chat_template": TEMPLATE, "add_generation_prompt": True}
     expected = theirs.apply_chat_template(MESSAGES, tokenize=False, **options)
-    assert (
-        compile_template(TEMPLATE).render(
-            messages=MESSAGES, add_generation_prompt=True, bos_token="<s>"
-        )
-        == expected
-    )
     assert text.decode(text.chat(MESSAGES)) == expected.replace("<end>", "")
 
 
