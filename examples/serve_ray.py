@@ -21,14 +21,14 @@ from ray import serve
 from ray.serve.config import HTTPOptions
 from serving.checkpoint import CONFIG, read_config
 from serving.limits import Limits
-from serving.server.arguments import limits_of, make_parser
+from serving.server.arguments import limits_of, make_parser, port_number
 from serving.server.replicas import APP, application
 from serving.server.text import load_text
 
 
 def parse_args() -> argparse.Namespace:
     parser = make_parser(__doc__)
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--port", type=port_number, default=8000)
     parser.add_argument("--replicas", type=int, default=2, help="the fewest")
     parser.add_argument("--most", type=int, help="default: as many as the fewest")
     parser.add_argument("--gpus", type=float, default=0, help="of each replica")

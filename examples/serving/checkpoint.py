@@ -19,7 +19,7 @@ from serving.tensor_file import read_tensors
 WIDE = "e_score_correction_bias"  # decides between experts by differences that rounding would hide
 Names = Mapping[str, Name]
 SHIPPED = Path(__file__).parents[1] / "models" / "pydoc-llama"  # made by serving/train.py
-CONFIG = "config.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Tensors that may be left unused: the angles are computed anew, a tied head is the embedding.
 UNREAD = ("rotary_emb.inv_freq", "lm_head.weight")
@@ -35,7 +35,7 @@ def load_checkpoint(directory: Path, dtype=jnp.float32) -> tuple[Decoder, dict]:
         of the model is missing, or one of the files would not be used; scales of quantised weights
         are missing or wrong.
     """
-    raw = _read_json(directory / CONFIG)
+    raw = _raw_config(directory / CONFIG)
     model, tensors = model_of(raw), {}
     for path in tensor_files(directory):
         _require_file(path)
@@ -62,7 +62,7 @@ def rounded(name: str, tensor: Array | np.ndarray, dtype) -> Array:
 
 
 def read_config(path: Path) -> Decoder:
-    return model_of(_read_json(path))
+    return model_of(_raw_config(path))
 
 
 def tensor_files(directory: Path) -> Iterable[Path]:
@@ -127,6 +127,16 @@ def _prefixed(prefix: str, name: Name) -> Name:
 def _flat(names: Names) -> Iterable[str]:
     for name in names.values():
         yield from (name,) if isinstance(name, str) else name
+
+
+def _raw_config(path: Path) -> dict:
+    """A config, with the tokens that end a text as the file beside it for generation says.
+
+    Of chat models only that one may name the end of a turn.
+    """
+    raw, beside = _read_json(path), path.with_name(GENERATION)
+    ends = _read_json(beside).get("eos_token_id") if beside.is_file() else None
+    return raw if ends is None else raw | {"eos_token_id": ends}
 
 
 def _read_json(path: Path) -> dict:

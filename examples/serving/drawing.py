@@ -53,7 +53,8 @@ def narrowed(
     kept = order >= cut(order, jnp.ones_like(logits), top_k)
     warmth = jnp.where(temperature > 0, temperature, 1)
     shares = jax.nn.softmax(jnp.where(kept, logits / warmth, -jnp.inf))
-    enough = cut(order, shares, top_p * shares.sum())
+    # A top_p too small for a float32 is 0, to which no token at all comes.
+    enough = jnp.minimum(cut(order, shares, top_p * shares.sum()), order.max())
     return jnp.where(kept & ((order >= enough) | (top_p >= 1)), logits, -jnp.inf)
 
 
@@ -75,8 +76,8 @@ def cut(
 
 
 def in_order(values: Float[Array, " n"]) -> UInt32[Array, " n"]:
-    """Integers in the order of the values."""
-    bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
+    """Integers in the order of the values, of which 0 and -0 are one."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(values == 0, 0, values), jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 

@@ -7,7 +7,7 @@ from pagedattn.ragged import cdiv
 
 @dataclass(frozen=True)
 class Limits:
-    """The sizes; ValueError if not all sequences could decode in one step."""
+    """The sizes; ValueError if one is below 1, or not all sequences could decode in one step."""
 
     num_blocks: int = 64  # of each pool; one for layers with a window may need fewer
     block_size: int = 16
@@ -17,6 +17,8 @@ class Limits:
     max_query_len: int = 32  # tokens of one prompt a step
 
     def __post_init__(self):
+        if wrong := [f"{name}={size}" for name, size in vars(self).items() if size < 1]:
+            raise ValueError(f"expected sizes of 1 and more, got {', '.join(wrong)}")
         if self.token_budget < self.max_seqs:
             raise ValueError(
                 f"token_budget must reach max_seqs, {self.max_seqs}, so that all may decode in one "

@@ -496,6 +496,26 @@ def test_what_is_not_computed_is_refused(tmp_path, saved_as, read_as, message):
         load_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("said", ["by both", "by both, several", "by the config alone"])
+def test_a_text_ends_where_that_of_transformers_does(tmp_path, said):
+    """At what the folder says of generation, before what its config says."""
+    judge, requests = theirs("llama"), shared_prefix_requests()
+    whole = [judge.greedy(request) for request in requests]
+    late, *early = whole[1][6], whole[1][2], whole[4][5]
+    settings = {"by both": early[0], "by both, several": early}
+    judge.model.config.eos_token_id = late
+    judge.model.generation_config.eos_token_id = settings.get(said, late)
+    judge.model.save_pretrained(tmp_path)
+    if said not in settings:
+        (tmp_path / "generation_config.json").unlink()
+    model, params = load_checkpoint(tmp_path)
+    engine = Engine(params, model, LIMITS, QUICK)
+    serve(engine, requests)
+    completions = greedy_completions(engine)
+    assert completions == {request.id: judge.greedy(request) for request in requests}
+    assert len(completions[1]) < len(whole[1])
+
+
 def test_beams_are_those_of_transformers(tmp_path):
     judge = theirs("llama")
     judge.model.save_pretrained(tmp_path)

@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
 
 def said(monkeypatch, *args):
     """What the command says when it refuses."""
-    monkeypatch.setattr(sys, "argv", ["serve.py", *map(str, args), "--port", "0"])
+    monkeypatch.setattr(sys, "argv", ["serve.py", "--port", "0", *map(str, args)])
     with pytest.raises(SystemExit) as ended:
         serve.main()
     text = ended.value.code
@@ -69,6 +69,16 @@ def test_wrong_folders_are_refused_in_a_line(monkeypatch, tmp_path, folder):
 def test_wrong_limits_are_refused_in_a_line(monkeypatch, folder):
     assert "positions" in said(monkeypatch, folder, "--max-seq-len", "9999")
     assert "nonsense" in said(monkeypatch, folder, "--backend", "nonsense")
+    for size in ("--num-blocks", "--block-size", "--max-seq-len", "--max-seqs"):
+        assert f"{size[2:].replace('-', '_')}=-1" in said(monkeypatch, folder, size, "-1")
+
+
+@pytest.mark.parametrize("port", ["-1", "65536", "http"])
+def test_a_port_that_is_none_is_refused_before_anything_is_loaded(monkeypatch, capsys, port):
+    monkeypatch.setattr(sys, "argv", ["serve.py", "--port", port])
+    with pytest.raises(SystemExit):
+        serve.main()
+    assert re.search("argument --port: .*" + port, capsys.readouterr().err)
 
 
 def test_it_serves_and_ends_in_order(folder):

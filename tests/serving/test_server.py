@@ -243,6 +243,20 @@ def test_an_end_waits_no_longer_than_it_was_told_to(engine, tmp_path):
             assert '"code":"server_stopping"' in answer
 
 
+def test_a_second_signal_ends_what_runs_by_an_error(engine, tmp_path):
+    engine.delay = 0.01  # so that it would run for minutes
+    with serving(engine, tmp_path, seconds=SECONDS) as server:
+        running = [begin(server.url, max_tokens=15_000, stream=s) for s in (False, True)]
+        eventually(lambda: len(server.thread.tickets) == 2)
+        server.server.handle_exit(15, None)
+        eventually(lambda: server.thread.problem)
+        server.server.handle_exit(15, None)
+        for answer in map(rest_of, running):
+            assert "server_stopping" in answer
+        server.runner.join(SECONDS / 2)
+        assert not server.runner.is_alive()
+
+
 def test_when_the_server_has_ended_no_step_runs(engine, tmp_path):
     """A thread that is inside one when Python ends would abort the process."""
     engine.gate.clear()
@@ -265,12 +279,20 @@ def test_requests_during_the_end_are_sent_elsewhere(echo):
 
 def test_prompts_of_one_request_are_taken_together_or_not_at_all(echo, engine):
     engine.gate.clear()
-    assert ask(echo.url, ["a"] * 33).status_code == 429
-    assert not echo.thread.tickets
+    with begin(echo.url, max_tokens=1):
+        eventually(lambda: echo.thread.tickets)
+        assert ask(echo.url, ["a"] * 32).status_code == 429
+        assert len(echo.thread.tickets) == 1
     engine.gate.set()
     answer = ask(echo.url, ["ab", [99, 100], "ef"], max_tokens=2, n=2).json()
     texts = [(choice["index"], choice["text"]) for choice in answer["choices"]]
     assert texts == list(enumerate(["ab", "ab"] * 1 + ["cd", "cd"] + ["ef", "ef"]))
+
+
+def test_more_prompts_than_are_ever_taken_are_no_matter_of_coming_back(echo):
+    answer = ask(echo.url, [[1]] * 250_000)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+    assert ask(echo.url, ["a"] * 32).status_code == 200
 
 
 def test_a_stop_string_takes_the_request_off_the_engine(echo, engine):

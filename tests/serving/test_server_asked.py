@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from openai.resources.chat.completions import Completions as ChatCompletions
 from openai.resources.completions import Completions
 from serving.server.asked import UNSUPPORTED, WITHOUT_EFFECT, Asked, read_chat, read_completion
+from serving.server.connection import refused
 from serving.server.refusal import Refusal
 
 TEXT = {"model": "m", "prompt": "a"}
@@ -28,11 +29,10 @@ HONOURED = {
     "stream": True,
     "logprobs": 2,
 }
+WORDS = st.text(max_size=5) | st.just("\ud800")  # half a surrogate pair is JSON too
 JUNK = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4)
-    ),
+    st.none() | st.booleans() | st.integers() | st.floats() | WORDS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(WORDS, inner, max_size=4),
     max_leaves=8,
 )
 
@@ -85,9 +85,23 @@ def test_junk_is_read_or_refused(name, data):
     asked = read_or_refused(read, body)
     if isinstance(asked, Refusal):
         assert asked.status == 400
-        json.dumps(asked.body)
+        assert json.loads(refused(asked).body) == asked.body
     else:
         hash((asked.prompts, asked.stop))
+
+
+@given(WORDS)
+def test_a_name_that_nobody_knows_is_told_as_text(name):
+    message = {**CHAT["messages"][0], name: 1}
+    bodies = (
+        (read_completion, TEXT | {name: 1}),
+        (read_completion, TEXT | {"stream": True, "stream_options": {name: 1}}),
+        (read_chat, CHAT | {"messages": [message]}),
+    )
+    for read, body in bodies:
+        asked = read_or_refused(read, body)
+        assert isinstance(asked, Refusal)
+        assert json.loads(refused(asked).body) == asked.body
 
 
 @given(JUNK)
@@ -96,6 +110,7 @@ def test_junk_in_messages_is_read_or_refused(junk):
         asked = read_or_refused(read_chat, CHAT | {"messages": [message]})
         if isinstance(asked, Refusal):
             assert (asked.param or "").startswith("messages[0]")
+            assert json.loads(refused(asked).body) == asked.body
         else:
             assert isinstance(asked.messages[0]["content"], str)
 

@@ -14,10 +14,9 @@ from serving.server.text import (
     _decode_bytes,
     _encode_bytes,
     _spell_byte,
-    compile_template,
     load_text,
 )
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from pagedattn import InvalidInputError
 
@@ -36,11 +35,35 @@ def byte_level():
     return tokenizer
 
 
-BYTE_LEVEL = byte_level()
+def byte_fallback():
+    """As those of Llama 2: characters, and bytes for those that have no token.
+
+    Its decoder marks every byte of a run of them, if the run is no text as a whole.
+    """
+    vocab = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "é"]
+    model = models.BPE({token: i for i, token in enumerate(vocab)}, [("▁", "a")])
+    model.unk_token, model.byte_fallback = "<unk>", True
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return tokenizer
+
+
+BYTE_LEVEL, BYTE_FALLBACK = byte_level(), byte_fallback()
 DECODERS = {
     "bytes": lambda tokens: bytes(tokens).decode(errors="replace"),
     "byte-level": BYTE_LEVEL.decode,
 }
+WRITTEN = st.text(st.characters(codec="utf-8") | st.sampled_from(" ab▁éж你😀"), max_size=60)
 
 
 def in_pieces(tokens, decode, prompt=()):
@@ -55,6 +78,18 @@ def test_pieces_are_the_text_and_no_character_is_halved(text, prompt):
         assert "".join(pieces) == text
         if "\ufffd" not in text:
             assert not any("\ufffd" in piece for piece in pieces)
+
+
+@given(WRITTEN, WRITTEN)
+def test_characters_spelled_in_bytes_come_whole_beside_each_other(text, prompt):
+    """In a stream as in the whole, wherever the prompt's end is cut."""
+    prompt = BYTE_FALLBACK.encode(prompt).ids
+    tokens = BYTE_FALLBACK.encode(text).ids
+    whole = BYTE_FALLBACK.decode(prompt + tokens)
+    pieces = in_pieces(tokens, BYTE_FALLBACK.decode, prompt)
+    assert BYTE_FALLBACK.decode(prompt) + "".join(pieces) == whole
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in pieces)
 
 
 @given(st.binary(max_size=120))
@@ -124,6 +159,28 @@ def load_bytes():
     return Text(_encode_bytes, _decode_bytes, _spell_byte, None, {})
 
 
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["level", "fallback"])
+@given(text=st.text(" abé", max_size=20))
+def test_tokens_are_spelled_as_they_stand_in_the_text(tmp_path_factory, tokenizer, text):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    loaded = load_text(folder, 300)
+    spelled = [loaded.spell(token) for token in loaded.encode("b" + text, False)]
+    assert all(bytes(own).decode() == token for token, own in spelled if own is not None)
+    if all(own is not None for _, own in spelled):
+        assert "".join(token for token, _ in spelled).lstrip() == "b" + text
+
+
+def test_no_prompt_is_cut_or_filled_up(tmp_path):
+    """As their training may have asked for; transformers forgets it too."""
+    tokenizer = byte_level()
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    text = load_text(tmp_path, 300)
+    assert [len(text.encode("b" * length, True)) for length in (1, 9)] == [1, 9]
+
+
 TEMPLATE = """{{ bos_token }}{% for message in messages %}
     {%- if message.role == 'system' and not loop.first %}{{ raise_exception('system is first') }}
     {%- endif %}
@@ -131,6 +188,9 @@ TEMPLATE = """{{ bos_token }}{% for message in messages %}
 {{ message.content | trim }}<end>
 {% if message.content == 'quit' %}{% break %}{% endif %}
 {% endfor %}
+{% set kept = 'yes' %}{% generation %}{% set kept = 'no' %}{{ kept }}
+{% endgeneration %}{{ kept }}{{ documents is defined }}
+{{ {'b': ['é<'], 'a': 1} | tojson(false, 1, separators=(';', '='), sort_keys=true) }}
 {% if add_generation_prompt %}<|assistant|>{{ {'a': 'é<&'} | tojson }}{% endif %}"""
 MESSAGES = [
     {"role": "system", "content": " Be kind. "},
@@ -151,12 +211,6 @@ def test_chat_templates_give_what_transformers_makes_of_them(tmp_path):
     )
     options = {"chat_template": TEMPLATE, "add_generation_prompt": True}
     expected = theirs.apply_chat_template(MESSAGES, tokenize=False, **options)
-    assert (
-        compile_template(TEMPLATE).render(
-            messages=MESSAGES, add_generation_prompt=True, bos_token="<s>"
-        )
-        == expected
-    )
     assert text.decode(text.chat(MESSAGES)) == expected.replace("<end>", "")
 
 

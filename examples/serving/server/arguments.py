@@ -24,6 +24,13 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def port_number(text: str) -> int:
+    """The number of a port, or 0."""
+    if (number := int(text)) not in range(1 << 16):
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 65535, got {number}")
+    return number
+
+
 def limits_of(args: argparse.Namespace, model: Decoder) -> Limits:
     """Raises ValueError for sizes that do not fit each other."""
     longest = args.max_seq_len or min(model.max_position_embeddings, 4096)

@@ -7,38 +7,62 @@ from collections.abc import Callable, Sequence
 
 UNFINISHED = "\ufffd"  # what decoders write for bytes that are no character, or not yet one
 MOST_UNFINISHED = 3  # bytes of a UTF-8 character that may come before its last one
-CONTEXT = 6  # tokens before the new ones: decoders strip a space at the start of a text
+CONTEXT = 6  # tokens of the prompt before the new ones: decoders strip a space at a text's start
 WINDOW = 32  # tokens that are decoded again and again at most
 
 
 class Detokenizer:
-    """The text of tokens that follow `prompt`; characters that are not complete are held back."""
+    """The text of tokens that follow `prompt`; characters that are not complete are held back.
+
+    Tokens are decoded after those of the last characters that were complete. One half of a
+    character before them would do harm: some decoders then take all bytes beside it for none.
+    """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = ()):
         self.decode = decode
-        self.tokens: list[int] = list(prompt[-CONTEXT:])
-        self.sent = len(decode(self.tokens))  # characters of the window that were given out
+        self.tokens = self._end_of(prompt)
+        self.num_open = 0  # tokens since the text was complete
+        self.sent = len(decode(self.tokens).rstrip(UNFINISHED))  # characters that were given out
 
     def push(self, token: int) -> str:
         """The text that is complete now and was not before."""
         self.tokens.append(token)
+        self.num_open += 1
         text = self.decode(self.tokens)
         end = len(text) - self._held(text)
         new = text[self.sent : end]
         self.sent = max(self.sent, end)
-        if (new and end == len(text)) or len(self.tokens) > WINDOW:
-            self.tokens = self.tokens[-CONTEXT:]
-            text = self.decode(self.tokens)
-            self.sent = len(text) - self._held(text)
+        if new and end == len(text):
+            self._keep(self.num_open)
+            self.num_open = 0
+        elif len(self.tokens) > WINDOW:
+            self._keep(CONTEXT)
         return new
 
     def flush(self) -> str:
         """What was held back and no token will complete."""
         return self.decode(self.tokens)[self.sent :]
 
-    @staticmethod
-    def _held(text: str) -> int:
-        return min(len(text) - len(text.rstrip(UNFINISHED)), MOST_UNFINISHED)
+    def _end_of(self, prompt: Sequence[int]) -> list[int]:
+        """The last tokens of the prompt, from the beginning of a character on."""
+        ends = (list(prompt[-CONTEXT - more :]) for more in range(MOST_UNFINISHED))
+        whole = (end for end in ends if not self.decode(end).startswith(UNFINISHED))
+        return next(whole, list(prompt[-CONTEXT - MOST_UNFINISHED :]))
+
+    def _keep(self, count: int) -> None:
+        """Forgets all but the last tokens."""
+        self.tokens = self.tokens[-count:]
+        text = self.decode(self.tokens)
+        self.sent = len(text) - self._held(text)
+
+    def _held(self, text: str) -> int:
+        """How many characters at the end may be another one, once it is complete.
+
+        A byte may be marked by a character, and so may those of the complete ones beside it. After
+        more tokens than a character has bytes, some will never be one.
+        """
+        marked = len(text) - len(text.rstrip(UNFINISHED))
+        return marked if self.num_open <= MOST_UNFINISHED else min(marked, MOST_UNFINISHED)
 
 
 class Stops:

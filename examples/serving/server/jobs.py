@@ -109,6 +109,8 @@ async def open_job(served: Served, engines: Engines, asked: Asked) -> Job:
         raise Refusal(404, text, "model", "model_not_found")
     if asked.n > served.limits.max_seqs:
         raise invalid("n", f"at most {served.limits.max_seqs} samples run at a time")
+    if len(asked.prompts) > engines.max_requests:
+        raise invalid("prompt", f"at most {engines.max_requests} prompts are taken at a time")
     prompts = await asyncio.to_thread(_tokens, served, asked)
     sampling = _sampling(asked)
     requests = [

@@ -26,6 +26,7 @@ from serving.server.jobs import Served
 from serving.server.text import Text, load_text
 from serving.server.thread import EngineThread
 
+TICK = 0.1  # seconds between two looks at whether a second signal has come
 LAST_WORDS = 2.0  # seconds for errors to reach the clients, after the engine was stopped
 LAST_STEP = 30.0  # seconds for the engine to end its step; a thread in one would abort the process
 
@@ -89,27 +90,35 @@ def local_app(served: Served, thread: EngineThread, max_body: int = MAX_BODY) ->
 class Server(uvicorn.Server):
     """Ends in order: upon a signal it takes nothing new, and gives what runs `seconds` to end.
 
-    What has not ended then gets an error, and the process ends with status 0.
+    What has not ended then, or at a second signal, gets an error, and the process ends with status
+    0. A third signal waits for nobody.
     """
 
     def __init__(self, config: uvicorn.Config, thread: EngineThread, seconds: float):
         config.timeout_graceful_shutdown = int(seconds + 2 * LAST_WORDS)
         super().__init__(config)
-        self.thread, self.seconds = thread, seconds
+        self.thread, self.seconds, self.hurried = thread, seconds, False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Replaces uvicorn's, which would end the process by the same signal again."""
         del sig, frame
-        self.force_exit = self.should_exit  # a second signal does not wait
-        self.should_exit = True
+        self.force_exit, self.hurried, self.should_exit = self.hurried, self.should_exit, True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.thread.drain()
-        ending = asyncio.get_running_loop().call_later(self.seconds, self.thread.stop)
+        ending = asyncio.create_task(self._end())
         await super().shutdown(sockets)
         ending.cancel()
         self.thread.stop()
         self.thread.join(LAST_STEP)  # blocks the event loop, in which nobody waits any more
+
+    async def _end(self) -> None:
+        """Stops the engine when the time is over, or at a second signal."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.seconds):
+                while not self.hurried:
+                    await asyncio.sleep(TICK)
+        self.thread.stop()
 
 
 def run(app: Starlette, thread: EngineThread, listener: socket.socket, seconds: float) -> None:

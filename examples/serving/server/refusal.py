@@ -37,7 +37,8 @@ class Refusal(Exception):
 
 
 def invalid(param: str, message: str, code: str | None = None) -> Refusal:
-    """What is wrong with one parameter."""
+    """What is wrong with one parameter; its name may be the client's, and no text."""
+    param = param.encode(errors="backslashreplace").decode()
     return Refusal(400, f"{param}: {message}", param, code)
 
 

@@ -103,6 +103,8 @@ class RemoteTicket:
 class Replicas:
     """What the web server asks, asked of the replicas."""
 
+    max_requests = MAX_REQUESTS  # at once, as of one replica: there may be no other
+
     def __init__(self):
         self.handle = serve.get_deployment_handle(REPLICA, APP)
         self.totals = Totals()

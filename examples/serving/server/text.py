@@ -3,15 +3,14 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 from jinja2 import Template, TemplateError
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pagedattn import InvalidInputError
+from serving.server.detokenise import UNFINISHED
 from serving.server.refusal import Refusal, invalid
+from serving.server.template import compile_template
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -47,9 +46,8 @@ class Text:
                 "no_chat_template",
             )
         try:
-            text = self.template.render(
-                messages=messages, add_generation_prompt=True, tools=None, **self.special
-            )
+            given = {"messages": messages, "tools": None, "documents": None}
+            text = self.template.render(add_generation_prompt=True, **given, **self.special)
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise invalid("messages", f"the chat template refuses them: {error}") from error
         return self.encode(text, False)
@@ -73,17 +71,6 @@ def load_text(directory: Path, vocab_size: int) -> Text:
     )
 
 
-def compile_template(source: str) -> Template:
-    """A template in the dialect that checkpoints use: sandboxed, whitespace of blocks removed."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(source)
-
-
 def _from_file(path: Path, parts: dict) -> Text:
     from tokenizers import Tokenizer
 
@@ -91,10 +78,15 @@ def _from_file(path: Path, parts: dict) -> Text:
         theirs = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises nothing narrower
         raise InvalidInputError(f"{path} is no tokenizer: {error}") from error
+    theirs.no_truncation()  # such as training may leave in the file
+    theirs.no_padding()
 
     def spell(token: int) -> tuple[str, list[int] | None]:
-        text = theirs.decode([token], skip_special_tokens=False)
-        return text, None if "\ufffd" in text else list(text.encode())
+        # After itself: at the start of a text decoders strip a space.
+        once, twice = (theirs.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
+        if UNFINISHED in once:
+            return once, None
+        return twice[len(once) :], list(twice[len(once) :].encode())
 
     def encode(text: str, begin: bool) -> list[int]:
         return theirs.encode(text, add_special_tokens=begin).ids
@@ -146,12 +138,3 @@ def _special(config: dict) -> dict[str, str]:
     tokens = {name: token for name, token in config.items() if name.endswith("_token")}
     texts = {n: t.get("content") if isinstance(t, dict) else t for n, t in tokens.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
-
-
-def _to_json(value, indent=None, **options) -> str:
-    """Without the escapes that jinja2's own filter adds for HTML."""
-    return json.dumps(value, ensure_ascii=options.get("ensure_ascii", False), indent=indent)
-
-
-def _raise_exception(message: str):
-    raise TemplateError(message)

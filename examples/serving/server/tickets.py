@@ -39,7 +39,13 @@ class State:
 
 
 class Engines(Protocol):
-    """Takes requests and hands out their tokens."""
+    """Takes requests and hands out their tokens.
+
+    Fields:
+      max_requests: how many it may have at a time, so more at once can never be taken.
+    """
+
+    max_requests: int
 
     async def open(self, requests: Sequence[Request]) -> Sequence[Ticket]:
         """Takes all requests or none, and numbers them itself; Refusal if it takes none."""
