@@ -97,6 +97,7 @@ def start_locs(name, starts, count, longest):
 def an_array(name, array) -> None:
     """Requires an array: JAX's, traced or not, NumPy's, or any other with DLPack."""
     if is_traced(array):
+        _known_sizes(name, array)
         return
     known_kinds = isinstance(array, jax.Array | np.ndarray | np.generic)
     foreign = hasattr(array, "__dlpack__") and not isinstance(array, type)
@@ -107,6 +108,14 @@ def an_array(name, array) -> None:
     _not_masked(name, array)
     deleted = isinstance(array, jax.Array) and array.is_deleted()
     require(not deleted, f"{name} has been given away (donated to a jitted function) or deleted")
+
+
+def _known_sizes(name, array) -> None:
+    require(
+        all(isinstance(size, int) for size in array.shape),
+        f"{name} must have sizes that are known when the program is traced, got {describe(array)}: "
+        "jax.export takes a program for each size, so pad to a few",
+    )
 
 
 def int_array(name, array, ndim):
@@ -180,7 +189,8 @@ def known(array) -> np.ndarray | None:
     on_device = hasattr(array, "new_tensor") and array.device.type != "cpu"
     if is_traced(array) or on_device:
         return None
-    values = _read("an array", array)
+    # NumPy reads no tensor that requires gradients.
+    values = _read("an array", array.detach() if hasattr(array, "new_tensor") else array)
     return _wide(values) if is_integer(values.dtype) else values
 
 
