@@ -53,7 +53,7 @@ def bridged(backend: Backend) -> Backend:
 
 
 def _one_cpu(call: Call) -> bool:
-    """Whether the call lies on JAX's only CPU device: DLPack gives all memory there to the first."""
+    """Whether JAX has one CPU device, on which it lies: DLPack gives all memory to the first."""
     return call.device == "cpu" and len(jax.devices("cpu")) == 1
 
 
