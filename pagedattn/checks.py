@@ -97,7 +97,6 @@ def start_locs(name, starts, count, longest):
 def an_array(name, array) -> None:
     """Requires an array: JAX's, traced or not, NumPy's, or any other with DLPack."""
     if is_traced(array):
-        _known_sizes(name, array)
         return
     known_kinds = isinstance(array, jax.Array | np.ndarray | np.generic)
     foreign = hasattr(array, "__dlpack__") and not isinstance(array, type)
@@ -110,11 +109,12 @@ def an_array(name, array) -> None:
     require(not deleted, f"{name} has been given away (donated to a jitted function) or deleted")
 
 
-def _known_sizes(name, array) -> None:
+def known_sizes(name, array) -> None:
+    """Refuses the symbolic sizes of jax.export: what is computed depends on sizes."""
     require(
-        all(isinstance(size, int) for size in array.shape),
+        not is_traced(array) or all(isinstance(size, int) for size in array.shape),
         f"{name} must have sizes that are known when the program is traced, got {describe(array)}: "
-        "jax.export takes a program for each size, so pad to a few",
+        "pad to a few sizes, and export a program for each",
     )
 
 
