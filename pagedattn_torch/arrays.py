@@ -67,7 +67,7 @@ def require_tensors(**arrays) -> None:
                 "what NumPy holds"
             )
         require_strided(name, array)
-        require_eager(name, array)
+        require_unnegated(name, array)
 
 
 def require_strided(name: str, tensor: Tensor) -> None:
@@ -76,7 +76,7 @@ def require_strided(name: str, tensor: Tensor) -> None:
         raise InvalidInputError(f"{name} must be a dense tensor, got {tensor.dtype} {kind}")
 
 
-def require_eager(name: str, tensor: Tensor) -> None:
+def require_unnegated(name: str, tensor: Tensor) -> None:
     """Refuses what a kernel that is given an address would read with the wrong sign."""
     if tensor.is_neg():
         raise InvalidInputError(f"{name} is negated lazily: call .resolve_neg() first")

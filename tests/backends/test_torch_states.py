@@ -29,9 +29,7 @@ from pagedattn_torch import (
 
 DEVICE = to_torch(jnp.zeros(1)).device.type
 BY_TORCH = [
-    name
-    for name in order(Framework.TORCH)
-    if name in BACKENDS and can_load(name, Framework.TORCH)
+    name for name in order(Framework.TORCH) if name in BACKENDS and can_load(name, Framework.TORCH)
 ]
 
 
@@ -153,7 +151,7 @@ def test_lazy_negations_are_refused_by_name(name, backend):
 def test_nested_tensors_are_refused():
     query, cache, batch, _ = call()
     nested = torch.nested.nested_tensor([query[:2], query[2:]])
-    with pytest.raises(InvalidInputError, match="query must be a dense tensor.*nested"):
+    with pytest.raises(InvalidInputError, match=r"query must be a dense tensor.*nested"):
         paged_attention(nested, cache, batch)
 
 
@@ -206,3 +204,14 @@ def test_a_step_is_not_copied(backend, copied):
     step = prepare(query, cache, batch, backend=backend)
     with pytest.raises(UnsupportedError, match="prepare again"):
         copied(step)
+
+
+@pytest.mark.parametrize("num_seqs", [0, 2])
+@pytest.mark.parametrize("names", [(), ("sinks",), ("bias",), ("sinks", "bias")])
+@pytest.mark.parametrize("backend", [*BY_TORCH, "xla"])
+def test_options_of_a_call_without_queries(backend, names, num_seqs):
+    problem = random_problem([0] * num_seqs, [0] * num_seqs, SPECS["plain"], arrays=names)
+    if "bias" in names and backend == "triton":
+        pytest.skip("triton has no biases")
+    results = by_torch(problem, backend) if backend != "xla" else run(problem, backend)
+    assert_attention_close(*results, problem, name=backend)

@@ -85,7 +85,13 @@ def _spans(call, batch) -> Spans:
     seq_lens = batch.seq_lens.clamp(0, call.capacity)
     contexts = seq_lens - query_lens
     first, _ = key_range(contexts, contexts, seq_lens, False, call.window)
-    return Spans(torch.arange(call.num_seqs, device=starts.device), starts[:-1], query_lens, first, seq_lens - first)
+    return Spans(
+        torch.arange(call.num_seqs, device=starts.device),
+        starts[:-1],
+        query_lens,
+        first,
+        seq_lens - first,
+    )
 
 
 def _decode(call, query, pages: Pages, spans: Spans, out) -> None:
