@@ -11,7 +11,7 @@ from .batch import Sequences
 from .cache import KVCache
 from .call import Call
 from .quantise import scaled
-from .ragged import arange, namespace, wide_dtype
+from .ragged import arange, as_dtype, namespace, wide_dtype
 
 
 def attend(
@@ -26,17 +26,23 @@ def attend(
     """
     own = backend.own(call)
     honoured = {name: array for name, array in options.items() if getattr(own, name)}
-    run = backend.run if SCALES in backend.honours else partial(_with_scales, backend.run)
+    run = backend.run if SCALES in backend.honours else partial(_with_scales, backend.run, live)
     out, lse = run(own, query, cache, plan, **honoured)
     return (out, lse) if own.sinks == call.sinks else with_sinks(out, lse, options["sinks"], live)
 
 
-def _with_scales(run: Callable, call: Call, query, cache: KVCache, plan, **options):
+def _with_scales(run: Callable, live, call: Call, query, cache: KVCache, plan, **options):
     """A key's scale is a factor on its logits, a value's one on what is summed."""
-    query = scaled(query, cache.key_scale, call.num_kv_heads)
+    query = scaled(_without_padding(query, live), cache.key_scale, call.num_kv_heads)
     planes = KVCache(cache.key, cache.value, value_dim=cache.value_dim)
     out, lse = run(call, query, planes, plan, **options)
-    return scaled(out, scale_of_values(cache), call.num_kv_heads), lse
+    out = scaled(out, scale_of_values(cache), call.num_kv_heads)
+    return _without_padding(out, live), lse
+
+
+def _without_padding(rows, live):
+    """The rows, 0 for padding tokens: a scale's gradient sums over all, and NaN times 0 is NaN."""
+    return rows if live is None else namespace(rows).where(live[:, None, None], rows, 0)
 
 
 def scale_of_values(cache: KVCache) -> Any:
@@ -45,10 +51,13 @@ def scale_of_values(cache: KVCache) -> Any:
 
 
 def live_tokens(call: Call, batch: Sequences) -> Bool[Any, "num_tokens"] | None:
-    """Which tokens are no padding; None where nothing around a backend asks for it."""
-    if not call.sinks:
-        return None
+    """Which tokens are no padding; None where nothing around a backend asks for it.
+
+    Sinks do, and gradients of scales, which torch's tensors do not have.
+    """
     starts = batch.query_start_loc
+    if not call.sinks and (call.cache_dtype is None or hasattr(starts, "new_tensor")):
+        return None
     return arange(call.num_tokens, starts) < starts.max()
 
 
@@ -62,9 +71,9 @@ def with_sinks(
     xp = namespace(out)
     seen = lse > -xp.inf
     known = xp.where(seen, lse, 0.0)  # -inf - -inf is NaN, in a gradient too
-    sinks = xp.asarray(sinks, dtype=lse.dtype)[None]
+    sinks = as_dtype(sinks, lse.dtype)[None]
     total = xp.logaddexp(known, sinks)
-    weight = xp.exp(known - total)[..., None]
-    wide = xp.asarray(out, dtype=wide_dtype(out))
-    out = xp.asarray(wide * xp.asarray(weight, dtype=wide.dtype), dtype=out.dtype)
+    weight = xp.where(live[:, None], xp.exp(known - total), 0)[..., None]
+    wide = as_dtype(out, wide_dtype(out))
+    out = as_dtype(wide * as_dtype(weight, wide.dtype), out.dtype)
     return out, xp.where(live[:, None], xp.where(seen, total, sinks), -xp.inf)

@@ -109,6 +109,15 @@ def an_array(name, array) -> None:
     require(not deleted, f"{name} has been given away (donated to a jitted function) or deleted")
 
 
+def known_sizes(name, array) -> None:
+    """Refuses the symbolic sizes of jax.export: what is computed depends on sizes."""
+    require(
+        not is_traced(array) or all(isinstance(size, int) for size in array.shape),
+        f"{name} must have sizes that are known when the program is traced, got {describe(array)}: "
+        "pad to a few sizes, and export a program for each",
+    )
+
+
 def int_array(name, array, ndim):
     an_array(name, array)
     require(
@@ -180,7 +189,8 @@ def known(array) -> np.ndarray | None:
     on_device = hasattr(array, "new_tensor") and array.device.type != "cpu"
     if is_traced(array) or on_device:
         return None
-    values = _read("an array", array)
+    # NumPy reads no tensor that requires gradients.
+    values = _read("an array", array.detach() if hasattr(array, "new_tensor") else array)
     return _wide(values) if is_integer(values.dtype) else values
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from jaxtyping import Float, Shaped
 
 from .checks import dtype_of
-from .ragged import namespace, wide_dtype
+from .ragged import as_dtype, namespace, wide_dtype
 
 # The largest value of each dtype; what lies beyond is written as it.
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
@@ -36,13 +36,13 @@ def quantised(
     if bound is None:
         return rows
     xp = namespace(rows)
-    wide = xp.asarray(rows, dtype=xp.float32)
+    wide = as_dtype(rows, xp.float32)
     if scale is not None:
-        wide = wide / xp.asarray(scale, dtype=xp.float32).reshape(*[1] * (rows.ndim - 2), -1, 1)
+        wide = wide / as_dtype(scale, xp.float32).reshape(*[1] * (rows.ndim - 2), -1, 1)
     wide = xp.clip(wide, -bound, bound)
     if dtype_of(dtype) == "int8":
         wide = xp.round(xp.nan_to_num(wide))
-    return xp.asarray(wide, dtype=dtype)
+    return as_dtype(wide, dtype)
 
 
 def scaled(
@@ -53,8 +53,8 @@ def scaled(
     """Rows of query heads times the scale of their KV head."""
     if scale is None:
         return rows
-    xp, (num_tokens, num_heads, head_dim) = namespace(rows), rows.shape
+    num_tokens, num_heads, head_dim = rows.shape
     wide = wide_dtype(rows)
     grouped = rows.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    product = xp.asarray(grouped, dtype=wide) * xp.asarray(scale, dtype=wide).reshape(1, -1, 1, 1)
-    return xp.asarray(product, dtype=rows.dtype).reshape(rows.shape)
+    product = as_dtype(grouped, wide) * as_dtype(scale, wide).reshape(1, -1, 1, 1)
+    return as_dtype(product, rows.dtype).reshape(rows.shape)

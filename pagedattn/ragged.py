@@ -47,6 +47,13 @@ def wide_dtype(array):
     return xp.float64 if array.dtype == xp.float64 else xp.float32
 
 
+def as_dtype(array, dtype):
+    """An array of any framework in a dtype. It stays on its device, whatever torch's default is."""
+    if hasattr(array, "new_tensor"):
+        return array.to(dtype)  # torch.asarray would move it
+    return namespace(array).asarray(array, dtype=dtype)
+
+
 def arange(count: int, like: Shaped[Any, "..."]) -> Int[Any, "{count}"]:
     """0, 1, ..., count - 1 as int32, in the framework and on the device of the array `like`.
 
@@ -71,7 +78,7 @@ def sequence_ids(
     # JAX would search by a loop, which a GPU runs as many small programs, one after the other.
     how = {"method": "compare_all"} if xp is jnp else {}
     owners = xp.searchsorted(query_start_loc, tokens, side="right", **how) - 1
-    return xp.where(tokens < query_start_loc[-1], xp.asarray(owners, dtype=xp.int32), -1)
+    return xp.where(tokens < query_start_loc[-1], as_dtype(owners, xp.int32), -1)
 
 
 def token_positions(

@@ -13,6 +13,7 @@ from .checks import (
     int_array,
     is_floating,
     known,
+    known_sizes,
     require,
     start_locs,
 )
@@ -44,6 +45,7 @@ def ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens) ->
     longest_key = count("max_key_len", max_lens[1], 0)
     an_array("key", key)
     an_array("value", value)
+    known_sizes("key", key)
     require(
         key.ndim == value.ndim == 3
         and key.shape[:2] == value.shape[:2]
@@ -58,6 +60,7 @@ def ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens) ->
     bounds = ((query.shape[0], longest_query), (key.shape[0], longest_key))
     for (name, starts), (tokens, longest) in zip(arrays.items(), bounds, strict=True):
         int_array(name, starts, 1)
+        known_sizes(name, starts)
         require(len(starts) > 0, f"{name} must be [num_seqs + 1], got no entry")
         if known(starts) is not None:
             start_locs(name, known(starts), tokens, longest)
@@ -71,6 +74,7 @@ def ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens) ->
 
 def _query(query, dtype, num_kv_heads, head_dim, spec):
     an_array("query", query)
+    known_sizes("query", query)
     require(
         query.ndim == 3 and query.shape[2] == head_dim,
         f"query must be [num_tokens, num_heads, head_dim] with head_dim {head_dim}, got "

@@ -3,7 +3,7 @@
 import numpy as np
 
 from .batch import BatchMetadata
-from .checks import ids, int_array, known, require, shown, start_locs
+from .checks import ids, int_array, known, known_sizes, require, shown, start_locs
 from .ragged import cdiv
 from .validate_values import is_static_count
 from .visibility import key_range
@@ -23,6 +23,7 @@ def shapes(batch) -> None:
         require(static, f"batch.{name} must be a Python integer, got {shown(size)}")
     for name in ARRAYS:
         int_array(name, getattr(batch, name), 2 if name == "block_tables" else 1)
+        known_sizes(name, getattr(batch, name))
     num_seqs = batch.num_seqs
     require(
         batch.block_tables.shape[0] == num_seqs and batch.query_start_loc.shape[0] == num_seqs + 1,

@@ -15,6 +15,7 @@ from .checks import (
     is_floating,
     is_integer,
     known,
+    known_sizes,
     require,
     shown,
 )
@@ -24,6 +25,7 @@ from .validate_cache import dtypes_for, goes_with, kv_cache
 def write(cache, key, value, slot_mapping) -> None:
     kv_cache(cache)
     int_array("slot_mapping", slot_mapping, 1)
+    known_sizes("slot_mapping", slot_mapping)
     _rows("key", "head_dim", key, cache.key, slot_mapping)
     if cache.value is None:
         validate_values.no_value(value)
@@ -53,6 +55,7 @@ def block_copies(src_cache, dst_cache, src, dst) -> None:
         _same_scales(name, getattr(src_cache, name, None), getattr(dst_cache, name, None))
     int_array("src", src, 1)
     int_array("dst", dst, 1)
+    known_sizes("src", src)
     require(
         src.shape == dst.shape,
         f"src and dst must be equally long, got {tuple(src.shape)}, {tuple(dst.shape)}",
@@ -83,6 +86,7 @@ def _known_copies(src, dst, num_src, num_dst):
 def fill(cache, blocks, value) -> None:
     kv_cache(cache)
     int_array("blocks", blocks, getattr(blocks, "ndim", 1))
+    known_sizes("blocks", blocks)
     dtype = getattr(value, "dtype", None)
     number = isinstance(value, float | int) or getattr(value, "ndim", 1) == 0
     number = number and (dtype is None or is_floating(dtype) or is_integer(dtype))

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Float32, Integer, Shaped
 
 from .checks import an_array, count, describe, is_floating, is_integer, require
 from .errors import UnsupportedError
-from .ragged import namespace
+from .ragged import as_dtype, namespace
 from .spec import AttentionSpec, require_spec, set_options, slopes_of
 
 # Scales and soft-caps are of the logits that the bias is added to.
@@ -203,7 +203,7 @@ def _native(array):
 
 
 def _float32(array: Shaped[Any, "*n"]) -> Float32[Any, "*n"]:
-    return namespace(array).asarray(array, dtype=namespace(array).float32)
+    return as_dtype(array, namespace(array).float32)
 
 
 def _float32_like(array, values) -> Any:

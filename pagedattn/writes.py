@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Integer
 
 from . import validate_writes as validate
@@ -132,6 +133,13 @@ def _copy(src_plane, dst_plane, src, dst):
 
 def _beside(array, other):
     """The array, moved to the device of the other; traced arrays stay where they are."""
-    if is_traced(array) or is_traced(other):
+    if is_traced(array) or is_traced(other) or array.devices() == other.devices():
         return array
-    return array if array.devices() == other.devices() else jax.device_put(array, other.sharding)
+    return jax.device_put(array, _whole(other.sharding))
+
+
+def _whole(sharding):
+    """A sharding of the same devices for arrays of any rank: each device has all of them."""
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, PartitionSpec())
+    return sharding

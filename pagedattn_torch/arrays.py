@@ -67,13 +67,19 @@ def require_tensors(**arrays) -> None:
                 "what NumPy holds"
             )
         require_strided(name, array)
+        require_unnegated(name, array)
 
 
 def require_strided(name: str, tensor: Tensor) -> None:
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise InvalidInputError(
-            f"{name} must be a dense tensor, got {tensor.dtype} {tensor.layout}"
-        )
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else tensor.layout
+        raise InvalidInputError(f"{name} must be a dense tensor, got {tensor.dtype} {kind}")
+
+
+def require_unnegated(name: str, tensor: Tensor) -> None:
+    """Refuses what a kernel that is given an address would read with the wrong sign."""
+    if tensor.is_neg():
+        raise InvalidInputError(f"{name} is negated lazily: call .resolve_neg() first")
 
 
 def require_cache(cache: KVCache) -> None:
@@ -113,6 +119,13 @@ def on_device_of(tensor: Tensor):
     """A context that makes the tensor's device current: Triton and xFormers launch on that one."""
     module = {"cuda": torch.cuda, "xpu": torch.xpu}.get(tensor.device.type)
     return module.device(tensor.device) if module else contextlib.nullcontext()
+
+
+def without_autocast(device: torch.device):
+    """A context in which products are computed in the dtypes of their tensors, and no smaller."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def _exchanged(name, array) -> Tensor:

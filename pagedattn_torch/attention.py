@@ -12,6 +12,7 @@ from pagedattn.signatures import PagedAttention, RaggedAttention, typed_as
 
 from .arrays import int32, on_device_of, require_beside, require_tensors, rising, tensor
 from .step import Bias, Lse, Out, Query, Sinks, described, prepare
+from .uncompiled import uncompiled
 
 Keys = Float[Tensor, "num_keys num_kv_heads head_dim"]
 Values = Float[Tensor, "num_keys num_kv_heads value_dim"]
@@ -19,6 +20,7 @@ Starts = Integer[Any, "num_seqs_plus_1"]
 
 
 @typed_as(PagedAttention[Tensor])
+@uncompiled
 def paged_attention(
     query: Query,
     cache: KVCache,
@@ -60,6 +62,7 @@ def paged_attention(
     return (out, cast(Tensor, lse)) if return_lse else out
 
 
+@uncompiled
 def explain(
     query: Query,
     cache: KVCache,
@@ -87,6 +90,7 @@ def explain(
         return choice.explain(call, Framework.TORCH)
 
 
+@uncompiled
 def select_backend(
     query: Query,
     cache: KVCache,
@@ -115,6 +119,7 @@ def select_backend(
 
 
 @typed_as(RaggedAttention[Tensor, Starts])
+@uncompiled
 def ragged_attention(
     query: Query,
     key: Keys,

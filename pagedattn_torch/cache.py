@@ -12,8 +12,10 @@ from pagedattn.quantise import quantised
 
 from .arrays import bits, on_device_of, require_beside, require_cache, require_tensors, tensor
 from .rows import DeviceRows, HostRows, row_index, slot_index
+from .uncompiled import uncompiled
 
 
+@uncompiled
 def write_kv_(
     cache: KVCache,
     key: Float[Tensor, "num_tokens num_kv_heads head_dim"],
@@ -82,6 +84,7 @@ def set_rows_(
     return array
 
 
+@uncompiled
 def copy_blocks_(cache: KVCache, src: Integer[Any, "n"], dst: Integer[Any, "n"]) -> KVCache:
     """Copies block `src[i]` to block `dst[i]` in place; every source is read as it was before.
 
@@ -98,6 +101,7 @@ def copy_blocks_(cache: KVCache, src: Integer[Any, "n"], dst: Integer[Any, "n"])
     return swap_blocks_(cache, cache, src, dst)
 
 
+@uncompiled
 @torch.no_grad()
 def swap_blocks_(
     src_cache: KVCache, dst_cache: KVCache, src: Integer[Any, "n"], dst: Integer[Any, "n"]

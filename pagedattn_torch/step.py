@@ -12,6 +12,7 @@ from pagedattn import (
     Backend,
     BatchMetadata,
     KVCache,
+    UnsupportedError,
     around,
     choice,
     validate,
@@ -33,7 +34,9 @@ from .arrays import (
     require_no_grad,
     require_tensors,
     tensor,
+    without_autocast,
 )
+from .uncompiled import uncompiled
 
 Query = Float[Tensor, "num_tokens num_heads head_dim"]
 Out = Float[Tensor, "num_tokens num_heads value_dim"]
@@ -46,7 +49,8 @@ Bias = Float[Tensor, "num_tokens heads max_keys"]
 class Step:
     """What the layers of one step share, made by `prepare` and held by the caller.
 
-    It is made of the batch's values at that time: prepare another one for the next step.
+    It is made of the batch's values at that time: prepare another one for the next step. Nor can it
+    be copied or pickled, since a plan may hold addresses of memory.
 
     Fields:
       call: the sizes and options that it was made for.
@@ -60,6 +64,7 @@ class Step:
     plan: Any
     live: Bool[Tensor, "num_tokens"] | None
 
+    @uncompiled
     def attend(
         self, query: Query, cache: KVCache, *, sinks: Sinks | None = None, bias: Bias | None = None
     ) -> tuple[Out, Lse | None]:
@@ -81,14 +86,23 @@ class Step:
         require(got == expected, f"the step was prepared with {expected}, got {got}")
         return self.run(query, cache, **options)
 
+    def __reduce__(self):
+        raise UnsupportedError(
+            "a Step can be neither copied nor pickled, since it holds addresses of memory: call "
+            "prepare again, in the process that attends"
+        )
+
+    @uncompiled
     @torch.no_grad()
     def run(self, query: Query, cache: KVCache, **options: Tensor) -> tuple[Out, Lse | None]:
         """`attend` without its checks, for arrays that are known to be like the prepared ones."""
         backend = _EMPTY if self.call.is_empty else self.backend
-        with on_device_of(query):  # Triton's and xFormers' kernels start on the current device
+        # Triton's and xFormers' kernels start on the current device.
+        with on_device_of(query), without_autocast(query.device):
             return around.attend(backend, self.call, query, cache, self.plan, self.live, options)
 
 
+@uncompiled
 def prepare(
     query: Query,
     cache: KVCache,
@@ -146,7 +160,8 @@ def _require_layer(query, cache):
     require_tensors(query=query)
     for name in ("key", "value", "key_scale", "value_scale"):
         require_beside(f"the cache's {name}", getattr(cache, name), "query", query)
-    require_no_grad(query, *cache.planes)
+    scales = (cache.key_scale, cache.value_scale)
+    require_no_grad(query, *cache.planes, *(scale for scale in scales if scale is not None))
 
 
 def _options(query, **options) -> dict[str, Tensor]:
@@ -183,7 +198,7 @@ def _with_dense_rows(query: Tensor, cache: KVCache) -> Tensor:
     return query if dense else query.contiguous()
 
 
-def _no_results(call, query, *_):
+def _no_results(call, query, *_arrays, **_options):
     out = query.new_zeros(call.out_shape)
     return out, query.new_full(call.lse_shape, -torch.inf, dtype=torch.float32)
 

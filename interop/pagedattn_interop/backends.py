@@ -14,6 +14,7 @@ from pagedattn.backend import Backend
 from pagedattn.call import Call
 from pagedattn.checks import is_traced
 from pagedattn.gradient import with_xla_gradient
+from pagedattn_torch.arrays import without_autocast
 from pagedattn_torch.cache import set_rows_
 
 from .arrays import to_jax, to_torch
@@ -24,7 +25,7 @@ LEAST_WORK = 1 << 24  # products of an element of a query and one of a key: abov
 
 
 def bridged(backend: Backend) -> Backend:
-    """A torch backend for JAX arrays: by DLPack for concrete arrays on the CPU, else by torch_call.
+    """A torch backend for JAX arrays: by DLPack for concrete arrays on one CPU, else by torch_call.
 
     On a GPU kernels run in the background, and neither framework knows when the other's are done
     with memory that it frees. With torch_call XLA itself orders them. XLA may then capture the
@@ -33,10 +34,12 @@ def bridged(backend: Backend) -> Backend:
 
     def run(call, query, cache, batch, **options):
         arrays = (query, cache, batch, options)
-        if call.device != "cpu" or any(map(is_traced, jax.tree.leaves(arrays))):
+        if not _one_cpu(call) or any(map(is_traced, jax.tree.leaves(arrays))):
             return _by_xla(backend, call, arrays)
         query, cache, batch, options = to_torch(arrays)
-        out, lse = backend.run(call, query, cache, backend.plan(call, batch), **options)
+        plan = backend.plan(call, batch)
+        with without_autocast(query.device):
+            out, lse = backend.run(call, query, cache, plan, **options)
         return to_jax(out), to_jax(lse) if call.return_lse else None
 
     return replace(
@@ -47,6 +50,11 @@ def bridged(backend: Backend) -> Backend:
         plan=lambda call, batch: batch,
         set_rows=set_rows,
     )
+
+
+def _one_cpu(call: Call) -> bool:
+    """Whether JAX has one CPU device, on which it lies: DLPack gives all memory to the first."""
+    return call.device == "cpu" and len(jax.devices("cpu")) == 1
 
 
 def _not_shared(call: Call) -> list[str]:
@@ -67,7 +75,7 @@ def _not_taken(dtype) -> str:
 def takes(dtype: str) -> bool:
     """Whether torch takes arrays of this dtype by DLPack: float8 came after torch 2.8."""
     try:
-        torch.from_dlpack(torch.zeros(1, dtype=getattr(torch, dtype)))
+        torch.from_dlpack(torch.zeros(1, dtype=getattr(torch, dtype), device="cpu"))
     except (BufferError, RuntimeError):
         return False
     return True
@@ -107,7 +115,8 @@ class _Attend:
             plan = self.backend.plan(self.call, plan)
         if out is not None:
             options["out"] = (*out, None)[:2]
-        out, lse = self.backend.run(self.call, query, cache, plan, **options)
+        with without_autocast(query.device):  # XLA may call on the caller's thread
+            out, lse = self.backend.run(self.call, query, cache, plan, **options)
         return (out, lse) if self.call.return_lse else out
 
 

@@ -148,7 +148,7 @@ def _table(pairs) -> Tensor:
     if hasattr(pairs, "__dlpack__"):
         return tensor("block pairs", pairs)
     try:
-        return torch.tensor(pairs)
+        return torch.tensor(pairs, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidInputError(
             "block pairs must be [n, 2] integers, a source and a destination each, or a dict from "

@@ -54,7 +54,7 @@ class AttentionState:
         """
         max_batch_size = count("max_batch_size", max_batch_size)
         on_device = {"device": self.runner.device}
-        tables = torch.as_tensor(self.runner.graph_block_tables).to(**on_device)
+        tables = torch.as_tensor(self.runner.graph_block_tables, **on_device)
         require(
             max_batch_size <= len(tables),
             f"graph_block_tables must have a row for each of {max_batch_size} sequences, got "

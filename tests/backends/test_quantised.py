@@ -76,6 +76,25 @@ def test_gradients_of_queries(backend):
     np.testing.assert_allclose(gradient(query, cache), want, rtol=1e-4, atol=1e-5)
 
 
+def test_gradients_of_scales_over_poison(backend):
+    """Padding tokens hold NaN, and so do their cotangents; neither reaches a scale."""
+    problem = mixed(cache_dtype="int8")
+    query, cache, batch = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
+
+    def attend(scales, query):
+        held = KVCache(cache.key, cache.value, *scales)
+        return paged_attention(query, held, batch, backend=backend)
+
+    def gradient(query, padding):
+        out, pull = jax.vjp(attend, (cache.key_scale, cache.value_scale), query)
+        return pull(jnp.ones_like(out).at[18:].set(padding))
+
+    want = gradient(query.at[18:].set(0), 0)
+    got = jax.jit(gradient)(query, jnp.nan)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_scales_are_given_to_a_backend_that_names_them_and_to_no_other(named):
     """Else they are done around it: what it is given is multiplied, and what it gives."""
@@ -91,8 +110,8 @@ def test_scales_are_given_to_a_backend_that_names_them_and_to_no_other(named):
     out = paged_attention(query, cache_of(problem), batch_of(problem), backend=backend)
     ((got, *scales),) = given
     assert scales == ([2, 3] if named else [None, None])
-    np.testing.assert_array_equal(got, query if named else 2 * query)
-    np.testing.assert_array_equal(out, 1 if named else 3)
+    np.testing.assert_array_equal(got, query if named else 2 * query.at[18:].set(0))
+    np.testing.assert_array_equal(out[:18], 1 if named else 3)
 
 
 def test_a_backend_that_cannot_widen_its_loads_refuses_by_name():

@@ -20,7 +20,7 @@ from cases import SPECS, mixed, rows, run
 from conftest import BACKENDS
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pagedattn import AttentionSpec, KVCache, paged_attention, write_kv
+from pagedattn import AttentionSpec, KVCache, copy_blocks, paged_attention, swap_blocks, write_kv
 from pagedattn.registry import can_load
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
 
@@ -184,6 +184,32 @@ def test_each_device_writes_its_own_cache_in_place(dtype):
         want[i].reshape(-1, 2, 8)[5 * i] = i + 1
     np.testing.assert_array_equal(np.asarray(cache.key, np.float32), want)
     np.testing.assert_array_equal(np.asarray(cache.value, np.float32), want)
+
+
+@several
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_outside_jit_results_lie_with_their_arguments(backend):
+    """On another device than the first, and on several, where XLA gathers what a kernel needs."""
+    problem = mixed(AttentionSpec(sliding_window=6, logits_soft_cap=5.0), **SIZES)
+    arrays = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
+    last = jax.devices()[-1]
+    for placed in (jax.device_put(arrays, last), (*put(arrays[:2], EVERYWHERE), arrays[2])):
+        sinks = jax.device_put(jnp.zeros(problem.query.shape[1]), placed[0].sharding)
+        options = {"backend": backend, "return_lse": True, "sinks": sinks}
+        out, lse = paged_attention(*placed, problem.spec, **options)
+        assert out.devices() == lse.devices() == placed[0].devices()
+        assert_attention_close(out, lse, problem.replace(sinks=np.asarray(sinks)), name=backend)
+
+
+@several
+def test_blocks_of_spread_caches_are_copied():
+    """Outside jit, where block ids lie on one device and the cache on all, by heads."""
+    here = KVCache(*jax.random.normal(jax.random.key(0), (2, 6, 4, 2 * DEVICES, 8)))
+    spread, src, dst = put(here, PAGES), jnp.array([0, 5, -1]), jnp.array([2, 0, 1])
+    want = copy_blocks(here, src, dst)
+    jax.tree.map(np.testing.assert_array_equal, copy_blocks(spread, src, dst), want)
+    for to, of in ((spread, here), (here, spread)):
+        jax.tree.map(np.testing.assert_array_equal, swap_blocks(of, to, src, dst), want)
 
 
 @several

@@ -92,6 +92,22 @@ def test_gradients(backend):
     assert all(np.isfinite(x).all() for x in jax.grad(loss, (0, 1))(query, sinks))
 
 
+def test_cotangents_of_padding_tokens_may_be_nan(backend):
+    problem = problem_of([0.5, -2, 3, -np.inf])
+    query, cache, batch = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
+    live = int(problem.query_start_loc[-1])
+
+    def gradient(padding):
+        def attend(query, sinks):
+            return paged_attention(query, cache, batch, sinks=sinks, backend=backend)
+
+        out, pull = jax.vjp(attend, query, jnp.asarray(problem.sinks))
+        return pull(jnp.ones_like(out).at[live:].set(padding))
+
+    assert live < len(query)
+    jax.tree.map(np.testing.assert_array_equal, gradient(jnp.nan), gradient(0))
+
+
 def test_a_backend_that_names_them_is_given_them():
     given = []
 

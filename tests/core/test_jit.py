@@ -4,15 +4,21 @@ import dataclasses
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from cases import SPECS, attend_with_any_lse, honoured, mixed, random_cache, rows, run
+from conftest import BACKENDS
 
 from pagedattn import (
     AttentionSpec,
+    BatchMetadata,
+    InvalidInputError,
     KVCache,
+    copy_blocks,
+    fill_blocks,
     init_kv_cache,
     make_batch,
     paged_attention,
@@ -320,3 +326,51 @@ def test_no_query_at_all_is_no_division_by_zero(backend):
     lens = {"max_query_len": 0, "max_key_len": 3}
     out = ragged_attention(x, x, x, starts, jnp.array([0, 3]), backend=backend, **lens)
     assert not out.any()
+
+
+def struct(*shape, dtype=jnp.int32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@pytest.mark.parametrize("unknown", ["num_tokens", "num_blocks", "num_seqs", "max_blocks"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_symbolic_sizes_are_refused_by_name(backend, unknown):
+    """Those of `jax.export`, whatever is called with them."""
+    sizes = {"num_tokens": 11, "num_blocks": 9, "num_seqs": 4, "max_blocks": 3}
+    sizes[unknown] = jax.export.symbolic_shape("n")[0]
+    tokens, blocks, seqs, columns = sizes.values()
+    lens, starts, slots = struct(seqs), struct(seqs + 1), struct(tokens)
+    fields = {"block_size": 4, "max_query_len": 8}
+    batch = BatchMetadata(struct(seqs, columns), lens, starts, slots, slots, **fields)
+    cache = KVCache(*[struct(blocks, 4, 2, 16, dtype=jnp.float32)] * 2)
+    query, rows = (struct(tokens, heads, 16, dtype=jnp.float32) for heads in (4, 2))
+
+    def attend_packed(query, rows, starts):
+        bounds = {"max_query_len": 8, "max_key_len": 8}
+        return ragged_attention(query, rows, rows, starts, starts, backend=backend, **bounds)
+
+    attend = functools.partial(paged_attention, backend=backend)
+    calls = [(attend, query, cache, batch)]
+    if unknown in ("num_tokens", "num_blocks"):
+        calls.append((write_kv, cache, rows, rows, slots))
+    if unknown in ("num_tokens", "num_seqs"):
+        calls.append((attend_packed, query, rows, starts))
+    if unknown in ("num_blocks", "num_seqs"):
+        calls += [(copy_blocks, cache, lens, lens), (fill_blocks, cache, lens)]
+    for call in calls:
+        with pytest.raises(InvalidInputError, match=r"sizes that are known|integers above 0"):
+            jax.eval_shape(*call)
+
+
+def test_programs_of_xla_are_exported():
+    """Records are taken apart, since jax.export writes no types that it does not know."""
+    problem = mixed(EVERYTHING)
+    arrays = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
+    leaves, treedef = jax.tree.flatten(arrays)
+
+    @jax.jit
+    def attend(*leaves):
+        arrays = jax.tree.unflatten(treedef, leaves)
+        return paged_attention(*arrays, problem.spec, backend="xla", return_lse=True)
+
+    assert_attention_close(*jax.export.export(attend)(*leaves).call(*leaves), problem)

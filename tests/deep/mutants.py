@@ -131,7 +131,7 @@ MUTANTS = {
         "tests/backends/test_sdpa_turns.py",
     ),
     "a sink that takes no weight": Mutant(
-        "weight = xp.exp(known - total)", "weight = xp.exp(known - known)", SINKS
+        "xp.exp(known - total), 0)", "xp.exp(known - known), 0)", SINKS
     ),
     "padding with sinks": Mutant(
         "starts) < starts.max()", "starts) <= starts.max()", SINKS
@@ -152,9 +152,19 @@ MUTANTS = {
         "tests/backends/test_bias.py -k window and sdpa",
     ),
     "a key's scale left out": Mutant(
-        "query = scaled(query, cache.key_scale, call.num_kv_heads)",
+        "query = scaled(_without_padding(query, live), cache.key_scale, call.num_kv_heads)",
         "query = query",
         "tests/backends/test_quantised.py -k scales_of_every_kind and xla and int8",
+    ),
+    "padding tokens in the gradient of a scale": Mutant(
+        "return rows if live is None else",
+        "return rows if True else",
+        "tests/backends/test_quantised.py -k scales_over_poison and xla",
+    ),
+    "autocast left on": Mutant(
+        "if torch.is_autocast_enabled(device.type):",
+        "if False:",
+        "tests/backends/test_torch_states.py -k autocast",
     ),
     "a value's scale of the wrong head": Mutant(
         "num_kv_heads, num_heads // num_kv_heads, head_dim)\n    product",

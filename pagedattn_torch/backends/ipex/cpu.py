@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pagedattn.ragged import cdiv
+from pagedattn.ragged import arange, cdiv
 from pagedattn.visibility import key_range
 
 from ...bias import slopes_on
@@ -85,7 +85,13 @@ def _spans(call, batch) -> Spans:
     seq_lens = batch.seq_lens.clamp(0, call.capacity)
     contexts = seq_lens - query_lens
     first, _ = key_range(contexts, contexts, seq_lens, False, call.window)
-    return Spans(torch.arange(call.num_seqs), starts[:-1], query_lens, first, seq_lens - first)
+    return Spans(
+        torch.arange(call.num_seqs, device=starts.device),
+        starts[:-1],
+        query_lens,
+        first,
+        seq_lens - first,
+    )
 
 
 def _decode(call, query, pages: Pages, spans: Spans, out) -> None:
@@ -99,7 +105,7 @@ def _decode(call, query, pages: Pages, spans: Spans, out) -> None:
         query=rows,
         key_cache=pages.key,
         value_cache=pages.value,
-        head_mapping=torch.empty(0, dtype=torch.int32),  # ignored
+        head_mapping=query.new_empty(0, dtype=torch.int32),  # ignored
         scale=call.scale,
         block_tables=pad(pages.tables, (0, 0, 1, 0), value=-1),
         context_lens=pad(spans.key_lens, (1, 0)),
@@ -152,7 +158,7 @@ def _readable(call, cache, batch, spans: Spans) -> Pages:
         return _copied(call, cache, batch, spans)
     shape = (-1, unit, *cache.key.shape[2:])
     key, value = (plane.view(shape).transpose(1, 2) for plane in cache.planes)
-    numbers = torch.arange(cdiv(int(spans.key_lens.max()), unit), dtype=torch.int32)
+    numbers = arange(cdiv(int(spans.key_lens.max()), unit), spans.key_lens)
     positions = spans.first[:, None] + numbers * unit
     return Pages(key, value, _slots(call, batch, spans.seqs[:, None], positions) // unit)
 
@@ -162,12 +168,12 @@ def _copied(call, cache, batch, spans: Spans) -> Pages:
     counts = cdiv(spans.key_lens, PAGE)
     owners = torch.repeat_interleave(counts)[:, None]
     offsets = _ranges(torch.zeros_like(counts), counts)[:, None] * PAGE
-    offsets = offsets + torch.arange(PAGE, dtype=torch.int32)
+    offsets = offsets + arange(PAGE, counts)
     positions = spans.first[owners] + offsets.minimum(spans.key_lens[owners] - 1)
     slots = _slots(call, batch, spans.seqs[owners], positions)
     at = slots // call.block_size, slots % call.block_size
     key, value = (plane[at].transpose(1, 2).contiguous() for plane in cache.planes)
-    numbers = torch.arange(int(counts.max()), dtype=torch.int32)
+    numbers = arange(int(counts.max()), counts)
     return Pages(key, value, _starts(counts)[:-1, None] + numbers)
 
 
@@ -184,5 +190,5 @@ def _starts(lens: Tensor) -> Tensor:
 
 def _ranges(begins: Tensor, lens: Tensor) -> Tensor:
     """The ranges `begins[i], begins[i] + 1, ...` of `lens[i]` numbers, one after the other."""
-    offsets = torch.arange(int(lens.sum()), dtype=torch.int32)
+    offsets = arange(int(lens.sum()), lens)
     return torch.repeat_interleave(begins - _starts(lens)[:-1], lens) + offsets

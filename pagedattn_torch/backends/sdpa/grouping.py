@@ -27,7 +27,8 @@ def make_buckets(call: Call, batch: Sequences, keys_at_once: int) -> list[Bucket
         blocks = call.visible_blocks
         return [Bucket(call, rows, call.longest_query, blocks, blocks, None)]
     groups = _groups(rows, call.block_size, keys_at_once)
-    rows = rows.take(torch.tensor([seq for group in groups for *_, seq in group], dtype=torch.long))
+    order = [seq for group in groups for *_, seq in group]
+    rows = rows.take(torch.tensor(order, dtype=torch.long, device="cpu"))
     buckets, first = [], 0
     for group in groups:
         members = rows.take(slice(first, first + len(group)))

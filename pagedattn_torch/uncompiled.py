@@ -1,0 +1,30 @@
+"""Functions that torch.compile calls as they are."""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+import torch
+
+Fn = TypeVar("Fn", bound=Callable)
+REASON = "pagedattn calls kernels that cannot be traced"
+
+
+def uncompiled(fn: Fn) -> Fn:
+    """Makes torch.compile call a function, where it would trace what is inside.
+
+    Kernels that are given addresses cannot be traced, and a plan would be traced anew for other
+    lengths. With fullgraph=True torch.compile refuses such a function.
+    """
+    disabled = []
+
+    @functools.wraps(fn)
+    def call(*args, **kwargs):
+        if "torch._dynamo" not in sys.modules:  # it takes seconds to load, and nothing is compiled
+            return fn(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(fn, reason=REASON))
+        return disabled[0](*args, **kwargs)
+
+    return cast(Fn, call)
