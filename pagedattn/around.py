@@ -32,16 +32,22 @@ def attend(
 
 
 def _with_scales(run: Callable, live, call: Call, query, cache: KVCache, plan, **options):
-    """A key's scale is a factor on its logits, a value's one on what is summed."""
-    query = scaled(_without_padding(query, live), cache.key_scale, call.num_kv_heads)
+    """A key's scale is a factor on its logits, a value's one on what is summed.
+
+    The gradient of a scale sums over all rows, so NaN in those of padding tokens is taken out.
+    """
+    key_scale, value_scale = cache.key_scale, scale_of_values(cache)
+    if key_scale is not None:
+        query = scaled(_without_padding(query, live), key_scale, call.num_kv_heads)
     planes = KVCache(cache.key, cache.value, value_dim=cache.value_dim)
     out, lse = run(call, query, planes, plan, **options)
-    out = scaled(out, scale_of_values(cache), call.num_kv_heads)
-    return _without_padding(out, live), lse
+    if value_scale is not None:
+        out = _without_padding(scaled(out, value_scale, call.num_kv_heads), live)
+    return out, lse
 
 
 def _without_padding(rows, live):
-    """The rows, 0 for padding tokens: a scale's gradient sums over all, and NaN times 0 is NaN."""
+    """The rows, 0 for padding tokens."""
     return rows if live is None else namespace(rows).where(live[:, None, None], rows, 0)
 
 

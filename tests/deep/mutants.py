@@ -152,7 +152,7 @@ MUTANTS = {
         "tests/backends/test_bias.py -k window and sdpa",
     ),
     "a key's scale left out": Mutant(
-        "query = scaled(_without_padding(query, live), cache.key_scale, call.num_kv_heads)",
+        "query = scaled(_without_padding(query, live), key_scale, call.num_kv_heads)",
         "query = query",
         "tests/backends/test_quantised.py -k scales_of_every_kind and xla and int8",
     ),
