@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from pagedattn import BatchMetadata, InvalidInputError, KVCache, UnsupportedError
 from pagedattn.foreign import HOST
@@ -108,7 +109,9 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def require_no_grad(*tensors: Tensor) -> None:
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    """Refuses tensors of which a gradient is recorded, backward or forward: it would be lost."""
+    backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if backward or any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
         raise UnsupportedError(
             "gradients do not flow through torch tensors: call pagedattn from JAX for them, or "
             "this under torch.no_grad()"

@@ -15,6 +15,7 @@ from conftest import BACKENDS
 from pagedattn_interop import to_torch
 from pagedattn_interop.backends import takes
 from tensors import by_torch, tensors
+from torch.autograd import forward_ad
 
 from pagedattn import InvalidInputError, KVCache, UnsupportedError
 from pagedattn.registry import Framework, can_load, order
@@ -164,6 +165,28 @@ def test_gradients_of_scales_are_refused(name):
         paged_attention(query, cache, batch)
     with torch.no_grad():
         assert paged_attention(query, cache, batch).shape == query.shape
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of make_dual
+@pytest.mark.parametrize("name", ["query", "key"])
+@pytest.mark.parametrize("backend", BY_TORCH)
+def test_tangents_are_refused(backend, name):
+    """Forward mode: kernels that are given addresses would lose them without a word."""
+    problem = mixed(SPECS["plain"])
+    query, cache = tensors((jnp.asarray(problem.query), cache_of(problem)))
+
+    def attend(x):
+        arrays = {"query": query, "key": cache.key, "value": cache.value} | {name: x}
+        cached = KVCache(arrays["key"], arrays["value"])
+        return paged_attention(arrays["query"], cached, batch_of(problem), backend=backend)
+
+    x = query if name == "query" else cache.key
+    with pytest.raises(UnsupportedError, match="gradients"), forward_ad.dual_level():
+        attend(forward_ad.make_dual(x, torch.ones_like(x)))
+    with pytest.raises(UnsupportedError, match="gradients"):
+        torch.func.jvp(attend, (x,), (torch.ones_like(x),))
+    with forward_ad.dual_level():
+        assert attend(x).shape == query.shape
 
 
 @pytest.mark.parametrize("backend", BY_TORCH)

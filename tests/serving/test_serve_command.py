@@ -73,12 +73,15 @@ def test_wrong_limits_are_refused_in_a_line(monkeypatch, folder):
         assert f"{size[2:].replace('-', '_')}=-1" in said(monkeypatch, folder, size, "-1")
 
 
-@pytest.mark.parametrize("port", ["-1", "65536", "http"])
-def test_a_port_that_is_none_is_refused_before_anything_is_loaded(monkeypatch, capsys, port):
-    monkeypatch.setattr(sys, "argv", ["serve.py", "--port", port])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("port", "-1"), ("port", "65536"), ("port", "http"), ("max-requests", "0")],
+)
+def test_wrong_numbers_are_refused_before_anything_is_loaded(monkeypatch, capsys, option, value):
+    monkeypatch.setattr(sys, "argv", ["serve.py", f"--{option}", value])
     with pytest.raises(SystemExit):
         serve.main()
-    assert re.search("argument --port: .*" + port, capsys.readouterr().err)
+    assert re.search(f"argument --{option}: .*{value}", capsys.readouterr().err)
 
 
 def test_it_serves_and_ends_in_order(folder):

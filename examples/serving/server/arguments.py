@@ -1,6 +1,8 @@
 """What the commands that serve a checkpoint have in common on their command lines."""
 
 import argparse
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 from serving.checkpoint import SHIPPED
@@ -24,11 +26,20 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def port_number(text: str) -> int:
-    """The number of a port, or 0."""
-    if (number := int(text)) not in range(1 << 16):
-        raise argparse.ArgumentTypeError(f"expected a number from 0 to 65535, got {number}")
-    return number
+def number_from(least: int, most: float = math.inf) -> Callable[[str], int]:
+    """Reads an argument that is a number from `least` to `most`."""
+
+    expected = f"{least} or more" if most == math.inf else f"a number from {least} to {most}"
+
+    def integer(text: str) -> int:
+        if not least <= (number := int(text)) <= most:
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {number}")
+        return number
+
+    return integer
+
+
+port_number = number_from(0, 65535)
 
 
 def limits_of(args: argparse.Namespace, model: Decoder) -> Limits:
