@@ -1,7 +1,7 @@
 """What the layers of a step share on torch tensors: the checked call, its backend and its plan."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from jaxtyping import Bool, Float
@@ -86,7 +86,7 @@ class Step:
         require(got == expected, f"the step was prepared with {expected}, got {got}")
         return self.run(query, cache, **options)
 
-    def __reduce__(self):
+    def __reduce__(self) -> NoReturn:
         raise UnsupportedError(
             "a Step can be neither copied nor pickled, since it holds addresses of memory: call "
             "prepare again, in the process that attends"

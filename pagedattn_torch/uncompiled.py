@@ -3,11 +3,11 @@
 import functools
 import sys
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
-Fn = TypeVar("Fn", bound=Callable)
+Fn = TypeVar("Fn", bound=Callable[..., Any])
 REASON = "pagedattn calls kernels that cannot be traced"
 
 
@@ -17,7 +17,7 @@ def uncompiled(fn: Fn) -> Fn:
     Kernels that are given addresses cannot be traced, and a plan would be traced anew for other
     lengths. With fullgraph=True torch.compile refuses such a function.
     """
-    disabled = []
+    disabled: list[Any] = []
 
     @functools.wraps(fn)
     def call(*args, **kwargs):
