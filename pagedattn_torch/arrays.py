@@ -126,8 +126,9 @@ def on_device_of(tensor: Tensor):
 
 def without_autocast(device: torch.device):
     """A context in which products are computed in the dtypes of their tensors, and no smaller."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
+    kind = device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
     return contextlib.nullcontext()
 
 

@@ -162,7 +162,7 @@ MUTANTS = {
         "tests/backends/test_quantised.py -k scales_over_poison and xla",
     ),
     "autocast left on": Mutant(
-        "if torch.is_autocast_enabled(device.type):",
+        "if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):",
         "if False:",
         "tests/backends/test_torch_states.py -k autocast",
     ),
