@@ -17,14 +17,15 @@ def uncompiled(fn: Fn) -> Fn:
     Kernels that are given addresses cannot be traced, and a plan would be traced anew for other
     lengths. With fullgraph=True torch.compile refuses such a function.
     """
-    disabled: list[Any] = []
+    disabled: Any = None
 
     @functools.wraps(fn)
     def call(*args, **kwargs):
+        nonlocal disabled
         if "torch._dynamo" not in sys.modules:  # it takes seconds to load, and nothing is compiled
             return fn(*args, **kwargs)
-        if not disabled:
-            disabled.append(torch.compiler.disable(fn, reason=REASON))
-        return disabled[0](*args, **kwargs)
+        if disabled is None:
+            disabled = torch.compiler.disable(fn, reason=REASON)
+        return disabled(*args, **kwargs)
 
     return cast(Fn, call)
