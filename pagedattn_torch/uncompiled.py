@@ -22,7 +22,7 @@ def uncompiled(fn: Fn) -> Fn:
     @functools.wraps(fn)
     def call(*args, **kwargs):
         nonlocal disabled
-        if "torch._dynamo" not in sys.modules:  # it takes seconds to load, and nothing is compiled
+        if "torch._dynamo" not in sys.modules:  # nothing is compiled; to load it takes seconds
             return fn(*args, **kwargs)
         if disabled is None:
             disabled = torch.compiler.disable(fn, reason=REASON)

@@ -53,7 +53,7 @@ def narrowed(
     kept = order >= cut(order, jnp.ones_like(logits), top_k)
     warmth = jnp.where(temperature > 0, temperature, 1)
     shares = jax.nn.softmax(jnp.where(kept, logits / warmth, -jnp.inf))
-    # A top_p too small for a float32 is 0, to which no token at all comes.
+    # A top_p too small for a float32 is rounded to 0; the likeliest token is kept all the same.
     enough = jnp.minimum(cut(order, shares, top_p * shares.sum()), order.max())
     return jnp.where(kept & ((order >= enough) | (top_p >= 1)), logits, -jnp.inf)
 

@@ -14,8 +14,8 @@ WINDOW = 32  # tokens that are decoded again and again at most
 class Detokenizer:
     """The text of tokens that follow `prompt`; characters that are not complete are held back.
 
-    Tokens are decoded after those of the last characters that were complete. One half of a
-    character before them would do harm: some decoders then take all bytes beside it for none.
+    Tokens are decoded together with those of the last complete characters. They must not follow a
+    part of a character: some decoders then mark every byte beside it as invalid.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = ()):
