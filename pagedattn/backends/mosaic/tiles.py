@@ -36,6 +36,7 @@ class Table(NamedTuple):
 
 
 def cdiv(a, b: int):
+    """`ragged.cdiv` of numbers from 0 on, as one division: `//` adds operations for signs."""
     return lax.div(a + (b - 1), jnp.int32(b))
 
 
