@@ -22,6 +22,9 @@ def walk(
 ):  # fmt: skip
     """Online softmax over the keys from start to stop; only those in [begin, end) are read.
 
+    Backwards: the last step may have few keys, and as the first one it costs little, because the
+    loads of the first two steps are under way together.
+
     With PAIRS, of eight bits, there is a `scale` for each row, and values are read as pairs of
     columns: `summed` has the even ones of them and `odd` the odd ones.
 
@@ -30,7 +33,9 @@ def walk(
     """
     if APART:
         rounded = tl.zeros([q.shape[0], KEYS], q.dtype)
-    for step in range(start, stop, KEYS):
+    last = start + (stop - start - 1) // KEYS * KEYS
+    for done in range(0, stop - start, KEYS):
+        step = last - done
         keys = step + tl.arange(0, KEYS)
         inside = (keys >= begin) & (keys < end)
         blocks = load_blocks(table, step, keys, inside, num_blocks, BLOCK_SIZE, KEYS, MASKED)
@@ -74,7 +79,7 @@ def walk(
             # The compiler gives each warp all keys of a product that leads to another one, so
             # that pairs of warps compute the same; through a branch it does not see that.
             kept = total
-            if step < stop:
+            if done < stop - start:
                 weights, kept, highest, total = weigh(
                     products, highest, total, keys, inside, positions, slopes, 1.0, cap, window,
                     MASKED, CAUSAL, WINDOW, SOFT_CAP, ALIBI,
