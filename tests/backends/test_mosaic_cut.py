@@ -143,15 +143,6 @@ def test_tiles_hold_every_token(name, parts, group, pad):
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("size", [1, 16, 300])
-def test_search(size):
-    """It looks nowhere but below the size."""
-    found = jax.jit(lambda bounds, bound: cut.how_many(lambda i: bounds[i] < bound, size))
-    bounds = jnp.arange(size) * 3
-    for bound in (-1, 1, 3 * size // 2, 3 * size):
-        assert found(bounds, bound) == np.sum(np.asarray(bounds) < bound)
-
-
 @pytest.mark.parametrize("starts", [[-5, 30, 10**6, 7], [0, 0, 0, 0], [9, 3, 2, 1], [0, 8, 16, 24]])
 def test_bad_lengths_stay_inside_the_arrays(starts):
     shape = sizes_of([8, 8, 8], parts=16, group=4, pad=3)
@@ -190,8 +181,23 @@ def test_keys_are_cut_where_queries_fit_into_a_tile(query_len, heads, units):
     ],
 )
 def test_fit_for_several_queries_on_many_keys(query_len, num_seqs, max_blocks, fit):
+    assert_fit(fit, query_len, num_seqs=num_seqs, max_blocks=max_blocks)
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "kv_heads", "max_blocks", "fit"),
+    [
+        *((64, 8, 129, True), (33, 8, 999, True), (82, 8, 999, True), (300, 1, 999, True)),
+        *((64, 8, 128, False), (32, 8, 999, False), (83, 8, 999, False), (64, 4, 999, False)),
+    ],
+)
+def test_fit_for_decodes_of_different_lengths(num_seqs, kv_heads, max_blocks, fit):
+    heads = {"num_heads": 4 * kv_heads, "num_kv_heads": kv_heads}
+    assert_fit(fit, 1, num_seqs=num_seqs, max_blocks=max_blocks, **heads)
+
+
+def assert_fit(fit, query_len, **sizes):
     call = call_for(1, AttentionSpec())[0]
-    sizes = {"num_seqs": num_seqs, "max_blocks": max_blocks}
     call = dataclasses.replace(call, max_query_len=query_len, num_tokens=999, **sizes)
     reasons = unfit(dataclasses.replace(call, return_lse=False))
     assert reasons == [] if fit else "short queries" in reasons[0]

@@ -17,7 +17,6 @@ from .tiles import Tile, cdiv, key_blocks, num_units
 
 OVERHEAD = 1  # what a piece costs beside its steps, in steps
 FEWEST = 2  # steps that are worth a piece of their own
-PROBES = 16  # elements that a round of a search loads at once, so that their latencies overlap
 
 
 class Work(NamedTuple):
@@ -26,17 +25,33 @@ class Work(NamedTuple):
     query_start_loc: Any
     seq_lens: Any
     starts: Any  # [max_tiles + 1]: where each tile begins in the row, and where the row ends
+    parts: Any  # [parts, 2]: the first tile of each part, and the one behind its last
 
 
 def work_of(shape: Shape, query_start_loc, seq_lens) -> Work:
-    """The whole work; one sum, so that XLA needs few kernels for it."""
+    """The whole work: sums alone, so that XLA needs few kernels for it."""
     lengths = query_start_loc.astype(jnp.int32), seq_lens.astype(jnp.int32)
     number = jnp.arange(shape.max_tiles, dtype=jnp.int32)
     tile = tile_at(shape, *lengths, number)
     cost = key_blocks(shape, tile).count + OVERHEAD
     cost = jnp.where(is_one(shape, tile), cost, 0)
     before = number[None, :] < jnp.arange(shape.max_tiles + 1, dtype=jnp.int32)[:, None]
-    return Work(*lengths, jnp.sum(jnp.where(before, cost[None, :], 0), axis=1, dtype=jnp.int32))
+    starts = jnp.sum(jnp.where(before, cost[None, :], 0), axis=1, dtype=jnp.int32)
+    return Work(*lengths, starts, parts_of(shape, starts))
+
+
+def parts_of(shape: Shape, starts):
+    """The tiles of each part: from, and up to."""
+    begin, end = bounds(shape, jnp.arange(shape.parts, dtype=jnp.int32)[:, None], starts[-1])
+    first = jnp.sum(starts[None, 1:] <= begin, axis=1, dtype=jnp.int32)
+    behind = jnp.sum(starts[None, :-1] + OVERHEAD < end, axis=1, dtype=jnp.int32)
+    return jnp.stack([first, behind], axis=1)
+
+
+def bounds(shape: Shape, part, total):
+    """Where a part begins and ends in the row."""
+    begin = part * share_of(shape, total)
+    return begin, jnp.minimum(begin + share_of(shape, total), total)
 
 
 def tile_at(shape: Shape, query_start_loc, seq_lens, number) -> Tile:
@@ -81,12 +96,8 @@ def cut_tiles(shape: Shape, me, work: Work) -> Jobs:
     """
     part = shape.parts - 1 - lax.div(me, jnp.int32(shape.num_kv_heads))
     head = lax.rem(me, jnp.int32(shape.num_kv_heads))
-    total = work.starts[shape.max_tiles]
-    share = share_of(shape, total)
-    begin = part * share
-    end = jnp.minimum(begin + share, total)
-    first = how_many(lambda i: work.starts[i + 1] <= begin, shape.max_tiles)
-    behind = how_many(lambda i: work.starts[i] + OVERHEAD < end, shape.max_tiles)
+    share = share_of(shape, work.starts[shape.max_tiles])
+    first, behind = work.parts[part, 0], work.parts[part, 1]
 
     def look_up(index):
         number = jnp.minimum(first + index, shape.max_tiles - 1)
@@ -118,17 +129,3 @@ def piece_of(shape: Shape, part, share, tile: Tile, start):
     piece = Piece(part, (begin == 0) & (end < blocks.count), last, begin > 0)
     first_block = blocks.last - blocks.count + 1
     return blocks._replace(last=first_block + end - 1, count=end - begin), piece
-
-
-def how_many(holds, size: int):
-    """The number below `size` up to which `holds`, true up to some number, is true: by search."""
-    stride = 1
-    while stride * PROBES < size + 1:
-        stride *= PROBES
-    found = jnp.int32(0)
-    while stride:
-        places = [found + (i + 1) * stride - 1 for i in range(PROBES - 1)]
-        flags = [(p < size) & holds(jnp.minimum(p, size - 1)) for p in places]
-        found += stride * sum(jnp.where(flag, 1, 0) for flag in flags)
-        stride //= PROBES
-    return found

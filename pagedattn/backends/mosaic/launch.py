@@ -22,6 +22,10 @@ LONG = 128  # query tokens of the longest sequence, from which it is ahead
 SHORT = 8  # query tokens from which it is ahead in large batches: of so many sequences and keys
 MANY_SEQS = 64
 MANY_KEYS = 64 * 4096
+# Sequences x KV heads of decodes, and keys, with which it is ahead where lengths differ, and no
+# slower where they do not: with fewer it starts too slowly, and more even out by themselves.
+UNEVEN = range(264, 660)
+UNEVEN_KEYS = 2048
 MEASURED_HEAD_DIM = 128
 
 
@@ -33,7 +37,7 @@ def refusals(call: Call) -> list[str]:
 def unfit(call: Call) -> list[str]:
     """Why another backend is likely faster: the rule of `backend=None`, measured on an H200."""
     reasons = []
-    if call.longest_query < LONG and not _is_large(call):
+    if call.longest_query < LONG and not _is_large(call) and not _is_uneven(call):
         reasons.append(f"short queries: max_query_len is {call.longest_query}, below {LONG}")
     if call.head_dim != MEASURED_HEAD_DIM:
         reasons.append(f"measured ahead with head_dim {MEASURED_HEAD_DIM}, got {call.head_dim}")
@@ -45,6 +49,12 @@ def _is_large(call) -> bool:
     """Whether there are so many keys that it is ahead from eight queries a sequence on."""
     many = call.num_seqs >= MANY_SEQS and call.num_seqs * call.capacity >= MANY_KEYS
     return many and call.longest_query >= SHORT
+
+
+def _is_uneven(call) -> bool:
+    """Whether decodes of different lengths would leave a part of the device idle."""
+    some = call.num_seqs * call.num_kv_heads in UNEVEN
+    return some and call.longest_query == 1 and call.capacity > UNEVEN_KEYS
 
 
 def _unsupported_sizes(call) -> list[str]:
