@@ -39,22 +39,14 @@ def short_program(call: Call, programs: int, rows: int, num_sms: int):
     out sequences of different lengths; they are long then, since each one costs writing a partial
     result and reading it in the merge.
     """
-    crowded = programs >= 2 * num_sms
-    a_wave = 3 * num_sms  # three programs of four warps share a multiprocessor
-    one_wave = a_wave // programs
-    nearly_a_wave = a_wave <= 4 * programs <= 4 * num_sms
-    if call.max_keys <= 4096 and (crowded or nearly_a_wave):
-        splits, min_keys = 1, 64
-        # Small programs side by side; or, if few, one on each multiprocessor with more stages.
-        sizes = {"keys": 64, "num_warps": 2} if crowded else {"keys": 128, "num_warps": 4}
-        if call.head_dim <= 64:
-            sizes = {"keys": 128, "num_warps": 4}
-        # What takes half the memory has room for more stages.
-        stages = 5 if in_eight_bits(call) else 3
-        program = Program(rows, **sizes, num_stages=stages if crowded else 5)
-    elif crowded:
-        # Many splits may get no keys: a thousand empty programs cost about a microsecond.
-        splits, min_keys = 64 * num_sms // programs, 64 * rows
+    crowd = _crowd(call, programs, rows, num_sms)
+    one_wave = 3 * num_sms // programs  # three programs of four warps share a multiprocessor
+    if crowd.whole:
+        splits, min_keys, program = 1, 64, _whole_program(call, crowd, rows)
+    elif crowd.crowded or crowd.uneven:
+        # Many splits may get no keys: a thousand empty programs cost about a microsecond. Sequences
+        # of 4096 tokens are cut in three: then 512 or 256 programs fill whole waves.
+        splits, min_keys = 64 * num_sms // programs, 88 * rows
         program = Program(rows, keys=128, num_warps=4, num_stages=3)
     elif call.max_keys >= 256 * one_wave:
         splits, min_keys = one_wave, 128
@@ -67,6 +59,37 @@ def short_program(call: Call, programs: int, rows: int, num_sms: int):
         splits, min_keys = 6 * num_sms // programs, 64
         program = Program(rows, keys=32, num_warps=4, num_stages=3)
     return _in_registers(program, call), splits, min_keys
+
+
+class Crowd(NamedTuple):
+    """What the number of programs, one a sequence and KV head, means for a device."""
+
+    crowded: bool  # several for each multiprocessor
+    many: bool  # so many that it matters little which of them end last
+    uneven: bool  # fewer: if their lengths differ, a part of the device waits for the longest
+    whole: bool  # the keys of a sequence are not split
+
+
+def _crowd(call: Call, programs: int, rows: int, num_sms: int) -> Crowd:
+    crowded = programs >= 2 * num_sms
+    measured = rows <= 16 and not in_eight_bits(call)
+    many = measured and programs >= 5 * num_sms
+    some = measured and 3 * num_sms < 2 * programs and not many
+    uneven = some and call.max_keys > 2048
+    nearly_a_wave = 3 * num_sms <= 4 * programs <= 4 * num_sms
+    whole = call.max_keys <= 4096 and (crowded or nearly_a_wave) and not uneven
+    return Crowd(crowded, many, uneven, whole)
+
+
+def _whole_program(call: Call, crowd: Crowd, rows: int) -> Program:
+    """Small programs side by side; or, if few, one on each multiprocessor with more stages."""
+    if crowd.many or call.head_dim <= 64 or not crowd.crowded:
+        sizes = {"keys": 128, "num_warps": 4}
+    else:
+        sizes = {"keys": 64, "num_warps": 2}
+    # What takes half the memory has room for more stages.
+    stages = 5 if in_eight_bits(call) or not crowd.crowded else 3
+    return Program(rows, **sizes, num_stages=stages)
 
 
 def _in_registers(program: Program, call: Call) -> Program:
