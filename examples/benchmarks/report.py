@@ -20,11 +20,11 @@ PACKAGES = ("torch", "jax", "triton", "xformers", "flashinfer-python", "flash-at
 class Report:
     """The results so far: printed as they come, and kept in a file."""
 
-    def __init__(self, folder: Path | None, seconds: float, ours: list[str]):
+    def __init__(self, folder: Path | None, seconds: float, ours: list[str], suffix: str = ""):
         self._ends = time.monotonic() + seconds
         self.data: dict[str, Any] = {"machine": machine(), "ours": ours, "cases": {}, "step": {}}
         gpu = self.data["machine"]["gpu"].split()[-1].lower()
-        self.path = folder / f"{gpu}.json" if folder else None
+        self.path = folder / f"{gpu}{suffix}.json" if folder else None
         print(json.dumps(self.data["machine"], indent=1), flush=True)
 
     @property

@@ -22,8 +22,8 @@ def walk(
 ):  # fmt: skip
     """Online softmax over the keys from start to stop; only those in [begin, end) are read.
 
-    Backwards: the last step may have few keys, and as the first one it costs little, because the
-    loads of the first two steps are under way together.
+    With MASKED backwards: the last step may have few keys, and as the first one it costs little,
+    because the loads of the first two steps are under way together.
 
     With PAIRS, of eight bits, there is a `scale` for each row, and values are read as pairs of
     columns: `summed` has the even ones of them and `odd` the odd ones.
@@ -35,7 +35,7 @@ def walk(
         rounded = tl.zeros([q.shape[0], KEYS], q.dtype)
     last = start + (stop - start - 1) // KEYS * KEYS
     for done in range(0, stop - start, KEYS):
-        step = last - done
+        step = last - done if MASKED else start + done
         keys = step + tl.arange(0, KEYS)
         inside = (keys >= begin) & (keys < end)
         blocks = load_blocks(table, step, keys, inside, num_blocks, BLOCK_SIZE, KEYS, MASKED)
