@@ -110,9 +110,12 @@ def with_kv_heads_for(num_devices: int, model: Decoder, params: dict) -> tuple[D
         by_head = np.asarray(array).reshape(kv_heads, model.head_dim, *array.shape[1:])
         return np.repeat(by_head, repeats, axis=0).reshape(-1, *array.shape[1:])
 
+    def is_by_head(name: str, array: Array) -> bool:
+        of_all = name == "key_norm" and array.size > model.head_dim  # else it is the same of each
+        return of_all or name in ("key", "value", "key_bias", "value_bias")
+
     def of_layer(layer: Mapping[str, Any]) -> dict:
-        names = ("key", "value", "key_bias", "value_bias")
-        return {n: repeated(array) if n in names else array for n, array in layer.items()}
+        return {n: repeated(array) if is_by_head(n, array) else array for n, array in layer.items()}
 
     layers = [of_layer(layer) for layer in params["layers"]]
     return replace(model, num_key_value_heads=kv_heads * repeats), params | {"layers": layers}

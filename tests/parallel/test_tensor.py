@@ -10,8 +10,9 @@ import pytest
 from jax.sharding import Mesh
 from serving import parallel
 from serving.families.deepseek import DeepseekV3
+from serving.families.olmo import Olmo2
 from serving.families.pieces import GATE_UP, QUERY_KEY_VALUE, linears
-from serving.families.qwen import Qwen2
+from serving.families.qwen import Qwen2, Qwen3
 from serving.forward import Operands, cached_attention
 from serving.fused import fused, fused_by_device
 from serving.generation import decode_loop, prefill, start
@@ -148,17 +149,27 @@ def test_fused_weights_give_the_outputs_of_each(num_devices, heads, head_dim, in
         jax.tree.map(np.testing.assert_array_equal, linears(spread, names, x, sizes), want)
 
 
-def test_biases_of_repeated_heads_are_repeated():
-    sizes = {"layer_types": ("full_attention",) * 2}
-    model = Qwen2(**vars(TINY), **sizes)
-    bias = np.arange(16.0)
-    layer = {"key": np.outer(bias, np.ones(24)), "key_bias": bias, "query_bias": np.ones(32)}
+@pytest.mark.parametrize(
+    ("kind", "others"),
+    [
+        (Qwen2, {"query_bias": 32, "key_bias": 16, "value_bias": 16}),
+        (Qwen3, {"query_norm": 8, "key_norm": 8}),
+        (Olmo2, {"query_norm": 32, "key_norm": 16}),
+    ],
+)
+def test_repeated_heads_are_the_same(kind, others):
+    """Whatever a family has for its keys and values: biases, norms of a head or of all heads."""
+    model = kind(**vars(TINY), layer_types=("full_attention",) * 2)
+    numbers, positions = np.random.default_rng(0), np.arange(5)
+    shapes = {"query": (32, 24), "key": (16, 24), "value": (16, 24)} | others
+    layer = {name: numbers.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    hidden = jnp.asarray(numbers.normal(size=(5, 24)), jnp.float32)
+    want = model.heads(0, layer, hidden, positions)
     wider, params = parallel.with_kv_heads_for(4, model, {"layers": [layer]})
-    got, by_head = params["layers"][0], bias.reshape(2, 8)
+    got = wider.heads(0, params["layers"][0], hidden, positions)
     assert wider.num_key_value_heads == 4
-    np.testing.assert_array_equal(got["key_bias"].reshape(4, 8), by_head[[0, 0, 1, 1]])
-    np.testing.assert_array_equal(got["key"][:, 0], got["key_bias"])
-    np.testing.assert_array_equal(got["query_bias"], layer["query_bias"])
+    for ours, theirs, repeats in zip(got, want, (1, 2, 2), strict=True):
+        np.testing.assert_allclose(ours, np.repeat(theirs, repeats, axis=1), rtol=1e-5, atol=1e-6)
 
 
 def test_what_cannot_be_dealt_out_is_refused():
