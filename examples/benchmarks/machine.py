@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 import platform
 from collections.abc import Callable
 from functools import partial
@@ -27,6 +28,7 @@ def machine() -> dict:
         "copy_gb_s": round(copy_rate(1 << 30 if device.platform == "gpu" else 1 << 26) / 1e9, 1),
         "product_tflop_s": round(product_rate(8192 if device.platform == "gpu" else 512) / 1e12, 3),
         "versions": versions(),
+        "flags": os.environ.get("XLA_FLAGS", ""),
     }
 
 

@@ -12,8 +12,7 @@ from jaxtyping import Array, PRNGKeyArray
 from serving.checkpoint import SHIPPED, load_checkpoint
 from serving.decoder import Decoder
 from serving.families.llama import Llama
-from serving.fused import fused
-from serving.initial import init_params
+from serving.fused import FUSED, fused
 from serving.parallel import spec_of
 
 from benchmarks.drawn import drawn
@@ -88,13 +87,16 @@ def random_layer(key: PRNGKeyArray, model: Llama, dtype) -> dict[str, Array]:
 
 
 def spread_params(mesh: Mesh, model: Llama) -> dict:
-    """Random parameters for the devices of a mesh, each made on those that hold it."""
-    shapes = jax.eval_shape(partial(init_params, model), jax.random.key(0))
+    """Random parameters for the devices of a mesh, fused, each made on those that hold it."""
+    shapes = jax.eval_shape(partial(random_params, model))
     leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
     keys = jax.random.split(jax.random.key(0), len(leaves))
 
     def made(path, leaf, key):
-        sharding = NamedSharding(mesh, spec_of(path[-1].key))
-        return drawn(key, leaf.shape, sharding=sharding, scale=SCALE)
+        name, shape = path[-1].key, leaf.shape
+        if name in FUSED:
+            shape = mesh.size, shape[0] // mesh.size, *shape[1:]
+        sharding = NamedSharding(mesh, spec_of(name))
+        return drawn(key, shape, sharding=sharding, scale=SCALE)
 
     return tree.unflatten(made(*at, key) for at, key in zip(leaves, keys, strict=True))

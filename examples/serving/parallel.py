@@ -24,14 +24,16 @@ from jaxtyping import Array
 from pagedattn import AttentionSpec, BatchMetadata, InvalidInputError, KVCache, UnsupportedError
 from serving.decoder import Decoder, Heads
 from serving.forward import Operands, cached_attention
+from serving.fused import FUSED, apart, fused_by_device
 from serving.generation import Generation, decode_loop, prefill, start
 from serving.peer_llama import BY_INPUT, by_peers
 
 AXIS = "tensor"
 EVERYWHERE, FIRST, SECOND = PartitionSpec(), PartitionSpec(AXIS), PartitionSpec(None, AXIS)
 HEADS, PAGES = SECOND, PartitionSpec(None, None, AXIS)  # of tokens, of a cache
-# Weights are [out, in]. Of these a device has some outputs, and the entries of a bias for them.
-BY_OUTPUT = ("embedding", "lm_head", "query", "key", "value", "gate", "up")
+# Weights are [out, in]. Of these a device has some outputs, and the entries of a bias for them;
+# those that are fused are [devices, out, in].
+BY_OUTPUT = ("embedding", "lm_head", "gate", "up", *FUSED)
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class OverHeads:
 def spread(mesh: Mesh, model: Decoder, params: dict) -> tuple[Decoder, dict]:
     """The model and its parameters for the devices of a mesh, which repeat scarce KV heads.
 
+    Weights of one input are put together for each device (serving/fused.py), also where they were
+    together for one.
     A weight of which the axis does not divide by the devices, as that of a vocabulary of odd size,
     lies everywhere.
 
@@ -66,7 +70,8 @@ def spread(mesh: Mesh, model: Decoder, params: dict) -> tuple[Decoder, dict]:
       InvalidInputError: query heads that cannot be dealt out evenly, or KV heads.
       UnsupportedError: a model with latent caches.
     """
-    model, params = with_kv_heads_for(mesh.size, model, params)
+    model, params = with_kv_heads_for(mesh.size, model, apart(model, params))
+    params = fused_by_device(mesh.size, params)
 
     def put(path, array: Array) -> Array:
         spec = spec_of(path[-1].key)
@@ -105,9 +110,12 @@ def with_kv_heads_for(num_devices: int, model: Decoder, params: dict) -> tuple[D
         by_head = np.asarray(array).reshape(kv_heads, model.head_dim, *array.shape[1:])
         return np.repeat(by_head, repeats, axis=0).reshape(-1, *array.shape[1:])
 
+    def is_by_head(name: str, array: Array) -> bool:
+        of_all = name == "key_norm" and array.size > model.head_dim  # else it is the same of each
+        return of_all or name in ("key", "value", "key_bias", "value_bias")
+
     def of_layer(layer: Mapping[str, Any]) -> dict:
-        names = ("key", "value", "key_bias", "value_bias")
-        return {n: repeated(array) if n in names else array for n, array in layer.items()}
+        return {n: repeated(array) if is_by_head(n, array) else array for n, array in layer.items()}
 
     layers = [of_layer(layer) for layer in params["layers"]]
     return replace(model, num_key_value_heads=kv_heads * repeats), params | {"layers": layers}

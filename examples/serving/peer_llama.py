@@ -46,7 +46,7 @@ class PeerLlama(Llama):
 
     def rest(self, layer: dict, hidden: Any, attended: Hidden) -> Any:
         hidden = self.added(layer, "output", attended, hidden.hidden)
-        gate, up = linears(layer, GATE_UP, hidden.norm, 2)
+        gate, up = linears(layer, GATE_UP, hidden.norm, (1, 1))
         return self.added(layer, "down", jax.nn.silu(gate) * up, hidden.hidden)
 
     def added(self, layer: dict, name: str, x: Hidden, residual: Hidden) -> Normed:

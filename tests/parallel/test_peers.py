@@ -20,7 +20,7 @@ from serving.families.qwen import Qwen2
 from serving.forward import forward_dense
 from serving.generation import decode_loop, prefill, start
 from serving.peer_llama import by_peers
-from test_tensor import NEW, PROMPTS, SIZES, mesh_of
+from test_tensor import NEW, PROMPTS, SIZES, mesh_of, with_biases
 from tiny import TINY, tiny_params
 
 from pagedattn import InvalidInputError
@@ -104,11 +104,7 @@ def test_a_llama_adds_and_normalises_in_one(most_rows, stood_in, monkeypatch):
 @two
 @pytest.mark.usefixtures("exact_products")
 def test_another_family_adds(stood_in):
-    model = Qwen2(**vars(TINY), layer_types=("full_attention",) * 2)
-    sizes = {"query_bias": 32, "key_bias": 16, "value_bias": 16}
-    bias = {name: jnp.linspace(-1, 1, size) for name, size in sizes.items()}
-    params = tiny_params() | {"layers": [layer | bias for layer in tiny_params()["layers"]]}
-    one, both = generated(model, params)
+    one, both = generated(*with_biases())
     assert one == both
     assert stood_in == ["sum_kernel"] * 4 * TINY.num_hidden_layers
 

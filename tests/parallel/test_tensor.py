@@ -4,13 +4,17 @@ import re
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
 from serving import parallel
 from serving.families.deepseek import DeepseekV3
-from serving.families.qwen import Qwen2
+from serving.families.olmo import Olmo2
+from serving.families.pieces import GATE_UP, QUERY_KEY_VALUE, linears
+from serving.families.qwen import Qwen2, Qwen3
 from serving.forward import Operands, cached_attention
+from serving.fused import fused, fused_by_device
 from serving.generation import decode_loop, prefill, start
 from tiny import TINY, tiny_params, tiny_requests
 
@@ -31,6 +35,19 @@ def mesh_of(num_devices):
     return Mesh(np.array(jax.devices()[:num_devices]), parallel.AXIS)
 
 
+def plain():
+    return TINY, tiny_params()
+
+
+def with_biases():
+    """A model whose queries, keys and values have biases, and its parameters."""
+    sizes = {"query_bias": 32, "key_bias": 16, "value_bias": 16}
+    bias = {name: jnp.linspace(-1, 1, size) for name, size in sizes.items()}
+    layers = [layer | bias for layer in tiny_params()["layers"]]
+    model = Qwen2(**vars(TINY), layer_types=("full_attention",) * 2)
+    return model, tiny_params() | {"layers": layers}
+
+
 def on_one_device(model, params):
     state = start(params, model, PROMPTS, [0, 0, 0], **SIZES)
     state = prefill(params, model, state, 0.0, 9)
@@ -40,7 +57,7 @@ def on_one_device(model, params):
 
 
 @several
-@pytest.mark.parametrize("num_devices", [2, 4], ids=["KV heads for all", "KV heads repeated"])
+@pytest.mark.parametrize("num_devices", [1, 2, 4], ids=["one", "KV heads for all", "repeated"])
 def test_tokens_are_those_of_one_device(num_devices):
     got = parallel.generate(mesh_of(num_devices), TINY, tiny_params(), PROMPTS, **SIZES)
     assert got == on_one_device(TINY, tiny_params())
@@ -53,8 +70,8 @@ def test_a_device_has_a_share_of_weights_and_caches_which_stay_in_place():
     state = parallel.start_over(mesh, params, model, PROMPTS, [0, 0, 0], **SIZES)
     layer = params["layers"][0]
     shares = {name: layer[name].addressable_shards[0].data.shape for name in layer}
-    assert shares["query"] == (8, 24)
-    assert shares["key"] == (8, 24)  # of 4 KV heads, repeated from 2
+    assert shares["query_key_value"] == (1, 3 * 8, 24)  # of 4 KV heads, repeated from 2
+    assert shares["gate_up"] == (1, 2 * 10, 24)
     assert shares["output"] == (24, 8)
     assert shares["down"] == (24, 10)
     assert params["embedding"].is_fully_replicated  # of 31 tokens
@@ -83,15 +100,28 @@ def test_sinks_go_with_their_heads():
 
 
 @several
-def test_devices_add_up_twice_a_layer_and_gather_nothing():
+@pytest.mark.parametrize("num_devices", [2, 4])
+def test_what_is_fused_for_one_device_is_spread_like_the_rest(num_devices):
+    """As the checkpoints of some families are: it lay everywhere, with too few KV heads."""
+    model, params = with_biases()
+    mesh = mesh_of(num_devices)
+    (_, want), (_, got) = (parallel.spread(mesh, model, p) for p in (params, fused(params)))
+    assert jax.tree.map(lambda x: x.sharding, got) == jax.tree.map(lambda x: x.sharding, want)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@several
+@pytest.mark.parametrize("case", [plain, with_biases])
+def test_devices_add_up_twice_a_layer_and_gather_nothing(case):
     mesh = mesh_of(4)
-    model, params = parallel.spread(mesh, TINY, tiny_params())
+    model, params = parallel.spread(mesh, *case())
     state = parallel.start_over(mesh, params, model, PROMPTS, [0, 0, 0], **SIZES)
     attend = parallel.OverHeads(mesh)
     program = decode_loop.lower(params, model, state, 0.0, 3, attend=attend).compile().as_text()
     kinds = r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)\("
     crossing = re.findall(kinds, program)
     assert crossing == ["all-reduce"] * 2 * TINY.num_hidden_layers
+    assert "rhs_contracting_dims={0}" not in program  # of a copy of a weight, transposed
 
 
 def pointers(tree):
@@ -99,17 +129,47 @@ def pointers(tree):
     return [s.data.unsafe_buffer_pointer() for leaf in leaves for s in leaf.addressable_shards]
 
 
-def test_biases_of_repeated_heads_are_repeated():
-    sizes = {"layer_types": ("full_attention",) * 2}
-    model = Qwen2(**vars(TINY), **sizes)
-    bias = np.arange(16.0)
-    layer = {"key": np.outer(bias, np.ones(24)), "key_bias": bias, "query_bias": np.ones(32)}
+@pytest.mark.parametrize(
+    ("num_devices", "heads", "head_dim", "inner"),
+    [(1, (4, 2, 2), 8, 5), (2, (4, 2, 2), 8, 6), (3, (6, 3, 3), 4, 7), (4, (8, 4, 4), 2, 12)],
+)
+def test_fused_weights_give_the_outputs_of_each(num_devices, heads, head_dim, inner):
+    """Also where `head_dim` does not divide by the devices, as long as the heads do."""
+    numbers, x = np.random.default_rng(0), np.float32([[1, 2, 3], [-4, 0, 5]])
+    rows = dict(zip(QUERY_KEY_VALUE, head_dim * np.array(heads), strict=True))
+    rows |= dict.fromkeys(GATE_UP, inner)
+    layer = {n: numbers.integers(-9, 9, (size, 3)).astype(np.float32) for n, size in rows.items()}
+    layer |= {f"{n}_bias": weight[:, 0] + 1 for n, weight in layer.items()}
+    (here,) = fused({"layers": [layer]})["layers"]
+    (spread,) = fused_by_device(num_devices, {"layers": [layer]})["layers"]
+    assert ("gate_up" in spread) == (inner % num_devices == 0)
+    for names, sizes in ((QUERY_KEY_VALUE, heads), (GATE_UP, (1, 1))):
+        want = linears(layer, names, x, sizes)
+        jax.tree.map(np.testing.assert_array_equal, linears(here, names, x, sizes), want)
+        jax.tree.map(np.testing.assert_array_equal, linears(spread, names, x, sizes), want)
+
+
+@pytest.mark.parametrize(
+    ("kind", "others"),
+    [
+        (Qwen2, {"query_bias": 32, "key_bias": 16, "value_bias": 16}),
+        (Qwen3, {"query_norm": 8, "key_norm": 8}),
+        (Olmo2, {"query_norm": 32, "key_norm": 16}),
+    ],
+)
+def test_repeated_heads_are_the_same(kind, others):
+    """Whatever a family has for its keys and values: biases, norms of a head or of all heads."""
+    model = kind(**vars(TINY), layer_types=("full_attention",) * 2)
+    numbers, positions = np.random.default_rng(0), np.arange(5)
+    shapes = {"query": (32, 24), "key": (16, 24), "value": (16, 24)} | others
+    layer = {name: numbers.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    hidden = jnp.asarray(numbers.normal(size=(5, 24)), jnp.float32)
+    want = model.heads(0, layer, hidden, positions)
     wider, params = parallel.with_kv_heads_for(4, model, {"layers": [layer]})
-    got, by_head = params["layers"][0], bias.reshape(2, 8)
+    got = wider.heads(0, params["layers"][0], hidden, positions)
     assert wider.num_key_value_heads == 4
-    np.testing.assert_array_equal(got["key_bias"].reshape(4, 8), by_head[[0, 0, 1, 1]])
-    np.testing.assert_array_equal(got["key"][:, 0], got["key_bias"])
-    np.testing.assert_array_equal(got["query_bias"], layer["query_bias"])
+    for ours, theirs, repeats in zip(got, want, (1, 2, 2), strict=True):
+        np.testing.assert_allclose(ours, np.repeat(theirs, repeats, axis=1), rtol=1e-5, atol=1e-6)
 
 
 def test_what_cannot_be_dealt_out_is_refused():

@@ -1,6 +1,7 @@
 """The benchmarks of serving and of whole steps: what they measure and what they count."""
 
 import json
+import os
 
 import jax
 import numpy as np
@@ -28,6 +29,7 @@ def test_a_whole_step_is_compared_with_reading_its_bytes(tmp_path, capsys):
     sizes = [f"--size={name}={value}" for name, value in SIZES.items()]
     arguments = ["--shape=llama-8b", *sizes, "--cases=2x20", "--steps=2", f"--out={path}"]
     assert whole_step.main(arguments) == json.loads(path.read_text())
+    assert json.loads(path.read_text())["machine"]["flags"] == os.environ.get("XLA_FLAGS", "")
     (row,) = json.loads(path.read_text())["cases"]
     assert row["case"] == "2x20"
     assert row["share"] == pytest.approx(row["ms_to_read"] / row["ms"])

@@ -11,7 +11,7 @@ from .pieces import biases, gelu_tanh, head_logits, layer_norm, linear
 
 WEIGHTS = {
     "attention_norm": "input_layernorm.weight",
-    "query_key_value": "self_attention.query_key_value.weight",
+    "query_key_value_by_head": "self_attention.query_key_value.weight",
     "output": "self_attention.dense.weight",
     "mlp_norm": "post_attention_layernorm.weight",
     "up": "mlp.dense_h_to_4h.weight",
@@ -79,7 +79,7 @@ class Bloom(Decoder):
         self, index: int, layer: dict, hidden: Hidden, positions: Tokens
     ) -> tuple[Heads, Heads, Heads]:
         del index, positions  # ALiBi brings them in, in attention
-        fused = linear(layer, "query_key_value", self.norm(hidden, layer, "attention_norm"))
+        fused = linear(layer, "query_key_value_by_head", self.norm(hidden, layer, "attention_norm"))
         fused = fused.reshape(len(hidden), self.num_attention_heads, 3, self.head_dim)
         return fused[:, :, 0], fused[:, :, 1], fused[:, :, 2]
 

@@ -15,8 +15,8 @@ from .rotary import Scaling, Yarn
 from .windowed import FULL, SLIDING, Windowed
 
 EXPERTS = {
-    "gate_up": "mlp.experts.gate_up_proj",
-    "gate_up_bias": "mlp.experts.gate_up_proj_bias",
+    "gate_up_by_turns": "mlp.experts.gate_up_proj",
+    "gate_up_by_turns_bias": "mlp.experts.gate_up_proj_bias",
     "down": "mlp.experts.down_proj",
     "down_bias": "mlp.experts.down_proj_bias",
 }
@@ -59,7 +59,7 @@ class GptOss(Windowed):
 
     def expert(self, weights: dict, x: Hidden) -> Hidden:
         """One expert; its gate and its other half stand in turns."""
-        both = x @ weights["gate_up"] + weights["gate_up_bias"]
+        both = x @ weights["gate_up_by_turns"] + weights["gate_up_by_turns_bias"]
         gate = jnp.minimum(both[:, ::2], self.swiglu_limit)
         up = jnp.clip(both[:, 1::2], -self.swiglu_limit, self.swiglu_limit)
         gated = (up + 1) * gate * jax.nn.sigmoid(self.swiglu_alpha * gate)

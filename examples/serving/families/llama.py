@@ -100,9 +100,8 @@ class Llama(Decoder):
 
     def project(self, layer: dict, x: Hidden) -> tuple[Flat, Flat, Flat]:
         """Query, key and value, the heads side by side."""
-        queries = self.num_attention_heads * self.head_dim
-        keys = queries + self.num_key_value_heads * self.head_dim
-        query, key, value = linears(layer, QUERY_KEY_VALUE, x, [queries, keys])
+        heads = self.num_attention_heads, self.num_key_value_heads, self.num_key_value_heads
+        query, key, value = linears(layer, QUERY_KEY_VALUE, x, heads)
         return query, key, value
 
     def norm_heads(self, layer: dict, name: str, x: Flat) -> Flat:

@@ -1,5 +1,7 @@
 """Pieces that the layers of several families share."""
 
+from itertools import accumulate
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -11,19 +13,38 @@ QUERY_KEY_VALUE, GATE_UP = ("query", "key", "value"), ("gate", "up")
 
 def linear(layer: dict, name: str, x: Features) -> Features:
     """`x @ weight.T`, and the bias where the layer has one."""
-    out = x @ layer[name].T
+    return biased(layer, name, x @ layer[name].T)
+
+
+def linears(
+    layer: dict, names: tuple[str, ...], x: Features, sizes: tuple[int, ...]
+) -> list[Features]:
+    """Several linear maps of x, whose numbers of outputs are in the proportions of `sizes`.
+
+    They are one product if their weights are fused (serving/fused.py): `[out, in]`, or `[devices,
+    out, in]`. Each device then splits its own outputs, which lie side by side with the others'.
+    """
+    fused = "_".join(names)
+    if fused not in layer:
+        return [linear(layer, name, x) for name in names]
+    *outs, size = layer[fused].shape
+    out = x @ layer[fused].reshape(-1, size).T  # of three axes XLA would transpose a copy
+    out = biased(layer, fused, out.reshape(*x.shape[:-1], *outs))
+    parts = jnp.split(out, ends(outs[-1], sizes), axis=-1)
+    return [part.reshape(*x.shape[:-1], -1) for part in parts]
+
+
+def biased(layer: dict, name: str, out: Features) -> Features:
     return out + layer[f"{name}_bias"] if f"{name}_bias" in layer else out
 
 
-def linears(layer: dict, names: tuple[str, ...], x: Features, split) -> list[Features]:
-    """Several linear maps of x: by one product if their weights are fused (serving/fused.py).
+def ends(width: int, sizes: tuple[int, ...]) -> list[int]:
+    """Where all but the last of several parts end that are together so wide.
 
-    Its outputs are then split as `jnp.split` does by `split`.
+    >>> ends(48, (4, 1, 1))
+    [32, 40]
     """
-    fused = "_".join(names)
-    if fused in layer:
-        return jnp.split(linear(layer, fused, x), split, axis=-1)
-    return [linear(layer, name, x) for name in names]
+    return [width * size // sum(sizes) for size in accumulate(sizes[:-1])]
 
 
 def biases(names: dict[str, str], *biased: str) -> dict[str, str]:
@@ -46,7 +67,7 @@ def layer_norm(x: Features, weight: Weight, bias: Weight, eps: float) -> Feature
 
 
 def gated_mlp(layer: dict, x: Features, activation) -> Features:
-    gate, up = linears(layer, GATE_UP, x, 2)
+    gate, up = linears(layer, GATE_UP, x, (1, 1))
     return linear(layer, "down", activation(gate) * up)
 
 
