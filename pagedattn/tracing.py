@@ -5,6 +5,7 @@ carry of a scan before and after a step, must have the same. With `check_vma=Fal
 """
 
 import jax
+from jax.extend.core import jaxpr_as_fun
 
 from .checks import is_traced
 
@@ -28,6 +29,21 @@ def varying(arrays, axes: frozenset):
         return jax.lax.pcast(array, tuple(axes - _axes(array)), to="varying")
 
     return jax.tree.map(mark, arrays)
+
+
+def traced_apart(kernel, *arrays):
+    """`kernel(*arrays)`, of which the kernel is traced for arrays that vary over no axis.
+
+    A Mosaic kernel keeps the axes of its arguments, and then JAX refuses its warps: "mpmd_map does
+    not support Refs with varying manual axis types" (0.11, 0.12). Nothing but the kernel may be in
+    it: other operations of JAX ask that what they combine varies alike.
+    """
+    if not (axes := axes_of(arrays)):
+        return kernel(*arrays)
+    plain = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), arrays)
+    closed, outs = jax.make_jaxpr(kernel, return_shape=True)(*plain)
+    results = jaxpr_as_fun(closed)(*jax.tree.leaves(arrays))
+    return varying(jax.tree.unflatten(jax.tree.structure(outs), results), axes)
 
 
 def _axes(array) -> frozenset:

@@ -9,6 +9,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from ...tracing import traced_apart
 from .compute import compute
 from .cut import Work, cut_tiles
 from .jobs import visit_all, whole_tiles
@@ -73,7 +74,7 @@ def attention(shape: Shape, programs: int, query, key, value, tables, work: Work
         run = functools.partial(program, shape, programs, arrays)
         pl.run_scoped(run, *scratch, collective_axes="wg")
 
-    out, lse, *_ = plgpu.kernel(
+    kernel = plgpu.kernel(
         body,
         out_type=results_of(shape, query),
         grid=(shape.parts * shape.num_kv_heads or programs,),
@@ -83,7 +84,8 @@ def attention(shape: Shape, programs: int, query, key, value, tables, work: Work
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
         ),
-    )(query, key, value, tables, *work, slopes)
+    )
+    out, lse, *_ = traced_apart(kernel, query, key, value, tables, *work, slopes)
     return out, lse
 
 

@@ -9,6 +9,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from ....tracing import traced_apart
 from .compute import compute
 from .loads import load
 from .pieces import Work, pieces_of_part
@@ -62,7 +63,7 @@ def attention(shape: Shape, query, latents, tables, work: Work):
         pl.run_scoped(run, *scratch, collective_axes="wg")
 
     rows = shape.num_heads, VALUE_DIM
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         body,
         out_type=(
             jax.ShapeDtypeStruct((shape.num_tokens, *rows), query.dtype),
@@ -79,7 +80,8 @@ def attention(shape: Shape, query, latents, tables, work: Work):
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
         ),
-    )(query, latents, tables, *work)
+    )
+    return traced_apart(kernel, query, latents, tables, *work)
 
 
 def memory_of(dtype) -> Memory:

@@ -12,6 +12,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from ....tracing import traced_apart
 from .pieces import Work, last_part_of, piece_at
 from .shape import ROWS, VALUE_DIM, Shape
 
@@ -56,8 +57,9 @@ def merge(shape: Shape, work: Work, out, lse, part_out, part_lse):
         run = pl.kernel(program, mesh=mesh, compiler_params=params)
         run()  # pyright: ignore[reportCallIssue]  (it takes the refs from its closure)
 
-    arrays = pl.run_state(in_place)(Arrays(out, lse, part_out, part_lse, *work))
-    return arrays.out, arrays.lse
+    arrays = out, lse, part_out, part_lse, *work
+    out, lse, *_ = traced_apart(lambda *arrays: pl.run_state(in_place)(Arrays(*arrays)), *arrays)
+    return out, lse
 
 
 def border(shape: Shape, arrays: Arrays):
