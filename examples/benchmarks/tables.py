@@ -34,6 +34,11 @@ GPU_ROWS = {
     "prefill 8 x 2048": "prefill 8x2048",
     "chunk 64 x (128 on 4096)": "chunk 64x(128 on 4096)",
     "mixed 2 x 4096 + 62 x (1 on 4095)": "mixed 2x4096 + 62x(1 on 4095)",
+    "decode 64 x (512 to 4096)": "decode 64x(512 to 4096)",
+    "decode 40 x (512 to 4096)": "decode 40x(512 to 4096)",
+    "decode 256 x (512 to 1536)": "decode 256x(512 to 1536)",
+    "decode 40 x 4096": "decode 40x4096",
+    "decode 256 x 1036": "decode 256x1036",
 }
 IN_MICROSECONDS = "decode 8x512", "verify 64x(8 on 4096)", "mixed 2x4096 + 62x(1 on 4095)"
 DENSE = "torch SDPA, dense"
@@ -66,7 +71,7 @@ def cpu_table(data: dict) -> list[str]:
     return lines
 
 
-TABLES = {"h200.json": gpu_table, "cpu.json": cpu_table}
+TABLES = {"h200.json": gpu_table, "h200_lengths.json": gpu_table, "cpu.json": cpu_table}
 
 
 def rewritten(page: str, results: Path) -> str:
