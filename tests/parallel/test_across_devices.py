@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
+from some_devices import mesh_over
 
 from pagedattn import merge_across, merge_states
 
-several = pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
 on_cpu = pytest.mark.skipif(
     jax.device_count() > 1 or jax.default_backend() != "cpu",
     reason="the tests themselves run here, or cannot",
@@ -39,7 +39,7 @@ def folded(out, lse):
 
 
 def on_devices(check_vma):
-    mesh = Mesh(np.array(jax.devices()[:4]), "device")
+    mesh = mesh_over(4, "device")
 
     def merge(out, lse):
         return merge_across(out[0], lse[0], "device")
@@ -48,7 +48,6 @@ def on_devices(check_vma):
     return jax.shard_map(merge, mesh=mesh, **specs, check_vma=check_vma)
 
 
-@several
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_results_and_gradients_are_those_of_the_folded_merge(check_vma):
     """The results leave shard_map as equal on all devices, which it checks by their types."""
@@ -69,7 +68,6 @@ def test_results_and_gradients_are_those_of_the_folded_merge(check_vma):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@several
 def test_it_is_one_collective():
     """Each costs a decode as much as the other, however little it carries."""
     out, lse = jnp.ones((4, 2, 2, 8), jnp.bfloat16), jnp.ones((4, 2, 2))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import Mesh
+from some_devices import mesh_over
 
 from pagedattn import AttentionSpec, BatchMetadata, init_block_pool, init_kv_cache
 from pagedattn.testing import assert_attention_close, random_problem
@@ -33,7 +33,6 @@ CASES = {
     "sinks on 4": (4, DECODE, PLAIN, {"arrays": ["sinks"]}),
     "all in eight bits on 2": (2, MIXED, ALL, {"arrays": ["sinks"], "cache_dtype": np.int8}),
 }
-several = pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
 
 
 def problem_of(query_lens=MIXED, spec=PLAIN, **options):
@@ -41,7 +40,7 @@ def problem_of(query_lens=MIXED, spec=PLAIN, **options):
 
 
 def mesh_of(num_devices):
-    return Mesh(np.array(jax.devices()[:num_devices]), example.AXIS)
+    return mesh_over(num_devices, example.AXIS)
 
 
 def start(problem, num_devices, num_blocks=20):
@@ -102,7 +101,6 @@ def with_context(problem, num_devices):
     return state
 
 
-@several
 @pytest.mark.parametrize("name", CASES)
 def test_decodes_and_chunks_match_the_oracle(name):
     num_devices, query_lens, spec, options = CASES[name]
@@ -130,7 +128,6 @@ def assert_spread(pool, cache):
     np.testing.assert_array_equal(written.sum(axis=(1, 2)), lens.sum(1))
 
 
-@several
 def test_without_blocks_on_one_device_a_sequence_grows_on_none():
     """Of two blocks on each device the first sequence takes one of the first device."""
     state = start(problem_of(), 4, num_blocks=2)

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 from serving import parallel
 from serving.families.deepseek import DeepseekV3
 from serving.families.olmo import Olmo2
@@ -16,6 +15,7 @@ from serving.families.qwen import Qwen2, Qwen3
 from serving.forward import Operands, cached_attention
 from serving.fused import fused, fused_by_device
 from serving.generation import decode_loop, prefill, start
+from some_devices import mesh_over
 from tiny import TINY, tiny_params, tiny_requests
 
 from pagedattn import (
@@ -28,11 +28,10 @@ from pagedattn import (
 
 PROMPTS = [list(request.prompt) for request in tiny_requests((5, 9, 3))]
 NEW, SIZES = 12, {"max_new_tokens": 12, "num_blocks": 30, "block_size": 4}
-several = pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
 
 
 def mesh_of(num_devices):
-    return Mesh(np.array(jax.devices()[:num_devices]), parallel.AXIS)
+    return mesh_over(num_devices, parallel.AXIS)
 
 
 def plain():
@@ -56,14 +55,12 @@ def on_one_device(model, params):
     return [row[len(prompt) : length] for row, length, prompt in rows]
 
 
-@several
 @pytest.mark.parametrize("num_devices", [1, 2, 4], ids=["one", "KV heads for all", "repeated"])
 def test_tokens_are_those_of_one_device(num_devices):
     got = parallel.generate(mesh_of(num_devices), TINY, tiny_params(), PROMPTS, **SIZES)
     assert got == on_one_device(TINY, tiny_params())
 
 
-@several
 def test_a_device_has_a_share_of_weights_and_caches_which_stay_in_place():
     mesh = mesh_of(4)
     model, params = parallel.spread(mesh, TINY, tiny_params())
@@ -83,7 +80,6 @@ def test_a_device_has_a_share_of_weights_and_caches_which_stay_in_place():
     assert pointers(state.caches) == before
 
 
-@several
 def test_sinks_go_with_their_heads():
     mesh = mesh_of(2)
     rows = jax.random.normal(jax.random.key(0), (3, 5, 4, 8))
@@ -99,7 +95,6 @@ def test_sinks_go_with_their_heads():
     np.testing.assert_array_equal(got[1].key, want[1].key)
 
 
-@several
 @pytest.mark.parametrize("num_devices", [2, 4])
 def test_what_is_fused_for_one_device_is_spread_like_the_rest(num_devices):
     """As the checkpoints of some families are: it lay everywhere, with too few KV heads."""
@@ -110,7 +105,6 @@ def test_what_is_fused_for_one_device_is_spread_like_the_rest(num_devices):
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-@several
 @pytest.mark.parametrize("case", [plain, with_biases])
 def test_devices_add_up_twice_a_layer_and_gather_nothing(case):
     mesh = mesh_of(4)
