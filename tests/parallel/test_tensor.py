@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from serving import parallel
@@ -25,6 +26,7 @@ from pagedattn import (
     init_kv_cache,
     make_batch,
 )
+from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
 
 PROMPTS = [list(request.prompt) for request in tiny_requests((5, 9, 3))]
 NEW, SIZES = 12, {"max_new_tokens": 12, "num_blocks": 30, "block_size": 4}
@@ -93,6 +95,31 @@ def test_sinks_go_with_their_heads():
     )
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(got[1].key, want[1].key)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("query_len", [1, 200])
+def test_heads_of_128_by_the_backend_of_choice(num_devices, query_len):
+    """Sizes for which each device has kernels of its own; of decodes as many as take a GPU."""
+    num_seqs = 80 if query_len == 1 else 2
+    seq_lens = [2100 if query_len == 1 and s == 0 else 200 for s in range(num_seqs)]
+    problem = random_problem(
+        [query_len] * num_seqs,
+        seq_lens,
+        AttentionSpec(),
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=128,
+        block_size=16,
+        dtype=ml_dtypes.bfloat16,
+    )
+    cache, batch = cache_of(problem), batch_of(problem)
+    rows = jnp.zeros((len(problem.query), 4, 128), cache.dtype)
+    nowhere = replace(batch, slot_mapping=jnp.full(len(rows), -1))
+    operands = Operands(jnp.asarray(problem.query), rows, rows, None)
+    attend = jax.jit(parallel.OverHeads(mesh_of(num_devices)), static_argnums=3)
+    out, _ = attend(operands, cache, nowhere, AttentionSpec())
+    assert_attention_close(out, None, problem)
 
 
 @pytest.mark.parametrize("num_devices", [2, 4])
