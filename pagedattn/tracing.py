@@ -36,14 +36,18 @@ def traced_apart(kernel, *arrays):
 
     A Mosaic kernel keeps the axes of its arguments, and then JAX refuses its warps: "mpmd_map does
     not support Refs with varying manual axis types" (0.11, 0.12). Nothing but the kernel may be in
-    it: other operations of JAX ask that what they combine varies alike.
+    it: other operations of JAX ask that what they combine varies alike. With jax.vmap one kernel
+    runs after the other: JAX would trace it anew, and cannot where it writes in place.
     """
-    if not (axes := axes_of(arrays)):
-        return kernel(*arrays)
-    plain = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), arrays)
-    closed, outs = jax.make_jaxpr(kernel, return_shape=True)(*plain)
-    results = jaxpr_as_fun(closed)(*jax.tree.leaves(arrays))
-    return varying(jax.tree.unflatten(jax.tree.structure(outs), results), axes)
+
+    @jax.custom_batching.sequential_vmap
+    def apart(*arrays):
+        plain = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), arrays)
+        closed, outs = jax.make_jaxpr(kernel, return_shape=True)(*plain)
+        results = jaxpr_as_fun(closed)(*arrays)
+        return varying(jax.tree.unflatten(jax.tree.structure(outs), results), axes_of(arrays))
+
+    return apart(*arrays)
 
 
 def _axes(array) -> frozenset:

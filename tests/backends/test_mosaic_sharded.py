@@ -1,4 +1,4 @@
-"""The Mosaic kernels inside `jax.shard_map`: programs up to the GPU's assembler.
+"""The Mosaic kernels inside `jax.shard_map`, and `jax.vmap`: programs up to the GPU's assembler.
 
 On a Hopper GPU their results too, by the oracle. With JAX 0.11 and 0.12 a kernel whose arguments
 varied over an axis could not even be traced.
@@ -31,9 +31,10 @@ KINDS = {
     "latents": (latents, [1, 1, 1], [300, 5, 4000], LATENT, EVERYWHERE, 2),
 }
 kinds = pytest.mark.parametrize("kind", KINDS)
+mapped = pytest.mark.parametrize("mapped", [False, True], ids=["", "mapped"])
 
 
-def spread(kind):
+def spread(kind, mapped):
     """The problem of that kind, a function of its arrays inside shard_map, and these."""
     backend, query_lens, seq_lens, sizes, pages, _ = KINDS[kind]
     spec = AttentionSpec(scale=0.07)
@@ -44,21 +45,28 @@ def spread(kind):
         call = call_of(query, cache, batch, spec, return_lse=True)
         return backend.attend(call, query, cache, batch, 132)
 
+    def first_of_two(query, cache, batch):
+        both = jax.vmap(attend, (0, None, None))(jnp.stack([query, -query]), cache, batch)
+        return jax.tree.map(lambda results: results[0], both)
+
     mesh, specs = Mesh(np.array(jax.devices()[:1]), "heads"), (HEADS, pages, EVERYWHERE)
-    program = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=HEADS)
+    function = first_of_two if mapped else attend
+    program = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=HEADS)
     return problem, jax.jit(program), arrays
 
 
+@mapped
 @kinds
-def test_it_lowers(kind):
-    _, program, arrays = spread(kind)
+def test_it_lowers(kind, mapped):
+    _, program, arrays = spread(kind, mapped)
     text = program.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu") == KINDS[kind][-1]
     assert "output_operand_alias" in text or kind != "latents"  # their merge is in place
 
 
 @hopper
+@mapped
 @kinds
-def test_results(kind):
-    problem, program, arrays = spread(kind)
+def test_results(kind, mapped):
+    problem, program, arrays = spread(kind, mapped)
     assert_attention_close(*program(*arrays), problem, name="mosaic")
