@@ -75,9 +75,13 @@ def sequence_ids(
     [0, 0, 2, -1]
     """
     xp, tokens = namespace(query_start_loc), arange(num_tokens, query_start_loc)
-    # JAX would search by a loop, which a GPU runs as many small programs, one after the other.
-    how = {"method": "compare_all"} if xp is jnp else {}
-    owners = xp.searchsorted(query_start_loc, tokens, side="right", **how) - 1
+    if xp is jnp:
+        # JAX would search by a loop, which a GPU runs as many small programs, one after the other;
+        # and not at all inside a `jax.shard_map` over some axes of a mesh.
+        begun = jnp.sum(query_start_loc[:, None] <= tokens, axis=0, dtype=jnp.int32)
+    else:
+        begun = xp.searchsorted(query_start_loc, tokens, side="right")
+    owners = begun - 1
     return xp.where(tokens < query_start_loc[-1], as_dtype(owners, xp.int32), -1)
 
 

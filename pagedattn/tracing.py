@@ -5,7 +5,6 @@ carry of a scan before and after a step, must have the same. With `check_vma=Fal
 """
 
 import jax
-from jax.custom_batching import sequential_vmap
 from jax.extend.core import jaxpr_as_fun
 
 from .checks import is_traced
@@ -35,19 +34,21 @@ def varying(arrays, axes: frozenset):
 def traced_apart(kernel, *arrays):
     """`kernel(*arrays)` for a kernel in Pallas: not batched, nor of arrays that vary over an axis.
 
-    JAX batches a kernel by one more axis of its grid, whose programs would then share semaphores:
-    `jax.vmap` loops instead. And a kernel of Mosaic keeps the axes that its arguments vary over,
-    for which JAX refuses its warps: "mpmd_map does not support Refs with varying manual axis types"
-    (0.11, 0.12). Nothing but the kernel may be in it: other operations of JAX ask that what they
-    combine varies alike.
+    JAX batches a kernel by one more axis of its grid, whose programs would then share semaphores;
+    it cannot where the kernel writes in place: `jax.vmap` loops instead. And a kernel of Mosaic
+    keeps the axes that its arguments vary over, for which JAX refuses its warps: "mpmd_map does not
+    support Refs with varying manual axis types" (0.11, 0.12). Nothing but the kernel may be in it:
+    other operations of JAX ask that what they combine varies alike.
     """
-    kernel = sequential_vmap(kernel)
-    if not (axes := axes_of(arrays)):
-        return kernel(*arrays)
-    plain = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), arrays)
-    closed, outs = jax.make_jaxpr(kernel, return_shape=True)(*plain)
-    results = jaxpr_as_fun(closed)(*jax.tree.leaves(arrays))
-    return varying(jax.tree.unflatten(jax.tree.structure(outs), results), axes)
+
+    @jax.custom_batching.sequential_vmap
+    def apart(*arrays):
+        plain = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), arrays)
+        closed, outs = jax.make_jaxpr(kernel, return_shape=True)(*plain)
+        results = jaxpr_as_fun(closed)(*arrays)
+        return varying(jax.tree.unflatten(jax.tree.structure(outs), results), axes_of(arrays))
+
+    return apart(*arrays)
 
 
 def _axes(array) -> frozenset:

@@ -199,6 +199,25 @@ def test_jax_still_has_what_we_call():
     assert {"CAUSAL", "PADDING", "PADDING_CAUSAL"} <= set(cudnn.kernel._cudnn.MaskType.__members__)
 
 
+@pytest.mark.parametrize("layout", ["rectangles", "packed"])
+def test_it_lowers_with_vmap(monkeypatch, layout):
+    """Some arguments mapped, others not; JAX asks a GPU and its libraries for their versions."""
+    monkeypatch.setattr(cudnn.kernel._cudnn, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(cudnn.kernel._cudnn, "check_compute_capability", lambda version: True)
+    same = "is_cuda_compute_capability_equal"
+    monkeypatch.setattr(cudnn.kernel._cudnn, same, lambda version: version == "9.0")
+    monkeypatch.setattr(cudnn, "_packs", lambda call: layout == "packed")
+    problem = mixed(dtype=jnp.dtype("bfloat16"))
+    query, cache, batch = arrays_of(problem)
+    call = call_of(query, cache, batch, problem.spec, return_lse=True)
+    run = jax.vmap(functools.partial(cudnn.run.__wrapped__, call), (0, None, None))
+    arrays = jnp.stack([query, query]), cache, batch
+    out, lse = jax.eval_shape(run, *arrays)
+    assert (out.shape, lse.shape) == ((2, *call.out_shape), (2, *call.lse_shape))
+    program = jax.jit(run).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert "__cudnn$fmha" in program
+
+
 @pytest.mark.usefixtures("on_cpu")
 def test_says_what_it_needs_on_a_cpu():
     problem = mixed(dtype=jnp.dtype("bfloat16"))

@@ -87,6 +87,19 @@ def test_lowers_in_shard_map(kind):
 
 
 @kinds
+def test_lowers_as_a_batch_in_shard_map(kind):
+    _, attend, arrays = problem_of(kind)
+
+    def twice(query, cache, batch):
+        return jax.vmap(attend, (0, None, None))(jnp.stack([query, -query]), cache, batch)
+
+    mesh = Mesh(np.array(jax.devices()[:1]), "heads")
+    specs = {"in_specs": (HEADS, KINDS[kind].pages, EVERYWHERE), "out_specs": PAGES}
+    text = lowered(jax.jit(jax.shard_map(twice, mesh=mesh, **specs)), arrays)
+    assert text.count("@mosaic_gpu") == KINDS[kind].kernels
+
+
+@kinds
 def test_a_batch_is_a_loop(kind):
     _, program, arrays = batched(kind)
     kernels = [line for line in lowered(program, arrays).splitlines() if "@mosaic_gpu" in line]

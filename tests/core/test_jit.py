@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from cases import SPECS, attend_with_any_lse, honoured, mixed, random_cache, rows, run
 from conftest import BACKENDS
+from jax.sharding import AxisType, PartitionSpec
 
 from pagedattn import (
     AttentionSpec,
@@ -207,6 +208,26 @@ def test_vmap_over_layers(backend, spec):
         want = run(table, backend)
         np.testing.assert_allclose(out[i], want[0], rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(lse[i], want[1], rtol=1e-5, atol=1e-6)
+
+
+def test_shard_map_over_one_axis_of_a_mesh(backend, spec):
+    """The other one is left to XLA; JAX's own searchsorted asks that there is none."""
+    mesh = jax.make_mesh((1, 1), ("heads", "others"), axis_types=(AxisType.Auto,) * 2)
+    problem = mixed(spec)
+    heads, pages = PartitionSpec(None, "heads"), PartitionSpec(None, None, "heads")
+
+    def attend(query, cache, batch):
+        return attend_with_any_lse(query, cache, batch, spec, backend)
+
+    spread = jax.shard_map(
+        attend,
+        mesh=mesh,
+        in_specs=(heads, pages, PartitionSpec()),
+        out_specs=heads,
+        axis_names={"heads"},
+    )
+    arrays = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
+    assert_attention_close(*jax.jit(spread)(*arrays), problem, name=backend)
 
 
 def test_vmap_of_write_kv():

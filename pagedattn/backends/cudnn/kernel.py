@@ -21,9 +21,20 @@ def missing() -> list[str]:
     return [f"JAX {jax.__version__} has moved its cuDNN attention; pagedattn knows 0.10 and 0.11"]
 
 
-def attention(query, key, value, *, mask: str, with_lse: bool = True, **arguments):
-    """out, and lse `f32[batch, heads, rows]` or None; `mask` is the name of a mask of cuDNN's."""
-    results = _cudnn.dot_product_attention(
-        query, key, value, mask_type=_cudnn.MaskType[mask], return_residual=with_lse, **arguments
-    )
+def attention(query, key, value, lens, *, mask: str, with_lse: bool = True, **options):
+    """out, and lse `f32[batch, heads, rows]` or None; `mask` is the name of a mask of cuDNN's.
+
+    With jax.vmap one call follows the other: JAX's own rule has no way for packed sequences, nor in
+    0.10 for arguments of which only some are mapped.
+
+    Args:
+      lens: lengths and offsets, by cuDNN's names for them.
+    """
+    options |= {"mask_type": _cudnn.MaskType[mask], "return_residual": with_lse}
+
+    @jax.custom_batching.sequential_vmap
+    def kernel(query, key, value, lens):
+        return _cudnn.dot_product_attention(query, key, value, **lens, **options)
+
+    results = kernel(query, key, value, lens)
     return results if with_lse else (results, None)

@@ -166,14 +166,17 @@ def kernel(
     """out `[num_tokens, heads, dim]`, and lse `[num_seqs, heads, rows of the sequence, padded]`."""
     starts = (jnp.append(spans.starts, jnp.zeros(1, jnp.int32)) for spans in (queries, keys))
     query_starts, key_starts = (part[None] for part in starts)
+    lens = {
+        "q_seqlen": queries.lens[None],
+        "kv_seqlen": keys.lens[None],
+        "q_offsets": query_starts,
+        "kv_offsets": key_starts,
+    }
     out, lse = attention(
         query[None],
         key[None],
         value[None],
-        q_seqlen=queries.lens[None],
-        kv_seqlen=keys.lens[None],
-        q_offsets=query_starts,
-        kv_offsets=key_starts,
+        lens,
         mask="PADDING_CAUSAL" if causal else "PADDING",
         with_lse=with_lse,
         scale=scale,

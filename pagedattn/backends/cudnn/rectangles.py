@@ -173,18 +173,17 @@ def _kernel(
 ) -> tuple[Float[Array, "num_seqs rows num_heads head_dim"], Any]:
     """cuDNN on rectangles; `lens` of queries and keys, None if all rows are filled."""
     kind = ("CAUSAL" if lens is None else "PADDING_CAUSAL") if causal else "PADDING"
-    query_lens, key_lens = lens or (None, None)
-    if lens is not None:  # clipped, since cuDNN would follow wrong ones out of the rectangles
-        query_lens = jnp.clip(query_lens, 0, query.shape[1])
-        key_lens = jnp.clip(key_lens, 0, key.shape[1])
+    clipped = {}  # cuDNN would follow wrong ones out of the rectangles
+    if lens is not None:
+        clipped["q_seqlen"] = jnp.clip(lens[0], 0, query.shape[1])
+        clipped["kv_seqlen"] = jnp.clip(lens[1], 0, key.shape[1])
     out, lse = attention(
         query,
         key,
         value,
+        clipped,
         mask=kind,
         with_lse=with_lse,
-        q_seqlen=query_lens,
-        kv_seqlen=key_lens,
         scale=call.scale,
         sliding_window_length=call.window if causal else None,
     )
