@@ -78,7 +78,7 @@ def sequence_ids(
     if xp is jnp:
         # JAX would search by a loop, which a GPU runs as many small programs, one after the other;
         # and not at all inside a `jax.shard_map` over some axes of a mesh.
-        begun = jnp.sum(query_start_loc[:, None] <= tokens, axis=0, dtype=jnp.int32)
+        begun = jnp.sum(query_start_loc[:, None] <= tokens[None, :], axis=0, dtype=jnp.int32)
     else:
         begun = xp.searchsorted(query_start_loc, tokens, side="right")
     owners = begun - 1
