@@ -71,6 +71,7 @@ class Crowd(NamedTuple):
 
 
 def _crowd(call: Call, programs: int, rows: int, num_sms: int) -> Crowd:
+    """`many` and `uneven` were measured for small tiles on caches in the query's dtype alone."""
     crowded = programs >= 2 * num_sms
     measured = rows <= 16 and not in_eight_bits(call)
     many = measured and programs >= 5 * num_sms

@@ -42,16 +42,12 @@ def work_of(shape: Shape, query_start_loc, seq_lens) -> Work:
 
 def parts_of(shape: Shape, starts):
     """The tiles of each part: from, and up to."""
-    begin, end = bounds(shape, jnp.arange(shape.parts, dtype=jnp.int32)[:, None], starts[-1])
+    share = share_of(shape, starts[-1])
+    begin = jnp.arange(shape.parts, dtype=jnp.int32)[:, None] * share
+    end = jnp.minimum(begin + share, starts[-1])
     first = jnp.sum(starts[None, 1:] <= begin, axis=1, dtype=jnp.int32)
     behind = jnp.sum(starts[None, :-1] + OVERHEAD < end, axis=1, dtype=jnp.int32)
     return jnp.stack([first, behind], axis=1)
-
-
-def bounds(shape: Shape, part, total):
-    """Where a part begins and ends in the row."""
-    begin = part * share_of(shape, total)
-    return begin, jnp.minimum(begin + share_of(shape, total), total)
 
 
 def tile_at(shape: Shape, query_start_loc, seq_lens, number) -> Tile:
