@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import jax
 import jax.numpy as jnp
@@ -25,16 +26,16 @@ from serving.parallel import AXIS, EVERYWHERE, HEADS, PAGES, OverHeads, start_ov
 from serving.peer_llama import by_peers
 
 from benchmarks.decodes import BLOCK_SIZE, LAYERS, layers_of, random_cache, shuffled
-from benchmarks.enqueued import seconds_a_call
+from benchmarks.enqueued import CALLS, seconds_a_call
 from benchmarks.machine import caption, machine, write
 from benchmarks.models import SHAPES, spread_params
 from pagedattn import AttentionSpec, append_tokens, merge_across, paged_attention
 from pagedattn.ragged import cdiv
 
-STEPS = 10  # of the decode loop
-# Enqueued at a time. With 40 the devices of a CPU wait for each other until XLA gives up: they are
-# threads, and those of later calls take the places that an earlier one needs.
-CALLS = 20
+STEPS, RUNS = 20, 5  # of the decode loop
+# Enqueued at a time where the devices are threads of a CPU: with 40 those of later calls take the
+# places that an earlier one needs, until XLA gives up.
+FEW_CALLS = 20
 
 SMALL = {
     "num_attention_heads": 8,
@@ -79,7 +80,8 @@ def a_layer(mesh, model, num_seqs, length, cache, attend, heads, pages) -> float
     program = layers_of(jax.shard_map(attend, mesh=mesh, in_specs=ins, out_specs=heads))
     query = jax.device_put(query, NamedSharding(mesh, heads))
     batch = jax.device_put(shuffled(num_seqs, length), NamedSharding(mesh, EVERYWHERE))
-    return seconds_a_call(lambda: program(query, cache, batch), calls=CALLS) / LAYERS
+    calls = FEW_CALLS if jax.default_backend() == "cpu" else CALLS
+    return seconds_a_call(lambda: program(query, cache, batch), calls=calls) / LAYERS
 
 
 def loop(mesh: Mesh, model: Llama, num_seqs: int, length: int) -> float:
@@ -93,12 +95,15 @@ def by_xla(mesh: Mesh, model: Llama, num_seqs: int, length: int) -> float:
 
 
 def a_token(mesh: Mesh, model: Decoder, params: dict, num_seqs: int, length: int) -> float:
-    state = state_after(mesh, model, params, num_seqs, length, max_new_tokens=4 * STEPS)
+    state = state_after(mesh, model, params, num_seqs, length, max_new_tokens=(RUNS + 2) * STEPS)
     run = partial(decode_loop, params, model, attend=OverHeads(mesh))
     state = jax.block_until_ready(run(state, None, STEPS))
-    begin = time.perf_counter()
-    jax.block_until_ready(run(state, None, 2 * STEPS))
-    return (time.perf_counter() - begin) / (2 * STEPS)
+    times = []
+    for _ in range(RUNS):
+        begin = time.perf_counter()
+        state = jax.block_until_ready(run(state, None, STEPS))
+        times.append((time.perf_counter() - begin) / STEPS)
+    return median(times)
 
 
 def state_after(mesh, model, params, num_seqs, length, max_new_tokens) -> Generation:

@@ -16,7 +16,7 @@ from benchmarks.case import CASES, Case
 from benchmarks.gpu import OURS, PEERS
 from benchmarks.report import Report
 
-SECONDS = 300
+SECONDS = 360
 CONTENDERS = (
     "backend=None, jax.jit",
     "triton, torch graph",

@@ -29,6 +29,10 @@ Features = Float[Array, "num_tokens _"]
 Weight = Float[Array, "out in"]
 MOST_ROWS = 256  # more tokens are added by XLA, which is faster where they are many
 NUM_WARPS = 16
+TURNS = 3  # rows of the memory for each of these
+# What reads as empty in all dtypes: in those of 16 bits it is -0.0, in float32 less than any normal
+# number. Zeros are pushed instead.
+EMPTY = 0x80008000 - (1 << 32)
 PARTS, FEW_ROWS = 4, 64  # terms of a product, if it has no more rows than a tile
 
 
@@ -70,7 +74,7 @@ class Peers:
         Raises:
           InvalidInputError: more rows or columns than the memory has.
         """
-        most = self.memory.shape[1] // (2 * MOST_ROWS) - 1
+        most = words_of(self.memory)
         if rows > MOST_ROWS or columns > most:
             raise InvalidInputError(
                 f"x must have at most {MOST_ROWS} rows and weight {most} outputs, got {rows} and "
@@ -108,12 +112,24 @@ def peers(mesh: Mesh, columns: int) -> Peers | None:
     if refusals(mesh):
         return None
     sharding = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
-    words = 2 * MOST_ROWS * (1 + cdiv(columns, 4) * 4)  # rows of up to 4 bytes a column
-    memory = jax.jit(partial(jnp.zeros, (2, words), jnp.int32), out_shardings=sharding)()
+    memory = jax.jit(partial(empty_memory, columns), out_shardings=sharding)()
     lies = {shard.device: shard.data.unsafe_buffer_pointer() for shard in memory.addressable_shards}
     one, two = (lies[device] for device in mesh.devices.flat)
     addresses = np.array([[one, two], [two, one]], np.uint64).view(np.int32)
     return Peers(jax.device_put(addresses, sharding), jax.block_until_ready(memory), mesh)
+
+
+def empty_memory(columns: int) -> Int[Array, "2 words"]:
+    """Of both devices, for rows of up to 4 bytes a column: as peer_kernel.py lays it out."""
+    words = cdiv(columns, 4) * 4
+    turns = jnp.zeros((2, MOST_ROWS), jnp.int32)
+    rows = jnp.full((2, TURNS * MOST_ROWS * words), EMPTY, jnp.int32)
+    return jnp.concatenate([turns, rows], axis=1)
+
+
+def words_of(memory: Int[Array, "_ words"]) -> int:
+    """How many words a row has in a memory that was made so."""
+    return (memory.shape[1] // MOST_ROWS - 1) // TURNS
 
 
 def refusals(mesh: Mesh) -> list[str]:
@@ -167,7 +183,7 @@ def _started(name: str, arrays: tuple, dtypes: list, **constants: Any) -> Sequen
 
     (parts, num_rows, columns), memory = arrays[0].shape, arrays[-1]
     constants |= {"PARTS": parts, "COLUMNS": columns, "PADDED": 1 << (columns - 1).bit_length()}
-    constants |= {"ROWS": MOST_ROWS, "ROW_BYTES": 4 * (memory.size // (2 * MOST_ROWS) - 1)}
+    constants |= {"ROWS": MOST_ROWS, "WORDS": words_of(memory), "EMPTY": EMPTY}
     launch = Launch((num_rows, 1, 1), (), constants, NUM_WARPS, num_stages=1)
     outs = [jax.ShapeDtypeStruct((num_rows, columns), dtype) for dtype in dtypes]
     opaque = encoded(getattr(peer_kernel, name), arrays, launch, outs)

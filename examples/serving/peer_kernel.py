@@ -1,15 +1,16 @@
 """The sum of what two GPUs have, by one kernel on each that writes into the other's memory.
 
-A device pushes its rows into its peer's memory and raises a flag there for each; it waits for its
-own flags, and adds what has come. A row is one program's on either device, which waits for that
-row of the peer and nothing else. The memory of a device:
+A device pushes its rows into its peer's memory, and waits until the peer's are in its own. What is
+not there yet reads as `EMPTY`, which no device pushes: data are their own flags, and no row waits
+for a fence and a flag behind it. A row is one program's on either device, which waits for that row
+of the peer and nothing else. The memory of a device, in words of 32 bits:
 
-    int32 [rows]                  flags: the last epoch of which the peer's row is here
-    int32 [rows]                  epochs: how often this device has added the row
-    bytes [2, rows, row_bytes]    the peer's rows; those of odd epochs in the second half
+    [rows]            the part of the next dimension in which the row was last
+    [3, rows, words]  the peer's rows, in three parts by turns
 
-Two halves are enough: a peer pushes epoch n + 2 after it has seen this device's flag of n + 1,
-which this device raises after it has read epoch n.
+A program that has read a row empties the part that was in use before, whose row is read by then.
+The peer writes there in the second turn from now on, after it has seen this device's row of the
+next turn, which this device pushes after that.
 """
 
 import triton
@@ -26,13 +27,14 @@ def sum_kernel(
     COLUMNS: tl.constexpr,
     PADDED: tl.constexpr,  # COLUMNS padded to a power of two
     ROWS: tl.constexpr,  # of the memory
-    ROW_BYTES: tl.constexpr,
+    WORDS: tl.constexpr,  # of a row of the memory
+    EMPTY: tl.constexpr,  # as i32; its halves are alike
 ):
     row, columns = tl.program_id(0), tl.arange(0, PADDED)
     inside = columns < COLUMNS
     at = row.to(tl.int64) * COLUMNS + columns
     own = _row(partial, at, inside, PARTS, COLUMNS).to(total.dtype.element_ty)
-    theirs = _exchanged(own, addresses, row, columns, inside, ROWS, ROW_BYTES)
+    theirs = _exchanged(own, addresses, row, columns, inside, ROWS, WORDS, EMPTY)
     wide = own.to(tl.float32) + theirs.to(tl.float32)
     tl.store(total + at, wide.to(total.dtype.element_ty), mask=inside)
 
@@ -51,7 +53,8 @@ def norm_kernel(
     COLUMNS: tl.constexpr,
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
+    WORDS: tl.constexpr,  # of a row of the memory
+    EMPTY: tl.constexpr,  # as i32; its halves are alike
 ):
     row, columns = tl.program_id(0), tl.arange(0, PADDED)
     inside = columns < COLUMNS
@@ -59,7 +62,7 @@ def norm_kernel(
     own = _row(partial, at, inside, PARTS, COLUMNS).to(total.dtype.element_ty)
     before = tl.load(residual + at, mask=inside, other=0.0)
     scale = tl.load(weight + columns, mask=inside, other=0.0)
-    theirs = _exchanged(own, addresses, row, columns, inside, ROWS, ROW_BYTES)
+    theirs = _exchanged(own, addresses, row, columns, inside, ROWS, WORDS, EMPTY)
     wide = own.to(tl.float32) + theirs.to(tl.float32)
     # Rounded after each step, as where XLA adds.
     wide = before.to(tl.float32) + wide.to(total.dtype.element_ty).to(tl.float32)
@@ -81,22 +84,53 @@ def _row(partial, at, inside, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _exchanged(own, addresses, row, columns, inside, ROWS: tl.constexpr, ROW_BYTES: tl.constexpr):
+def _exchanged(
+    own,
+    addresses,
+    row,
+    columns,
+    inside,
+    ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
+    EMPTY: tl.constexpr,
+):
     """The peer's row for this one."""
     both = addresses.to(tl.pointer_type(tl.int64))
     here, there = tl.load(both), tl.load(both + 1)
-    flags, flags_there = here.to(tl.pointer_type(tl.int32)), there.to(tl.pointer_type(tl.int32))
-    epoch = tl.load(flags + ROWS + row) + 1
-    offset = 8 * ROWS + ((epoch & 1) * ROWS + row) * ROW_BYTES
+    last = here.to(tl.pointer_type(tl.int32)) + row
+    before = tl.load(last)
+    turn = (before + 1) % 3
     kind = tl.pointer_type(own.dtype)
-    # In the peer's memory, and in this device's.
+    offset = _offset(turn, row, ROWS, WORDS)
     pushed = tl.multiple_of((there + offset).to(kind), 16)
     received = tl.multiple_of((here + offset).to(kind), 16)
-    tl.store(pushed + columns, own, mask=inside)
-    tl.debug_barrier()  # the row is all threads', its flag one thread's
-    tl.atomic_xchg(flags_there + row, epoch, sem="release", scope="sys")
-    # The difference, for numbers of epochs wrap. The peer may be one epoch ahead.
-    while tl.atomic_add(flags + row, 0, sem="acquire", scope="sys") - epoch < 0:
-        pass
-    tl.store(flags + ROWS + row, epoch)
-    return tl.load(received + columns, mask=inside, other=0.0, cache_modifier=".cg")
+    some = tl.where(_is_empty(own, EMPTY), 0.0, own).to(own.dtype)
+    tl.store(pushed + columns, some, mask=inside)
+    theirs = tl.load(received + columns, mask=inside, other=0.0, volatile=True)
+    while tl.max(_is_empty(theirs, EMPTY).to(tl.int32), 0) > 0:
+        theirs = tl.load(received + columns, mask=inside, other=0.0, volatile=True)
+    _empty(here + _offset(before, row, ROWS, WORDS), WORDS, EMPTY)
+    tl.store(last, turn)
+    return theirs
+
+
+@triton.jit
+def _offset(turn, row, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    return 4 * (ROWS + (turn * ROWS + row).to(tl.int64) * WORDS)
+
+
+@triton.jit
+def _is_empty(values, EMPTY: tl.constexpr):
+    if values.dtype == tl.float32:
+        empty = values.to(tl.int32, bitcast=True) == EMPTY
+    else:
+        empty = values.to(tl.int16, bitcast=True) == (EMPTY >> 16)
+    return empty
+
+
+@triton.jit
+def _empty(address, WORDS: tl.constexpr, EMPTY: tl.constexpr):
+    """All of a row, however little of it was used: the next one may be of another dtype."""
+    words = tl.arange(0, triton.next_power_of_2(WORDS))
+    start = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
+    tl.store(start + words, tl.full(words.shape, EMPTY, tl.int32), mask=words < WORDS)

@@ -174,6 +174,21 @@ def test_keys_are_cut_where_queries_fit_into_a_tile(query_len, heads, units):
 
 
 @pytest.mark.parametrize(
+    ("num_seqs", "kv_heads", "parts"), [(64, 4, 32), (60, 8, 15), (128, 1, 128), (40, 8, 16)]
+)
+def test_sequences_of_one_length_stay_whole(num_seqs, kv_heads, parts):
+    """Where nearly as many parts as there are programs for have as many sequences each."""
+    sizes = {"num_seqs": num_seqs, "num_heads": 4 * kv_heads, "num_kv_heads": kv_heads}
+    call = call_for(1, AttentionSpec())[0]
+    call = dataclasses.replace(call, max_query_len=1, num_tokens=num_seqs, max_blocks=600, **sizes)
+    shape = shape_of(call, 132)
+    assert shape.parts == parts
+    counts, jobs = all_jobs(shape, *lengths([1] * num_seqs, [4096] * num_seqs))
+    there = np.arange(jobs.index.shape[1]) < counts[:, None]
+    assert bool((there & jobs.piece.is_rest).any()) == (num_seqs % parts > 0)
+
+
+@pytest.mark.parametrize(
     ("query_len", "num_seqs", "max_blocks", "fit"),
     [
         *((8, 64, 256, True), (64, 256, 64, True), (128, 1, 8, True)),
@@ -187,8 +202,8 @@ def test_fit_for_several_queries_on_many_keys(query_len, num_seqs, max_blocks, f
 @pytest.mark.parametrize(
     ("num_seqs", "kv_heads", "max_blocks", "fit"),
     [
-        *((64, 8, 129, True), (33, 8, 999, True), (82, 8, 999, True), (300, 1, 999, True)),
-        *((64, 8, 128, False), (32, 8, 999, False), (83, 8, 999, False), (64, 4, 999, False)),
+        *((64, 8, 129, True), (32, 8, 999, True), (82, 8, 999, True), (256, 1, 999, True)),
+        *((64, 8, 128, False), (31, 8, 999, False), (83, 8, 999, False), (63, 4, 999, False)),
     ],
 )
 def test_fit_for_decodes_of_different_lengths(num_seqs, kv_heads, max_blocks, fit):

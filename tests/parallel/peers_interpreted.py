@@ -9,34 +9,29 @@ its own: `TRITON_INTERPRET=1 python tests/parallel/peers_interpreted.py`.
 import numpy as np
 import torch
 from serving import peer_kernel
+from serving.all_reduce import EMPTY, TURNS
 from triton import knobs
 
 assert knobs.runtime.interpret, "set TRITON_INTERPRET=1"
 
 ROWS, NUM_ROWS, COLUMNS, PADDED = 8, 3, 24, 32
-ROW_BYTES = 4 * COLUMNS
+WORDS = 28  # of which a row of float32 uses 24
+JUNK = 7
 EPS = 1e-5
-SIZES = {"PARTS": 2, "COLUMNS": COLUMNS, "PADDED": PADDED, "ROWS": ROWS, "ROW_BYTES": ROW_BYTES}
+SIZES = {"PARTS": 2, "COLUMNS": COLUMNS, "PADDED": PADDED}
+SIZES |= {"ROWS": ROWS, "WORDS": WORDS, "EMPTY": EMPTY}
 
 
 class Device:
-    """A memory, laid out as peer_kernel.py says; nothing in it is right but its counts."""
+    """A memory, laid out as peer_kernel.py says, before the rows of a turn are exchanged."""
 
-    def __init__(self, epoch: int, dtype: torch.dtype):
-        self.counts = np.full(2 * ROWS, epoch, np.int32)
-        self.memory = np.full(8 * ROWS + 2 * ROWS * ROW_BYTES, 255, np.uint8)
-        self.memory[: 8 * ROWS] = self.counts.view(np.uint8)
-        self.flags, self.epochs = self.memory[: 8 * ROWS].view(np.int32).reshape(2, ROWS)
-        self.dtype = dtype
-
-    def halves(self) -> torch.Tensor:
-        rows = self.memory[8 * ROWS :].reshape(2, ROWS, ROW_BYTES)
-        bits = torch.from_numpy(rows).view(self.dtype)
-        return bits[:, :, :COLUMNS]
-
-    def receive(self, rows: torch.Tensor, epoch: int) -> None:
-        self.halves()[epoch & 1, :NUM_ROWS] = rows
-        self.flags[:NUM_ROWS] = epoch
+    def __init__(self, turn: int, dtype: torch.dtype):
+        self.memory = np.full(ROWS + TURNS * ROWS * WORDS, JUNK, np.int32)
+        self.turns = self.memory[:ROWS]
+        self.rows = self.memory[ROWS:].reshape(TURNS, ROWS, WORDS)
+        self.turns[:] = (turn - 1) % TURNS
+        self.rows[turn] = EMPTY
+        self.received = torch.from_numpy(self.rows).view(dtype)[turn, :NUM_ROWS, :COLUMNS]
 
 
 def run(name: str, device: Device, peer: Device, part, *others):
@@ -50,15 +45,15 @@ def run(name: str, device: Device, peer: Device, part, *others):
     return outs
 
 
-def check(name: str, dtype: torch.dtype, epoch: int) -> None:
-    """Epoch `epoch`, of which the second device's rows are there before the first one runs."""
-    random = torch.Generator().manual_seed(abs(epoch))
+def check(name: str, dtype: torch.dtype, turn: int) -> None:
+    """A turn of which the second device's rows are there before the first one runs."""
+    random = torch.Generator().manual_seed(turn)
     one, two, residual = torch.randn(3, NUM_ROWS, COLUMNS, generator=random).to(dtype)
+    one[0, 1], one[2, 3], two[0, 1] = as_empty(dtype), -0.0, 0.0
     scale = torch.randn(COLUMNS, generator=random).to(dtype)
     others = (residual, scale) if name == "norm_kernel" else ()
-    before = int(np.int32(epoch - 1)) if epoch > -(2**31) else 2**31 - 1
-    first, second = Device(before, dtype), Device(before, dtype)
-    first.receive(two, epoch)
+    first, second = Device(turn, dtype), Device(turn, dtype)
+    first.received[:] = two
     results = [run(name, first, second, one, *others), run(name, second, first, two, *others)]
     total = (one.float() + two.float()).to(dtype)
     want = [total]
@@ -68,20 +63,28 @@ def check(name: str, dtype: torch.dtype, epoch: int) -> None:
         mean = (wide * wide).mean(1, keepdim=True)
         want = [total, (scale.float() * (wide * torch.rsqrt(mean + EPS))).to(dtype)]
     for outs in results:
-        assert torch.equal(outs[0], want[0]), (name, dtype, epoch)
+        torch.testing.assert_close(outs[0], want[0], rtol=0, atol=1e-38)
         torch.testing.assert_close(outs[-1], want[-1])
+    torch.testing.assert_close(second.received, one, rtol=0, atol=1e-38)
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    assert (second.received.contiguous().view(bits) != as_empty(dtype).view(bits)).all()
+    before, last = (turn - 1) % TURNS, (turn + 1) % TURNS
     for device in (first, second):
-        assert (device.flags[:NUM_ROWS] == epoch).all()
-        assert (device.epochs[:NUM_ROWS] == epoch).all()
-        assert (device.flags[NUM_ROWS:] == before).all()
-    assert torch.equal(second.halves()[epoch & 1, :NUM_ROWS], one)
-    others = second.halves()[1 - (epoch & 1)], second.halves()[:, NUM_ROWS:]
-    assert all((rows.view(torch.uint8) == 255).all() for rows in others)
+        assert (device.turns[:NUM_ROWS] == turn).all()
+        assert (device.turns[NUM_ROWS:] == before).all()
+        assert (device.rows[before, :NUM_ROWS] == EMPTY).all()
+        assert (device.rows[turn, NUM_ROWS:] == EMPTY).all()
+        assert (device.rows[before, NUM_ROWS:] == JUNK).all()
+        assert (device.rows[last] == JUNK).all()
+
+
+def as_empty(dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor([EMPTY], dtype=torch.int32).view(dtype)[0]
 
 
 if __name__ == "__main__":
     for name in ("sum_kernel", "norm_kernel"):
         for dtype in (torch.float32, torch.float16):  # to bfloat16 the interpreter does not round
-            for epoch in (1, -(2**31)):  # the second where numbers wrap
-                check(name, dtype, epoch)
+            for turn in range(TURNS):
+                check(name, dtype, turn)
     print("as expected")

@@ -192,6 +192,12 @@ def test_sums_of_many_epochs(rows):
             total, normed = all_reduce._started("norm_kernel", arrays, [dtype] * 2, EPS=1e-5)
             want = jax.lax.psum(part, parallel.AXIS)
             wrong += (got != want).sum() + (total != state + want).sum()
+            # Rows of another dtype, and fewer columns, in the same memory.
+            _, part = jax.lax.optimization_barrier((total, part))
+            fine = part[:, : columns // 2].astype(jnp.float32)[None] / 3
+            (got_fine,) = all_reduce._started("sum_kernel", (fine, addresses, memory), [fine.dtype])
+            got, got_fine = jax.lax.optimization_barrier((got, got_fine))
+            wrong += (got_fine != jax.lax.psum(fine[0], parallel.AXIS)).sum()
             far = abs(normed - rms_norm(state + want, scale, 1e-5)) > 0.05
             return 0.1 * got, wrong + far.sum()
 

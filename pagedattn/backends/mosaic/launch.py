@@ -24,7 +24,7 @@ MANY_SEQS = 64
 MANY_KEYS = 64 * 4096
 # Sequences x KV heads of decodes, and keys, with which it is ahead where lengths differ, and no
 # slower where they do not: with fewer it starts too slowly, and more even out by themselves.
-UNEVEN = range(264, 660)
+UNEVEN = range(256, 660)
 UNEVEN_KEYS = 2048
 MEASURED_HEAD_DIM = 128
 
@@ -114,5 +114,15 @@ def shape_of(call: Call, programs: int) -> Shape:
     units = cdiv(call.longest_query, UNIT) * call.group
     if units > UNITS:
         return shape
-    parts = max(1, programs // call.num_kv_heads)
-    return dataclasses.replace(shape, units=units, parts=parts)
+    return dataclasses.replace(shape, units=units, parts=parts_of(call, programs))
+
+
+def parts_of(call: Call, programs: int) -> int:
+    """As many as there are programs for; a few less, if sequences of one length then stay whole.
+
+    64 sequences of 4 heads took 130.4 us in 32 parts and 138.9 in 33, where a part ends within each
+    sequence.
+    """
+    most = max(1, programs // call.num_kv_heads)
+    enough = range(most, cdiv(15 * most, 16) - 1, -1)
+    return next((parts for parts in enough if call.num_seqs % parts == 0), most)
