@@ -1,10 +1,11 @@
-"""The Mosaic kernels inside `jax.shard_map` and `jax.vmap`: programs up to the GPU's assembler.
+"""The Mosaic kernels inside `jax.shard_map`, `jax.vmap` and loops: programs up to the assembler.
 
 On a Hopper GPU their results too, by the oracle. With JAX 0.11 and 0.12 a kernel whose arguments
 varied over an axis could not even be traced; one that JAX batched shared semaphores among the
 batch, or had no rule for it.
 """
 
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -35,15 +36,17 @@ class Kind(NamedTuple):
     sizes: dict[str, Any]
     pages: PartitionSpec = PAGES  # how the cache is spread
     kernels: int = 1
+    in_place: int = 1  # kernels that write where they find operands
 
 
 KINDS = {
     "keys cut over programs": Kind(launch, [1, 1, 1], [300, 5, 4000], PLAIN),
-    "whole tiles": Kind(launch, [300, 1, 40], [300, 5, 400], PLAIN),
+    "whole tiles": Kind(launch, [300, 1, 40], [300, 5, 400], PLAIN, in_place=0),
     "latents": Kind(latents, [1, 1, 1], [300, 5, 4000], LATENT, EVERYWHERE, 2),
 }
 kinds = pytest.mark.parametrize("kind", KINDS)
 BATCH = 23  # a size that nothing else has
+LAYERS = 3
 
 
 def problem_of(kind):
@@ -72,6 +75,28 @@ def batched(kind):
     queries = jnp.stack([query * factor for factor in range(BATCH)])
     program = jax.jit(jax.vmap(lambda query: attend(query, *others)))
     return problem, program, (queries,)
+
+
+def stacked(kind, program):
+    """A program of layers whose caches lie in one array."""
+    _, attend, (query, cache, batch) = problem_of(kind)
+    caches = jax.tree.map(lambda plane: jnp.stack([plane * i for i in range(1, LAYERS + 1)]), cache)
+    return jax.jit(
+        lambda caches: program(lambda cache: attend(query, cache, batch), caches)
+    ), caches
+
+
+def scanned(attend, caches):
+    return jax.lax.scan(lambda carry, cache: (carry, attend(cache)), 0, caches)[1]
+
+
+def unrolled(attend, caches):
+    layers = [jax.tree.map(lambda plane, i=i: plane[i], caches) for i in range(LAYERS)]
+    results = [attend(cache) for cache in layers]
+    return [jnp.stack(arrays) for arrays in zip(*results, strict=True)]
+
+
+loops = pytest.mark.parametrize("loop", [scanned, unrolled])
 
 
 def lowered(program, arrays):
@@ -107,6 +132,25 @@ def test_a_batch_is_a_loop(kind):
     assert not any(f"tensor<{BATCH}x" in line for line in kernels)
 
 
+@kinds
+@loops
+def test_no_slice_becomes_part_of_a_kernel_in_place(loop, kind):
+    """All that it reads but its semaphores, and all that it writes, lies behind barriers."""
+    program, caches = stacked(kind, loop)
+    text = lowered(program, (caches,))
+    barriers = re.findall(r"(%\d+) = stablehlo.optimization_barrier (%[\w#]+)", text)
+    before, behind = ({pair[i] for pair in barriers} for i in range(2))
+    calls = re.findall(r"(%\d+):\d+ = stablehlo.custom_call @mosaic_gpu\w*\(([^)]*)\)(.*)", text)
+    in_place = [call for call in calls if "output_operand_alias" in call[2]]
+    assert len(in_place) == KINDS[kind].in_place
+    for result, operands, _ in in_place:
+        semaphores = kind == "keys cut over programs"
+        assert len(set(operands.split(", ")) - before) == semaphores
+        uses = set(re.findall(rf"{result}#\d+", text))
+        assert uses
+        assert uses <= behind
+
+
 @hopper
 @kinds
 def test_results_in_shard_map(kind):
@@ -124,3 +168,18 @@ def test_results_of_a_batch(kind):
     for factor in range(BATCH):
         alone, _ = attend(query * factor, *others)
         np.testing.assert_array_equal(outs[factor], alone)
+
+
+@hopper
+@kinds
+@loops
+def test_results_of_stacked_caches(loop, kind):
+    problem, attend, (query, _, batch) = problem_of(kind)
+    program, caches = stacked(kind, loop)
+    for junk in (0, 1):
+        jnp.full(1 << 28, junk, jnp.int32).block_until_ready()  # what is left in the memory
+        outs, lses = program(caches)
+        assert_attention_close(outs[0], lses[0], problem, name="mosaic")
+        for i, out in enumerate(outs):
+            cache = jax.tree.map(lambda plane, i=i: plane[i], caches)
+            np.testing.assert_array_equal(out, attend(query, cache, batch)[0])

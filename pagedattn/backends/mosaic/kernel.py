@@ -9,7 +9,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ...tracing import traced_apart
+from ...tracing import traced_apart, unfused
 from .compute import compute
 from .cut import Work, cut_tiles
 from .jobs import visit_all, whole_tiles
@@ -85,6 +85,7 @@ def attention(shape: Shape, programs: int, query, key, value, tables, work: Work
             approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
         ),
     )
+    kernel = unfused(kernel) if shape.parts else kernel  # semaphores are zeroed, then used in place
     out, lse, *_ = traced_apart(kernel, query, key, value, tables, *work, slopes)
     return out, lse
 

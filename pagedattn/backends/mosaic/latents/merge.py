@@ -12,7 +12,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ....tracing import traced_apart
+from ....tracing import traced_apart, unfused
 from .pieces import Work, last_part_of, piece_at
 from .shape import ROWS, VALUE_DIM, Shape
 
@@ -58,7 +58,8 @@ def merge(shape: Shape, work: Work, out, lse, part_out, part_lse):
         run()  # pyright: ignore[reportCallIssue]  (it takes the refs from its closure)
 
     arrays = out, lse, part_out, part_lse, *work
-    out, lse, *_ = traced_apart(lambda *arrays: pl.run_state(in_place)(Arrays(*arrays)), *arrays)
+    kernel = unfused(lambda *arrays: pl.run_state(in_place)(Arrays(*arrays)))
+    out, lse, *_ = traced_apart(kernel, *arrays)
     return out, lse
 
 
