@@ -9,6 +9,7 @@ DEMO_VENV := .venv-demo
 SERVE_VENV := .venv-serve
 OLDEST_VENV := .venv-oldest
 NEWEST_VENV := .venv-newest
+HOPPER_VENV := .venv-hopper
 SMOKE_VENV := .venv-smoke
 # What test-deep runs.
 DEEP ?= tests/deep
@@ -31,8 +32,8 @@ PLAIN := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=
 PLAINLY := XLA_FLAGS="$(PLAIN) --xla_cpu_use_fusion_emitters=false \
 	--xla_cpu_parallel_codegen_split_count=1"
 
-.PHONY: demo serve docs test test-deep test-oldest test-newest smoke lint test-ipex test-gpu bench-cpu \
-	bench-gpu clean
+.PHONY: demo serve docs test test-deep test-oldest test-newest test-hopper smoke lint test-ipex test-gpu \
+	bench-cpu bench-gpu clean
 
 # 740 MB: JAX without torch, so it shows the backends of JAX alone.
 demo: $(DEMO_VENV)/ready
@@ -67,6 +68,12 @@ test-newest: $(NEWEST_VENV)/ready
 		$(NEWEST_VENV)/bin/python $(UNOPTIMISED) $(WITHOUT_TORCH)
 	$(KEPT) OMP_NUM_THREADS=1 $(NEWEST_VENV)/bin/python -m pytest -q -m optimised \
 		$(filter $(OPTIMISED),$(WITHOUT_TORCH))
+
+# What XLA makes of programs for an H200: it compiles them here, without a GPU. Without CUDA's libraries,
+# either, which JAX looks for when it starts, and which time the products to choose between them.
+test-hopper: $(HOPPER_VENV)/ready
+	JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 XLA_FLAGS=--xla_gpu_autotune_level=0 OMP_NUM_THREADS=1 \
+		$(HOPPER_VENV)/bin/python $(PYTEST) tests/hopper
 
 # Wheel and sdist, each in an empty environment.
 smoke:
@@ -131,6 +138,13 @@ $(OLDEST_VENV)/ready: pyproject.toml constraints-oldest.txt
 $(NEWEST_VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(NEWEST_VENV)
 	$(NEWEST_VENV)/bin/pip install -q -U -e '.[testing]' pytest pytest-xdist
+	touch $@
+
+# 1 GB, of which JAX's plugin for CUDA is 600 MB.
+$(HOPPER_VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(HOPPER_VENV)
+	$(HOPPER_VENV)/bin/pip install -q -c constraints.txt -e '.[testing]' jax-cuda13-plugin pytest \
+		pytest-xdist triton
 	touch $@
 
 # 7 GB: the only torch 2.8 in the package index is the one for CUDA.
