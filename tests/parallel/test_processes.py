@@ -1,5 +1,9 @@
-"""Two processes of two devices each: the tokens of one, and the end of one that loses the other."""
+"""Two processes, each of two devices of a CPU or of a GPU of its own.
 
+They give the tokens of one process, and one that loses the other ends.
+"""
+
+import os
 import re
 import signal
 import socket
@@ -22,10 +26,11 @@ from tiny import TINY
 
 HEARTBEAT = 20  # seconds; a busy machine may keep a process from its turn for ten
 LIMIT = 600  # seconds of a test, on a busy machine
+ON_GPUS = jax.default_backend() == "gpu"
 alone = pytest.mark.skipif(
-    jax.device_count() > 1 or jax.default_backend() != "cpu", reason="starts processes by itself"
+    jax.device_count() != (2 if ON_GPUS else 1), reason="starts processes by itself, or on two GPUs"
 )
-pytestmark = [alone, pytest.mark.usefixtures("exact_products")]
+pytestmark = alone
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +51,13 @@ def coordinator():
         yield f"localhost:{reserved.getsockname()[1]}"
 
 
+def environment_of(process: int) -> dict[str, str]:
+    """Of a process, which on GPUs sees one of them, and has to multiply as exactly as this one."""
+    own = {"CUDA_VISIBLE_DEVICES": str(process), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    own |= {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+    return os.environ | own if ON_GPUS else dict(os.environ)
+
+
 @pytest.fixture
 def start(checkpoint):
     """Starts two processes at a call; none of them outlives the test, nor the limit."""
@@ -61,10 +73,13 @@ def start(checkpoint):
             example.__file__,
             f"--coordinator={ends.enter_context(coordinator())}",
         ]
-        command += ["--processes=2", "--cpu-devices=2", f"--model={checkpoint}"]
-        command += ["--prompts=1", "--new-tokens=6", *options]
+        command += ["--processes=2", f"--cpu-devices={0 if ON_GPUS else 2}"]
+        command += [f"--model={checkpoint}", "--prompts=1", "--new-tokens=6", *options]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        pair = [subprocess.Popen([*command, f"--process={i}"], **pipes) for i in range(2)]
+        pair = [
+            subprocess.Popen([*command, f"--process={i}"], env=environment_of(i), **pipes)
+            for i in range(2)
+        ]
         started.extend(pair)
         return pair
 
@@ -84,7 +99,9 @@ def answer(checkpoint):
     """What one process says."""
     model, params = load_checkpoint(checkpoint)
     mesh, prompts = Mesh(jax.devices()[:1], parallel.AXIS), [BYTES.encode(PROMPTS[0])]
-    (tokens,) = parallel.generate(mesh, model, params, prompts, max_new_tokens=6, num_blocks=256)
+    sizes = {"max_new_tokens": 6, "num_blocks": 256}
+    with jax.default_matmul_precision("highest"):
+        (tokens,) = parallel.generate(mesh, model, params, prompts, **sizes)
     return repr(BYTES.decode(tokens))
 
 

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from serving import parallel
+from serving.all_reduce import Summed
 from serving.families.deepseek import DeepseekV3
 from serving.families.olmo import Olmo2
 from serving.families.pieces import GATE_UP, QUERY_KEY_VALUE, linears
