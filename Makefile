@@ -69,8 +69,8 @@ test-newest: $(NEWEST_VENV)/ready
 	$(KEPT) OMP_NUM_THREADS=1 $(NEWEST_VENV)/bin/python -m pytest -q -m optimised \
 		$(filter $(OPTIMISED),$(WITHOUT_TORCH))
 
-# What XLA makes of programs for an H200: it compiles them here, without a GPU. Without CUDA's libraries,
-# either, which JAX looks for when it starts, and which time the products to choose between them.
+# What XLA makes of programs for an H200, for which it needs neither a GPU nor CUDA's libraries: so JAX
+# is told not to look for these, and XLA not to choose products by timing them.
 test-hopper: $(HOPPER_VENV)/ready
 	JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 XLA_FLAGS=--xla_gpu_autotune_level=0 OMP_NUM_THREADS=1 \
 		$(HOPPER_VENV)/bin/python $(PYTEST) tests/hopper

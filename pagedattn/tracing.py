@@ -51,21 +51,5 @@ def traced_apart(kernel, *arrays):
     return apart(*arrays)
 
 
-def unfused(kernel):
-    """The kernel, which writes in place, with no slice of an array for an operand or a result.
-
-    Where an operand is a slice of an array, as one layer of stacked caches, or a loop collects the
-    results, XLA for GPUs (0.11) makes one fusion of both and the kernel, which reads and writes
-    there. It drops which operands the kernel finds where it writes: it found other memory.
-    """
-
-    barrier = jax.lax.optimization_barrier  # one for each: those that vary and others do not mix
-
-    def apart(*arrays):
-        return jax.tree.map(barrier, kernel(*map(barrier, arrays)))
-
-    return apart
-
-
 def _axes(array) -> frozenset:
     return jax.typeof(array).manual_axis_type.varying

@@ -9,11 +9,9 @@ for machines without GPUs: it shows that all of it runs, and its times mean noth
 """
 
 import argparse
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +27,7 @@ from benchmarks.decodes import BLOCK_SIZE, LAYERS, layers_of, random_cache, shuf
 from benchmarks.enqueued import CALLS, seconds_a_call
 from benchmarks.machine import caption, machine, write
 from benchmarks.models import SHAPES, spread_params
+from benchmarks.steps import median_of_runs
 from pagedattn import AttentionSpec, append_tokens, merge_across, paged_attention
 from pagedattn.ragged import cdiv
 
@@ -96,14 +95,9 @@ def by_xla(mesh: Mesh, model: Llama, num_seqs: int, length: int) -> float:
 
 def a_token(mesh: Mesh, model: Decoder, params: dict, num_seqs: int, length: int) -> float:
     state = state_after(mesh, model, params, num_seqs, length, max_new_tokens=(RUNS + 2) * STEPS)
-    run = partial(decode_loop, params, model, attend=OverHeads(mesh))
-    state = jax.block_until_ready(run(state, None, STEPS))
-    times = []
-    for _ in range(RUNS):
-        begin = time.perf_counter()
-        state = jax.block_until_ready(run(state, None, STEPS))
-        times.append((time.perf_counter() - begin) / STEPS)
-    return median(times)
+    how = {"temperature": None, "max_steps": STEPS, "attend": OverHeads(mesh)}
+    run = partial(decode_loop, params, model, **how)
+    return median_of_runs(run, run(state=state), RUNS)[0] / STEPS
 
 
 def state_after(mesh, model, params, num_seqs, length, max_new_tokens) -> Generation:

@@ -1,8 +1,10 @@
 """A decode loop over a cache that is full already: its time a step, and what it has to read."""
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from statistics import median
 from typing import NamedTuple
 
 import jax
@@ -49,15 +51,24 @@ def seconds_a_step(
 ) -> float:
     """Of `decode_loop` taking the likeliest tokens: the median of some runs of so many steps."""
     state = filled(model, params, lengths, WARM_UP + runs * steps)
-    state = jax.block_until_ready(decode_loop(params, model, state, None, WARM_UP, backend))
-    times = []
-    for _ in range(runs):
-        start = time.perf_counter()
-        state = jax.block_until_ready(decode_loop(params, model, state, None, steps, backend))
-        times.append((time.perf_counter() - start) / steps)
+    state = decode_loop(params, model, state, None, WARM_UP, backend)
+    run = partial(decode_loop, params, model, temperature=None, max_steps=steps, backend=backend)
+    seconds, state = median_of_runs(run, state, runs)
     if not bool(state.lengths.sum() == state.ends.sum()):
         raise RuntimeError("a sequence ended early, so that steps were not of the whole batch")
-    return sorted(times)[runs // 2]
+    return seconds / steps
+
+
+def median_of_runs(
+    run: Callable[..., Generation], state: Generation, runs: int
+) -> tuple[float, Generation]:
+    """Seconds of `run(state=state)`, which goes on from one run to the next, and the last state."""
+    times, state = [], jax.block_until_ready(state)
+    for _ in range(runs):
+        start = time.perf_counter()
+        state = jax.block_until_ready(run(state=state))
+        times.append(time.perf_counter() - start)
+    return median(times), state
 
 
 class Needs(NamedTuple):

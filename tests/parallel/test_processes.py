@@ -27,10 +27,9 @@ from tiny import TINY
 HEARTBEAT = 20  # seconds; a busy machine may keep a process from its turn for ten
 LIMIT = 600  # seconds of a test, on a busy machine
 ON_GPUS = jax.default_backend() == "gpu"
-alone = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     jax.device_count() != (2 if ON_GPUS else 1), reason="starts processes by itself, or on two GPUs"
 )
-pytestmark = alone
 
 
 @pytest.fixture(scope="module")

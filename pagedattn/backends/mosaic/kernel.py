@@ -9,9 +9,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ...tracing import traced_apart, unfused
+from ...tracing import traced_apart
 from .compute import compute
 from .cut import Work, cut_tiles
+from .in_place import unfused
 from .jobs import visit_all, whole_tiles
 from .loads import WARPS, load
 from .shape import UNIT, WARPGROUP, Shape
@@ -85,7 +86,8 @@ def attention(shape: Shape, programs: int, query, key, value, tables, work: Work
             approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
         ),
     )
-    kernel = unfused(kernel) if shape.parts else kernel  # semaphores are zeroed, then used in place
+    if shape.parts:
+        kernel = unfused(kernel)  # for its semaphores
     out, lse, *_ = traced_apart(kernel, query, key, value, tables, *work, slopes)
     return out, lse
 

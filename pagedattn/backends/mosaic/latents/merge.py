@@ -12,7 +12,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ....tracing import traced_apart, unfused
+from ....tracing import traced_apart
+from ..in_place import unfused
 from .pieces import Work, last_part_of, piece_at
 from .shape import ROWS, VALUE_DIM, Shape
 
