@@ -55,8 +55,9 @@ def short_program(call: Call, programs: int, rows: int, num_sms: int):
             # Two on each multiprocessor: smaller steps, of which more are under way.
             program = program._replace(keys=64, num_stages=5)
     else:
-        # So few keys that most of the time goes into starting the programs.
-        splits, min_keys = 6 * num_sms // programs, 64
+        # So few keys that most of the time goes into starting the programs: as many as fit into one
+        # wave, which is four a multiprocessor.
+        splits, min_keys = 4 * num_sms // programs, 64
         program = Program(rows, keys=32, num_warps=4, num_stages=3)
     return _in_registers(program, call), splits, min_keys
 

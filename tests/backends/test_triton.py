@@ -131,6 +131,8 @@ def test_searched_tiles_are_enough(tokens):
         ({"max_blocks": 1 << 16}, 16),  # most of the grid would be empty
         ({"num_seqs": 1, "num_tokens": 1, "max_blocks": 8192}, 49),  # three a multiprocessor
         ({"num_seqs": 8, "num_tokens": 8, "max_blocks": 32}, 8),
+        ({"num_seqs": 8, "num_tokens": 8, "max_blocks": 64}, 8),  # one wave, four a multiprocessor
+        ({"num_seqs": 4, "num_tokens": 4, "max_blocks": 128}, 16),
         ({"num_seqs": 16, "num_tokens": 16, "max_blocks": 128}, 1),  # one a multiprocessor
         ({"num_seqs": 1, "num_tokens": 1, "max_blocks": 1}, 1),
         ({"num_seqs": 1, "num_kv_heads": 1, "max_blocks": 1 << 16}, MAX_SPLITS),
