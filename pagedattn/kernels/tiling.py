@@ -68,9 +68,22 @@ def tiling(call: Call, device: Device) -> Tiling:
         tokens=tokens,
         tiles_a_seq=tiles_a_seq,
         num_tiles=num_tiles,
-        splits=max(1, min(splits, MAX_SPLITS, cdiv(call.max_keys, min_keys))),
+        splits=without_empty(
+            min(splits, MAX_SPLITS, cdiv(call.max_keys, min_keys)),
+            cdiv(call.max_keys, program.keys),
+        ),
         min_steps=max(1, min_keys // program.keys),
     )
+
+
+def without_empty(splits: int, steps: int) -> int:
+    """The splits, at most so many, that get steps if each gets as many whole steps as the longest.
+
+    >>> without_empty(33, 128)  # 4 each; the merge of 33 would be one of 64
+    32
+    """
+    splits, steps = max(1, splits), max(1, steps)
+    return cdiv(steps, cdiv(steps, splits))
 
 
 def tile_rows(call: Call, device: Device) -> int:

@@ -133,6 +133,7 @@ def test_searched_tiles_are_enough(tokens):
         ({"num_seqs": 8, "num_tokens": 8, "max_blocks": 32}, 8),
         ({"num_seqs": 8, "num_tokens": 8, "max_blocks": 64}, 8),  # one wave, four a multiprocessor
         ({"num_seqs": 4, "num_tokens": 4, "max_blocks": 128}, 16),
+        ({"num_seqs": 2, "num_tokens": 2, "max_blocks": 256}, 32),  # a 33rd would get no keys
         ({"num_seqs": 16, "num_tokens": 16, "max_blocks": 128}, 1),  # one a multiprocessor
         ({"num_seqs": 1, "num_tokens": 1, "max_blocks": 1}, 1),
         ({"num_seqs": 1, "num_kv_heads": 1, "max_blocks": 1 << 16}, MAX_SPLITS),
@@ -142,6 +143,18 @@ def test_searched_tiles_are_enough(tokens):
 )
 def test_splits(sizes, splits):
     assert tiling(call(**sizes), H200).splits == splits
+
+
+@pytest.mark.parametrize("max_query_len", [1, 8, 64])
+@pytest.mark.parametrize("max_blocks", [1, 2, 33, 94, 128, 500, 8192, 1 << 16])
+@pytest.mark.parametrize("num_seqs", [1, 2, 3, 5, 8, 12, 64, 100])
+def test_of_the_longest_sequence_every_split_has_keys(num_seqs, max_blocks, max_query_len):
+    """Those without any start for nothing, and widen the merge to the next power of two."""
+    sizes = {"num_seqs": num_seqs, "max_blocks": max_blocks, "max_query_len": max_query_len}
+    tiles = tiling(call(num_tokens=num_seqs * max_query_len, **sizes), H200)
+    steps = -(-16 * max_blocks // tiles.program.keys)
+    share = max(-(-steps // tiles.splits), tiles.min_steps)
+    assert (tiles.splits - 1) * share < steps
 
 
 def test_a_new_cache_or_batch_size_does_not_recompile():
