@@ -51,9 +51,9 @@ def seconds_a_step(
 ) -> float:
     """Of `decode_loop` taking the likeliest tokens: the median of some runs of so many steps."""
     state = filled(model, params, lengths, WARM_UP + runs * steps)
-    state = decode_loop(params, model, state, None, WARM_UP, backend)
-    run = partial(decode_loop, params, model, temperature=None, max_steps=steps, backend=backend)
-    seconds, state = median_of_runs(run, state, runs)
+    run = partial(decode_loop, params, model, temperature=None, backend=backend)
+    state = run(state=state, max_steps=WARM_UP)  # called as it is timed, or JAX compiles it again
+    seconds, state = median_of_runs(partial(run, max_steps=steps), state, runs)
     if not bool(state.lengths.sum() == state.ends.sum()):
         raise RuntimeError("a sequence ended early, so that steps were not of the whole batch")
     return seconds / steps

@@ -7,10 +7,11 @@ import jax
 import numpy as np
 import pytest
 from benchmarks import serving as serving_benchmark
-from benchmarks import whole_step
+from benchmarks import steps, whole_step
 from benchmarks.load import Load, Seen
 from benchmarks.models import SHAPES, random_params
 from benchmarks.steps import Needs, filled, needs_of_a_step
+from serving.generation import decode_loop
 from tiny import TINY, tiny_params
 
 SIZES = {
@@ -60,6 +61,19 @@ def test_a_filled_cache_has_the_lengths_asked_for():
     assert int(state.pool.num_free) == 0  # 1 + 2 blocks of 16, the new tokens' included
     for cache in state.caches:
         assert float(jax.numpy.std(cache.key)) == pytest.approx(1, abs=0.2)
+
+
+def test_timed_steps_are_compiled_before(monkeypatch):
+    median_of_runs = steps.median_of_runs
+
+    def watched(run, state, runs):
+        before = decode_loop._cache_size()
+        result = median_of_runs(run, state, runs)
+        assert decode_loop._cache_size() == before
+        return result
+
+    monkeypatch.setattr(steps, "median_of_runs", watched)
+    assert steps.seconds_a_step(TINY, tiny_params(), [9, 20], 2, "xla", runs=2) > 0
 
 
 def test_random_parameters_are_those_of_the_shape():
