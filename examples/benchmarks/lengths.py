@@ -1,4 +1,4 @@
-"""Times decodes whose lengths differ on a CUDA GPU, beside those of equal lengths and a peer.
+"""Times decodes whose lengths differ, or that are few, on a CUDA GPU, beside others and a peer.
 
     export PYTHONPATH=examples:. XLA_PYTHON_CLIENT_PREALLOCATE=false
     python -m benchmarks.lengths [-o docs/results]
@@ -16,7 +16,8 @@ from benchmarks.case import CASES, Case
 from benchmarks.gpu import OURS, PEERS
 from benchmarks.report import Report
 
-SECONDS = 360
+SECONDS = 420
+SOME = (8, 1024), (4, 2048), (2, 4096)
 CONTENDERS = (
     "backend=None, jax.jit",
     "triton, torch graph",
@@ -39,6 +40,7 @@ DIFFERENT = [
     Case("decode 40x4096", [1] * 40, [4096] * 40),
     Case("decode 256x1036", [1] * 256, [1036] * 256),
 ]
+FEW = [Case(f"decode {count}x{length}", [1] * count, [length] * count) for count, length in SOME]
 EQUAL = [case for case in CASES if case.decode and case.block_size == 16]
 
 
@@ -48,7 +50,7 @@ def main() -> None:
     arguments = parser.parse_args()
     report = Report(arguments.out, SECONDS, ours=list(OURS), suffix="_lengths")
     contenders = {name: call for name, call in (OURS | PEERS).items() if name in CONTENDERS}
-    for case in DIFFERENT + EQUAL:
+    for case in DIFFERENT + FEW + EQUAL:
         report.measure(case, contenders)
 
 

@@ -39,8 +39,14 @@ GPU_ROWS = {
     "decode 256 x (512 to 1536)": "decode 256x(512 to 1536)",
     "decode 40 x 4096": "decode 40x4096",
     "decode 256 x 1036": "decode 256x1036",
+    "decode 8 x 1024": "decode 8x1024",
+    "decode 4 x 2048": "decode 4x2048",
+    "decode 2 x 4096": "decode 2x4096",
 }
-IN_MICROSECONDS = "decode 8x512", "verify 64x(8 on 4096)", "mixed 2x4096 + 62x(1 on 4095)"
+IN_MICROSECONDS = (
+    *("decode 8x512", "decode 8x1024", "decode 4x2048", "decode 2x4096"),
+    *("verify 64x(8 on 4096)", "mixed 2x4096 + 62x(1 on 4095)"),
+)
 DENSE = "torch SDPA, dense"
 
 
