@@ -70,3 +70,12 @@ def sizes_of_copies(text: str) -> list[int]:
     """How many elements each array has that XLA copies as it is."""
     copies = re.findall(r"= \(?\w+\[([\d,]*)\][^=]* copy(?:-start)?\(", text)
     return [math.prod(map(int, filter(None, shape.split(",")))) for shape in copies]
+
+
+def kernels_of_loops(text: str) -> list[int]:
+    """How many kernels, copies included, a turn of each `while` loop starts."""
+    computations = dict(
+        re.findall(r"^%([\w.-]+) \([^\n]*\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL)
+    )
+    bodies = (computations[name] for name in re.findall(r" while\(.*body=%([\w.-]+)", text))
+    return [len(re.findall(r" (?:fusion|custom-call|copy)\(", body)) for body in bodies]

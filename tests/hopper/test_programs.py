@@ -4,36 +4,16 @@ What is checked shows only in what XLA has made of a program: which kernels beca
 with the slices around them, and what is copied.
 """
 
-import types
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import pytest
+from h200 import compiled, in_place_within_fusions, mesh_of, sizes_of_copies
 from jax.sharding import PartitionSpec
 
-pytest.importorskip("triton", minversion="3.5")
-if jax.default_backend() == "gpu":
-    pytest.skip("programs run here", allow_module_level=True)
-
-from h200 import (
-    COMPUTE_CAPABILITY,
-    CORES,
-    compiled,
-    in_place_within_fusions,
-    mesh_of,
-    sizes_of_copies,
-)
-
 from pagedattn import AttentionSpec, paged_attention, write_kv
-from pagedattn.backends import mosaic, triton
-from pagedattn.backends.triton import program
 from pagedattn.testing import batch_of, cache_of, random_problem
-
-try:
-    mesh_of(1)
-except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
-    pytest.skip(f"JAX cannot compile for CUDA: {error}", allow_module_level=True)
 
 LAYERS = 3
 FUSING = {"xla_gpu_enable_dynamic_slice_fusion": True}  # JAX's default from 0.11 on
@@ -60,22 +40,6 @@ KINDS = {
     "mosaic, latents": Kind("mosaic", DECODES, LATENT, PartitionSpec()),
 }
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def on_an_h200():
-    """What the backends ask the machine, answered as an H200 would."""
-    device = types.SimpleNamespace(compute_capability=COMPUTE_CAPABILITY, core_count=CORES)
-    caches = mosaic.launch._capability, triton._capability, triton._device, program._capability
-    for cached in caches:
-        cached.cache_clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "devices", lambda *kind: [device])
-        patch.setattr(jax, "default_backend", lambda: "gpu")
-        patch.setattr(program.launcher, "get_compute_capability", lambda _: 90)
-        yield
-    for cached in caches:
-        cached.cache_clear()
 
 
 def arrays_of(kind):
