@@ -7,7 +7,8 @@ from typing import Any
 from .batch import Sequences as Sequences
 from .batch import in_order
 from .call import Call as Call
-from .checks import flag, require, shown
+from .checks import flag, require
+from .facts import shown
 
 # What `around` does for a backend without it, and what the backend must honour for that. Scales are
 # no option of a call, but come with a cache: a backend that does not name them never sees any.

@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Shaped
 
 from . import validate_cache as validate
 from .array_type import ArrayT
-from .checks import count, dtype_of
+from .checks import count
+from .facts import dtype_of
 
 
 @jax.tree_util.register_dataclass

@@ -3,8 +3,9 @@
 from . import registry
 from .backend import Backend
 from .call import Call
-from .checks import require, shown
+from .checks import require
 from .errors import BackendUnavailableError, UnsupportedError
+from .facts import shown
 from .registry import Framework, load
 
 

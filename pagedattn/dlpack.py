@@ -5,8 +5,8 @@ import sys
 
 import jax
 
-from .checks import dtype_name
 from .errors import InvalidInputError
+from .facts import dtype_name
 
 CURE = (
     "give it in contiguous, aligned memory, or make a copy by "

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .checks import dtype_name, is_floating, is_integer, is_traced, of_list
+from .checks import of_list
 from .dlpack import shared
 from .errors import InvalidInputError
+from .facts import dtype_name, is_floating, is_integer, is_traced
 
 Fn = TypeVar("Fn", bound=Callable)
 HOST = 1  # DLPack's device type of the CPU

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Integer
 
-from .checks import int_array, known, of_list, require
+from .checks import int_array, of_list, require
+from .facts import known
 
 INT32 = np.iinfo(np.int32)
 

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from .checks import dtype_name
+from .facts import dtype_name
 from .placement import device_of, strides_of
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import jax
 
-from .checks import is_traced
+from .facts import is_traced
 
 
 def device_of(array) -> str:

@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxtyping import Float, Shaped
 
-from .checks import dtype_of
+from .facts import dtype_of
 from .ragged import as_dtype, namespace, wide_dtype
 
 # The largest value of each dtype; what lies beyond is written as it.

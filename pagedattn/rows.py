@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Integer, Shaped
 
-from .checks import is_traced
 from .errors import UnsupportedError
+from .facts import is_traced
 from .placement import device_of
 from .ragged import in_range, int32, set_at
 from .registry import Framework, can_load, load, order, wrong_device

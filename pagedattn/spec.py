@@ -6,8 +6,9 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from .checks import count, require, shown, whole
+from .checks import count, require, whole
 from .errors import InvalidInputError
+from .facts import shown
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .checks import an_array, describe, is_floating, require
+from .checks import an_array, require
 from .errors import InvalidInputError
+from .facts import describe, is_floating
 from .foreign import takes_any_array
 from .tracing import axes_of
 

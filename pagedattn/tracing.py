@@ -7,7 +7,7 @@ carry of a scan before and after a step, must have the same. With `check_vma=Fal
 import jax
 from jax.extend.core import jaxpr_as_fun
 
-from .checks import is_traced
+from .facts import is_traced
 
 
 def axes_of(arrays) -> frozenset:

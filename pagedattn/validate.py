@@ -5,18 +5,8 @@ are known on the host: traced arrays have none yet, and reading a GPU's would wa
 """
 
 from . import validate_metadata
-from .checks import (
-    an_array,
-    count,
-    describe,
-    flag,
-    int_array,
-    is_floating,
-    known,
-    known_sizes,
-    require,
-    start_locs,
-)
+from .checks import an_array, count, flag, int_array, known_sizes, require, start_locs
+from .facts import describe, is_floating, known
 from .spec import require_spec
 from .validate_cache import dtypes_for, goes_with, kv_cache
 

@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from .checks import MAX_SLOTS, count, integers, is_count, require, shown, static
+from .checks import MAX_SLOTS, count, integers, is_count, require, static
 from .errors import InvalidInputError
+from .facts import shown
 from .ragged import cdiv
 
 

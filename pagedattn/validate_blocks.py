@@ -1,6 +1,7 @@
 """Checks of the arguments of the index arithmetic (`ragged`), which are returned as int32."""
 
-from .checks import MAX_SLOTS, an_array, count, int_array, known, of_list, require, start_locs
+from .checks import MAX_SLOTS, an_array, count, int_array, of_list, require, start_locs
+from .facts import known
 from .integers import int32, int32_array, rising
 
 

@@ -5,7 +5,8 @@ import operator
 import numpy as np
 
 from . import validate_values
-from .checks import MAX_SLOTS, an_array, describe, is_count, is_floating, known, require, shown
+from .checks import MAX_SLOTS, an_array, is_count, require
+from .facts import describe, is_floating, known, shown
 from .quantise import LARGEST, largest
 
 

@@ -3,7 +3,8 @@
 import numpy as np
 
 from .batch import BatchMetadata
-from .checks import ids, int_array, known, known_sizes, require, shown, start_locs
+from .checks import ids, int_array, known_sizes, require, start_locs
+from .facts import known, shown
 from .ragged import cdiv
 from .validate_values import is_static_count
 from .visibility import key_range

@@ -1,6 +1,7 @@
 """Checks of the arrays that an attention call may bring beside query and cache."""
 
-from .checks import an_array, describe, dtype_name, is_floating, known, require
+from .checks import an_array, require
+from .facts import describe, dtype_name, is_floating, known
 
 
 def options(query, *, sinks=None, bias=None) -> None:

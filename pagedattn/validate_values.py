@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from .checks import an_array, describe, is_count, require, shown
+from .checks import an_array, is_count, require
+from .facts import describe, shown
 
 
 def values(cache) -> None:

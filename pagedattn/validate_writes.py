@@ -6,19 +6,8 @@ Shapes and dtypes are always checked, values where they are known on the host.
 import numpy as np
 
 from . import validate_values
-from .checks import (
-    an_array,
-    describe,
-    distinct_slots,
-    ids,
-    int_array,
-    is_floating,
-    is_integer,
-    known,
-    known_sizes,
-    require,
-    shown,
-)
+from .checks import an_array, distinct_slots, ids, int_array, known_sizes, require
+from .facts import describe, is_floating, is_integer, known, shown
 from .validate_cache import dtypes_for, goes_with, kv_cache
 
 

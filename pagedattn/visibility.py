@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Integer, Shaped
 
-from .checks import an_array, count, describe, is_floating, is_integer, require
+from .checks import an_array, count, require
 from .errors import UnsupportedError
+from .facts import describe, is_floating, is_integer
 from .ragged import as_dtype, namespace
 from .spec import AttentionSpec, require_spec, set_options, slopes_of
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Integer
 
 from . import validate_writes as validate
 from .cache import KVCache
-from .checks import is_traced
+from .facts import is_traced
 from .foreign import takes_any_array
 from .quantise import largest, quantised
 from .ragged import PAD_SLOT, in_range, int32

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from pagedattn import InvalidInputError, KVCache, validate_batch, validate_cache
-from pagedattn.checks import count, require, shown
+from pagedattn.checks import count, require
+from pagedattn.facts import shown
 
 from .arrays import require_cache, require_tensors
 

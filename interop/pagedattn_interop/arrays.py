@@ -7,8 +7,9 @@ import jax
 import torch
 
 from pagedattn import InvalidInputError
-from pagedattn.checks import flag, is_traced, shown
+from pagedattn.checks import flag
 from pagedattn.dlpack import held_dtype, shared
+from pagedattn.facts import is_traced, shown
 from pagedattn_torch.arrays import on_device_of, require_strided
 
 

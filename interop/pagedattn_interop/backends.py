@@ -12,7 +12,7 @@ from jaxtyping import Array, Int, Shaped
 from pagedattn import UnsupportedError
 from pagedattn.backend import Backend
 from pagedattn.call import Call
-from pagedattn.checks import is_traced
+from pagedattn.facts import is_traced
 from pagedattn.gradient import with_xla_gradient
 from pagedattn_torch.arrays import without_autocast
 from pagedattn_torch.cache import set_rows_

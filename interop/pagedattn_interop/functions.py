@@ -10,7 +10,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from pagedattn import InvalidInputError
-from pagedattn.checks import shown
+from pagedattn.facts import shown
 
 
 class Form(NamedTuple):

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..checks import MAX_SLOTS, count, ids, known, require
+from ..checks import MAX_SLOTS, count, ids, require
+from ..facts import known
 from ..integers import int32_array
 from ..ragged import cdiv
 

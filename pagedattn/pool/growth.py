@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Integer
 
-from ..checks import an_array, known
+from ..checks import an_array
 from ..errors import InvalidInputError, OutOfBlocksError
+from ..facts import known
 from ..ragged import add_at, cdiv
 from . import checks as validate
 from .block_pool import BlockPool

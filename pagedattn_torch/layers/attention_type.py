@@ -3,7 +3,7 @@
 from enum import Enum, StrEnum
 
 from pagedattn import InvalidInputError
-from pagedattn.checks import shown
+from pagedattn.facts import shown
 
 
 class AttentionType(StrEnum):

@@ -8,7 +8,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from pagedattn import InvalidInputError, KVCache, validate_writes
-from pagedattn.checks import int_array, is_traced, require, shown
+from pagedattn.checks import int_array, require
+from pagedattn.facts import is_traced, shown
 
 from ..arrays import tensor
 from ..cache import copy_blocks_, swap_blocks_

@@ -7,7 +7,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pagedattn import AttentionSpec
-from pagedattn.checks import known, require, shown
+from pagedattn.checks import require
+from pagedattn.facts import known, shown
 
 from .attention_type import AttentionType
 

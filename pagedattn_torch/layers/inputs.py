@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from pagedattn import InvalidInputError, KVCache, UnsupportedError
-from pagedattn.checks import require, shown
+from pagedattn.checks import require
+from pagedattn.facts import shown
 
 from ..arrays import require_no_grad, require_strided, require_tensors
 from .attention_type import AttentionType

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from pagedattn import BatchMetadata, InvalidInputError, KVCache, validate_writes
-from pagedattn.checks import known, require
+from pagedattn.checks import require
+from pagedattn.facts import known
 from pagedattn.packed import packed_cache
 
 from ..arrays import tensor

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from pagedattn import InvalidInputError, KVCache, UnsupportedError
-from pagedattn.checks import require, shown, whole
+from pagedattn.checks import require, whole
+from pagedattn.facts import shown
 from pagedattn.quantise import largest, quantised
 
 DTYPES = {

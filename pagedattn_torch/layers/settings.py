@@ -6,7 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from pagedattn import AttentionSpec
-from pagedattn.checks import is_count, require, shown
+from pagedattn.checks import is_count, require
+from pagedattn.facts import shown
 
 from ..arrays import tensor
 from .attention_type import AttentionType

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from pagedattn import BatchMetadata, InvalidInputError
-from pagedattn.checks import known
+from pagedattn.facts import known
 from pagedattn.ragged import cdiv, sequence_ids
 
 

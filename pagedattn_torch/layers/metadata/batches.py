@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from pagedattn import BatchMetadata, InvalidInputError, make_batch, validate_batch
-from pagedattn.checks import known, require
+from pagedattn.checks import require
+from pagedattn.facts import known
 from pagedattn.make_batch import Lengths
 from pagedattn.packed import packed_batch
 from pagedattn.ragged import token_positions

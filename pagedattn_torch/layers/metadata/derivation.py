@@ -2,7 +2,8 @@
 
 import torch
 
-from pagedattn.checks import flag, is_count, known, require, shown
+from pagedattn.checks import flag, is_count, require
+from pagedattn.facts import known, shown
 
 from ...arrays import tensor
 from .. import biases

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from pagedattn import InvalidInputError, validate_batch
-from pagedattn.checks import int_array, known, require
+from pagedattn.checks import int_array, require
+from pagedattn.facts import known
 
 from ...arrays import rising
 
