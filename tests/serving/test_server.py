@@ -1,5 +1,6 @@
 """The server over real sockets: hostile clients, full queues, failing engines, ends."""
 
+import asyncio
 import concurrent.futures
 import json
 import socket
@@ -8,6 +9,8 @@ import threading
 import httpx
 import pytest
 from http_server import ECHO, SECONDS, EchoEngine, ask, begin, eventually, rest_of, serving
+from serving.server.refusal import Refusal
+from serving.server.thread import EngineThread
 
 
 @pytest.fixture
@@ -97,6 +100,8 @@ def test_long_bodies_and_prompts_are_refused(echo):
     assert ask(echo.url, "a" * (1 << 20)).status_code == 413
     error = ask(echo.url, "a" * 30_000).json()["error"]
     assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+    # It would fit before one answer, and the client is told what takes the room.
+    assert "fit before 8 answers" in ask(echo.url, "a" * 3000, n=8).json()["error"]["message"]
     # Without a Content-Length the server counts what comes.
     chunks = (b" " * 65536 for _ in range(40))
     assert httpx.post(f"{echo.url}/v1/completions", content=chunks).status_code == 413
@@ -205,6 +210,16 @@ def test_when_the_engine_fails_amid_an_answer_the_error_is_the_last_event(echo, 
     assert "DONE" not in answer
     last = answer.rstrip("\r\n0").rsplit("data: ", 1)[1].split("\n")[0]
     assert json.loads(last)["error"]["code"] == "engine_failed"
+
+
+def test_a_reason_keeps_nothing_of_the_requests_that_it_refuses():
+    """Their prompts would stay in the frames of its traceback."""
+    thread = EngineThread(EchoEngine(), max_requests=1)
+    thread.drain()
+    with pytest.raises(Refusal):
+        asyncio.run(thread.open([]))
+    assert thread.problem is not None
+    assert thread.problem.__traceback__ is None
 
 
 def test_what_the_engine_refuses_is_one_requests_error(echo):

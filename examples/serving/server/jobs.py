@@ -144,7 +144,8 @@ def _room(served: Served, asked: Asked, prompt: tuple[int, ...]) -> int:
     room = most - len(prompt)
     if room < 1:
         blamed = "messages" if asked.messages else "prompt"
-        text = f"{len(prompt)} tokens; at most {most - 1} fit before an answer"
+        answers = "an answer" if asked.n == 1 else f"{asked.n} answers"
+        text = f"{len(prompt)} tokens; at most {most - 1} fit before {answers}"
         raise invalid(blamed, text, TOO_LONG)
     if asked.max_tokens is not None and asked.max_tokens > room:
         text = f"{asked.max_tokens} after a prompt of {len(prompt)} tokens; {most} fit together"

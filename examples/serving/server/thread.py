@@ -40,7 +40,7 @@ class EngineThread:
 
     async def open(self, requests: Sequence[Request]) -> list[QueueTicket]:
         if self.problem:
-            raise self.problem
+            raise replace(self.problem)  # an exception that is raised again keeps all its frames
         if len(self.tickets) + len(requests) > self.max_requests:
             raise refusal.busy(self.max_requests)
         return [self._submit(replace(request, id=next(self._ids))) for request in requests]
