@@ -90,6 +90,14 @@ def test_junk_is_read_or_refused(name, data):
         hash((asked.prompts, asked.stop))
 
 
+@pytest.mark.parametrize("name", READERS)
+def test_null_stands_for_what_is_not_given_among_the_streams_options_too(name):
+    read, body = READERS[name]
+    streamed = read(body | {"stream": True})
+    for option in ("include_usage", "include_obfuscation", "of another server"):
+        assert read(body | {"stream": True, "stream_options": {option: None}}) == streamed
+
+
 @given(WORDS.map(lambda word: f"no {word}"))
 def test_a_name_that_nobody_knows_is_told_as_text(name):
     message = {**CHAT["messages"][0], name: 1}

@@ -131,11 +131,12 @@ def _stops(name: str, value: Any) -> tuple[str, ...]:
 def _stream_options(name: str, value: Any) -> bool:
     if not isinstance(value, dict):
         raise invalid(name, f"expected an object, got {kind(value)}")
-    for key in value.keys() - {"include_usage", "include_obfuscation"}:
+    given = {key: option for key, option in value.items() if option is not None}
+    for key in given.keys() - {"include_usage", "include_obfuscation"}:
         raise invalid(f"{name}.{key[:80]}", "no option has this name", "unknown_parameter")
-    if value.get("include_obfuscation"):
+    if given.get("include_obfuscation"):
         raise invalid(f"{name}.include_obfuscation", "not done here", "unsupported_parameter")
-    return flag(f"{name}.include_usage", value.get("include_usage", False))
+    return flag(f"{name}.include_usage", given.get("include_usage", False))
 
 
 def _prompts(name: str, value: Any) -> tuple:
