@@ -11,7 +11,7 @@ import argparse
 import socket
 import sys
 
-from serving.server.arguments import limits_of, make_parser, number_from, port_number
+from serving.server.arguments import limits_of, make_parser, number_from, port_number, seconds
 from serving.server.launch import load, local_app, ready_engine, run
 from serving.server.thread import EngineThread
 
@@ -23,7 +23,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--port", type=port_number, default=8000, help="0 takes any free one")
     parser.add_argument("--backend", help="default: the first that fits each call")
     parser.add_argument("--max-requests", type=number_from(1), default=64, help="that run or wait")
-    parser.add_argument("--drain", type=float, default=30, help="seconds to end in, upon SIGTERM")
+    parser.add_argument("--drain", type=seconds, default=30, help="to end in, upon SIGTERM")
     return parser.parse_args()
 
 

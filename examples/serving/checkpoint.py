@@ -96,7 +96,9 @@ def params_of(model: Decoder, tensors: dict) -> dict:
     outer, layers = names_of(model)
     tensors = {name: t for name, t in tensors.items() if not name.startswith(model.other_layers)}
     _require_exactly(tensors, {name for names in (outer, *layers) for name in _flat(names)})
-    return _tree(tensors, outer) | {"layers": [_tree(tensors, names) for names in layers]}
+    params = _tree(tensors, outer) | {"layers": [_tree(tensors, names) for names in layers]}
+    _require_vocabulary(model, params)
+    return params
 
 
 def tensors_of(model: Decoder, params: dict) -> dict:
@@ -150,6 +152,16 @@ def _require_file(path: Path) -> None:
             f"expected a checkpoint's folder, with {CONFIG} and {WHOLE} in it, but there is no "
             f"{path}: `hf download NAME --local-dir {path.parent}` brings one"
         )
+
+
+def _require_vocabulary(model: Decoder, params: dict) -> None:
+    """A row for each token: of one beyond the end, JAX would read the last row."""
+    for name in ("embedding", "lm_head"):
+        if name in params and len(params[name]) != model.vocab_size:
+            raise InvalidInputError(
+                f"expected vocab_size={model.vocab_size} rows in {model.outer_names()[name]}, got "
+                f"{len(params[name])}: {CONFIG} is not this checkpoint's"
+            )
 
 
 def _require_exactly(tensors: dict, expected: set[str]) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ import serve
 from http_server import check_a_stream_outlives_sigterm
 from serving.checkpoint import save_checkpoint
 from serving.initial import init_params
+from serving.server import launch
 from tiny import TINY, saved_tiny
 
 COMMAND = [sys.executable, serve.__file__]
@@ -26,6 +28,7 @@ def folder(tmp_path_factory):
 def said(monkeypatch, *args):
     """What the command says when it refuses."""
     monkeypatch.setattr(sys, "argv", ["serve.py", "--port", "0", *map(str, args)])
+    monkeypatch.setattr(serve, "run", lambda *_: None)  # a test is to fail, not to serve
     with pytest.raises(SystemExit) as ended:
         serve.main()
     text = ended.value.code
@@ -70,15 +73,44 @@ def test_wrong_limits_are_refused_in_a_line(monkeypatch, folder):
     assert "positions" in said(monkeypatch, folder, "--max-seq-len", "9999")
     assert "nonsense" in said(monkeypatch, folder, "--backend", "nonsense")
     for size in ("--num-blocks", "--block-size", "--max-seq-len", "--max-seqs"):
-        assert f"{size[2:].replace('-', '_')}=-1" in said(monkeypatch, folder, size, "-1")
+        for value in ("-1", "0"):
+            name = size[2:].replace("-", "_")
+            assert f"{name}={value}" in said(monkeypatch, folder, size, value)
+
+
+def test_too_little_memory_is_told_in_a_line(monkeypatch, folder):
+    def engine(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no 400 GB\nBuffers: ...")
+
+    monkeypatch.setattr(launch, "Engine", engine)
+    assert re.search("no 400 GB.*num-blocks", said(monkeypatch, folder))
+
+
+SIZES = ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("resized", [lambda n: n - 1, lambda n: n + 1, lambda n: 2 * n])
+def test_a_config_of_other_sizes_than_the_tensors_is_refused_in_a_line(
+    monkeypatch, tmp_path, folder, name, resized
+):
+    config = json.loads((folder / "config.json").read_text())
+    shutil.copy(folder / "model.safetensors", tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {name: resized(config[name])}))
+    assert re.search("config.json|key must be", said(monkeypatch, tmp_path, *SMALL))
 
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("port", "-1"), ("port", "65536"), ("port", "http"), ("max-requests", "0")],
+    [
+        *[("port", value) for value in ("-1", "65536", "http")],
+        *[("drain", value) for value in ("-1", "inf", "nan", "soon")],
+        ("max-requests", "0"),
+    ],
 )
 def test_wrong_numbers_are_refused_before_anything_is_loaded(monkeypatch, capsys, option, value):
     monkeypatch.setattr(sys, "argv", ["serve.py", f"--{option}", value])
+    monkeypatch.setattr(serve, "serve", lambda *_: None)
     with pytest.raises(SystemExit):
         serve.main()
     assert re.search(f"argument --{option}: .*{value}", capsys.readouterr().err)

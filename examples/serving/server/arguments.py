@@ -42,8 +42,17 @@ def number_from(least: int, most: float = math.inf) -> Callable[[str], int]:
 port_number = number_from(0, 65535)
 
 
+def seconds(text: str) -> float:
+    """Reads an argument that is a time, none or some but not for ever."""
+    if not 0 <= (number := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"expected seconds from 0 up, got {text}")
+    return number
+
+
 def limits_of(args: argparse.Namespace, model: Decoder) -> Limits:
     """Raises ValueError for sizes that do not fit each other."""
-    longest = args.max_seq_len or min(model.max_position_embeddings, 4096)
+    longest = args.max_seq_len
+    if longest is None:
+        longest = min(model.max_position_embeddings, 4096)
     step = {"token_budget": max(64, 2 * args.max_seqs), "max_query_len": 64}
     return Limits(args.num_blocks, args.block_size, longest, args.max_seqs, **step)

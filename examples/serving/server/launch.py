@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+import jax
 import jax.numpy as jnp
 import uvicorn
 from safetensors import SafetensorError
 from starlette.applications import Starlette
 
 from pagedattn import InvalidInputError
-from serving.checkpoint import load_checkpoint
+from serving.checkpoint import CONFIG, load_checkpoint
 from serving.decoder import Decoder
 from serving.engine import Engine
 from serving.fused import fused
@@ -49,7 +50,7 @@ def load(directory: Path, name: str | None = None, dtype: str = "float32") -> Lo
     """Raises InvalidInputError, with what is wrong with the folder."""
     try:
         model, params = load_checkpoint(directory, jnp.dtype(dtype))
-        text = load_text(directory, model.vocab_size)
+        params, text = fused(params), load_text(directory, model.vocab_size)
     except InvalidInputError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, OSError, SafetensorError) as error:
@@ -57,21 +58,40 @@ def load(directory: Path, name: str | None = None, dtype: str = "float32") -> Lo
         raise InvalidInputError(
             f"{directory} is no checkpoint that is read here: {text}"
         ) from error
-    return Loaded(name or directory.resolve().name, model, fused(params), text)
+    return Loaded(name or directory.resolve().name, model, params, text)
 
 
 def ready_engine(loaded: Loaded, limits: Limits, backend: str | None = None) -> Engine:
     """An engine that has compiled its programs: the first client is not to wait for that.
 
-    Raises ValueError if the model is not for these limits, or the backend not for the model.
+    Raises ValueError if the model is not for these limits, the backend not for the model, the
+    tensors not for the config, or all of it too large for the device.
     """
-    engine = Engine(loaded.params, loaded.model, limits, backend)
+    try:
+        engine = Engine(loaded.params, loaded.model, limits, backend)
+        _warm_up(engine)
+    except TypeError as error:  # JAX's, for arrays that do not fit each other
+        raise InvalidInputError(
+            f"expected tensors of the shapes that {CONFIG} says, got others: {_first_line(error)}"
+        ) from error
+    except jax.errors.JaxRuntimeError as error:
+        raise InvalidInputError(
+            f"the device does not run this model with these limits ({_first_line(error)}); fewer "
+            "--num-blocks need less memory"
+        ) from error
+    return engine
+
+
+def _warm_up(engine: Engine) -> None:
     for prompt in ((0,), (0, 0)):
         engine.submit(Request(0, prompt, 1, Sampling(1.0, top_k=1, logprobs=0)))
         while not engine.idle:
             engine.step()
     engine.completions.clear()
-    return engine
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def local_app(served: Served, thread: EngineThread, max_body: int = MAX_BODY) -> Starlette:
