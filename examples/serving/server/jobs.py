@@ -142,13 +142,14 @@ def _room(served: Served, asked: Asked, prompt: tuple[int, ...]) -> int:
     """How many tokens to generate at most."""
     most = served.longest(asked.n)
     room = most - len(prompt)
+    shared = "" if asked.n == 1 else f" with n={asked.n}"
     if room < 1:
         blamed = "messages" if asked.messages else "prompt"
-        answers = "an answer" if asked.n == 1 else f"{asked.n} answers"
-        text = f"{len(prompt)} tokens; at most {most - 1} fit before {answers}"
+        text = f"{len(prompt)} tokens; at most {most - 1} fit before an answer{shared}"
         raise invalid(blamed, text, TOO_LONG)
     if asked.max_tokens is not None and asked.max_tokens > room:
-        text = f"{asked.max_tokens} after a prompt of {len(prompt)} tokens; {most} fit together"
+        after = f"{asked.max_tokens} after a prompt of {len(prompt)} tokens"
+        text = f"{after}; {most} fit together{shared}"
         raise invalid("max_tokens", text, TOO_LONG)
     return asked.max_tokens or room
 
