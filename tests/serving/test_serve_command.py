@@ -6,8 +6,10 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import pytest
 import serve
 from http_server import check_a_stream_outlives_sigterm
@@ -84,6 +86,14 @@ def test_too_little_memory_is_told_in_a_line(monkeypatch, folder):
 
     monkeypatch.setattr(launch, "Engine", engine)
     assert re.search("no 400 GB.*num-blocks", said(monkeypatch, folder))
+
+
+def test_a_model_of_nan_is_refused_in_a_line(monkeypatch, tmp_path):
+    model = replace(TINY, vocab_size=256)
+    with jax.ensure_compile_time_eval():
+        params = init_params(model, jax.random.key(0))
+        save_checkpoint(tmp_path, model, jax.tree.map(lambda tensor: tensor * jnp.nan, params))
+    assert "computes NaN" in said(monkeypatch, tmp_path, *SMALL)
 
 
 SIZES = ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ def ready_engine(loaded: Loaded, limits: Limits, backend: str | None = None) -> 
     """An engine that has compiled its programs: the first client is not to wait for that.
 
     Raises ValueError if the model is not for these limits, the backend not for the model, the
-    tensors not for the config, or all of it too large for the device.
+    tensors not for the config or not numbers, or all of it too large for the device.
     """
     try:
         engine = Engine(loaded.params, loaded.model, limits, backend)
@@ -84,10 +85,16 @@ def ready_engine(loaded: Loaded, limits: Limits, backend: str | None = None) -> 
 
 def _warm_up(engine: Engine) -> None:
     for prompt in ((0,), (0, 0)):
-        engine.submit(Request(0, prompt, 1, Sampling(1.0, top_k=1, logprobs=0)))
-        while not engine.idle:
-            engine.step()
+        asked = Request(0, prompt, 1, Sampling(1.0, top_k=1, logprobs=0))
+        for token in engine.stream([asked]):
+            _require_number(token.logprob)
     engine.completions.clear()
+
+
+def _require_number(logprob: float | None) -> None:
+    """A model of NaN would answer every request, always with token 0."""
+    if math.isnan(logprob or 0):
+        raise InvalidInputError("the model computes NaN: expected numbers in all of its tensors")
 
 
 def _first_line(error: Exception) -> str:
