@@ -27,7 +27,7 @@ class AttentionSpec:
       causal: whether a token sees only itself and earlier tokens.
       sliding_window: number of visible keys, the token itself included; symmetric when not
         causal; None is no window.
-      logits_soft_cap: bound of the scaled logits (Gemma 2); None is no cap.
+      logits_soft_cap: bound of the scaled logits (Gemma 2), from 1e-30 to 1e30; None is no cap.
       alibi_slopes: one float per query head, of any sign (Press et al., 2022); None is no ALiBi.
 
     Raises:
@@ -78,7 +78,10 @@ def _family(power: int) -> tuple[float, ...]:
 
 def _finite(name, value) -> float:
     number = _number(value)
-    require(math.isfinite(number), f"{name} must be a finite number, got {shown(value)}")
+    require(
+        abs(number) <= _LARGEST,
+        f"{name} must be a finite number that float32 holds, got {shown(value)}",
+    )
     return number
 
 
@@ -97,9 +100,12 @@ def _flag(name, value) -> bool:
     return bool(value)
 
 
-def _positive(name, value) -> float:
+def _cap(name, value) -> float:
     number = _finite(name, value)
-    require(number > 0, f"{name} must be above 0, got {shown(value)}; None turns it off")
+    require(
+        1e-30 <= number <= 1e30,  # float32 holds the logits divided by it
+        f"{name} must be above 0, from 1e-30 to 1e30, got {shown(value)}; None turns it off",
+    )
     return number
 
 
@@ -123,6 +129,7 @@ def slopes_of(name, value) -> tuple[float, ...]:
     return tuple(_finite(f"each of {name}", slope) for slope in slopes)
 
 
+_LARGEST = float(np.finfo(np.float32).max)
 # A wider window hides nothing, since no sequence is longer; position + window stays in int32.
 _LONGEST = 1 << 30
 
@@ -130,7 +137,7 @@ _LONGEST = 1 << 30
 _CONVERSIONS = {
     "scale": _finite,
     "sliding_window": _window,
-    "logits_soft_cap": _positive,
+    "logits_soft_cap": _cap,
     "alibi_slopes": slopes_of,
 }
 

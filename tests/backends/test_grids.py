@@ -68,6 +68,8 @@ GRIDS = {
     "decode, f16, nine heads": Grid(DECODE, (9, 3), 96, 128, F16),
     "decode, cap": Grid(DECODE, (8, 2), 96, 128, BF16, {"logits_soft_cap": 50.0}),
     "decode, alibi": Grid(DECODE, (4, 4), 96, 128, BF16, {"alibi_slopes": alibi_slopes(4)}),
+    "least cap": Grid([(1, 40), (3, 9)], (4, 2), 24, 16, F32, {"logits_soft_cap": 1e-30}),
+    "largest cap": Grid([(1, 40), (3, 9)], (4, 2), 24, 16, F32, {"logits_soft_cap": 1e30}),
     "prefill": Grid(PREFILL, (2, 1), 128, 128, BF16),
     "mixed": Grid(MIXED, (2, 2), 96, 128, F32, {"sliding_window": 256}),
     "mixed, nine heads": Grid(SHORT_MIXED, (9, 3), 128, 96, BF16),

@@ -170,6 +170,13 @@ def test_refusals(bad, named):
     assert named in refusals(**bad)[0]
 
 
+def test_refuses_caps_that_its_tanh_is_too_coarse_for():
+    cache, batch = init_kv_cache(4, 16, 2, 128), make_batch([3], [0], [[1]], block_size=16)
+    query, spec = jnp.zeros((3, 4, 128), jnp.bfloat16), AttentionSpec(logits_soft_cap=1e6)
+    (reason,) = launch._unsupported_cap(call_of(query, cache, batch, spec))
+    assert "logits_soft_cap" in reason
+
+
 @pytest.mark.usefixtures("on_cpu")
 def test_refuses_other_devices():
     cache, batch = init_kv_cache(4, 16, 2, 128), make_batch([3], [0], [[1]], block_size=16)

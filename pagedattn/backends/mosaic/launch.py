@@ -18,6 +18,7 @@ HONOURS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes", "return_lse"}
 )
 DTYPES = ("bfloat16", "float16")
+LARGEST_CAP = 1e4  # capped logits are right to eps times the cap
 LONG = 128  # query tokens of the longest sequence, from which it is ahead
 SHORT = 8  # query tokens from which it is ahead in large batches: of so many sequences and keys
 MANY_SEQS = 64
@@ -31,7 +32,7 @@ MEASURED_HEAD_DIM = 128
 
 def refusals(call: Call) -> list[str]:
     """Why the kernel cannot run a call; empty when it can."""
-    return _unsupported_sizes(call) + unsupported_device()
+    return _unsupported_sizes(call) + _unsupported_cap(call) + unsupported_device()
 
 
 def unfit(call: Call) -> list[str]:
@@ -70,6 +71,13 @@ def _unsupported_sizes(call) -> list[str]:
             f"block_size must be 8, 16, 32 or a multiple of {keys}, got {call.block_size}"
         )
     return reasons
+
+
+def _unsupported_cap(call) -> list[str]:
+    cap = call.spec.logits_soft_cap
+    if cap is not None and cap > LARGEST_CAP:
+        return [f"logits_soft_cap must be at most {LARGEST_CAP:.0f}, got {cap}"]
+    return []
 
 
 def unsupported_device() -> list[str]:
