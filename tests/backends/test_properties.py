@@ -468,6 +468,22 @@ def test_identical_values_average_to_themselves(backend, dtype, seed):
     np.testing.assert_allclose(out.astype(np.float64)[seen], 1, atol=allowed)
 
 
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("name", SPECS)
+def test_float64_is_right_or_refused(backend, name):
+    """Over enough keys for vectors: torch misread float32 masks beside 16 keys and more."""
+    problem = random_problem([1, 1, 7, 40], [3, 40, 33, 50], SPECS[name], dtype=np.float64)
+    with jax.enable_x64(True):
+        query, cache, batch = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
+        assert query.dtype == cache.dtype == np.float64
+        try:
+            out = paged_attention(query, cache, batch, problem.spec, backend=backend)
+        except UnsupportedError as error:
+            assert "float64" in str(error)
+        else:
+            assert_attention_close(out, None, problem, name=backend)
+
+
 @pytest.mark.parametrize("size", [50.0, 300.0])
 def test_large_logits_do_not_overflow(backend, size):
     problem = mixed(AttentionSpec(scale=size))
