@@ -49,8 +49,9 @@ Bias = Float[Tensor, "num_tokens heads max_keys"]
 class Step:
     """What the layers of one step share, made by `prepare` and held by the caller.
 
-    It is made of the batch's values at that time: prepare another one for the next step. Nor can it
-    be copied or pickled, since a plan may hold addresses of memory.
+    It is made of the batch's values at that time, and may read its arrays again: leave them as they
+    are until the last layer has attended, and prepare another one for the next step. Nor can it be
+    copied or pickled, since a plan may hold addresses of memory.
 
     Fields:
       call: the sizes and options that it was made for.
