@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 from jaxtyping import Array, Float, Int
 
 from pagedattn import AttentionSpec, InvalidInputError, KVCache, init_kv_cache
-from serving.settings import refuse_others, require
+from serving.settings import refuse_others, require, require_kinds
 
 Hidden = Float[Array, "num_tokens hidden_size"]
 Heads = Float[Array, "num_tokens _ head_dim"]  # of queries, or of keys: fewer
@@ -66,9 +66,10 @@ class Decoder:
         raw = {setting: raw[setting] for setting in raw if setting != "quantization_config"}
         raw = cls.read({cls.renamed.get(theirs, theirs): value for theirs, value in raw.items()})
         require(name, raw, cls.required)
-        ours = {field.name for field in fields(cls)}
+        ours = {field.name: field.type for field in fields(cls)}
         refuse_others(name, raw, {*ours, *cls.required, *cls.ignored, "model_type"})
-        values: dict[str, Any] = {name: _hashable(raw[name]) for name in ours & raw.keys()}
+        values: dict[str, Any] = {name: _hashable(raw[name]) for name in ours.keys() & raw.keys()}
+        require_kinds(name, values, ours)
         return cls(**values)
 
     @classmethod

@@ -1,6 +1,8 @@
 """What a `config.json` may say: a family computes it, or it changes nothing, or it is refused."""
 
 from collections.abc import Container, Mapping
+from types import UnionType
+from typing import Any, get_args, get_origin
 
 from pagedattn import InvalidInputError
 
@@ -60,3 +62,25 @@ def refuse_others(family: str, raw: dict, computed: Container[str]) -> None:
             f"{family}: expected settings that are computed here, got {', '.join(unknown)}; those "
             "that no token depends on belong in INERT of settings.py"
         )
+
+
+def require_kinds(family: str, values: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
+    """Refuses values of another type than their setting has; null is left to the family.
+
+    Raises:
+      InvalidInputError: One has another type, as a text in place of a number.
+    """
+    for name, value in values.items():
+        if value is not None and not _is_one(value, kinds[name]):
+            kind = getattr(kinds[name], "__name__", kinds[name])
+            raise InvalidInputError(f"{family}: expected {name} to be {kind}, got {value!r}")
+
+
+def _is_one(value, kind) -> bool:
+    if isinstance(kind, UnionType):
+        return any(_is_one(value, each) for each in get_args(kind))
+    if get_origin(kind) is tuple:  # tuple[int, ...]
+        return isinstance(value, tuple) and all(_is_one(each, get_args(kind)[0]) for each in value)
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, int | float if kind is float else kind)

@@ -70,6 +70,11 @@ def test_checkpoint_has_hugging_face_names_and_layouts(tmp_path, params):
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "RoPE"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps to be float, got '1e-6'"),
+        ({"hidden_size": 24.0}, "hidden_size to be int"),
+        ({"vocab_size": True}, "vocab_size"),
+        ({"eos_token_id": [1, "</s>"]}, "eos_token_id"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "factor to be float"),
     ],
 )
 def test_config_of_another_model_is_rejected(tmp_path, params, change, message):

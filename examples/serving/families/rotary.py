@@ -1,13 +1,14 @@
 """Rotary position embedding, and its scalings for longer contexts."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pagedattn import InvalidInputError
+from serving.settings import require_kinds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,11 +134,13 @@ def read_scaling(kind: str, values: dict) -> Scaling | None:
             f"RoPE of type {kind!r} is not implemented: extend SCALINGS in rotary.py"
         )
     try:
-        return SCALINGS[kind](**values)
+        scaling = SCALINGS[kind](**values)
     except TypeError as error:
         raise InvalidInputError(
             f"RoPE of type {kind!r} does not have the fields of {values}"
         ) from error
+    require_kinds(kind, values, {field.name: field.type for field in fields(scaling)})
+    return scaling
 
 
 def paired_apart(x: Float[Array, "*tokens head_dim"]) -> Float[Array, "*tokens head_dim"]:
