@@ -71,16 +71,16 @@ def require_kinds(family: str, values: Mapping[str, Any], kinds: Mapping[str, An
       InvalidInputError: One has another type, as a text in place of a number.
     """
     for name, value in values.items():
-        if value is not None and not _is_one(value, kinds[name]):
+        if value is not None and not _is_of(value, kinds[name]):
             kind = getattr(kinds[name], "__name__", kinds[name])
             raise InvalidInputError(f"{family}: expected {name} to be {kind}, got {value!r}")
 
 
-def _is_one(value, kind) -> bool:
+def _is_of(value, kind) -> bool:
     if isinstance(kind, UnionType):
-        return any(_is_one(value, each) for each in get_args(kind))
+        return any(_is_of(value, each) for each in get_args(kind))
     if get_origin(kind) is tuple:  # tuple[int, ...]
-        return isinstance(value, tuple) and all(_is_one(each, get_args(kind)[0]) for each in value)
+        return isinstance(value, tuple) and all(_is_of(each, get_args(kind)[0]) for each in value)
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, int | float if kind is float else kind)

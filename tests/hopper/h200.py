@@ -58,11 +58,16 @@ def compiled(program, *arrays, num_devices=1, donate=(), options=None):
     return traced.lower().compile(options)
 
 
+def computations_of(text: str) -> dict[str, str]:
+    """The lines of each computation of a program, by its name."""
+    return dict(re.findall(r"^%([\w.-]+) \([^\n]*\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL))
+
+
 def in_place_within_fusions(text: str) -> list[str]:
     """The calls of kernels that write in place, of those that XLA has made parts of fusions."""
+    computations = computations_of(text)
     fused = set(re.findall(r" fusion\(.*calls=%([\w.-]+)", text))
-    computations = re.findall(r"^%([\w.-]+) \([^\n]*\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL)
-    lines = [line for name, body in computations if name in fused for line in body.splitlines()]
+    lines = [line for name in fused for line in computations[name].splitlines()]
     return [line for line in lines if "custom-call(" in line and "_aliasing=" in line]
 
 
@@ -74,8 +79,6 @@ def sizes_of_copies(text: str) -> list[int]:
 
 def kernels_of_loops(text: str) -> list[int]:
     """How many kernels, copies included, a turn of each `while` loop starts."""
-    computations = dict(
-        re.findall(r"^%([\w.-]+) \([^\n]*\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL)
-    )
+    computations = computations_of(text)
     bodies = (computations[name] for name in re.findall(r" while\(.*body=%([\w.-]+)", text))
     return [len(re.findall(r" (?:fusion|custom-call|copy)\(", body)) for body in bodies]

@@ -3,29 +3,16 @@
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import pytest
+from benchmarks.models import SHAPES, random_params
 from benchmarks.steps import filled
 from h200 import compiled, kernels_of_loops, sizes_of_copies
-from serving.families.llama import Llama
-from serving.fused import fused
 from serving.generation import decode_loop
-from serving.initial import init_params
 
-MODEL = Llama(
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=1,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    max_position_embeddings=131072,
-)
 # Of a layer: four products, attention, its merge where keys are split, and what XLA makes of the
 # norms, residuals, RoPE, writes and the gate.
 SIZES = {
-    "mosaic": ([4096] * 64, 14),  # one sets semaphores to zero
+    "mosaic": ([4096] * 64, 14),  # one of them sets semaphores to zero
     "triton, whole sequences": ([1024] * 256, 13),
     "triton, split keys": ([2048] * 8, 14),
     "one sequence": ([1024], 18),  # XLA takes a row apart further
@@ -34,13 +21,8 @@ SIZES = {
 
 def loop_of(layers: int, lengths: list[int]):
     """The compiled decode loop of a model of so many layers, and its caches."""
-    model = replace(MODEL, num_hidden_layers=layers)
-
-    def params():
-        made = fused(init_params(model, jax.random.key(0)))
-        return jax.tree.map(lambda x: x.astype(jnp.bfloat16), made)
-
-    params = jax.eval_shape(params)
+    model = replace(SHAPES["llama-8b"], num_hidden_layers=layers)
+    params = jax.eval_shape(lambda: random_params(model))
     state = jax.eval_shape(lambda: filled(model, params, lengths, 80))
 
     def run(params, state):

@@ -43,7 +43,7 @@ port_number = number_from(0, 65535)
 
 
 def seconds(text: str) -> float:
-    """Reads an argument that is a time, none or some but not for ever."""
+    """Reads an argument that is a finite number of seconds, 0 or more."""
     if not 0 <= (number := float(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"expected seconds from 0 up, got {text}")
     return number
