@@ -161,4 +161,4 @@ $(DOCS_VENV)/ready: constraints-docs.txt
 
 clean:
 	rm -rf $(VENV) $(IPEX_VENV) $(DOCS_VENV) $(DEMO_VENV) $(SERVE_VENV) $(OLDEST_VENV) \
-		$(NEWEST_VENV) $(SMOKE_VENV) .jax_cache .site dist
+		$(NEWEST_VENV) $(HOPPER_VENV) $(SMOKE_VENV) .jax_cache .site dist

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import jax
 import pytest
+
+pytest.importorskip("safetensors")  # the models read checkpoints
 from benchmarks.models import SHAPES, random_params
 from benchmarks.steps import filled
 from h200 import compiled, kernels_of_loops, sizes_of_copies
