@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from serving.request import Draw, Found, Settings
+from serving.request import NO_TOKEN, Draw, Found, Settings
 
 AllLogits = Float[Array, "rows vocab_size"]
 Ints = Int[Array, " rows"]
@@ -34,7 +34,14 @@ def pick(
     """
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sample), position)
     noise = jax.random.gumbel(key, logits.shape, logits.dtype)
-    return jnp.argmax(logits + temperature * noise).astype(jnp.int32)
+    return unless_nan(logits, jnp.argmax(logits + temperature * noise))
+
+
+def unless_nan(
+    logits: Float[Array, "*rows vocab_size"], tokens: Int[Array, "*rows"]
+) -> Int[Array, "*rows"]:
+    """The tokens; `NO_TOKEN` where a logit is NaN, which argmax takes for the largest."""
+    return jnp.where(jnp.isnan(logits.max(axis=-1)), NO_TOKEN, tokens).astype(jnp.int32)
 
 
 def narrowed(
@@ -47,7 +54,7 @@ def narrowed(
 
     First the `top_k` likeliest stay; then of these the fewest, likeliest first, whose probabilities
     at the temperature come to `top_p` of theirs together. Both times those as likely as the last
-    stay too, and the likeliest always does.
+    stay too, and the likeliest always does. So does NaN.
     """
     order = in_order(logits)
     kept = order >= cut(order, jnp.ones_like(logits), top_k)
@@ -55,7 +62,8 @@ def narrowed(
     shares = jax.nn.softmax(jnp.where(kept, logits / warmth, -jnp.inf))
     # A top_p too small for a float32 is rounded to 0; the likeliest token is kept all the same.
     enough = jnp.minimum(cut(order, shares, top_p * shares.sum()), order.max())
-    return jnp.where(kept & ((order >= enough) | (top_p >= 1)), logits, -jnp.inf)
+    stays = kept & ((order >= enough) | (top_p >= 1)) | jnp.isnan(logits)
+    return jnp.where(stays, logits, -jnp.inf)
 
 
 def cut(
@@ -92,7 +100,7 @@ def likeliest(
 
 @jax.jit
 def greedy_rows(logits: AllLogits) -> Ints:
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return unless_nan(logits, jnp.argmax(logits, axis=-1))
 
 
 @jax.jit

@@ -28,7 +28,17 @@ from serving.memory import Caches, Memory, by_layer, by_pool
 from serving.owners import Holdings, Owners, holdings_of
 from serving.preemption import Preemption, Recompute
 from serving.prefix_cache import PrefixCache
-from serving.request import IN_FLIGHT, NO_ROW, Draw, Found, Group, Request, Sequence, Streamed
+from serving.request import (
+    IN_FLIGHT,
+    NO_ROW,
+    NO_TOKEN,
+    Draw,
+    Found,
+    Group,
+    Request,
+    Sequence,
+    Streamed,
+)
 from serving.scheduler import Plan, Scheduler
 
 
@@ -104,6 +114,7 @@ class Engine:
     """Serves requests: call `stream` with them; or `submit` each, then `step` until `idle`.
 
     `completions` maps the id of a finished request to its completions, one for each sample or beam.
+    A request for which the model computes NaN gets none: its last tokens say so; others go on.
     Raises ValueError for limits beyond the positions that the model knows.
     """
 
@@ -221,9 +232,18 @@ class Engine:
 
     def _read(self, group: Group, found: list[tuple[Sequence, Found]]) -> list[Streamed]:
         """Gives a group what was found; retires it when it is done."""
+        if any(new.token == NO_TOKEN for _, new in found):
+            return self._fail(group)
         request, stop_tokens = group.request, self.model.stop_tokens
         streamed = request.decoding.read(group, found, self.memory, stop_tokens)
         if not group.sequences:
             self.scheduler.retire(group)
             self.completions[request.id] = group.completions()
         return streamed
+
+    def _fail(self, group: Group) -> list[Streamed]:
+        """Ends all that is left of a request."""
+        samples = [sequence.sample for sequence in group.sequences]
+        self.scheduler.retire(group)
+        end = Streamed(group.request.id, NO_TOKEN, final=True, reason="error")
+        return [end._replace(sample=sample) for sample in samples]

@@ -8,7 +8,9 @@ if TYPE_CHECKING:
 
 NO_ROW = -1  # the row of a sequence that is not in the pool
 IN_FLIGHT = -1  # stands for a token that the device chooses, and that the host has not read yet
-Reason = Literal["stop", "length"]  # why a sample ends: at a stop token, or at its full length
+NO_TOKEN = -2  # what is chosen where the model computes NaN
+# Why a sample ends: at a stop token, at its full length, or because the model computes NaN.
+Reason = Literal["stop", "length", "error"]
 Scored = tuple[tuple[int, float], ...]  # tokens and their log-probabilities, the likeliest first
 
 
@@ -101,7 +103,8 @@ class Streamed(NamedTuple):
       token: the token.
       sample: which of the request's samples it belongs to; of beams the best is sample 0.
       final: whether the sample ends with this token.
-      reason: why it does: "stop" if the token is a stop token, else "length"; None if it does not.
+      reason: why it does: "stop" if the token is a stop token, "error" if there is `NO_TOKEN`, else
+        "length"; None if it does not.
       logprob: the natural log of the token's probability under the model's own distribution, before
         temperature, top_k and top_p; None unless `Sampling.logprobs` asks for it.
       top_logprobs: (token, logprob) of the likeliest tokens there, as many as `Sampling.logprobs`

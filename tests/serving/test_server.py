@@ -9,6 +9,7 @@ import threading
 import httpx
 import pytest
 from http_server import ECHO, SECONDS, EchoEngine, ask, begin, eventually, rest_of, serving
+from serving.request import NO_TOKEN, Streamed
 from serving.server.refusal import Refusal
 from serving.server.thread import EngineThread
 
@@ -184,6 +185,28 @@ def test_a_client_that_goes_is_taken_off_the_engine(echo, engine, stream, waits)
     for connection in crowd:
         assert '"completion_tokens":5000' in rest_of(connection)
     assert metric(echo.url, 'pagedattn_requests_total{endpoint="completions",outcome="c') == 1
+
+
+class NanEngine(EchoEngine):
+    """Computes NaN for the third token after a prompt of one."""
+
+    def _tokens(self, group):
+        request, count = group
+        if len(request.prompt) > 1 or count < 2:
+            return super()._tokens(group)
+        group[1] = request.max_new_tokens
+        return [Streamed(request.id, NO_TOKEN, final=True, reason="error")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_of_nan_ends_in_an_error_and_others_are_served(stream, tmp_path):
+    with serving(NanEngine(), tmp_path) as server:
+        answer = ask(server.url, "x", max_tokens=5, stream=stream)
+        assert answer.status_code == (200 if stream else 500)
+        last = answer.text.rstrip().removesuffix("[DONE]").rsplit("data: ", 1)[-1]
+        assert json.loads(last)["error"]["code"] == "model_computed_nan"
+        assert ask(server.url, "xy", max_tokens=5).json()["choices"][0]["text"] == "xyxyx"
+        assert not server.thread.tickets
 
 
 def test_when_the_engine_fails_all_are_told(echo, engine):

@@ -1,13 +1,10 @@
 """A sample's text, logprobs and end from its tokens, as they come."""
 
 from dataclasses import dataclass, field
-from typing import Literal
 
-from serving.request import Streamed
+from serving.request import Reason, Streamed
 from serving.server.detokenise import Detokenizer, Stops
 from serving.server.text import Text
-
-Reason = Literal["stop", "length"]
 
 
 @dataclass

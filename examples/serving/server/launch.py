@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import math
 import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -78,7 +77,7 @@ def ready_engine(loaded: Loaded, limits: Limits, backend: str | None = None) -> 
     except jax.errors.JaxRuntimeError as error:
         raise InvalidInputError(
             f"the device does not run this model with these limits ({_first_line(error)}); fewer "
-            "--num-blocks need less memory"
+            "--num-blocks or --max-seqs need less memory"
         ) from error
     return engine
 
@@ -86,15 +85,12 @@ def ready_engine(loaded: Loaded, limits: Limits, backend: str | None = None) -> 
 def _warm_up(engine: Engine) -> None:
     for prompt in ((0,), (0, 0)):
         asked = Request(0, prompt, 1, Sampling(1.0, top_k=1, logprobs=0))
-        for token in engine.stream([asked]):
-            _require_number(token.logprob)
+        if any(token.reason == "error" for token in engine.stream([asked])):
+            raise InvalidInputError(
+                "the model computes NaN: expected numbers in all of its tensors, and a --dtype "
+                "that holds what it computes"
+            )
     engine.completions.clear()
-
-
-def _require_number(logprob: float | None) -> None:
-    """A model of NaN would answer every request, always with token 0."""
-    if math.isnan(logprob or 0):
-        raise InvalidInputError("the model computes NaN: expected numbers in all of its tensors")
 
 
 def _first_line(error: Exception) -> str:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 BUSY, DRAINING, FAILED = "server_busy", "server_stopping", "engine_failed"
+NAN = "model_computed_nan"
 
 
 @dataclass
@@ -53,3 +54,7 @@ def draining() -> Refusal:
 
 def failed(reason: str) -> Refusal:
     return Refusal(500, f"the engine failed: {reason}", code=FAILED)
+
+
+def nan() -> Refusal:
+    return Refusal(500, "the model computed NaN for this request; others are served", code=NAN)

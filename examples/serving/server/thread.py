@@ -76,7 +76,7 @@ class EngineThread:
     def _deliver(self, tokens: list[Streamed]) -> None:
         for token in tokens:
             if ticket := self.tickets.get(token.request):
-                ticket.queue.put_nowait(token)
+                ticket.queue.put_nowait(refusal.nan() if token.reason == "error" else token)
 
     def _refuse(self, request_id: int, reason: Refusal) -> None:
         if ticket := self.tickets.get(request_id):
