@@ -127,7 +127,8 @@ def slot_mapping(
 ) -> Int[Array, "*tokens"]:
     """The slot `block * block_size + offset` of each position of a sequence: int32.
 
-    -1 where there is none: the sequence id or the position is negative or lies past the table.
+    -1 where there is none: the sequence id or the position is negative or lies past the table, or
+    the table has no block there, but a negative number.
     Block ids are not compared with the size of any cache. A slot beyond int32 is an error outside
     jit, and -1 inside.
 
@@ -147,6 +148,7 @@ def slot_mapping(
     if num_seqs == 0 or max_blocks == 0:
         return jnp.full(known.shape, PAD_SLOT, jnp.int32)
     blocks = block_tables[jnp.where(known, seq_ids, 0), jnp.where(known, columns, 0)]
+    known &= blocks >= 0
     fits = ~known | (blocks <= MAX_SLOTS // block_size - 1)
     validate.fit_int32(blocks, fits, block_size)
     return jnp.where(known & fits, blocks * block_size + positions % block_size, PAD_SLOT)

@@ -67,9 +67,11 @@ def _known_copies(src, dst, num_src, num_dst):
     if src is not None:
         ids("src", src[src != -1], num_src, "blocks", ", or -1 for no copy")
     if dst is not None:
-        dst = dst[dst != -1]
-        ids("dst", dst, num_dst, "blocks", ", or -1 for no copy")
-        require(len(np.unique(dst)) == len(dst), f"dst names a block twice: {dst.tolist()}")
+        ids("dst", dst[dst != -1], num_dst, "blocks", ", or -1 for no copy")
+    if src is not None and dst is not None:
+        written = dst[(src != -1) & (dst != -1)]
+        twice = len(np.unique(written)) < len(written)
+        require(not twice, f"dst names a block twice: {written.tolist()}")
 
 
 def fill(cache, blocks, value) -> None:

@@ -182,6 +182,18 @@ def test_positions_outside_the_table_have_no_slot():
     assert slots.tolist() == [-1, 28, 11, -1, -1]
 
 
+@pytest.mark.parametrize("size", [1, 4])
+def test_entries_without_a_block_have_no_slots(size):
+    """As `release_behind` leaves them."""
+    table = np.array([[-1, 2, -1, 5]])
+    places = np.arange(4 * size)
+    slots = slot_mapping(table, np.zeros_like(places), places, block_size=size)
+    want = np.where(
+        np.repeat(table[0], size) < 0, -1, np.repeat(table[0], size) * size + places % size
+    )
+    assert slots.tolist() == want.tolist()
+
+
 def padded_with_zeros(starts, extra):
     """As engines for TPUs give them: zeros behind the last sequence."""
     return np.concatenate([starts, np.zeros(extra, starts.dtype)])

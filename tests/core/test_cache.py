@@ -166,16 +166,17 @@ def test_writing_a_large_cache_in_place_costs_no_copy():
 
 
 @pytest.mark.parametrize("jit", [False, True])
-@given(pairs=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=6))
+@given(pairs=st.lists(st.tuples(st.integers(-1, 8), st.integers(-1, 8)), max_size=6))
 def test_copy_blocks_reads_before_it_writes(jit, pairs):
-    """Overlapping ids, chains and exchanges: every source is read as it was."""
-    pairs = {dst: src for src, dst in pairs}  # each destination once
-    src, dst = list(pairs.values()), list(pairs)
+    """Overlapping ids, chains and exchanges: every source is read as it was; -1 copies nothing."""
+    copied = {dst: src for src, dst in pairs if -1 not in (src, dst)}  # each destination once
+    unused = [pair for pair in pairs if -1 in pair]
+    src, dst = [*copied.values(), *(s for s, _ in unused)], [*copied, *(d for _, d in unused)]
     cache = random_cache()
     before = as_numpy(cache)
     want = [half.copy() for half in before]
     for half, old in zip(want, before, strict=True):
-        for s, d in zip(src, dst, strict=True):
+        for d, s in copied.items():
             half[d] = old[s]
     call = jax.jit(copy_blocks) if jit else copy_blocks
     got = call(cache, jnp.array(src, jnp.int32), jnp.array(dst, jnp.int32))
