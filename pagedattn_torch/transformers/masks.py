@@ -33,19 +33,15 @@ class Rows:
     window: int | None
 
 
-def rows_of(real: Tensor, q_length: int, causal: bool, window: int | None) -> Rows:
-    """The rows of a batch whose real tokens are marked, bool `[batch, kv_length]`.
-
-    The new tokens are the last `q_length` of each row.
-    """
-    fresh = real[:, real.shape[1] - q_length :]
+def rows_of(queries: Tensor, keys: Tensor, causal: bool, window: int | None) -> Rows:
+    """The rows of a batch whose real tokens are marked, bool `[batch, length]` of both."""
     return Rows(
-        queries=fresh.flatten().nonzero()[:, 0],
-        keys=real.flatten().nonzero()[:, 0],
-        query_starts=_starts(fresh),
-        key_starts=_starts(real),
-        max_query_len=q_length,
-        max_key_len=real.shape[1],
+        queries=queries.flatten().nonzero()[:, 0],
+        keys=keys.flatten().nonzero()[:, 0],
+        query_starts=_starts(queries),
+        key_starts=_starts(keys),
+        max_query_len=queries.shape[1],
+        max_key_len=keys.shape[1],
         causal=causal,
         window=window,
     )
@@ -81,17 +77,20 @@ def mask(
         use_vmap=use_vmap,
         **sizes,
     )
-    if kv_offset + kv_length != int(q_offset) + q_length:
+    real = _real(attention_mask, batch_size, kv_offset, kv_length, device)
+    if _shows_all(shown, real):  # the keys may be an encoder's, and say nothing of the queries
+        return rows_of(real.new_ones(batch_size, q_length), real, False, None)
+    if kv_offset + kv_length != int(q_offset) + q_length or q_length > kv_length:
         raise UnsupportedError(
             f"pagedattn needs a cache that ends with the new tokens, got {kv_length} keys from "
             f"{kv_offset} on and {q_length} queries from {int(q_offset)} on: a static cache has "
             "empty places behind them, use a dynamic one"
         )
-    real = _real(attention_mask, batch_size, kv_offset, kv_length, device)
+    fresh = real[:, kv_length - q_length :]
     for causal in (True, False):
         for window in (None, local_size) if local_size else (None,):
-            if _same(shown, real, q_length, causal, window):
-                return rows_of(real, q_length, causal, window)
+            if _same(shown, real, fresh, AttentionSpec(causal=causal, sliding_window=window)):
+                return rows_of(fresh, real, causal, window)
     raise UnsupportedError(
         "pagedattn has masks of padding, causality and a sliding window alone, and this one shows "
         "something else (packed sequences, chunks, blocks of images, ...): "
@@ -106,13 +105,16 @@ def _real(attention_mask, batch_size: int, offset: int, length: int, device) -> 
     return attention_mask[:, offset : offset + length].to(torch.bool)
 
 
-def _same(shown: Tensor, real: Tensor, q_length: int, causal: bool, window: int | None) -> bool:
+def _shows_all(shown: Tensor, real: Tensor) -> bool:
+    """Whether a mask shows all real keys to every query, as to a decoder's of an encoder's."""
+    return shown.shape[3] == real.shape[1] and bool((shown[:, 0] == real[:, None]).all())
+
+
+def _same(shown: Tensor, real: Tensor, fresh: Tensor, spec: AttentionSpec) -> bool:
     """Whether a mask shows to every real query what causality and a window show of the keys."""
     keys = torch.arange(real.shape[1], device=real.device)
-    spec = AttentionSpec(causal=causal, sliding_window=window)
-    seen = visible_mask(keys[len(keys) - q_length :], keys, spec) & real[:, None]
-    queries = real[:, real.shape[1] - q_length :, None]
-    return bool(((shown[:, 0] & queries) == (seen & queries)).all())
+    seen = visible_mask(keys[len(keys) - fresh.shape[1] :], keys, spec) & real[:, None]
+    return bool(((shown[:, 0] & fresh[:, :, None]) == (seen & fresh[:, :, None])).all())
 
 
 def _starts(real: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ def attend_padded(
 ) -> Tensor:
     """out `[batch, q_length, num_heads, head_dim]` of `[batch, heads, length, head_dim]`.
 
-    Padding is left out before, and stands as zeros in the result.
+    What is no real token is left out before, and stands as zeros in the result.
     """
     if isinstance(mask, Tensor):
         raise UnsupportedError(
@@ -51,8 +51,9 @@ def attend_padded(
 
 
 def _without_padding(query: Tensor, key: Tensor, causal: bool, window: int | None) -> Rows:
-    real = torch.ones(len(key), key.shape[2], dtype=torch.bool, device=key.device)
-    return rows_of(real, query.shape[2], causal, window)
+    new = {"dtype": torch.bool, "device": key.device}
+    queries, keys = (torch.ones(len(x), x.shape[2], **new) for x in (query, key))
+    return rows_of(queries, keys, causal, window)
 
 
 def _packed(heads: Tensor, tokens: Tensor) -> Tensor:

@@ -100,6 +100,61 @@ def test_an_encoder_sees_both_sides():
     torch.testing.assert_close(results[0][real], results[1][real], rtol=0, atol=2e-6)
 
 
+BART = {
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "d_model": 32,
+    "forced_eos_token_id": None,
+}
+
+
+@functools.cache
+def bart():
+    torch.manual_seed(0)
+    return transformers.BartForConditionalGeneration(transformers.BartConfig(**SIZES | BART)).eval()
+
+
+@pytest.mark.parametrize("padding", ["left", "right", "none"])
+@pytest.mark.parametrize("length", [1, 9, 12, 15])  # of the decoder's tokens; the encoder has 12
+@torch.no_grad()
+def test_a_decoder_sees_what_an_encoder_read(length, padding):
+    """Padding of the encoder's tokens says nothing of the decoder's."""
+    shown = {"left": LEFT, "right": LEFT.flip(1), "none": None}[padding]
+    results = []
+    for name in (NAME, "eager"):
+        bart().set_attn_implementation(name)
+        inputs = {"attention_mask": shown, "decoder_input_ids": IDS.repeat(1, 2)[:, :length]}
+        results.append(bart()(IDS, **inputs).logits)
+    torch.testing.assert_close(*results, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(("length", "num_keys"), [(5, 3), (3, 5), (4, 4), (1, 6)])
+def test_without_a_mask_each_query_sees_each_key(length, num_keys):
+    """As Whisper's decoder sees sounds."""
+    module = torch.nn.Module()
+    module.is_causal = False
+    query, key, value = (torch.randn(2, 4, n, 16) for n in (length, num_keys, num_keys))
+    attend = transformers.AttentionInterface()[NAME]
+    out, _ = attend(module, query, key, value, None, is_causal=False)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+    torch.testing.assert_close(out, expected.transpose(1, 2), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_an_encoder_decoder_generates_the_tokens_of_eager(padding):
+    shown = {"left": LEFT, "right": LEFT.flip(1)}[padding]
+    results = []
+    for name in (NAME, "eager"):
+        bart().set_attn_implementation(name)
+        settings = {"max_new_tokens": 16, "do_sample": False, "num_beams": 1}
+        results.append(bart().generate(IDS, attention_mask=shown, **settings))
+    assert torch.equal(*results)
+
+
 def packed_ids():
     return torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])
 
