@@ -5,10 +5,11 @@ the same call. The calling thread works itself, outside the GIL, and threads of 
 in all as `torch.get_num_threads()` says.
 """
 
+import contextlib
 import ctypes
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -162,14 +163,33 @@ def _work(dtypes: tuple[str, str], call: np.ndarray) -> None:
     task = compiled.task(*dtypes).ctypes
     job = compiled.begin().ctypes(call.ctypes.data)
     for _ in range(ctypes.c_int64.from_address(job + offset("threads")).value - 1):
-        _helpers(torch.get_num_threads()).submit(task, job)
+        _invite(functools.partial(task, job))
     task(job)
     compiled.end().ctypes(job)
 
 
+def _invite(work: Callable[[], None]) -> None:
+    """Has a thread of the pool work once, or this one, where no thread is to be had any more.
+
+    That is so after the main thread's end. A pool that cannot start a thread has queued the work
+    all the same, for those that it has: whoever takes it from the list does it.
+    """
+    once = [work]
+
+    def take() -> None:
+        with contextlib.suppress(IndexError):
+            once.pop()()
+
+    try:
+        _helpers().submit(take)
+    except RuntimeError:
+        take()
+
+
 @functools.cache
-def _helpers(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads - 1, "pagedattn")
+def _helpers() -> ThreadPoolExecutor:
+    """Threads are started when needed; how many a call takes, its job says."""
+    return ThreadPoolExecutor(os.cpu_count(), "pagedattn")
 
 
 # The threads of a pool do not live on in a process that was forked.

@@ -229,6 +229,48 @@ if child == 0:
 assert os.waitpid(child, 0)[1] == 0
 """
 
+OUTLIVES = """
+import threading, time
+import torch, pagedattn_torch
+from pagedattn import KVCache
+torch.set_num_threads(2)
+cache = KVCache(torch.ones(2000, 16, 8, 64), torch.ones(2000, 16, 8, 64))
+batch = make_batch([1], [31000], [list(range(2000))], block_size=16)
+def attend():
+    threading.main_thread().join()
+    time.sleep(0.2)  # the interpreter ends its pools of threads
+    out = pagedattn_torch.paged_attention(torch.ones(1, 8, 64), cache, batch, backend="numba")
+    print(torch.allclose(out, torch.ones_like(out)))
+threading.Thread(target=attend).start()
+"""
+
+CALL = """
+import pickle, jax.numpy as jnp
+from jax.experimental import serialize_executable
+from pagedattn import init_kv_cache, make_batch, paged_attention
+def arrays(dtype):
+    batch = make_batch([1], [5], [[1, 2]], block_size=4)
+    return jnp.ones((1, 2, 8), dtype), init_kv_cache(3, 4, 1, 8, dtype), batch
+attend = jax.jit(lambda *arrays: paged_attention(*arrays, backend="numba"))
+"""
+SAVED = """
+compiled = attend.lower(*arrays("bfloat16")).compile()
+pickle.dump(serialize_executable.serialize(compiled), open(FILE, "wb"))
+"""
+LOADED = """
+attend(*arrays("float32"))
+try:
+    saved = serialize_executable.deserialize_and_load(*pickle.load(open(FILE, "rb")))
+    saved(*arrays("bfloat16")).block_until_ready()
+except Exception as error:
+    assert "pagedattn_numba_attention_bfloat16" in str(error), error
+else:
+    raise SystemExit("it ran")
+attend(*arrays("bfloat16"))
+saved = serialize_executable.deserialize_and_load(*pickle.load(open(FILE, "rb")))
+assert (saved(*arrays("bfloat16")) == 0).all()
+"""
+
 
 def in_a_process(code):
     code = "import jax; jax.config.update('jax_platforms', 'cpu')\n" + code
@@ -243,6 +285,38 @@ def test_several_devices():
 
 def test_a_process_that_was_forked():
     in_a_process(USE + FORKED)
+
+
+def test_a_thread_that_outlives_the_main_one():
+    done = subprocess.run(
+        [sys.executable, "-c", USE + OUTLIVES], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == ["True"], done.stderr
+
+
+@pytest.mark.parametrize("prepared", [1, 2, 5])
+@pytest.mark.parametrize("now", [1, 2, 5])
+def test_torch_threads_may_change_after_a_step_was_prepared(prepared, now):
+    torch, layers = pytest.importorskip("torch"), pytest.importorskip("pagedattn_torch")
+    problem = random_problem([1, 3, 1], [3001, 700, 16], SPECS["plain"], **LARGE)
+    query, cache = torch.from_numpy(problem.query), cache_of(problem)
+    cache = KVCache(*map(torch.from_dlpack, cache.planes))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(prepared)
+        step = layers.prepare(query, cache, batch_of(problem), problem.spec, backend="numba")
+        torch.set_num_threads(now)
+        out, _ = step.attend(query, cache)
+    finally:
+        torch.set_num_threads(before)
+    assert_attention_close(out, None, problem)
+
+
+def test_a_loaded_program_runs_once_its_dtypes_have_been_compiled(tmp_path):
+    """Before, it is an error that names what is missing."""
+    file = f"FILE = {str(tmp_path / 'saved')!r}\n"
+    in_a_process(file + CALL + SAVED)
+    in_a_process(file + CALL + LOADED)
 
 
 def test_machine_code_is_kept_on_disk():

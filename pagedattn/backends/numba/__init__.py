@@ -32,7 +32,7 @@ from ...kernels.cpu.call import (
 from ...registry import Framework
 from ...tracing import axes_of, varying
 from .rows import set_rows
-from .targets import ATTENTION, register_kernel
+from .targets import register_attention
 
 
 def plan(call: Call, batch: Sequences) -> Sequences:
@@ -47,7 +47,6 @@ def run(call: Call, query, cache, batch: Sequences, *, bias=None, threads: int |
 @functools.partial(jax.jit, static_argnames=("call", "threads"))
 def _run(call: Call, query, cache, batch, bias, threads):
     """out and lse of a call; every element of both is written by the kernel, or by the partner."""
-    register_kernel(*dtypes_of(call))
     given = _of_long_ones(call, query, cache, batch, bias)
     value = cache.key if cache.value is None else cache.value
     arrays = query.astype(dtype_of(call)), cache.key, value, batch.block_tables, batch.seq_lens
@@ -58,9 +57,8 @@ def _run(call: Call, query, cache, batch, bias, threads):
     if call.return_lse:
         outs.append(jax.ShapeDtypeStruct(call.lse_shape, jnp.float32))
     aliases = {len(arrays) - len(given) + number: number for number in range(len(given))}
-    kernel = jax.ffi.ffi_call(
-        ATTENTION, outs, input_output_aliases=aliases, vmap_method="sequential"
-    )
+    target = register_attention(*dtypes_of(call))
+    kernel = jax.ffi.ffi_call(target, outs, input_output_aliases=aliases, vmap_method="sequential")
     integers = options(call, threads, (array is not None for array in beside))
     results = kernel(*arrays, floats=numbers(call), integers=integers)
     out, *lse = varying(tuple(results), axes_of(arrays))

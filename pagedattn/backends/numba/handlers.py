@@ -94,8 +94,7 @@ def describe(frame, job):
     job.longest, job.threads = get_int64(options, 2), get_int64(options, 3)
     job.itemsize, job.cache_itemsize = get_int64(options, 4), get_int64(options, 5)
     set_dense_strides(job, get_int64(at(value, DIMS), 3))
-    set_arrays_beside(job, frame, options + 56)
-    return get_int64(tasks(), get_int64(options, 6))
+    set_arrays_beside(job, frame, options + 48)
 
 
 @fast
@@ -138,13 +137,16 @@ def set_bias(job, bias):
 
 
 @fast
-def attention(frame):
-    """Handles a call of attention: this thread works on it, and XLA's others are invited."""
+def attention(frame, code):
+    """Handles a call of attention: this thread works on it, and XLA's others are invited.
+
+    `code` says which `task` does so, by its dtypes.
+    """
     if asks_for_metadata(frame):
         return 0
     call = malloc(JOB_BYTES)
-    task = describe(frame, job_at(call))
-    job = begin(call)
+    describe(frame, job_at(call))
+    job, task = begin(call), get_int64(tasks(), code)
     free(call)
     invite(frame, job, task)
     call_at(task, job)

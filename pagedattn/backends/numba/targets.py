@@ -9,26 +9,28 @@ import functools
 import jax
 from numba import types
 
-from ...kernels.cpu.compiled import machine_code, sources, task
+from ...kernels.cpu.compiled import CODES, machine_code, sources, task
 from . import handlers
 
-ATTENTION, SET_ROWS = "pagedattn_numba_attention", "pagedattn_numba_set_rows"
-
-
-def register_kernel(dtype: str, cache_dtype: str) -> None:
-    """Compiles the kernel for dtypes of query and cache, or takes it from disk."""
-    task(dtype, cache_dtype)
-    register_attention()
+SET_ROWS = "pagedattn_numba_set_rows"
 
 
 @functools.cache
-def register_attention() -> None:
-    version = sources()
+def register_attention(dtype: str, cache_dtype: str) -> str:
+    """The target for dtypes of query and cache, compiled or taken from disk.
+
+    Each pair has a name of its own: a program that was compiled elsewhere and loaded here does not
+    run before this process has registered just what it calls.
+    """
+    task(dtype, cache_dtype)
+    version, code = sources(), CODES[dtype, cache_dtype]
 
     def attention(frame):
-        return handlers.attention(frame) if frame != version else 0
+        return handlers.attention(frame, code) if frame != version else 0
 
-    _register(ATTENTION, attention)
+    name = f"pagedattn_numba_attention_{dtype}_{cache_dtype}"
+    _register(name, attention)
+    return name
 
 
 @functools.cache

@@ -11,7 +11,6 @@ from ...batch import Sequences
 from ...call import ITEM_BYTES, Call
 from ...ragged import namespace
 from ...registry import Framework, can_load, load
-from .compiled import CODES
 from .job import NO_WINDOW
 from .kinds import UNITS
 
@@ -64,7 +63,7 @@ def options(call: Call, threads: int, brings: Iterable[bool]) -> np.ndarray:
     """
     window = NO_WINDOW if call.window is None else call.window
     facts = call.spec.causal, window, LONGEST, threads, *itemsizes(call)
-    return np.asarray([*facts, CODES[dtypes_of(call)], *brings], np.int64)
+    return np.asarray([*facts, *brings], np.int64)
 
 
 def num_threads() -> int:
