@@ -41,7 +41,8 @@ def describe(array) -> str:
 
 def shown(value) -> str:
     """A value for an error's text; of an array only dtype and shape: its values may be unknown."""
-    return describe(value) if isinstance(value, jax.Array | np.ndarray) else repr(value)
+    is_array = isinstance(value, jax.Array | np.ndarray) or hasattr(value, "new_tensor")
+    return describe(value) if is_array else repr(value)
 
 
 def is_traced(array) -> bool:

@@ -59,6 +59,11 @@ def rising(starts: Tensor) -> Tensor:
     return starts.cummax(0).values if starts.ndim and _is_integer(starts) else starts
 
 
+def with_dense_rows(rows: Tensor) -> Tensor:
+    """A tensor with stride 1 along its last axis, as kernels load it: the same one, or a copy."""
+    return rows if rows.stride()[-1:] == (1,) else rows.contiguous()
+
+
 def require_tensors(**arrays) -> None:
     for name, array in arrays.items():
         if not isinstance(array, Tensor):

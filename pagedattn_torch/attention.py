@@ -10,7 +10,15 @@ from pagedattn.packed import packed_batch, packed_cache
 from pagedattn.registry import Framework
 from pagedattn.signatures import PagedAttention, RaggedAttention, typed_as
 
-from .arrays import int32, on_device_of, require_beside, require_tensors, rising, tensor
+from .arrays import (
+    int32,
+    on_device_of,
+    require_beside,
+    require_tensors,
+    rising,
+    tensor,
+    with_dense_rows,
+)
 from .step import Bias, Lse, Out, Query, Sinks, described, prepare
 from .uncompiled import uncompiled
 
@@ -151,6 +159,6 @@ def ragged_attention(
     max_lens = validate.ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens)
     starts = rising(query_start_loc), rising(key_start_loc)
     batch = packed_batch(query.shape[0], *starts, *max_lens)
-    cache = packed_cache(key, value)
+    cache = packed_cache(with_dense_rows(key), with_dense_rows(value))
     options = {"backend": backend, "return_lse": return_lse, "sinks": sinks, "bias": bias}
     return paged_attention(query, cache, batch, spec, **options)

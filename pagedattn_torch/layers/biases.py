@@ -51,7 +51,8 @@ def packed_bias(
     biases = [_with_heads(bias, query.shape[1], FIELDS[kind]) for bias in biases]
     _check_lengths(biases, meta, kind)
     heads, max_keys = (max((b.shape[axis] for b in biases), default=1) for axis in (0, 2))
-    packed = torch.zeros(len(query), heads, max(1, max_keys), device=query.device)
+    shape = len(query), heads, max(1, max_keys)
+    packed = torch.zeros(shape, dtype=torch.float32, device=query.device)
     start = 0
     for bias in biases:
         _, num_queries, num_keys = bias.shape

@@ -11,7 +11,7 @@ from pagedattn import InvalidInputError, KVCache, UnsupportedError
 from pagedattn.checks import require
 from pagedattn.facts import shown
 
-from ..arrays import require_no_grad, require_strided, require_tensors
+from ..arrays import require_no_grad, require_strided, require_tensors, with_dense_rows
 from .attention_type import AttentionType
 from .metadata import AttentionMetadata, batches
 
@@ -89,7 +89,8 @@ def fresh_keys(key: Tensor | None, value: Tensor | None, sizes: tuple[int, int])
         )
     if key is None or value is None:
         return None
-    fresh = Fresh(heads("key", key, *sizes), heads("value", value, *sizes))
+    packed = heads("key", key, *sizes), heads("value", value, *sizes)
+    fresh = Fresh(*map(with_dense_rows, packed))
     require(
         len(fresh.key) == len(fresh.value),
         f"got {len(fresh.key)} keys and {len(fresh.value)} values",

@@ -6,6 +6,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from cases import SPECS, mixed
+from test_torch_states import STATES
 from torch_layers import (
     assert_close,
     dense,
@@ -104,3 +105,14 @@ def test_wrong_ones_are_refused_before_the_write(biases):
     with pytest.raises(InvalidInputError, match="attn_bias must be"):
         layer.forward(*step)
     torch.testing.assert_close(step.kv_cache, before, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_what_torch_keeps_for_a_thread_changes_nothing(state):
+    """Numbers that bfloat16 would round."""
+    problem = random_problem([6, 1], [9, 30], AttentionSpec(causal=False), arrays=["bias"])
+    layer, step = new_layer(**SIZES), step_of(problem)
+    step.attn_metadata.set_attn_bias([50 + bias for bias in lists_of(problem)], "decoder")
+    with STATES[state]():
+        out = layer.forward(*step)
+    assert_attention_close(out, None, problem)
