@@ -26,7 +26,7 @@ KINDS = {
     "OutOfBlocksError": "A block pool has too few free blocks; also a `MemoryError`. The pool is "
     "unchanged.",
     "CallError": "A torch function called by `torch_call` has failed; its own error is named.",
-    "LookupError": "A compiled program was moved to another process.",
+    "LookupError": "A compiled program calls a torch function that its process does not have.",
     REFUSAL: "What `explain` returns, and what follows the colon of an `UnsupportedError` or a "
     "`BackendUnavailableError`; also the reasons why `backend=None` passes over a backend.",
 }
@@ -87,9 +87,11 @@ def gives_reasons(function: ast.AST) -> bool:
 
 
 def reasons_in(node: ast.AST) -> list[ast.expr]:
-    """The sentences that a statement returns or appends."""
+    """The sentences that a statement returns or appends, or that `reasons` begin with."""
     if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".append"):
         return sentences(node.args[0])
+    if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "reasons":
+        return sentences(node.value)
     return sentences(node.value) if isinstance(node, ast.Return) and node.value else []
 
 
@@ -122,11 +124,12 @@ class Scope(NamedTuple):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
             return self.template(node.left) + self.template(node.right)
         if isinstance(node, ast.FormattedValue):
-            return self.template(node.value)
+            sums = isinstance(node.value, ast.BinOp)  # not of texts, then
+            return placeholder(node.value) if sums else self.template(node.value)
         if isinstance(node, ast.Constant):
             return str(node.value)
-        constants = assigned(ast.unparse(node), self.module.body)
-        return self.template(constants[0]) if constants else placeholder(node)
+        known = assigned(ast.unparse(node), self.module.body) or returned(node, self.module.body)
+        return self.template(known[0]) if known else placeholder(node)
 
 
 def placeholder(node: ast.AST) -> str:
@@ -141,6 +144,15 @@ def assigned(name: str, statements: Iterable[ast.AST]) -> list[ast.expr]:
     """What is assigned to a name, in turn."""
     assignments = [node for node in statements if isinstance(node, ast.Assign)]
     return [node.value for node in assignments if name in map(ast.unparse, node.targets)]
+
+
+def returned(call: ast.AST, statements: Iterable[ast.AST]) -> list[ast.JoinedStr]:
+    """The text that a call gives of a function which does nothing but compose it."""
+    name = ast.unparse(call.func) if isinstance(call, ast.Call) else None
+    functions = [f for f in statements if isinstance(f, ast.FunctionDef) and f.name == name]
+    ends = [function.body[-1] for function in functions]
+    values = [end.value for end in ends if isinstance(end, ast.Return)]
+    return [value for value in values if isinstance(value, ast.JoinedStr)]
 
 
 def page() -> str:

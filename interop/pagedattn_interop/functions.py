@@ -78,8 +78,8 @@ def named(name: str) -> Function:
     function = _by_name[name]() if name in _by_name else None
     if function is None:
         raise LookupError(
-            "this program's torch function is gone: JAX's caches were cleared, and nothing else "
-            "held the function"
+            "this program's torch function is gone: the program was loaded in another process, or "
+            "JAX's caches were cleared and nothing else held the function"
         )
     return function
 

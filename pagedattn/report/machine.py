@@ -30,14 +30,14 @@ def installed(package: str) -> str | None:
         return None
 
 
-def devices() -> list[str]:
+def devices() -> tuple[str, ...]:
     """JAX's devices, those of a kind together; RuntimeError where JAX can start none.
 
-    >>> devices() != []
+    >>> devices() != ()
     True
     """
     kinds = Counter(device.device_kind for device in jax.devices())
-    return [f"{count} x {kind}" for kind, count in kinds.items()]
+    return tuple(f"{count} x {kind}" for kind, count in kinds.items())
 
 
 def driver(file: Path = DRIVER) -> str | None:

@@ -23,8 +23,8 @@ def register(*, backend: str | None = None) -> str:
     """Registers attention by this library with transformers; returns the name.
 
     Then `model.set_attn_implementation("pagedattn")`, or `attn_implementation="pagedattn"` when
-    the model is loaded. Padding on either side, sliding windows, soft-caps, sinks, grouped heads and
-    cross-attention are computed. Under a causal mask padding costs nothing, and gets zeros.
+    the model is loaded. Padding on either side, sliding windows, soft-caps, sinks, grouped heads
+    and cross-attention are computed. Under a causal mask padding costs nothing, and gets zeros.
     Everything else that changes the result is refused by name.
 
     Args:

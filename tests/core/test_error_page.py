@@ -42,6 +42,10 @@ def test_the_page_is_current():
     assert (DOCS / "errors.md").read_text() == error_page.page(), "run: python docs/error_page.py"
 
 
+def test_sums_of_numbers_are_no_texts():
+    assert not [text for _, text, _ in error_page.texts() if re.search(r"}\d", text)]
+
+
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("name", CALLS)
 def test_what_bad_calls_raise_stands_on_the_page(name):

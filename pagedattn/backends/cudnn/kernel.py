@@ -18,7 +18,7 @@ def missing() -> list[str]:
     """Why this JAX has no such function; empty if it has."""
     if _cudnn is not None:
         return []
-    return [f"JAX {jax.__version__} has moved its cuDNN attention; pagedattn knows 0.10 and 0.11"]
+    return [f"JAX {jax.__version__} has moved its cuDNN attention; pagedattn knows 0.10 to 0.12"]
 
 
 def attention(query, key, value, lens, *, mask: str, with_lse: bool = True, **options):
