@@ -41,6 +41,8 @@ def serve(engine: Engine, requests: list[Request]) -> Served:
     owners, scores, start = [], {request.id: [] for request in requests}, time.perf_counter()
     while not engine.idle:
         step = engine.step()
+        if any(token.reason == "error" for token in step.tokens):
+            raise InvalidInputError("the model computes NaN: numbers too large for its dtype?")
         owners.append(step.owners)
         for request, rows in step.scores.items():
             scores[request].append(rows[0])
@@ -127,10 +129,15 @@ def main() -> int:
     args = parse_args()
     jax.config.update("jax_default_matmul_precision", "highest")  # no TF32: texts are compared
     try:
-        model, params = load_checkpoint(args.model)
-        params = fused(params)
-    except InvalidInputError as error:
+        return show(args)
+    except (ValueError, NotImplementedError, ImportError, OSError) as error:
         sys.exit(f"demo.py: {error}")
+
+
+def show(args: argparse.Namespace) -> int:
+    """Serves on each backend and shows the results; returns the process's status."""
+    model, params = load_checkpoint(args.model)
+    params = fused(params)
     tokenizer = load_tokenizer(args.model)
     requests = make_requests(tokenizer, args.max_new_tokens)
     max_seq_len = max(request.max_cached for request in requests)

@@ -12,12 +12,16 @@ from .visibility import key_range
 ARRAYS = ("block_tables", "seq_lens", "query_start_loc", "slot_mapping", "positions")
 
 
-def shapes(batch) -> None:
-    """Requires a batch whose arrays are of integers and fit together."""
+def a_batch(batch) -> None:
     require(
         isinstance(batch, BatchMetadata),
         f"batch must be a BatchMetadata, got {type(batch).__name__}; make_batch makes one",
     )
+
+
+def shapes(batch) -> None:
+    """Requires a batch whose arrays are of integers and fit together."""
+    a_batch(batch)
     for name in ("block_size", "max_query_len"):
         size = getattr(batch, name)
         static = is_static_count(size, int(name == "block_size"))

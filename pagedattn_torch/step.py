@@ -17,6 +17,7 @@ from pagedattn import (
     choice,
     validate,
     validate_cache,
+    validate_metadata,
     validate_options,
 )
 from pagedattn.batch import Sequences
@@ -143,10 +144,7 @@ def prepare(
 
 def described(query, cache, batch, spec, return_lse, **options) -> tuple[Call, Sequences]:
     """The call, validated, and its batch on the query's device."""
-    require(
-        isinstance(batch, BatchMetadata),
-        f"batch must be a BatchMetadata, got {type(batch).__name__}; make_batch makes one",
-    )
+    validate_metadata.a_batch(batch)
     _require_layer(query, cache)
     # Checked before the batch moves to the query's device, while values on the CPU can be read.
     tensors = batch_on(batch, None)

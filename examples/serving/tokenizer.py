@@ -3,6 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pagedattn import InvalidInputError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True)
@@ -21,10 +29,21 @@ BYTES = Tokenizer(
 
 def load_tokenizer(directory: Path) -> Tokenizer:
     """The tokenizer beside a checkpoint; bytes where there is none."""
-    path = directory / "tokenizer.json"
+    path = directory / TOKENIZER
     if not path.exists():
         return BYTES
+    theirs = read_tokenizer(path)
+    return Tokenizer(encode=lambda text: theirs.encode(text).ids, decode=theirs.decode)
+
+
+def read_tokenizer(path: Path) -> "tokenizers.Tokenizer":
+    """A tokenizer that takes texts as they are; InvalidInputError if the file holds none."""
     import tokenizers  # pip install tokenizers
 
-    theirs = tokenizers.Tokenizer.from_file(str(path))
-    return Tokenizer(encode=lambda text: theirs.encode(text).ids, decode=theirs.decode)
+    try:
+        theirs = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise InvalidInputError(f"{path} is no tokenizer: {error}") from error
+    theirs.no_truncation()  # such as training may leave in the file
+    theirs.no_padding()
+    return theirs

@@ -11,8 +11,9 @@ from pagedattn import InvalidInputError
 from serving.server.detokenise import UNFINISHED
 from serving.server.refusal import Refusal, invalid
 from serving.server.template import compile_template
+from serving.tokenizer import TOKENIZER, read_tokenizer
 
-TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 NUM_BYTES = 256
 
@@ -72,14 +73,7 @@ def load_text(directory: Path, vocab_size: int) -> Text:
 
 
 def _from_file(path: Path, parts: dict) -> Text:
-    from tokenizers import Tokenizer
-
-    try:
-        theirs = Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises nothing narrower
-        raise InvalidInputError(f"{path} is no tokenizer: {error}") from error
-    theirs.no_truncation()  # such as training may leave in the file
-    theirs.no_padding()
+    theirs = read_tokenizer(path)
 
     def spell(token: int) -> tuple[str, list[int] | None]:
         # After itself: at the start of a text decoders strip a space.
