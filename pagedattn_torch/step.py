@@ -80,7 +80,7 @@ class Step:
         _require_layer(query, cache)
         require(0 not in [plane.ndim for plane in cache.planes], "the cache's planes have no axes")
         validate_cache.scales(cache)
-        query = _as_loaded(query, cache)
+        query = as_loaded(query, cache)
         expected, got = self.call.layer, layer_of(query, cache)
         require(got == expected, f"the step was prepared for {expected}, got {got}")
         options = _options(query, sinks=sinks, bias=bias)
@@ -100,7 +100,7 @@ class Step:
     def run(self, query: Query, cache: KVCache, **options: Tensor) -> tuple[Out, Lse | None]:
         """`attend` without its checks, for arrays that are known to be like the prepared ones."""
         backend = _EMPTY if self.call.is_empty else self.backend
-        query = _as_loaded(query, cache)
+        query = as_loaded(query, cache)
         # Triton's and xFormers' kernels start on the current device.
         with on_device_of(query), without_autocast(query.device):
             return around.attend(backend, self.call, query, cache, self.plan, self.live, options)
@@ -151,7 +151,7 @@ def described(query, cache, batch, spec, return_lse, **options) -> tuple[Call, S
     validate.attention(query, cache, tensors, spec, return_lse)
     options = _options(query, **options)
     validate_options.columns(tensors.seq_lens, **options)
-    call = call_of(_as_loaded(query, cache), cache, tensors, spec, return_lse, **options)
+    call = call_of(as_loaded(query, cache), cache, tensors, spec, return_lse, **options)
     return call, _owned(batch, query.device)
 
 
@@ -190,7 +190,7 @@ def _owned(batch: BatchMetadata, device) -> Sequences:
     return Sequences(tables, lens, starts)
 
 
-def _as_loaded(query: Tensor, cache: KVCache) -> Tensor:
+def as_loaded(query: Tensor, cache: KVCache) -> Tensor:
     """The query with stride 1 along head_dim, as kernels load it.
 
     Wholly dense if the cache has a scale, by which it is multiplied: the product will be so, too.

@@ -14,8 +14,10 @@ from pagedattn.backend import Backend
 from pagedattn.call import Call
 from pagedattn.facts import is_traced
 from pagedattn.gradient import with_xla_gradient
+from pagedattn.layer import layer_of
 from pagedattn_torch.arrays import without_autocast
 from pagedattn_torch.cache import set_rows_
+from pagedattn_torch.step import as_loaded
 
 from .arrays import to_jax, to_torch
 from .call import torch_call
@@ -37,9 +39,12 @@ def bridged(backend: Backend) -> Backend:
         if not _one_cpu(call) or any(map(is_traced, jax.tree.leaves(arrays))):
             return _by_xla(backend, call, arrays)
         query, cache, batch, options = to_torch(arrays)
-        plan = backend.plan(call, batch)
+        query = as_loaded(query, cache)
+        # The axes of JAX's arrays may lie in any order, of which the call knows nothing.
+        lying = replace(call, strides=layer_of(query, cache).strides)
+        plan = backend.plan(lying, batch)
         with without_autocast(query.device):
-            out, lse = backend.run(call, query, cache, plan, **options)
+            out, lse = backend.run(lying, query, cache, plan, **options)
         return to_jax(out), to_jax(lse) if call.return_lse else None
 
     return replace(
