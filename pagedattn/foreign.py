@@ -52,7 +52,7 @@ def as_jax(name: str, value: Any):
     """A foreign array, or a dataclass of arrays, over the same memory; other values unchanged.
 
     Integers on the host (tables, lengths, slots) become NumPy arrays, which may have any strides
-    and 64 bits. Floating NumPy arrays become JAX's by JAX's own rules, which may copy.
+    and 64 bits. Other NumPy arrays become JAX's by JAX's own rules, which may copy.
     """
     if is_traced(value):  # first, since a traced array is the slowest to ask for anything
         return value
@@ -69,7 +69,8 @@ def _of_numpy(array):
         return array  # refused later, by the check that knows the argument
     if not array.dtype.isnative:  # JAX takes no other byte order than the machine's
         array = array.astype(array.dtype.newbyteorder("="))
-    return jnp.asarray(array) if is_floating(array.dtype) else array
+    quantised = array.dtype == np.int8 and array.ndim == 4  # no table, but a plane of a cache
+    return jnp.asarray(array) if is_floating(array.dtype) or quantised else array
 
 
 def _record(name, record):

@@ -39,6 +39,16 @@ def test_scales_of_every_kind(backend, cache_dtype):
         assert_attention_close(*run(changed, backend), changed, name=backend)
 
 
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+def test_caches_of_numpy(backend, cache_dtype):
+    """Outside jit: integers of NumPy's are tables, but for a cache of int8."""
+    problem = mixed(cache_dtype=cache_dtype)
+    cache = jax.tree.map(np.asarray, cache_of(problem))
+    query, batch = jnp.asarray(problem.query), batch_of(problem)
+    got = paged_attention(query, cache, batch, problem.spec, backend=backend, return_lse=True)
+    assert_attention_close(*got, problem, name=backend)
+
+
 def test_what_is_written_is_read(backend):
     """From floats to the cache to attention, all in one program."""
     problem = random_problem([5, 9], [5, 9], SPECS["plain"], cache_dtype="int8", num_blocks=6)
