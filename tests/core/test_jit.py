@@ -230,6 +230,29 @@ def test_shard_map_over_one_axis_of_a_mesh(backend, spec):
     assert_attention_close(*jax.jit(spread)(*arrays), problem, name=backend)
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_vmap_with_shard_map(backend, spec, inside):
+    """A device has several batches, each with a cache of its own."""
+    problems = [mixed(spec, seed=seed) for seed in range(2)]
+    made = [(jnp.asarray(p.query), cache_of(p), batch_of(p)) for p in problems]
+    arrays = jax.tree.map(lambda *xs: jnp.stack(xs), *made)
+
+    def attend(query, cache, batch):
+        return attend_with_any_lse(query, cache, batch, spec, backend)
+
+    mesh = jax.make_mesh((1,), ("some",), axis_types=(AxisType.Auto,))
+    heads, pages = PartitionSpec(None, "some"), PartitionSpec(None, None, "some")
+    batches, over_heads = PartitionSpec("some"), (heads, pages, PartitionSpec())
+    spread = functools.partial(jax.shard_map, mesh=mesh)
+    if inside:
+        both = spread(jax.vmap(attend), in_specs=batches, out_specs=batches)
+    else:
+        both = jax.vmap(spread(attend, in_specs=over_heads, out_specs=heads))
+    out, lse = jax.jit(both)(*arrays)
+    for i, problem in enumerate(problems):
+        assert_attention_close(out[i], lse[i], problem, name=backend)
+
+
 def test_vmap_of_write_kv():
     caches = [random_cache(seed=seed) for seed in range(3)]
     stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *caches)

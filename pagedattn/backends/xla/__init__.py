@@ -17,6 +17,7 @@ from ...batch import Sequences
 from ...cache import KVCache
 from ...call import Call
 from ...ragged import cdiv, wide_dtype
+from ...tracing import axes_of, varying
 from ...visibility import alibi_bias, visible_mask
 from .softmax import accumulate, finish, no_key_seen
 from .tiles import Tiles, cut, grouped, rows_of_tokens
@@ -39,7 +40,7 @@ def run(
     tiles = cut(call, batch, tile)
     # On a CPU one tile's chunk stays in the cache, and more tiles at a time gain nothing.
     step = 1 if call.device == "cpu" else TILE // tile
-    attend = functools.partial(_attend, call, query, cache, bias)
+    attend = functools.partial(_attend, call, query, cache, bias, _slopes(call, query))
     if step == 1 and tile > FEW:
         attend = functools.partial(_by_size, attend)
     out, lse = jax.lax.map(attend, grouped(tiles, step))
@@ -76,6 +77,7 @@ def _attend(
     query: Float[Array, "num_tokens num_heads head_dim"],
     cache: KVCache,
     bias: Float[Array, "num_tokens heads max_keys"] | None,
+    slopes: Float[Array, "num_heads"] | None,
     tiles: Tiles,
 ) -> tuple[Float[Array, "step tile num_heads value_dim"], Float[Array, "step tile num_heads"]]:
     """Attention of some tiles."""
@@ -95,7 +97,7 @@ def _attend(
             added = jax.lax.dynamic_slice_in_dim(rows, keys[0, 0], chunk, 3)
             added = jnp.where(visible[:, None], added, -jnp.inf)
             key, value = _shown(key, added), _shown(value, added)
-        logits = _logits(call, scaled, key, tiles, keys, visible, added)
+        logits = _logits(call, scaled, key, tiles, keys, visible, slopes, added)
         return accumulate(state, logits, value)
 
     def visit(state, index):
@@ -103,9 +105,22 @@ def _attend(
         needed = (keys[0, 0] < tiles.last_key) & (keys[0, -1] >= tiles.first_key)
         return jax.lax.cond(needed.any(), update, lambda state, _: state, state, keys), None
 
-    chunks = jnp.arange(num_chunks, dtype=jnp.int32)
+    chunks = _varying_as(scaled, jnp.arange(num_chunks, dtype=jnp.int32))
     state, _ = jax.lax.scan(visit, no_key_seen(scaled, call.out_dim), chunks)
     return finish(state, query.dtype, tiles.tokens.shape)
+
+
+def _slopes(call: Call, query) -> Float[Array, "num_heads"] | None:
+    slopes = call.spec.alibi_slopes
+    return None if slopes is None else _varying_as(query, jnp.asarray(slopes, jnp.float32))
+
+
+def _varying_as(array, constant):
+    """The constant, varying over the axes of a mesh that the array varies over.
+
+    In shard_map JAX cannot batch a cond of operands that vary over different axes.
+    """
+    return varying(constant, axes_of(array))
 
 
 def _tile_queries(
@@ -162,6 +177,7 @@ def _logits(
     tiles: Tiles,
     keys: Int[Array, "1 chunk"],
     visible: Bool[Array, "step tile chunk"],
+    slopes: Float[Array, "num_heads"] | None,
     added: Float[Array, "step heads tile chunk"] | None,
 ) -> Float[Array, "step kv_heads rows chunk"]:
     spec = call.spec
@@ -170,8 +186,8 @@ def _logits(
         logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
     step, tile = tiles.tokens.shape
     by_head = logits.reshape(step, -1, tile, keys.shape[1])
-    if spec.alibi_slopes is not None:
-        by_head = by_head + alibi_bias(tiles.positions, keys, spec.alibi_slopes)
+    if slopes is not None:
+        by_head = by_head + alibi_bias(tiles.positions, keys, slopes)
     if added is not None:
         by_head = by_head + added
     return jnp.where(visible[:, None], by_head, -jnp.inf).reshape(logits.shape)
