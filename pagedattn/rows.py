@@ -52,18 +52,14 @@ def _scatter(array, indices, rows):
 
 
 def _differentiable(setter):
-    @jax.custom_vjp
+    @jax.custom_jvp
     def call(array, indices, rows):
         return setter(array, indices, rows)
 
-    def forward(array, indices, rows):
-        return setter(array, indices, rows), (indices, rows)
+    @call.defjvp
+    def tangent(primals, tangents):
+        array, indices, rows = primals
+        d_array, _, d_rows = tangents
+        return call(array, indices, rows), _scatter(d_array, indices, d_rows)
 
-    def backward(residuals, cotangent):
-        indices, rows = residuals
-        replay = jax.vjp(lambda a, r: _scatter(a, indices, r), cotangent, rows)[1]
-        d_array, d_rows = replay(cotangent)
-        return d_array, None, d_rows
-
-    call.defvjp(forward, backward)
     return call

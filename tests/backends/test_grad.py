@@ -4,10 +4,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SPECS, attend_with_any_lse, honoured, mixed
+from cases import SPECS, assert_same, attend_with_any_lse, honoured, mixed, random_cache, rows
 from conftest import BACKENDS, PARTIAL
 
-from pagedattn import AttentionSpec, KVCache, make_batch, paged_attention, write_kv
+from pagedattn import (
+    AttentionSpec,
+    KVCache,
+    copy_blocks,
+    fill_blocks,
+    make_batch,
+    paged_attention,
+    write_kv,
+)
 from pagedattn.testing import batch_of, cache_of, random_problem
 
 
@@ -117,6 +125,33 @@ def test_gradients_flow_through_the_write(backend):
         assert not np.asarray(x[18:]).any()  # padding tokens, slot -1
         assert np.asarray(x[:18]).any(axis=(1, 2)).all()
     assert_derivatives(loss, grads, (key, value), 5e-2)
+
+
+WRITES = {
+    "write_kv": lambda cache, key, value: write_kv(cache, key, value, jnp.array([9, -1, 2])),
+    "copy_blocks": lambda cache, *_: copy_blocks(cache, jnp.array([0, 2]), jnp.array([2, -1])),
+    "fill_blocks": lambda cache, *_: fill_blocks(cache, jnp.array([1, -1])),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_have_derivatives_of_every_mode(name, dtype):
+    """They are linear: their tangents are themselves, and those of gradients of their squares."""
+    write = WRITES[name]
+    cache = random_cache(dtype=np.dtype(dtype))
+    args = cache, *rows(3, cache)
+
+    def squares(args):
+        return sum((plane.astype(jnp.float32) ** 2).sum() for plane in write(*args).planes) / 2
+
+    out, along = jax.jit(lambda args: jax.jvp(lambda *args: write(*args), args, args))(args)
+    assert_same(out, write(*args))
+    assert_same(along, out)
+    slopes, again = jax.jit(lambda args: jax.jvp(jax.grad(squares), (args,), (args,)))(args)
+    assert_same(again, slopes)
+    exact = jax.grad(squares)(jax.tree.map(lambda x: x.astype(jnp.float32), args))
+    assert_same(jax.tree.map(lambda x: x.astype(jnp.float32), slopes), exact)
 
 
 def test_value_gradient_by_hand(backend):
