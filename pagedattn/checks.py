@@ -50,6 +50,7 @@ def count(name, value, least=1) -> int:
 
 def flag(name, value) -> None:
     """Requires True or False: whether an array is true may be unknown, or ambiguous."""
+    static(name, value)
     require(isinstance(value, bool), f"{name} must be True or False, got {shown(value)}")
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from .checks import count, require, whole
+from .checks import count, require, static, whole
 from .errors import InvalidInputError
 from .facts import shown
 
@@ -77,6 +77,7 @@ def _family(power: int) -> tuple[float, ...]:
 
 
 def _finite(name, value) -> float:
+    static(name, value)
     number = _number(value)
     require(
         abs(number) <= _LARGEST,
@@ -86,7 +87,7 @@ def _finite(name, value) -> float:
 
 
 def _number(value) -> float:
-    """The value as a float; NaN if it is not one known number: a tracer, a string, an array."""
+    """The value as a float; NaN if it is not one number: a string, an array."""
     if not hasattr(type(value), "__float__") or np.ndim(value):
         return math.nan
     try:
@@ -96,6 +97,7 @@ def _number(value) -> float:
 
 
 def _flag(name, value) -> bool:
+    static(name, value)
     require(isinstance(value, bool | np.bool_), f"{name} must be True or False, got {shown(value)}")
     return bool(value)
 
@@ -110,6 +112,7 @@ def _cap(name, value) -> float:
 
 
 def _window(name, value) -> int:
+    static(name, value)
     window = whole(value)
     require(
         window is not None and window >= 1,

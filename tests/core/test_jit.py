@@ -18,6 +18,7 @@ from pagedattn import (
     BatchMetadata,
     InvalidInputError,
     KVCache,
+    alibi_slopes,
     copy_blocks,
     fill_blocks,
     init_kv_cache,
@@ -404,6 +405,28 @@ def test_symbolic_sizes_are_refused_by_name(backend, unknown):
     for call in calls:
         with pytest.raises(InvalidInputError, match=r"sizes that are known|integers above 0"):
             jax.eval_shape(*call)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("scale", 1.0), ("causal", True), ("sliding_window", 3), ("logits_soft_cap", 2.0),
+        ("alibi_slopes", (0.5, 0.25)), ("return_lse", True), ("max_query_len", 4),
+        ("block_size", 4), ("num_heads", 2),
+    ],
+)  # fmt: skip
+def test_what_must_be_static_says_so(name, value):
+    """In a transformation its value is unknown: the error says so, and what helps."""
+    x, starts = jnp.ones((3, 2, 8)), jnp.array([0, 3])
+    ragged = functools.partial(ragged_attention, x, x, x, starts, starts, max_key_len=4)
+    calls = {
+        "return_lse": functools.partial(ragged, max_query_len=4),
+        "max_query_len": ragged,
+        "block_size": functools.partial(slot_mapping, TABLES, starts, starts),
+        "num_heads": alibi_slopes,
+    }
+    with pytest.raises(InvalidInputError, match=f"{name} must be known .* static_argnames"):
+        jax.jit(lambda value: calls.get(name, AttentionSpec)(**{name: value}))(value)
 
 
 def test_programs_of_xla_are_exported():
