@@ -124,8 +124,8 @@ class Scope(NamedTuple):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
             return self.template(node.left) + self.template(node.right)
         if isinstance(node, ast.FormattedValue):
-            sums = isinstance(node.value, ast.BinOp)  # not of texts, then
-            return placeholder(node.value) if sums else self.template(node.value)
+            is_sum = isinstance(node.value, ast.BinOp)  # of numbers: nobody joins texts in braces
+            return placeholder(node.value) if is_sum else self.template(node.value)
         if isinstance(node, ast.Constant):
             return str(node.value)
         known = assigned(ast.unparse(node), self.module.body) or returned(node, self.module.body)

@@ -69,8 +69,12 @@ def _of_numpy(array):
         return array  # refused later, by the check that knows the argument
     if not array.dtype.isnative:  # JAX takes no other byte order than the machine's
         array = array.astype(array.dtype.newbyteorder("="))
-    quantised = array.dtype == np.int8 and array.ndim == 4  # no table, but a plane of a cache
-    return jnp.asarray(array) if is_floating(array.dtype) or quantised else array
+    return jnp.asarray(array) if is_floating(array.dtype) or _is_plane(array) else array
+
+
+def _is_plane(array) -> bool:
+    """Whether an array of integers is a plane of a quantised cache, and no table."""
+    return dtype_name(array.dtype) == "int8" and len(array.shape) == 4
 
 
 def _record(name, record):
@@ -91,9 +95,8 @@ def _of_others(name, array):
 
 def _host_integers(name, array):
     integers = dtype_name(array.dtype).startswith(("int", "uint"))
-    integers = integers and len(array.shape) < 4  # quantised caches are no tables
     try:
-        return integers and array.__dlpack_device__()[0] == HOST
+        return integers and not _is_plane(array) and array.__dlpack_device__()[0] == HOST
     except Exception as error:  # frameworks have errors of their own for tensors without memory
         raise InvalidInputError(f"{name} cannot be shared by DLPack: {error}") from error
 

@@ -10,35 +10,20 @@ computed meanwhile for a sequence that has met a stop token is dropped.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from pagedattn import AttentionSpec, BlockPool, batch_from_pool
-from pagedattn.ragged import sequence_ids
-from serving.decoder import Decoder, Tokens
+from serving.decoder import Decoder
 from serving.drawing import Drawn, enqueue
-from serving.forward import cached_attention, forward_paged
 from serving.limits import Limits
-from serving.memory import Caches, Memory, by_layer, by_pool
+from serving.memory import Memory
+from serving.next_logits import next_logits
 from serving.owners import Holdings, Owners, holdings_of
 from serving.preemption import Preemption, Recompute
 from serving.prefix_cache import PrefixCache
-from serving.request import (
-    IN_FLIGHT,
-    NO_ROW,
-    NO_TOKEN,
-    Draw,
-    Found,
-    Group,
-    Request,
-    Sequence,
-    Streamed,
-)
+from serving.request import NO_ROW, NO_TOKEN, Draw, Found, Group, Request, Sequence, Streamed
 from serving.scheduler import Plan, Scheduler
 
 
@@ -76,38 +61,6 @@ class Flight(NamedTuple):
     drawn: Drawn
     logits: Float[Array, "max_seqs vocab_size"]
     holdings: Holdings
-
-
-@partial(jax.jit, static_argnames=("model", "max_query_len", "backend"), donate_argnames="caches")
-def next_logits(
-    params: dict,
-    model: Decoder,
-    tokens: Tokens,
-    last: Int[Array, " max_seqs"],
-    caches: Caches,
-    pools: list[BlockPool],
-    query_lens: Int[Array, " max_seqs"],
-    sources: Int[Array, " max_seqs"],
-    max_query_len: int,
-    backend: str | None,
-) -> tuple[Float[Array, "max_seqs vocab_size"], Caches]:
-    """Scores after the last token of the row `sources[s]`, for each s; caches change in place.
-
-    `last` has the token of each row that is `IN_FLIGHT` in `tokens`.
-    """
-    shapes = {"num_tokens": len(tokens), "max_query_len": max_query_len}
-    batches = [batch_from_pool(pool, query_lens, **shapes) for pool in pools]
-    batch, by_window = batches[0], dict(zip(dict.fromkeys(model.windows), batches, strict=True))
-
-    def attend(operands, cache, _, spec: AttentionSpec, backend):
-        return cached_attention(operands, cache, by_window[spec.sliding_window], spec, backend)
-
-    rows = sequence_ids(batch.query_start_loc, len(tokens))
-    tokens = jnp.where(tokens == IN_FLIGHT, last[rows], tokens)
-    layers = by_layer(model.windows, caches)
-    hidden, layers = forward_paged(params, model, tokens, layers, batch, backend, attend)
-    ends = batch.query_start_loc[1:] - 1
-    return model.logits(params, hidden[ends[sources]]), by_pool(model.windows, layers)
 
 
 class Engine:

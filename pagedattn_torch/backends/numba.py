@@ -2,7 +2,7 @@
 
 Decode and short queries read the pages in place; sequences with more queries are left to sdpa, in
 the same call. The calling thread works itself, outside the GIL, and threads of a pool help: as many
-in all as `torch.get_num_threads()` says.
+in all as `torch.get_num_threads()` said when the step was prepared.
 """
 
 import contextlib
