@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import quantised_cache
 from safetensors.numpy import load_file
-from serving import engine as engine_module
+from serving import next_logits as next_logits_module
 from serving.checkpoint import SHIPPED, load_checkpoint, read_config, save_checkpoint
 from serving.corpus import END_OF_TOPIC, add_noise, split_topics, windows_at
 from serving.engine import Engine
@@ -137,7 +137,7 @@ def test_two_programs_serve_everything(params, monkeypatch):
         traced.append(tokens.shape)
         return forward_paged(params, model, tokens, *rest)
 
-    monkeypatch.setattr(engine_module, "forward_paged", counting)
+    monkeypatch.setattr(next_logits_module, "forward_paged", counting)
     limits = replace(LIMITS, token_budget=13)  # a shape that no other test has compiled
     serve(Engine(params, replace(TINY, rope_theta=9999.0), limits, QUICK), tiny_requests())
     assert sorted(traced) == [(4,), (13,)]
