@@ -5,12 +5,7 @@ the same call. The calling thread works itself, outside the GIL, and threads of 
 in all as `torch.get_num_threads()` said when the step was prepared.
 """
 
-import contextlib
-import ctypes
-import functools
-import os
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +17,7 @@ from pagedattn.around import attend, scale_of_values
 from pagedattn.backend import Backend
 from pagedattn.batch import Sequences, in_order
 from pagedattn.call import Call
-from pagedattn.kernels.cpu import compiled
+from pagedattn.kernels.cpu import compiled, thread_pool
 from pagedattn.kernels.cpu.call import (
     HONOURS,
     LONGEST,
@@ -35,7 +30,7 @@ from pagedattn.kernels.cpu.call import (
 )
 from pagedattn.kernels.cpu.call import numbers as numbers_of
 from pagedattn.kernels.cpu.call import refusals as refusals_of
-from pagedattn.kernels.cpu.job import JOB, NO_WINDOW, offset
+from pagedattn.kernels.cpu.job import JOB, NO_WINDOW
 from pagedattn.registry import Framework
 
 
@@ -98,7 +93,8 @@ def run(call: Call, query: Tensor, cache: KVCache, plan: Plan, *, bias: Tensor |
     scales = {name: scale.float() for name, scale in scales.items() if scale is not None}
     for name, scale in scales.items():
         _fill(job, _scale(name, scale))
-    _work(dtypes_of(call), job)
+    task = compiled.task(*dtypes_of(call)).address
+    thread_pool.attention().ctypes(thread_pool.pool(), job.ctypes.data, task)
     return out.to(query.dtype), lse
 
 
@@ -152,45 +148,3 @@ def _options(call: Call, numbers: np.ndarray) -> dict[str, Any]:
         "longest": LONGEST,
         "threads": torch.get_num_threads(),
     }
-
-
-def _work(dtypes: tuple[str, str], call: np.ndarray) -> None:
-    """Begins a job, invites helpers, works, and waits for what they have begun.
-
-    Machine code called by ctypes does not hold the GIL. A helper that comes late finds no work; the
-    last one who leaves a job frees it.
-    """
-    task = compiled.task(*dtypes).ctypes
-    job = compiled.begin().ctypes(call.ctypes.data)
-    for _ in range(ctypes.c_int64.from_address(job + offset("threads")).value - 1):
-        _invite(functools.partial(task, job))
-    task(job)
-    compiled.end().ctypes(job)
-
-
-def _invite(work: Callable[[], None]) -> None:
-    """Has a thread of the pool work once, or this one, where no thread is to be had any more.
-
-    That is so after the main thread's end. A pool that cannot start a thread has queued the work
-    all the same, for those that it has: whoever takes it from the list does it.
-    """
-    once = [work]
-
-    def take() -> None:
-        with contextlib.suppress(IndexError):
-            once.pop()()
-
-    try:
-        _helpers().submit(take)
-    except RuntimeError:
-        take()
-
-
-@functools.cache
-def _helpers() -> ThreadPoolExecutor:
-    """Threads are started when needed; how many a call takes, its job says."""
-    return ThreadPoolExecutor(os.cpu_count(), "pagedattn")
-
-
-# The threads of a pool do not live on in a process that was forked.
-os.register_at_fork(after_in_child=_helpers.cache_clear)

@@ -1,6 +1,7 @@
 """What is the compiled kernel's own: threads, pieces, machine code kept on disk."""
 
 import os
+import platform
 import subprocess
 import sys
 import threading
@@ -35,8 +36,8 @@ if not can_load("numba") or jax.default_backend() != "cpu":
     pytest.skip("needs numba, and JAX on a CPU", allow_module_level=True)
 
 from pagedattn.backends import numba as backend
+from pagedattn.kernels.cpu import compiled, thread_pool
 from pagedattn.kernels.cpu.call import LONGEST
-from pagedattn.kernels.cpu.compiled import begin, end, task
 
 LARGE = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "block_size": 16}
 
@@ -272,6 +273,26 @@ assert (saved(*arrays("bfloat16")) == 0).all()
 """
 
 
+KINDS = """
+from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
+from pagedattn import AttentionSpec, KVCache
+import jax, numpy as np
+held = np.arange(1 << 16, dtype=np.uint16).view(np.float16).reshape(256, 256)
+for other in (held, np.roll(held, 1), np.roll(held, 1 << 10)):  # as they are, ties, sums rounded
+    value = jnp.asarray(np.stack([held, other])[None])
+    cache, query = KVCache(jnp.zeros_like(value), value), jnp.ones((1, 256, 256), "float16")
+    out = paged_attention(query, cache, make_batch([1], [1], [[0]], block_size=2), backend="numba")
+    with np.errstate(all="ignore"):
+        mean = (held.astype(np.float32) + other.astype(np.float32)) / 2
+        np.testing.assert_array_equal(np.asarray(out)[0], mean.astype(np.float16))
+for dtype in ("bfloat16", "float16", "float32"):
+    problem = random_problem([1, 2], [70, 33], AttentionSpec(), dtype=jnp.dtype(dtype))
+    given = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
+    out = paged_attention(*given, backend="numba", return_lse=True)
+    assert_attention_close(*map(np.asarray, out), problem)
+"""
+
+
 def in_a_process(code):
     code = "import jax; jax.config.update('jax_platforms', 'cpu')\n" + code
     done = run_forked(code, "jax.numpy", "numba", "torch")
@@ -321,20 +342,46 @@ def test_a_loaded_program_runs_once_its_dtypes_have_been_compiled(tmp_path):
 
 def test_machine_code_is_kept_on_disk():
     """Another process finds what this one compiled, if no earlier one did, and compiles nothing."""
-    task("bfloat16", "bfloat16"), begin(), end()
-    count = "\nfrom pagedattn.kernels.cpu.compiled import begin, end, task\n"
-    count += "kept = task('bfloat16', 'bfloat16'), begin(), end()\n"
+    compiled.task("bfloat16", "bfloat16"), thread_pool.attention(), thread_pool.worker()
+    count = "\nfrom pagedattn.kernels.cpu.compiled import task\n"
+    count += "from pagedattn.kernels.cpu.thread_pool import attention, worker\n"
+    count += "kept = task('bfloat16', 'bfloat16'), attention(), worker()\n"
     count += "print([function.cache_hits for function in kept])"
     assert in_a_process(USE + count).stdout.split() == ["[1,", "1,", "1]"]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"NUMBA_CPU_NAME": "generic"},
+        {"NUMBA_ENABLE_AVX": "0"},
+        {"NUMBA_CPU_FEATURES": "+sse2,+avx,+avx2,+fma,+f16c"},
+    ],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_vectors_are_those_that_numba_compiles_for(setting, tmp_path):
+    """Its settings take from what the CPU has; LLVM ends a process that uses the rest."""
+    if platform.machine() != "x86_64":
+        pytest.skip("features of x86-64")
+    environment = os.environ | setting | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    environment |= {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", USE + KINDS],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_processes_may_compile_at_once_and_without_a_folder_to_write_to(tmp_path):
     """The smallest function, which is kept as the others are."""
     folders = [str(tmp_path), str(tmp_path), "/proc/nowhere"]
     environments = [os.environ | {"NUMBA_CACHE_DIR": folder} for folder in folders]
-    code = "from pagedattn.kernels.cpu.compiled import end\nassert end().address"
+    code = "from pagedattn.kernels.cpu.thread_pool import worker\nassert worker().address"
     command = [sys.executable, "-c", code]
     running = [subprocess.Popen(command, env=e, stderr=subprocess.PIPE) for e in environments]
     errors = [process.communicate()[1] for process in running]
     assert [process.returncode for process in running] == [0, 0, 0], errors
-    assert list(tmp_path.glob("**/*end*.nbi"))
+    assert list(tmp_path.glob("**/*worker*.nbi"))

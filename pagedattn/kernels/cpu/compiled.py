@@ -16,7 +16,7 @@ from llvmlite import binding
 from numba import cfunc, types
 
 from ...quantise import LARGEST
-from . import plan, work
+from . import work
 from .compiling import MODE
 from .kinds import KINDS
 
@@ -65,26 +65,3 @@ def task(dtype: str, cache_dtype: str):
     compiled = machine_code(NOTHING(NUMBER), task)
     _tasks[CODES[dtype, cache_dtype]] = compiled.address
     return compiled
-
-
-@functools.cache
-def begin():
-    """`job begin(call)`: see `plan.begin`."""
-    version = sources()
-
-    def begin(call):
-        return plan.begin(call) if call != version else 0
-
-    return machine_code(NUMBER(NUMBER), begin)
-
-
-@functools.cache
-def end():
-    """`void end(job)`: see `work.end`."""
-    version = sources()
-
-    def end(job):
-        if job != version:
-            work.end(job)
-
-    return machine_code(NOTHING(NUMBER), end)

@@ -1,5 +1,11 @@
-"""The structs that threads share: one call, and a piece of its work."""
+"""The structs that threads share: one call, and a piece of its work.
 
+A processor adds to a counter at once only where it lies in one cache line: elsewhere ARM ends the
+process (SIGBUS), and Linux puts a thread to sleep for 10 ms at each access on Intel CPUs that
+detect it. So each counter has `APART` bytes of its own, and structs are multiples of them.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -31,23 +37,44 @@ OPTIONS = (
     "longest",  # sequences with more queries are left to somebody else
     "threads",  # that may work on it
 )
-PROGRESS = (
+WORK = (
+    "num_pieces",
+    "pieces",  # the address of the first
+    "partials",  # the address of the counters and states of sequences in several pieces
+    "state_bytes",  # of one of these states
+    "row_bytes",  # of a row of float32, of a query or of sums
+    "rows",  # the most of a state
+)
+COUNTERS = (  # to which several threads add
     "users",  # who may still look at this struct: the last one frees it
     "claimed",  # pieces that somebody has begun
     "done",  # pieces that are finished
-    "num_pieces",
-    "pieces",  # the address of the first
-    "partials",  # the address of the states of sequences in several pieces
-    "state_bytes",  # of one of them
-    "row_bytes",  # of a row of float32, of a query or of sums
 )
 NUMBERS = (
     "scale",
     "soft_cap",  # 0 if there is none
     "unit",  # a factor on the values
 )
-INTEGERS = (*ADDRESSES, *SIZES, *STRIDES, *OPTIONS, *PROGRESS)
-JOB = np.dtype([(name, "i8") for name in INTEGERS] + [(name, "f4") for name in NUMBERS])
+# Bytes that what threads write lies apart: a cache line of Apple's CPUs, and two of others', of
+# which Intel's fetch pairs.
+APART = 128
+
+
+def struct(fields: Sequence[tuple[str, str]], counters: Sequence[str] = ()) -> np.dtype:
+    """Fields side by side, then counters; all of it as long as a multiple of APART."""
+    packed: Any = np.dtype(list(fields))
+    offsets = [packed.fields[name][1] for name, _ in fields]
+    begin = -(-packed.itemsize // APART) * APART
+    offsets += [begin + APART * number for number in range(len(counters))]
+    formats = [kind for _, kind in fields] + ["i8"] * len(counters)
+    names, size = [name for name, _ in fields] + [*counters], begin + APART * len(counters)
+    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": size})
+
+
+INTEGERS = (*ADDRESSES, *SIZES, *STRIDES, *OPTIONS, *WORK)
+JOB = struct(
+    [(name, "i8") for name in INTEGERS] + [(name, "f4") for name in NUMBERS], counters=COUNTERS
+)
 PIECE_FIELDS = (
     "seq",
     "token",  # its sequence's first token
@@ -57,16 +84,17 @@ PIECE_FIELDS = (
     "last",  # the key after its last one
     "part",  # its number among the pieces of its sequence
     "parts",
-    "state",  # the address of its part's state; 0 if it is alone
-    "finished",  # in a sequence's first piece: how many of its pieces are
+    # Those of a sequence in several pieces; 0 if there is one.
+    "state",  # the address of its part's state
+    "finished",  # the address of the counter of finished parts
 )
-PIECE = np.dtype([(name, "i8") for name in PIECE_FIELDS])
+PIECE = struct([(name, "i8") for name in PIECE_FIELDS])
 NO_WINDOW = 1 << 40
 
 job_type, piece_type = from_dtype(JOB), from_dtype(PIECE)
 
 
-def _record_at(kind):
+def record_at(kind):
     @intrinsic
     def record(typing, address):
         """The struct at an address; its fields are read and written there."""
@@ -79,7 +107,7 @@ def _record_at(kind):
     return record
 
 
-job_at, piece_at = _record_at(job_type), _record_at(piece_type)
+job_at, piece_at = record_at(job_type), record_at(piece_type)
 
 
 def offset(name: str, struct: Any = JOB) -> int:

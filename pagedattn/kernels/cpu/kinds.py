@@ -8,6 +8,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
+from . import halves
 from .lanes import BYTE, FLOAT, LANES, PAIRS, along, as_bfloat16, at, load, store, word
 
 BFLOAT16, E4M3, E5M2 = np.uint16, np.uint8, np.uint32
@@ -49,14 +50,14 @@ def widened(builder, numbers, kind):
     if kind == types.float32:
         return numbers
     if kind == types.float16:
-        return builder.fpext(numbers, wide)
+        return halves.widened(builder, numbers)
     if kind == types.int8:
         return builder.sitofp(numbers, wide)
     if kind == types.uint16:
         return _shifted(builder, numbers, ir.IntType(32), wide, 16)
     bits = ir.VectorType(ir.IntType(16), numbers.type.count)
     half = _e4m3 if kind == types.uint8 else _e5m2
-    return builder.fpext(half(builder, numbers, bits), wide)
+    return halves.widened(builder, half(builder, numbers, bits))
 
 
 def _shifted(builder, numbers, bits, wide, by):
@@ -91,7 +92,7 @@ def narrowed(builder, numbers, kind):
     if kind == types.uint16:
         return (as_bfloat16 if PAIRS else _bfloat16)(builder, numbers)
     if kind == types.float16:
-        return builder.fptrunc(numbers, ir.VectorType(ir.HalfType(), numbers.type.count))
+        return halves.narrowed(builder, numbers)
     return numbers
 
 

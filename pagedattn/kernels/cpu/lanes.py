@@ -6,11 +6,13 @@ registers, each key widened once for several rows, and sums across vectors by on
 
 from typing import Any
 
-from llvmlite import binding, ir
-from numba.core import cgutils, config
+from llvmlite import ir
+from numba.core import cgutils, registry
 
-NUMBA: Any = config
-FEATURES = NUMBA.CPU_FEATURES or binding.get_host_cpu_features().flatten()  # as Numba does
+TARGET: Any = registry.cpu_target
+# What Numba compiles for, whose settings may take from what the CPU has: LLVM ends the process at
+# an instruction that it was not allowed.
+TRIPLE, CPU, FEATURES = TARGET.target_context.codegen().magic_tuple()
 LANES = 16 if "+avx512bw" in FEATURES else 8 if "+avx2" in FEATURES else 4
 # Registers bound the tiles: those with AVX-512 and NEON have 32, others 16.
 MANY = LANES != 8
@@ -18,6 +20,7 @@ KEYS = 4 if MANY else 2  # keys of a tile of logits
 SPAN = 4 if MANY else 2  # vectors of a value row in a tile of sums
 LINE = 64  # bytes that are fetched at once
 PAIRS = "+avx512bf16" in FEATURES  # products of pairs of bfloat16, added up in float32
+HALVES = "+f16c" in FEATURES or not TRIPLE.startswith("x86")  # float16 from float32 and back
 LOOK_UPS = PAIRS and "+avx512vbmi" in FEATURES  # of bytes, in tables in registers
 
 WORD, FLOAT, BYTE = ir.IntType(64), ir.FloatType(), ir.IntType(8)

@@ -10,6 +10,7 @@ from numba import types
 from .compiling import intrinsic
 
 malloc = types.ExternalFunction("malloc", types.intp(types.uintp))
+aligned_alloc = types.ExternalFunction("aligned_alloc", types.intp(types.uintp, types.uintp))
 free = types.ExternalFunction("free", types.void(types.intp))
 memcpy = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.uintp))
 memset = types.ExternalFunction("memset", types.intp(types.intp, types.int32, types.uintp))
@@ -58,6 +59,17 @@ def add_at(typing, address, number):
         return builder.atomic_rmw("add", pointer, args[1], "seq_cst")
 
     return types.int64(types.intp, types.int64), code
+
+
+@intrinsic
+def atomic_at(typing, address):
+    """An int64 to which other threads add, without writing to its cache line."""
+
+    def code(context, builder, signature, args):
+        pointer = element(builder, context, args[0], ir.Constant(ir.IntType(64), 0), types.int64)
+        return builder.load_atomic(pointer, "seq_cst", 8)
+
+    return types.int64(types.intp), code
 
 
 @intrinsic

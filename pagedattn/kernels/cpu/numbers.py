@@ -7,7 +7,6 @@ from llvmlite import ir
 from numba import types
 
 from .compiling import fast, intrinsic
-from .lanes import LINE
 
 F = np.float32
 # Cephes (Moshier, 1984-92): exp2 on [-0.5, 0.5] times ln 2, and tanh below 0.625.
@@ -54,9 +53,3 @@ def tanh(x):
 @fast
 def log(x):
     return np.float32(math.log(x))
-
-
-@fast
-def aligned(address):
-    """The first beginning of a cache line from an address on: vectors across two cost more."""
-    return address + (-address) % LINE

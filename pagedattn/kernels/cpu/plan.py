@@ -3,10 +3,9 @@
 import numpy as np
 
 from .compiling import fast
-from .job import JOB, PIECE, job_at, piece_at
-from .lanes import LANES, LINE
-from .memory import get_int32, malloc, memcpy, memset, put_float32
-from .numbers import aligned
+from .job import APART, JOB, PIECE, job_at, piece_at
+from .lanes import LANES
+from .memory import aligned_alloc, get_int32, memcpy, memset, put_float32, put_int64
 from .weights import CHUNK, NONE, key_range
 
 PIECES = 4  # for each thread, if there are keys enough
@@ -28,18 +27,19 @@ def begin(call):
     token_bytes = bytes_of_token(given)
     threads = min(given.threads, 1 + keys * token_bytes // BYTES_OF_A_THREAD)
     size = piece_keys(keys, threads, token_bytes)
-    num_pieces, num_states = count_pieces(given, size)
+    num_pieces, num_cut, num_states = count_pieces(given, size)
     rows = most_queries * given.num_kv_heads * given.group
-    state_bytes = rows * (row_bytes + 8)
-    pieces_bytes = num_pieces * PIECE_BYTES
-    address = malloc(JOB_BYTES + pieces_bytes + LINE + num_states * state_bytes)
+    state_bytes = APART * -(-rows * (row_bytes + 8) // APART)
+    pieces_bytes, partials_bytes = num_pieces * PIECE_BYTES, num_cut * APART
+    partials_bytes += num_states * state_bytes
+    address = aligned_alloc(APART, JOB_BYTES + pieces_bytes + partials_bytes)
     memcpy(address, call, JOB_BYTES)
     job = job_at(address)
     job.threads = max(1, min(threads, num_pieces))
     job.users, job.claimed, job.done, job.num_pieces = job.threads + 1, 0, 0, num_pieces
     job.pieces = address + JOB_BYTES
-    job.partials = aligned(job.pieces + pieces_bytes)
-    job.state_bytes, job.row_bytes = state_bytes, row_bytes
+    job.partials = job.pieces + pieces_bytes
+    job.state_bytes, job.row_bytes, job.rows = state_bytes, row_bytes, rows
     set_pieces(job, size)
     return address
 
@@ -102,8 +102,8 @@ def parts_of(first, last, size):
 
 @fast
 def count_pieces(job, size):
-    """The number of pieces, and of those that are not whole sequences."""
-    token, pieces, states = np.int64(0), np.int64(0), np.int64(0)
+    """The number of pieces, of sequences in several, and of the pieces of these."""
+    token, pieces, cut, states = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
     for seq in range(job.num_seqs):
         token, num_queries, seq_len = sequence(job, seq, token)
         token += num_queries
@@ -111,14 +111,15 @@ def count_pieces(job, size):
             first, last = keys_of(job, num_queries, seq_len)
             parts = parts_of(first, last, size)
             pieces += parts
-            states += parts if parts > 1 else 0
-    return pieces, states
+            if parts > 1:
+                cut, states = cut + 1, states + parts
+    return pieces, cut, states
 
 
 @fast
 def set_pieces(job, size):
     """Writes the pieces, and the rows that no sequence owns."""
-    token, at, state = np.int64(0), job.pieces, job.partials
+    token, at, free = np.int64(0), job.pieces, job.partials
     for seq in range(job.num_seqs):
         end = token
         token, num_queries, seq_len = sequence(job, seq, end)
@@ -126,6 +127,11 @@ def set_pieces(job, size):
         if is_ours(job, num_queries):
             first, last = keys_of(job, num_queries, seq_len)
             parts = parts_of(first, last, size)
+            finished, state = np.int64(0), np.int64(0)
+            if parts > 1:
+                finished, state = free, free + APART
+                put_int64(finished, 0, 0)
+                free = state + parts * job.state_bytes
             for part in range(parts):
                 piece = piece_at(at)
                 piece.seq, piece.token = seq, token
@@ -133,7 +139,7 @@ def set_pieces(job, size):
                 piece.first = first + part * size
                 piece.last = min(last, first + (part + 1) * size)
                 piece.part, piece.parts = part, parts
-                piece.state, piece.finished = state, 0
+                piece.state, piece.finished = state, finished
                 at += PIECE_BYTES
                 state += job.state_bytes if parts > 1 else 0
         token += num_queries

@@ -3,17 +3,23 @@
 import numpy as np
 
 from .compiling import fast, within
-from .job import PIECE, job_at, offset, piece_at
-from .lanes import LINE
-from .memory import add_at, free, get_float32, give_way, malloc, put_float32
-from .numbers import aligned, exp, log
+from .job import APART, PIECE, job_at, offset, piece_at
+from .memory import (
+    add_at,
+    aligned_alloc,
+    atomic_at,
+    free,
+    get_float32,
+    give_way,
+    put_float32,
+)
+from .numbers import exp, log
 from .rows import narrow_row
 from .walk import attend, factor, load_queries, room_bytes
 from .weights import NONE, ZERO
 
 PIECE_BYTES = PIECE.itemsize
 USERS, CLAIMED, DONE = map(offset, ("users", "claimed", "done"))
-FINISHED = offset("finished", PIECE)
 
 
 @within
@@ -24,9 +30,8 @@ def work(address, kinds):
     number = add_at(address + CLAIMED, 1)
     while number < job.num_pieces:
         if scratch == 0:
-            scratch = malloc(scratch_bytes(job) + LINE)
-        piece = job.pieces + number * PIECE_BYTES
-        do_piece(job, kinds, piece, aligned(scratch))
+            scratch = aligned_alloc(APART, scratch_bytes(job))
+        do_piece(job, kinds, job.pieces + number * PIECE_BYTES, scratch)
         add_at(address + DONE, 1)
         number = add_at(address + CLAIMED, 1)
     if scratch != 0:
@@ -44,7 +49,7 @@ def leave(address):
 def end(address):
     """Waits for the pieces that other threads have begun, and leaves the job."""
     job = job_at(address)
-    while add_at(address + DONE, 0) < job.num_pieces:
+    while atomic_at(address + DONE) < job.num_pieces:
         give_way()
     leave(address)
 
@@ -52,8 +57,8 @@ def end(address):
 @fast
 def scratch_bytes(job):
     """Queries, a state, and what `attend` needs, for the most rows that a piece has."""
-    rows = job.state_bytes // (job.row_bytes + 8) // job.num_kv_heads
-    return 2 * job.state_bytes + room_bytes(job, rows)
+    room = room_bytes(job, job.rows // job.num_kv_heads)
+    return 2 * job.state_bytes + APART * -(-room // APART)
 
 
 @within
@@ -67,11 +72,10 @@ def do_piece(job, kinds, at, scratch):
         highest = state + rows * job.row_bytes
         room = scratch + 2 * job.state_bytes
         attend(job, kinds, piece, scratch, state, highest, highest + 4 * rows, room)
-    first = at - piece.part * PIECE_BYTES
-    if add_at(first + FINISHED, 1) == piece.parts - 1:
-        if piece.parts > 1:
-            state = piece_at(first).state
+    if piece.parts == 1:
         finish(job, kinds, piece, rows, state)
+    elif add_at(piece.finished, 1) == piece.parts - 1:
+        finish(job, kinds, piece, rows, piece.finished + APART)
 
 
 @fast

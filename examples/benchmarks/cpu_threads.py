@@ -1,0 +1,135 @@
+"""Times decodes by the compiled CPU kernel on 1, 2, 4, ... threads, beside sums of as many bytes.
+
+    PYTHONPATH=examples python -m benchmarks.cpu_threads [-o docs/results]
+
+From JAX (in jit), from torch (a prepared step), and torch's sum of as many bytes as the keys and
+values have, each on as many threads. All of a case take turns, in a new random order each round:
+as many calls in a row as a decode step has layers. A figure is the median of the turns.
+"""
+
+import argparse
+import os
+import random
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import jax
+import jax.numpy as jnp
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import pagedattn_torch
+from benchmarks.cpu_case import Case
+from benchmarks.cpu_report import machine
+from benchmarks.machine import write
+from benchmarks.work import SUM
+from pagedattn import KVCache, make_batch, paged_attention
+from pagedattn.backends.numba import with_threads
+
+LAYERS = 32
+ROUNDS = 15
+SECONDS = 2.0  # a contender has turns until they took so long, three at least
+CASES = [
+    Case("64x4096", [1] * 64, [4096] * 64),
+    Case("64x1024", [1] * 64, [1024] * 64),
+    Case("8x4096", [1] * 8, [4096] * 8),
+    Case("skewed", [1] * 8, [256] * 7 + [16384]),
+    Case("8x512", [1] * 8, [512] * 8),
+    Case("4x64", [1] * 4, [64] * 4),
+]
+
+
+def from_jax(case: Case, threads: int) -> Callable:
+    planes = (case.query, *case.planes)
+    query, key, value = (
+        jnp.asarray(plane.view(torch.int16).numpy().view(jnp.bfloat16)) for plane in planes
+    )
+    attend = jax.jit(partial(paged_attention, backend=with_threads(threads)))
+    batch = batch_of(case)
+    return lambda: attend(query, KVCache(key, value), batch).block_until_ready()
+
+
+def from_torch(case: Case, threads: int) -> Callable:
+    cache = KVCache(*case.planes)
+    step = pagedattn_torch.prepare(case.query, cache, batch_of(case), backend="numba")
+    return lambda: step.attend(case.query, cache)
+
+
+def the_sum(case: Case, threads: int) -> Callable:
+    return torch.ones(case.kv_bytes // 4).sum
+
+
+def batch_of(case: Case):
+    contexts = [n - q for q, n in zip(case.query_lens, case.seq_lens, strict=True)]
+    return make_batch(case.query_lens, contexts, case.tables.numpy(), block_size=case.block_size)
+
+
+CONTENDERS = {"numba, jax.jit": from_jax, "numba, torch": from_torch, SUM: the_sum}
+
+
+def counts() -> list[int]:
+    """1, 2, 4, ... threads, and as many as there are CPUs."""
+    cpus = len(os.sched_getaffinity(0))
+    return sorted({1 << i for i in range(cpus.bit_length()) if 1 << i < cpus} | {cpus})
+
+
+def measure(case: Case) -> dict[str, dict[int, float]]:
+    """Microseconds of each contender by its number of threads."""
+    calls = {}
+    for threads in counts():
+        torch.set_num_threads(threads)
+        for name, prepare in CONTENDERS.items():
+            calls[name, threads] = prepare(case, threads)
+            calls[name, threads]()
+    times: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
+    for _ in range(ROUNDS):
+        for key in random.sample(list(calls), len(calls)):
+            if len(times[key]) < 3 or sum(times[key]) < SECONDS:
+                torch.set_num_threads(key[1])
+                times[key].append(seconds_of_a_step(calls[key]))
+    found = {key: median(taken) / LAYERS * 1e6 for key, taken in times.items()}
+    return {name: {n: found[name, n] for n in counts()} for name in CONTENDERS}
+
+
+def seconds_of_a_step(call: Callable) -> float:
+    start = time.perf_counter()
+    for _ in range(LAYERS):
+        call()
+    return time.perf_counter() - start
+
+
+def table(rows: dict[str, dict]) -> Table:
+    """Milliseconds, and each contender's rate as a share of the sum's on as many threads."""
+    made = Table(box=None, header_style="dim")
+    for heading in ("", "threads", *CONTENDERS, "JAX / sum", "torch / sum"):
+        made.add_column(heading, justify="right")
+    for name, us in rows.items():
+        for threads in us[SUM]:
+            each = [us[contender][threads] for contender in CONTENDERS]
+            shares = (each[2] / ours for ours in each[:2])
+            cells = (f"{time / 1e3:.3f}" for time in each)
+            made.add_row(name, str(threads), *cells, *(f"{share:.2f}" for share in shares))
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("-o", "--out", type=Path, help="folder for the report")
+    parser.add_argument("-k", "--only", default="", help="cases whose name contains this")
+    arguments = parser.parse_args()
+    rows = {}
+    for case in CASES:
+        if arguments.only in case.shape:
+            rows[case.shape] = measure(case)
+            case.free()
+    Console(width=120, markup=False).print(table(rows))
+    path = arguments.out and arguments.out / "cpu_threads.json"
+    write(path, {"machine": machine(), "us": rows})
+
+
+if __name__ == "__main__":
+    main()
