@@ -43,6 +43,7 @@ _address, _two = (types.intp,), (types.intp, types.intp)
 init_mutex, init_condition = _posix("mutex_init", *_two), _posix("cond_init", *_two)
 lock, unlock = _posix("mutex_lock", *_address), _posix("mutex_unlock", *_address)
 sleep, wake = _posix("cond_wait", *_two), _posix("cond_signal", *_address)
+wake_all = _posix("cond_broadcast", *_address)
 start, detach = _posix("create", *_two, *_two), _posix("detach", *_address)
 
 
@@ -124,12 +125,15 @@ def invite(address, task, job, count):
         put_int64(invitation, JOB, job)
         pool.first, pool.invitations = invitation, pool.invitations + 1
     add_threads(address)
-    alone = pool.threads == 0
+    alone, most = pool.threads == 0, 2 * count > pool.idle
     unlock(address + MUTEX)
     if alone:
         follow_all(address)
-    for _ in range(count):
-        wake(address + CONDITION)
+    elif most:  # one call of the system in place of as many
+        wake_all(address + CONDITION)
+    else:
+        for _ in range(count):
+            wake(address + CONDITION)
 
 
 @fast
