@@ -4,6 +4,7 @@ from typing import Any
 
 from ..table import Cell, cells, grouped
 from . import machine
+from .probe import probed
 from .selfcheck import selfcheck
 from .usable import usable
 
@@ -18,7 +19,9 @@ def gather(*, check: bool) -> dict[str, Any]:
         found["devices"] = machine.devices()
     except RuntimeError as error:
         return found | {"error": str(error)}
-    found |= {"backends": usable(), "features": features(cells())}
+    found |= {"processor": machine.processor(), "kernel": machine.kernel()}
+    tried = probed(usable())
+    found |= {"features": features(cells()), "backends": tried()}
     names = [name for name, reasons in found["backends"].items() if reasons.get("jax") == []]
     return found | ({"check": selfcheck(names)} if check else {})
 

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import jax
 
-from .. import __version__
+from .. import __version__, registry
 
 PACKAGES = (
     *("jax", "jaxlib", "numpy", "torch", "jax-tvm-ffi", "triton", "xformers"),
     *("intel-extension-for-pytorch", "numba", "flash-attn-4", "hypothesis", "rich"),
 )
+CPUINFO = Path("/proc/cpuinfo")
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -44,3 +45,21 @@ def driver(file: Path = DRIVER) -> str | None:
     """The version of NVIDIA's kernel driver on Linux; None where there is none."""
     found = re.search(r"Kernel Module.*?(\d+(\.\d+)+)", file.read_text()) if file.exists() else None
     return found and found[1]
+
+
+def processor(file: Path = CPUINFO) -> str:
+    """The CPU's name where Linux knows it, and its architecture."""
+    text = file.read_text() if file.exists() else ""
+    named = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
+    names = named[1] if named else platform.processor(), platform.machine()
+    return ", ".join(dict.fromkeys(filter(None, names)))
+
+
+def kernel() -> str | None:
+    """What of the CPU the compiled kernel uses; None where it cannot be loaded."""
+    if not registry.can_load("numba"):
+        return None
+    from ..kernels.cpu.call import num_threads
+    from ..kernels.cpu.lanes import in_words
+
+    return f"{in_words()}; {num_threads()} threads"

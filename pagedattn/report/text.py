@@ -26,6 +26,8 @@ def parts(found: dict[str, Any]) -> list[str | Table]:
         return [*shown, f"JAX finds no device: {found['error']}"]
     driver = f"NVIDIA driver {found['driver']}" if found["driver"] else "no NVIDIA driver"
     shown.append(f"Devices: {', '.join(found['devices'])}; {driver}")
+    kernel = f"; the CPU kernel uses {found['kernel']}" if found["kernel"] else ""
+    shown.append(f"Processor: {found['processor']}{kernel}")
     shown += [backends(found["backends"]), found["features"]["rows"], TYPES]
     shown += [f"{number}  {reason}" for number, reason in found["features"]["reasons"].items()]
     if check := found.get("check"):

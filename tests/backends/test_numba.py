@@ -159,7 +159,7 @@ def test_programs_may_call_at_once():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_are_set_in_the_memory_that_was_donated(dtype):
     cache = jax.tree.map(lambda plane: plane.astype(dtype), random_cache(num_blocks=64))
-    before = as_numpy(cache)
+    before = as_numpy(jax.tree.map(jnp.copy, cache))  # what NumPy may look at is not overwritten
     new = jax.tree.map(lambda x: x.astype(dtype), rows(3, cache))
     place = [plane.unsafe_buffer_pointer() for plane in (cache.key, cache.value)]
     slots = jnp.array([5, -1, 200], jnp.int32)
@@ -373,6 +373,33 @@ def test_vectors_are_those_that_numba_compiles_for(setting, tmp_path):
         env=environment,
     )
     assert done.returncode == 0, done.stderr
+
+
+ELSEWHERE = """
+import ctypes, os
+del os.register_at_fork
+load = ctypes.CDLL
+class Library:
+    pass
+ctypes.CDLL = lambda name, *rest, **more: Library() if name is None else load(name, *rest, **more)
+import torch, pagedattn_torch
+from pagedattn import BackendUnavailableError, KVCache, available_backends, make_batch
+cache = KVCache(torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 1, 8))
+arrays = torch.ones(1, 2, 8), cache, make_batch([1], [4], [[0, 1]], block_size=4)
+assert (pagedattn_torch.paged_attention(*arrays) == 0).all()
+try:
+    pagedattn_torch.paged_attention(*arrays, backend="numba")
+except BackendUnavailableError as error:
+    assert "lacks" in str(error) and "Linux and macOS" in str(error), error
+else:
+    raise SystemExit("it ran")
+assert "numba" not in available_backends()
+"""
+
+
+def test_it_is_refused_where_the_system_lacks_its_functions():
+    """As on Windows, where a process cannot be forked either."""
+    in_a_process(ELSEWHERE)
 
 
 def test_processes_may_compile_at_once_and_without_a_folder_to_write_to(tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import os
 import subprocess
 import sys
 
@@ -14,7 +15,7 @@ pytest.importorskip("rich")
 
 import pagedattn
 from pagedattn.__main__ import main
-from pagedattn.report import gather, machine, selfcheck, text
+from pagedattn.report import gather, machine, probe, selfcheck, text
 from pagedattn.report.colour import coloured
 
 COMMAND = "import runpy; runpy.run_module('pagedattn', run_name='__main__')"
@@ -60,6 +61,44 @@ def test_rich_eats_no_brackets():
     shown = coloured(["pip install 'pagedattn[ipex]'", [("[bold]a", "b"), ("x[ipex]", "[red]")]])
     for word in ("pagedattn[ipex]", "[bold]a", "x[ipex]", "[red]"):
         assert word in shown
+
+
+DEATHS = {"SIGBUS": "os.kill(os.getpid(), signal.SIGBUS)", "status 3": "os._exit(3)"}
+
+
+@pytest.mark.parametrize("end", DEATHS)
+def test_a_backend_that_ends_its_process_is_none(tmp_path, monkeypatch, end):
+    """It looks usable until it computes: an entry point of the environment that the probes see."""
+    made = tmp_path / "deadly-1.dist-info"
+    made.mkdir()
+    (made / "METADATA").write_text("Metadata-Version: 2.1\nName: deadly\nVersion: 1\n")
+    (made / "entry_points.txt").write_text("[pagedattn.backends]\ndeadly = deadly:BACKEND\n")
+    (tmp_path / "deadly.py").write_text(
+        "import os, signal\nfrom dataclasses import replace\n"
+        "from pagedattn.backends.xla import BACKEND as XLA\n"
+        f"def run(*arguments, **options):\n    {DEATHS[end]}\n"
+        "BACKEND = replace(XLA, name='deadly', run=run, before=None)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    monkeypatch.setenv("PYTHONPATH", path)
+    found = probe.probed({"deadly": {"jax": []}, "xla": {"jax": []}, "flash": {"jax": ["no"]}})()
+    assert found["xla"] == {"jax": []}
+    assert found["flash"] == {"jax": ["no"]}
+    (reason,) = found["deadly"]["jax"]
+    assert end in reason
+
+
+def test_a_backend_that_raises_is_none():
+    assert "BackendUnavailableError" in str(probe.why_not("nonsense", "jax"))
+    assert probe.why_not("xla", "jax") is None
+
+
+def test_the_processor_is_named(tmp_path):
+    file = tmp_path / "cpuinfo"
+    file.write_text("processor\t: 0\nmodel name\t: AMD EPYC 9B14\nmodel name\t: other\n")
+    assert machine.processor(file).startswith("AMD EPYC 9B14, ")
+    assert machine.processor(tmp_path / "none")
+    assert "Processor: " in run().stdout
 
 
 def test_as_json(monkeypatch, capsys):

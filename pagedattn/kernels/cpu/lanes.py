@@ -28,6 +28,21 @@ VECTOR = ir.VectorType(FLOAT, LANES)
 ZEROS = ir.Constant(VECTOR, [0.0] * LANES)
 
 
+def in_words() -> str:
+    """What of the CPU is used.
+
+    >>> "float32" in in_words()
+    True
+    """
+    uses = {
+        f"vectors of {LANES} float32": True,
+        "products of pairs of bfloat16": PAIRS,
+        "look-ups of 8-bit numbers": LOOK_UPS,
+        "float16 by integers": not HALVES,
+    }
+    return ", ".join(use for use, used in uses.items() if used)
+
+
 class BFloat16(ir.Type):
     """LLVM's bfloat, which llvmlite does not know."""
 

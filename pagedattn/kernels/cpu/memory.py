@@ -4,17 +4,36 @@ An address is an integer. Elements are counted from an address that stays the sa
 that LLVM sees through it and can use vectors.
 """
 
+import ctypes
+import os
+import platform
+from typing import Any
+
 from llvmlite import ir
 from numba import types
 
+from ...errors import BackendUnavailableError
 from .compiling import intrinsic
 
-malloc = types.ExternalFunction("malloc", types.intp(types.uintp))
-aligned_alloc = types.ExternalFunction("aligned_alloc", types.intp(types.uintp, types.uintp))
-free = types.ExternalFunction("free", types.void(types.intp))
-memcpy = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.uintp))
-memset = types.ExternalFunction("memset", types.intp(types.intp, types.int32, types.uintp))
-give_way = types.ExternalFunction("sched_yield", types.int32())
+PROCESS = ctypes.CDLL(None) if os.name == "posix" else None
+
+
+def system(name: str, signature: Any) -> Any:
+    """A function of the system's C library, where it has it."""
+    if not hasattr(PROCESS, name):
+        raise BackendUnavailableError(
+            f"backend 'numba' is not available: {platform.system()} lacks {name}, as POSIX has it; "
+            "it runs on Linux and macOS"
+        )
+    return types.ExternalFunction(name, signature)
+
+
+malloc = system("malloc", types.intp(types.uintp))
+aligned_alloc = system("aligned_alloc", types.intp(types.uintp, types.uintp))
+free = system("free", types.void(types.intp))
+memcpy = system("memcpy", types.intp(types.intp, types.intp, types.uintp))
+memset = system("memset", types.intp(types.intp, types.int32, types.uintp))
+give_way = system("sched_yield", types.int32())
 
 
 def element(builder, context, address, index, kind):

@@ -14,7 +14,7 @@ from . import plan, work
 from .compiled import NUMBER, machine_code, sources
 from .compiling import fast
 from .job import APART, job_at, record_at, struct
-from .memory import aligned_alloc, call_at, free, get_int64, malloc, memset, put_int64
+from .memory import aligned_alloc, call_at, free, get_int64, malloc, memset, put_int64, system
 
 POOL = struct(
     [
@@ -36,7 +36,7 @@ pool_at = record_at(from_dtype(POOL))
 
 
 def _posix(name, *arguments):
-    return types.ExternalFunction(f"pthread_{name}", types.int32(*arguments))
+    return system(f"pthread_{name}", types.int32(*arguments))
 
 
 _address, _two = (types.intp,), (types.intp, types.intp)
