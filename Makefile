@@ -109,6 +109,7 @@ bench-cpu: $(VENV)/ready $(IPEX_VENV)/ready
 	PYTHONPATH=examples $(BIN)/python -m benchmarks.cpu -o docs/results
 	PYTHONPATH=examples $(BIN)/python -m benchmarks.cpu -o docs/results -k decode -t 1
 	PYTHONPATH=examples $(BIN)/python -m benchmarks.cpu_layers -o docs/results
+	PYTHONPATH=examples $(BIN)/python -m benchmarks.cpu_threads -o docs/results
 
 bench-gpu:
 	PYTHONPATH=examples:. XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m benchmarks.gpu -o docs/results

@@ -127,6 +127,7 @@ def main() -> None:
             rows[case.shape] = measure(case)
             case.free()
     Console(width=120, markup=False).print(table(rows))
+    torch.set_num_threads(counts()[-1])
     path = arguments.out and arguments.out / "cpu_threads.json"
     write(path, {"machine": machine(), "us": rows})
 

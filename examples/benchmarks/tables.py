@@ -10,6 +10,8 @@ import re
 import sys
 from pathlib import Path
 
+from benchmarks.work import SUM
+
 GPU_COLUMNS = {
     "`backend=None` in `jax.jit`": ["backend=None, jax.jit"],
     "`triton` in a torch CUDA graph": ["triton, torch graph"],
@@ -77,7 +79,24 @@ def cpu_table(data: dict) -> list[str]:
     return lines
 
 
-TABLES = {"h200.json": gpu_table, "h200_lengths.json": gpu_table, "cpu.json": cpu_table}
+def threads_table(data: dict) -> list[str]:
+    """Rates as shares of the sum's on as many threads, and all threads' rate over one's."""
+    counts = list(data["us"]["8x4096"][SUM])
+    lines = _head([f"{n} threads" if n != "1" else "1 thread" for n in counts] + ["all / one"])
+    for case, us in data["us"].items():
+        ours = [us["numba, jax.jit"], us["numba, torch"]]
+        shares = [" / ".join(f"{us[SUM][n] / times[n]:.2f}" for times in ours) for n in counts]
+        gains = " / ".join(f"{times['1'] / times[counts[-1]]:.1f}" for times in ours)
+        lines.append(_line([case, *shares, gains]))
+    return lines
+
+
+TABLES = {
+    "h200.json": gpu_table,
+    "h200_lengths.json": gpu_table,
+    "cpu.json": cpu_table,
+    "cpu_threads.json": threads_table,
+}
 
 
 def rewritten(page: str, results: Path) -> str:
