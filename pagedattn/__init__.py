@@ -13,7 +13,8 @@ from .errors import (
     UnsupportedError,
 )
 from .make_batch import make_batch
-from .pool.block_pool import BlockPool, batch_from_pool, init_block_pool
+from .pool.batches import batch_from_pool, next_batch, next_batches
+from .pool.block_pool import BlockPool, init_block_pool
 from .pool.growth import Growth, append_tokens
 from .pool.releasing import drop_blocks, release
 from .pool.sharing import fork, hold_blocks, share_blocks
@@ -60,6 +61,8 @@ __all__ = [
     "make_batch",
     "merge_across",
     "merge_states",
+    "next_batch",
+    "next_batches",
     "paged_attention",
     "positions",
     "ragged_attention",

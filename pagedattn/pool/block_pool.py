@@ -5,14 +5,12 @@ A pool knows nothing of keys and values. What it decides is applied to each laye
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Integer
+from jaxtyping import Array, Bool, Int
 
-from ..batch import BatchMetadata
-from ..ragged import cdiv, positions, sequence_ids, slot_mapping
+from ..ragged import cdiv
 from . import checks as validate
 
 
@@ -98,42 +96,3 @@ def init_block_pool(
 def given_back(tables: Int[Array, "*rows max_blocks"]) -> Bool[Array, "*rows max_blocks"]:
     """True for the -1 that a row begins with: blocks behind a window, see `release_behind`."""
     return jnp.cumsum(tables != -1, axis=-1, dtype=jnp.int32) == 0
-
-
-def batch_from_pool(
-    pool: BlockPool, query_lens: Integer[Any, "max_seqs"], *, num_tokens: int, max_query_len: int
-) -> BatchMetadata[Array]:
-    """The batch in which each sequence's last `query_lens[s]` tokens are the new ones.
-
-    Append the tokens first. Sequences with no query stand in the batch and cost little.
-
-    Args:
-      num_tokens: length of the packed token axis, static; at least `sum(query_lens)`.
-      max_query_len: static bound on `query_lens`.
-
-    Raises:
-      InvalidInputError: arrays of wrong shapes; outside jit also lengths that the sequences do not
-        have, or that exceed `num_tokens` or `max_query_len`.
-
-    >>> from pagedattn import append_tokens
-    >>> pool, _ = append_tokens(init_block_pool(4, 4, max_seqs=2, max_blocks=2), jnp.array([5, 0]))
-    >>> batch_from_pool(pool, jnp.array([2, 0]), num_tokens=3, max_query_len=2).positions.tolist()
-    [3, 4, 0]
-    """
-    pool = validate.pool(pool)
-    query_lens, num_tokens, max_query_len = validate.batch(
-        query_lens, pool.seq_lens, num_tokens, max_query_len
-    )
-    ends = jnp.cumsum(query_lens, dtype=jnp.int32)
-    query_start_loc = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
-    seq_ids = sequence_ids(query_start_loc, num_tokens)
-    at = positions(query_start_loc, pool.seq_lens, num_tokens)
-    return BatchMetadata(
-        block_tables=pool.block_tables,
-        seq_lens=pool.seq_lens,
-        query_start_loc=query_start_loc,
-        slot_mapping=slot_mapping(pool.block_tables, seq_ids, at, block_size=pool.block_size),
-        positions=at,
-        block_size=pool.block_size,
-        max_query_len=max_query_len,
-    )

@@ -1,5 +1,6 @@
 """Checks of the arguments of functions on block pools, which are returned as int32 arrays."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -59,24 +60,43 @@ def behind(pool_, window, max_new_tokens):
     return pool_, window, min(max(blocks, 1), pool_.max_blocks)
 
 
-def batch(query_lens, seq_lens, num_tokens, max_query_len):
+def packing(query_lens, max_seqs, num_tokens, max_query_len):
+    """New tokens of each sequence, which a batch of these static sizes must hold where known."""
     num_tokens = count("num_tokens", num_tokens, 0)
     max_query_len = count("max_query_len", max_query_len, 0)
-    query_lens = per_sequence("query_lens", query_lens, len(seq_lens))
+    query_lens = per_sequence("query_lens", query_lens, max_seqs)
+    queries = known(query_lens)
+    if queries is not None:
+        require(
+            queries.sum() <= num_tokens and queries.max(initial=0) <= max_query_len,
+            f"query_lens {queries.tolist()} need num_tokens of {queries.sum()} and max_query_len "
+            f"of {queries.max(initial=0)} at least, got {num_tokens} and {max_query_len}",
+        )
+    return query_lens, (num_tokens, max_query_len)
+
+
+def appended(query_lens, seq_lens) -> None:
+    """Requires that sequences have the tokens that are called new, as far as that is known."""
     queries, lens = known(query_lens), known(seq_lens)
-    if queries is None or lens is None:
-        return query_lens, num_tokens, max_query_len
+    if queries is not None and lens is not None:
+        require(
+            (queries <= lens).all(),
+            f"query_lens must not exceed the sequences' lengths {lens.tolist()}, got "
+            f"{queries.tolist()}; append the tokens first, as next_batch does",
+        )
+
+
+def pools(pools_):
+    """Pools of the same sequences, as lists of JAX arrays."""
     require(
-        (queries <= lens).all(),
-        f"query_lens must not exceed the sequences' lengths {lens.tolist()}, got "
-        f"{queries.tolist()}; append the tokens first",
+        isinstance(pools_, Sequence) and len(pools_) > 0,
+        f"pools must be a list of BlockPools, got {type(pools_).__name__}; of one pool next_batch "
+        "makes the batch",
     )
-    require(
-        queries.sum() <= num_tokens and queries.max(initial=0) <= max_query_len,
-        f"query_lens {queries.tolist()} need num_tokens of {queries.sum()} and max_query_len of "
-        f"{queries.max(initial=0)} at least, got {num_tokens} and {max_query_len}",
-    )
-    return query_lens, num_tokens, max_query_len
+    checked = [pool(each, f"pools[{index}]") for index, each in enumerate(pools_)]
+    sizes = [each.max_seqs for each in checked]
+    require(len(set(sizes)) == 1, f"pools must have the same rows, got max_seqs of {sizes}")
+    return checked
 
 
 def ids_or_none(name, array, bound, what="blocks", ndim=1):
