@@ -5,6 +5,7 @@ to leave a sound pool; outside the same call either agrees or raises and says so
 """
 
 import functools
+import itertools
 
 import hypothesis.strategies as st
 import jax
@@ -19,6 +20,8 @@ import pagedattn as pa
 MAX_SEQS, MAX_BLOCKS, BLOCK_SIZE, NUM_BLOCKS = 4, 3, 2, 7
 CAPACITY = MAX_BLOCKS * BLOCK_SIZE
 BEHIND = {w: functools.partial(pa.release_behind, window=w) for w in (1, 2, 3, 4, 2**31 - 1)}
+SIZES = {"num_tokens": 9, "max_query_len": 4}
+NEXT, BATCH = (functools.partial(f, **SIZES) for f in (pa.next_batch, pa.batch_from_pool))
 WILD = (-(2**31), -MAX_SEQS, -2, -1, MAX_SEQS, NUM_BLOCKS, 2**31 - 1)
 
 
@@ -54,6 +57,36 @@ def call(function, *args):
 def owned(pool, row):
     """The blocks of a row in order, -1 for those behind a window that were given back."""
     return np.asarray(pool.block_tables)[row, : int(pool.seq_blocks[row])].tolist()
+
+
+def cached_slots(pool):
+    """Those of all tokens that sequences have, none for those that were given back."""
+    rows = [(owned(pool, row), int(pool.seq_lens[row])) for row in range(pool.max_seqs)]
+    slots = [b * BLOCK_SIZE + i for bs, _ in rows for b in bs for i in range(BLOCK_SIZE)]
+    held = np.concatenate([np.arange(len(bs) * BLOCK_SIZE) < n for bs, n in rows])
+    return {slot for slot, of_token in zip(slots, held, strict=True) if of_token and slot >= 0}
+
+
+def check_batch(batch, ok, counts):
+    """Tokens keep their places within the static sizes; those of rows without room do nothing.
+
+    Returns the slots of the others.
+    """
+    starts, lens = np.asarray(batch.query_start_loc), np.asarray(batch.seq_lens)
+    packed = []
+    for count in counts:  # what does not fit ends the batch
+        if not 0 <= count <= min(batch.max_query_len, batch.num_tokens - sum(packed)):
+            break
+        packed.append(count)
+    packed += [0] * (len(counts) - len(packed))
+    assert starts.tolist() == np.cumsum([0, *packed]).tolist()
+    for row, (start, end) in enumerate(itertools.pairwise(starts)):
+        at = np.asarray(batch.positions[start:end]).tolist()
+        assert at == list(range(lens[row] - len(at), lens[row])) if ok[row] else not any(at)
+        assert ok[row] or start == end or lens[row] == 0
+    rows = np.repeat(np.append(ok, False), np.append(packed, batch.num_tokens - sum(packed)))
+    assert (np.asarray(batch.slot_mapping)[~rows] == -1).all()
+    return np.asarray(batch.slot_mapping)[rows].tolist()
 
 
 def check(pool):
@@ -98,6 +131,25 @@ class HostileMachine(RuleBasedStateMachine):
         self.bystanders(before, self.pool, np.flatnonzero(grown))
         copied = np.asarray(growth.copy_dst)[np.asarray(growth.copy_src) >= 0]
         assert (np.asarray(before.ref_counts)[copied] == 0).all()
+
+    @rule(counts=st.lists(COUNTS, min_size=MAX_SEQS, max_size=MAX_SEQS))
+    def next_batch(self, counts):
+        before = self.pool
+        self.pool, batch, growth = call(NEXT, before, i32(counts))
+        ok = np.asarray(growth.ok)
+        grown = np.where(ok, counts, 0)
+        assert (np.asarray(self.pool.seq_lens) == before.seq_lens + grown).all()
+        self.bystanders(before, self.pool, np.flatnonzero(grown))
+        slots = check_batch(batch, ok, counts)
+        assert len(set(slots) - {-1}) == len(slots)
+        assert not set(slots) & cached_slots(before)
+
+    @rule(counts=st.lists(COUNTS, min_size=MAX_SEQS, max_size=MAX_SEQS))
+    def batch_from_pool(self, counts):
+        """A sequence that has not so many tokens writes none; -1 is behind a window."""
+        batch = call(BATCH, self.pool, i32(counts))
+        has = np.asarray(self.pool.seq_lens) >= counts
+        assert set(check_batch(batch, has, counts)) <= cached_slots(self.pool) | {-1}
 
     @rule(parents=ids(MAX_SEQS, 3), children=ids(MAX_SEQS, 3))
     def fork(self, parents, children):
