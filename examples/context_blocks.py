@@ -45,7 +45,7 @@ def grow(
     Returns:
       the pool; the batch: queries are all new tokens, keys those of the context that lie here, and
       slots are -1 for tokens that lie elsewhere; which sequences have grown: on every device, or
-      on none.
+      on none. Tokens of the others keep their place, at position -1 and without slots or keys.
     """
     rows, size = jnp.arange(pool.max_seqs, dtype=jnp.int32), pool.block_size
     context = jax.lax.psum(pool.seq_lens, AXIS)
@@ -53,17 +53,18 @@ def grow(
     _, growth = append_tokens(pool, here, max_new_tokens=max_query_len)
     ok = jax.lax.pmin(growth.ok.astype(jnp.int32), AXIS) > 0
     grown, _ = append_tokens(pool, jnp.where(ok, here, 0), max_new_tokens=max_query_len)
-    starts = jnp.append(jnp.int32(0), jnp.cumsum(jnp.where(ok, new, 0), dtype=jnp.int32))
+    starts = jnp.append(jnp.int32(0), jnp.cumsum(new, dtype=jnp.int32))
     seqs = sequence_ids(starts, num_tokens)
-    at = positions(starts, context + jnp.diff(starts), num_tokens)
+    at = positions(starts, context + new, num_tokens)
     before = length_here(at, seqs, size)
-    slot_at = jnp.where(length_here(at + 1, seqs, size) > before, before, -1)
+    lies_here = ok[seqs] & (length_here(at + 1, seqs, size) > before)
+    slot_at = jnp.where(lies_here, before, -1)
     batch = BatchMetadata(
         block_tables=grown.block_tables,
-        seq_lens=pool.seq_lens,
+        seq_lens=jnp.where(ok, pool.seq_lens, 0),
         query_start_loc=starts,
         slot_mapping=slot_mapping(grown.block_tables, seqs, slot_at, block_size=size),
-        positions=at,
+        positions=jnp.where(ok[seqs], at, -1),
         block_size=size,
         max_query_len=max_query_len,
     )

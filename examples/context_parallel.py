@@ -134,7 +134,8 @@ def attend_to_new(
     """
     starts, longest, device = batch.query_start_loc, batch.max_query_len, jax.lax.axis_index(AXIS)
     new = packed_batch(len(query), starts, starts, longest, longest)
-    here = turn(jnp.arange(batch.num_seqs)) == 0
+    has_room = batch.positions.at[starts[:-1]].get(mode="clip") >= 0
+    here = has_room & (turn(jnp.arange(batch.num_seqs)) == 0)
     new = replace(new, seq_lens=jnp.where(here, new.seq_lens, 0))
     empty = (jnp.zeros((len(key), 1, *plane.shape[2:]), plane.dtype) for plane in cache.planes)
     small = write_kv(cache.with_planes(*empty), key, value, jnp.arange(len(key)))

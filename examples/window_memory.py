@@ -28,10 +28,9 @@ from serving.occupancy import FREE, Owners, draw_owners
 from pagedattn import (
     BlockPool,
     KVCache,
-    append_tokens,
-    batch_from_pool,
     init_block_pool,
     init_kv_cache,
+    next_batches,
     paged_attention,
     release_behind,
     write_kv,
@@ -109,9 +108,7 @@ def step(params: dict, gives_back: bool, state: State, tokens, new, max_query_le
     Returns the state, the next tokens, the owners of each pool's blocks, and whether they sufficed.
     """
     sizes = {"num_tokens": len(tokens), "max_query_len": max_query_len}
-    grown = [append_tokens(pool, new, max_new_tokens=max_query_len) for pool in state.pools]
-    pools = [pool for pool, _ in grown]
-    batches = [batch_from_pool(pool, new, **sizes) for pool in pools]
+    pools, batches, growths = next_batches(state.pools, new, **sizes)
     hidden, caches = MODEL.embed(params, tokens), []
     for index, (layer, cache) in enumerate(zip(params["layers"], state.caches, strict=True)):
         batch, spec = batches[GROUPS.index(WINDOWS[index])], MODEL.attention_spec(index)
@@ -119,7 +116,7 @@ def step(params: dict, gives_back: bool, state: State, tokens, new, max_query_le
         caches.append(write_kv(cache, key_rows, value_rows, batch.slot_mapping))
         out = paged_attention(query, caches[-1], batch, spec)
         hidden = MODEL.rest(layer, hidden, out.reshape(len(tokens), -1))
-    owners, ok = [owners_of(pool) for pool in pools], jnp.stack([g.ok.all() for _, g in grown])
+    owners, ok = [owners_of(pool) for pool in pools], growths[0].ok.all()
     if gives_back:  # all layers have attended: now it can be done
         pools = [
             pool if window is None else release_behind(pool, window)[0]
@@ -127,7 +124,7 @@ def step(params: dict, gives_back: bool, state: State, tokens, new, max_query_le
         ]
     logits = MODEL.logits(params, hidden[jnp.cumsum(new) - 1])
     chosen = jax.random.categorical(key, logits).astype(jnp.int32)
-    return State(pools, caches), chosen, owners, ok.all()
+    return State(pools, caches), chosen, owners, ok
 
 
 def owners_of(pool: BlockPool) -> Int[Array, "num_blocks"]:

@@ -19,7 +19,8 @@ class Sequences(Generic[ArrayT]):
       block_tables: the blocks of each sequence in logical order; entries past
         `ceil(seq_len / block_size)`, and of blocks behind the windows of all queries, may hold
         anything and are never followed.
-      seq_lens: tokens of each sequence after this step (cross attention: its number of keys).
+      seq_lens: tokens of each sequence after this step (cross attention: its number of keys); 0
+        for a sequence that a pool had no room for, whose queries see nothing then.
       query_start_loc: sequence s brings the packed tokens from entry s up to entry s + 1. Tokens
         after those of the last sequence are padding. Entries of padding sequences repeat the end
         of the last sequence, or are 0.

@@ -70,7 +70,7 @@ def read(name, values) -> np.ndarray:
     except jax.errors.TracerArrayConversionError:
         raise InvalidInputError(
             f"{name} must be known on the host, but JAX traces it: make batches before the jitted "
-            "function, or inside it with batch_from_pool; jnp.stack makes an array of a list"
+            "function, or inside it with next_batch; jnp.stack makes an array of a list"
         ) from None
     except Exception as error:
         raise InvalidInputError(

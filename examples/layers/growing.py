@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from layers.sizes import BLOCK_SIZE, NUM_BLOCKS
-from pagedattn import BlockPool, KVCache, append_tokens, batch_from_pool, init_block_pool
+from pagedattn import BlockPool, KVCache, init_block_pool, next_batch
 
 PROMPT_LENS = (7, 12, 3, 9)
 LONGEST, BUDGET = 12, 16  # of a prompt; of a step's tokens
@@ -18,8 +18,8 @@ LONGEST, BUDGET = 12, 16  # of a prompt; of a step's tokens
 
 def advance(model: Callable, cache: KVCache, pool: BlockPool, x, new, max_query_len: int):
     """One step: makes room for `new[s]` tokens of each sequence, and runs the model on them."""
-    pool, growth = append_tokens(pool, new, max_new_tokens=max_query_len)
-    batch = batch_from_pool(pool, new, num_tokens=len(x), max_query_len=max_query_len)
+    sizes = {"num_tokens": len(x), "max_query_len": max_query_len}
+    pool, batch, growth = next_batch(pool, new, **sizes)  # no sequences share blocks to copy here
     x, cache = model(x, cache, batch)
     return x, cache, pool, growth
 

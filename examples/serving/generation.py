@@ -14,13 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pagedattn import (
-    BlockPool,
-    KVCache,
-    append_tokens,
-    batch_from_pool,
-    init_block_pool,
-)
+from pagedattn import BatchMetadata, BlockPool, KVCache, init_block_pool, next_batch
 from pagedattn.ragged import cdiv, sequence_ids
 from serving.decoder import Decoder
 from serving.drawing import greedy_rows, pick
@@ -137,10 +131,8 @@ def decode_loop(
 
 def _advance(params, model, state, temperature, max_query_len, backend, attend) -> Generation:
     """Feeds the tokens that are not cached yet, and appends the next token of each sequence."""
-    state, new = _grow(state, max_query_len)
-    num_tokens = len(new) * max_query_len
-    batch = batch_from_pool(state.pool, new, num_tokens=num_tokens, max_query_len=max_query_len)
-    tokens = _packed(state.tokens, batch, num_tokens)
+    state, batch = _grow(state, max_query_len)
+    tokens = _packed(state.tokens, batch)
     hidden, caches = forward_paged(params, model, tokens, state.caches, batch, backend, attend)
     logits = model.logits(params, hidden[batch.query_start_loc[1:] - 1])
     chosen = _chosen(logits, state, temperature)
@@ -154,19 +146,19 @@ def _chosen(logits, state, temperature):
     return each(logits, state.seeds, sample, state.lengths, temperature)
 
 
-def _grow(state, max_query_len):
+def _grow(state, max_query_len) -> tuple[Generation, BatchMetadata]:
     """Takes blocks for tokens that are not cached yet; a sequence that gets none ends here."""
     new = jnp.where(state.live, state.lengths - state.pool.seq_lens, 0)
-    pool, growth = append_tokens(state.pool, new, max_new_tokens=max_query_len)
+    sizes = {"num_tokens": len(new) * max_query_len, "max_query_len": max_query_len}
+    pool, batch, growth = next_batch(state.pool, new, **sizes)
     live, starved = state.live & growth.ok, state.starved | ~growth.ok
-    state = replace(state, pool=pool, live=live, starved=starved)
-    return state, jnp.where(growth.ok, new, 0)
+    return replace(state, pool=pool, live=live, starved=starved), batch
 
 
-def _packed(tokens, batch, num_tokens):
+def _packed(tokens, batch):
     """The new tokens of all sequences, one sequence after the other."""
-    seqs = sequence_ids(batch.query_start_loc, num_tokens)
-    return tokens[seqs, batch.positions]  # anything for padding, of sequence -1
+    seqs = sequence_ids(batch.query_start_loc, batch.num_tokens)
+    return tokens[seqs, batch.positions]  # anything for padding, and for who got no blocks
 
 
 def _append(state, chosen, stop_tokens) -> Generation:

@@ -37,6 +37,7 @@ from pagedattn import (
     init_kv_cache,
     make_batch,
     merge_states,
+    next_batches,
     paged_attention,
     ragged_attention,
     release,
@@ -579,7 +580,9 @@ def step_on_a_pool(backend):
     host = init_block_pool(9, 4, max_seqs=2, max_blocks=4)
     pool, host, _ = swap_out(pool, host, jnp.array([1]), jnp.array([0]))
     swap_out(release_behind(pool, 2)[0], host, jnp.array([0]), jnp.array([1]))
-    batch = batch_from_pool(pool, jnp.array([1, 0, 0]), num_tokens=2, max_query_len=1)
+    sizes = {"num_tokens": 2, "max_query_len": 1}
+    batch_from_pool(pool, jnp.array([1, 0, 0]), **sizes)
+    (pool,), (batch,), _ = next_batches([pool], jnp.array([1, 0, 0]), **sizes)
     cache = init_kv_cache(9, 4, 2, 16, jnp.float32)
     cache = copy_blocks(cache, growth.copy_src, growth.copy_dst)
 

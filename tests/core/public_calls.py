@@ -219,6 +219,16 @@ CORE = {
         pa.swap_in,
         {"pool": host(), "host_pool": pool(), "host_seqs": i32(0), "seqs": i32(1)},
     ),
+    "next_batch": pooled(pa.next_batch, query_lens=i32(2, 0, 1), num_tokens=4, max_query_len=2),
+    "next_batches": lambda: (
+        pa.next_batches,
+        {
+            "pools": [pool(), pool()],
+            "query_lens": i32(2, 0, 1),
+            "num_tokens": 4,
+            "max_query_len": 2,
+        },
+    ),
     "batch_from_pool": pooled(
         pa.batch_from_pool, query_lens=i32(2, 0, 1), num_tokens=4, max_query_len=2
     ),

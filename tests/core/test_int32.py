@@ -46,6 +46,8 @@ CALLS = {
         lambda n: pa.batch_from_pool(pool(), n, **LENS),
         {"query_lens": [2, 0, 1]},
     ),
+    "next_batch": (lambda n: pa.next_batch(pool(), n, **LENS), {"query_lens": [1, 0, 1]}),
+    "next_batches": (lambda n: pa.next_batches([pool()], n, **LENS), {"query_lens": [1, 0, 1]}),
     "positions": (
         lambda q, n: pa.positions(q, n, 4),
         {"query_start_loc": [0, 2, 3], "seq_lens": [2, 8]},

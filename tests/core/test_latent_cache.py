@@ -15,7 +15,6 @@ from pagedattn import (
     InvalidInputError,
     KVCache,
     append_tokens,
-    batch_from_pool,
     copy_blocks,
     fill_blocks,
     fork,
@@ -23,6 +22,7 @@ from pagedattn import (
     init_kv_cache,
     init_latent_cache,
     make_batch,
+    next_batch,
     paged_attention,
     swap_blocks,
     write_kv,
@@ -137,9 +137,8 @@ def test_decoding_from_a_pool_in_one_scan_keeps_the_cache_in_place(backend, dtyp
         pool, cache = carry
         query, latent = inputs
         new = jnp.array([1, 1, 0])
-        pool, growth = append_tokens(pool, new, max_new_tokens=1)
+        pool, batch, growth = next_batch(pool, new, num_tokens=2, max_query_len=1)
         cache = copy_blocks(cache, growth.copy_src, growth.copy_dst)
-        batch = batch_from_pool(pool, new, num_tokens=2, max_query_len=1)
         cache = write_kv(cache, latent, None, batch.slot_mapping)
         return (pool, cache), paged_attention(query, cache, batch, backend=backend)
 

@@ -24,7 +24,14 @@ def as_numpy(tree):
 
 def test_the_calls_are_those_of_pools_blocks_and_starts():
     names = {name for name, _ in LISTED}
-    assert names >= {"append_tokens", "fork", "release", "batch_from_pool", "copy_blocks"}
+    assert names >= {
+        "append_tokens",
+        "fork",
+        "release",
+        "batch_from_pool",
+        "next_batch",
+        "copy_blocks",
+    }
     assert names >= {"write_kv", "ragged_attention", "positions", "slot_mapping", "swap_out"}
 
 
@@ -66,7 +73,7 @@ TRACED = {
     "pad_tokens": lambda n: pa.make_batch([1], [0], [[1]], block_size=4, pad_tokens=n),
     "seqs": lambda n: pa.release(pa.init_block_pool(4, 2, max_seqs=2, max_blocks=2), [n]),
 }
-CURES = ("batch_from_pool", "static_argnames")
+CURES = ("next_batch", "static_argnames")
 
 
 @pytest.mark.parametrize("name", TRACED)

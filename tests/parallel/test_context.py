@@ -149,6 +149,31 @@ def test_without_blocks_on_one_device_a_sequence_grows_on_none():
     assert ok.all()
 
 
+@pytest.mark.parametrize("window", [None, 9])
+def test_tokens_without_blocks_keep_their_place_and_get_nothing(window):
+    """Of three blocks on each device, against twenty."""
+    problem = problem_of(spec=AttentionSpec(sliding_window=window))
+    begins, ends = np.array([5, 2, 14, 0, 3]), np.array([21, 3, 30, 0, 4])
+    query = np.random.default_rng(0).standard_normal((34, *problem.query.shape[1:]), np.float32)
+    outs = []
+    for num_blocks in (3, 20):
+        state = start(problem, 4, num_blocks)
+        state, _, ok = step(problem, state, 4, [0] * 5, begins)
+        assert ok.all()
+        before = np.array(state[1].key)
+        state, out, ok = step(problem, state, 4, begins, ends, query)
+        outs.append((out, np.repeat(ok, ends - begins)))
+        lens = np.where(ok, ends, begins)
+        np.testing.assert_array_equal(np.asarray(state[0].seq_lens).sum(0), lens)
+        written = ~np.isnan(np.asarray(state[1].key)).any(axis=(3, 4))
+        assert written.sum() == lens.sum()
+        np.testing.assert_array_equal(np.where(np.isnan(before), before, state[1].key), before)
+    (out, grown), (want, _) = outs
+    assert grown.tolist() == [False] * 16 + [True] + [False] * 16 + [True]
+    assert not out[~grown].any()
+    np.testing.assert_allclose(out[grown], want[grown], atol=1e-5)
+
+
 @partial(jax.jit, static_argnums=1)
 def shown_on_four(context_lens, window):
     """To two tokens more of three sequences: the slots that each device reads, how many, positions.

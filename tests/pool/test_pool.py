@@ -403,9 +403,15 @@ out = jax.jit(pa.write_kv)(cache, row, row, jnp.array([2**32 + 1]))
 assert not out.key.any()
 after, growth = jax.jit(pa.append_tokens)(pool, jnp.array([2**32, 1]))
 assert growth.ok.tolist() == [False, True]
+begin = jax.jit(pa.next_batch, static_argnames=("num_tokens", "max_query_len"))
+for counts, ok in (([1, 2**32 + 1], [True, False]), ([2**33 - 1, 1], [False, False])):
+    after, batch, growth = begin(pool, jnp.array(counts), num_tokens=3, max_query_len=2)
+    assert growth.ok.tolist() == ok and after.seq_lens.tolist() == [int(ok[0]), 0]
 ones = jnp.ones(2, jnp.int64)
 def step(pool, _):
-    pool, growth = pa.append_tokens(pool, ones, max_new_tokens=1)
+    sizes = {"num_tokens": 2, "max_query_len": 1}
+    (pool,), (batch,), (growth,) = pa.next_batches([pool], ones, **sizes)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(batch)} == {"int32"}
     pool, _ = pa.release(pool, jnp.array([1]))
     pool, _ = pa.release_behind(pool, 1)
     return pool, growth.ok

@@ -42,8 +42,7 @@ def empty_cache(num_blocks):
 def step(pool, cache, rows, new, window):
     """Attends to new tokens, then gives blocks back, which hold NaN from then on."""
     query, key, value = rows
-    pool, growth = pa.append_tokens(pool, new, max_new_tokens=NEW)
-    batch = pa.batch_from_pool(pool, new, num_tokens=len(query), max_query_len=NEW)
+    pool, batch, growth = pa.next_batch(pool, new, num_tokens=len(query), max_query_len=NEW)
     cache = pa.write_kv(cache, key, value, batch.slot_mapping)
     spec = pa.AttentionSpec(sliding_window=window)
     out = pa.paged_attention(query, cache, batch, spec, backend="xla")
