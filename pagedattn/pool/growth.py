@@ -19,7 +19,7 @@ from .block_pool import BlockPool
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Growth:
-    """What `append_tokens` did for each sequence.
+    """What `append_tokens`, or `next_batch`, did for each sequence.
 
     Fields:
       ok: whether the sequence has grown; if not, it is as it was.
@@ -57,6 +57,9 @@ def append_tokens(
     that its tokens would be written to. Rows are served in order. If too few blocks are free for
     one of them, it and all later rows that need a block stay as they were. A sequence that would
     not fit its table row stays as it was too.
+
+    What grows may be written and attended to; what does not may not. `next_batch` does this and
+    makes the batch that keeps to it.
 
     Args:
       max_new_tokens: a static bound on `num_tokens`, None for what a table row holds. The work is

@@ -22,7 +22,7 @@ def release_behind(
     owns `ceil(window / block_size) + 1` blocks at most, and what it appends until the next call.
 
     Call it after the attention of all layers that share the pool, since the step's own tokens may
-    still see keys that it gives back, and before the next `append_tokens`. Each of these layers
+    still see keys that it gives back, and before the next `next_batches`. Each of these layers
     must have a window, and `window` is the widest of them. Layers without one need a pool, tables
     and caches of their own. Calling it again changes nothing.
 
