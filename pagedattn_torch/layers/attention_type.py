@@ -25,7 +25,9 @@ class AttentionType(StrEnum):
 
     @classmethod
     def of(cls, value: "AttentionType | str") -> "AttentionType":
-        """The type for a member, its string, or another library's enum that prints as this string.
+        """The type for a member, its string, or a member of another library's enum of its name.
+
+        Other enums are taken by names, not values: vLLM's had numbers until 0.6.3.
 
         Raises:
           InvalidInputError: it is none of these.
@@ -33,6 +35,8 @@ class AttentionType(StrEnum):
         >>> AttentionType.of("decoder").causal
         True
         """
+        if isinstance(value, Enum) and value.name in cls.__members__:
+            return cls[value.name]
         return cls(str(value)) if isinstance(value, str | Enum) else cls._missing_(value)
 
     @classmethod

@@ -27,7 +27,7 @@ from .metadata import AttentionMetadata
 from .metadata.derived import held
 from .plans import Part, plan
 from .quantised import as_quantised, cache_dtype
-from .settings import check_heads, check_slopes, specs_by_type
+from .settings import check_heads, check_slopes, slopes_of, specs_by_type
 from .step import LayerStep, likeness
 
 
@@ -46,9 +46,18 @@ class AttentionImpl:
       blocksparse_params: only None.
       attn_type: the type that `forward` computes if it is given none.
 
+    Fields, which engines print and read: those arguments but the last ones, with `scale` and
+    `num_kv_heads` never None and `alibi_slopes` a float32 tensor on the CPU or None;
+    `num_queries_per_kv`, and `need_mask`, whether ALiBi or a window hides or weighs keys.
+
     Raises:
       InvalidInputError: values out of range.
       UnsupportedError: another kv_cache_dtype, or blocksparse_params.
+
+    >>> from pagedattn_torch import TorchSDPABackendImpl
+    >>> layer = TorchSDPABackendImpl(num_heads=8, head_size=16, num_kv_heads=2)
+    >>> layer.scale, layer.num_queries_per_kv, layer.need_mask
+    (0.25, 4, False)
     """
 
     backend: ClassVar[str]
@@ -76,6 +85,14 @@ class AttentionImpl:
         check_heads(self.num_heads, self.num_kv_heads, self.head_size)
         check_slopes(self.specs, self.num_heads)
         self.cache_dtype: torch.dtype | None = cache_dtype(kv_cache_dtype)
+        spec = self.specs[AttentionType.DECODER]
+        self.scale: float = spec.scale_for(head_size)
+        self.alibi_slopes: Tensor | None = slopes_of(spec)
+        self.sliding_window: int | None = spec.sliding_window
+        self.logits_soft_cap: float | None = spec.logits_soft_cap
+        self.kv_cache_dtype: str = kv_cache_dtype
+        self.num_queries_per_kv: int = self.num_heads // self.num_kv_heads
+        self.need_mask: bool = bool(spec.alibi_slopes or spec.sliding_window)
         if blocksparse_params is not None:
             raise UnsupportedError(
                 "blocksparse_params must be None: every visible key is attended to"

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pagedattn import AttentionSpec
@@ -54,3 +55,9 @@ def check_slopes(specs: dict[AttentionType, AttentionSpec], num_heads: int) -> N
         f"alibi_slopes must have one slope for each of the {num_heads} query heads, got "
         f"{len(slopes or ())}",
     )
+
+
+def slopes_of(spec: AttentionSpec) -> Tensor | None:
+    """The slopes as engines read them: float32 on the CPU."""
+    slopes = spec.alibi_slopes
+    return None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device="cpu")

@@ -19,7 +19,7 @@ from pagedattn_torch import (
     TorchSDPABackendImpl,
 )
 from pagedattn_torch.layers import biases, plans, slots
-from pagedattn_torch.layers.metadata import batches, derivation, lengths
+from pagedattn_torch.layers.metadata import batches, derivation, engine_forms, lengths
 
 
 class RefusingLayer(IpexAttnBackendImpl):
@@ -47,7 +47,7 @@ TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.b
 
 def hide_values(monkeypatch) -> None:
     """As on a GPU: values of tensors are not known."""
-    for module in (batches, biases, derivation, lengths, plans, slots):
+    for module in (batches, biases, derivation, engine_forms, lengths, plans, slots):
         monkeypatch.setattr(module, "known", lambda array: None)
 
 

@@ -17,6 +17,7 @@ from ..biases import FIELDS as BIAS_FIELDS
 from . import batches, by_type, parts
 from .derivation import check_counts, decoder_side, encoder_side
 from .derived import all_of, derived
+from .engine_forms import in_one_meaning
 
 
 @derived
@@ -62,6 +63,10 @@ class AttentionMetadata:
       cross_block_tables: the blocks of each sequence's encoder keys; empty if all encoder tokens
         come in this step.
       attn_bias, encoder_attn_bias, cross_attn_bias: the biases of `set_attn_bias`.
+      seqlen_q, max_seqlen: of a step of prompts alone, as query_start_loc and max_query_len.
+      chunked_prefill: not None says that seq_lens, query_start_loc, kv_start_loc, max_query_len,
+        max_kv_len and prefill_block_tables may be of the prefills alone, and seq_lens_tensor and
+        block_tables of the decodes, if there are any. They are joined.
       multi_modal_placeholder_index_maps, enable_kv_scales_calculation: kept, but not used.
 
     Raises:
@@ -102,6 +107,12 @@ class AttentionMetadata:
     attn_bias: list[Tensor] | None = None
     encoder_attn_bias: list[Tensor] | None = None
     cross_attn_bias: list[Tensor] | None = None
+    seqlen_q: Any = None
+    max_seqlen: int | None = None
+    chunked_prefill: bool | None = None
+    max_kv_len: int | None = None
+    kv_start_loc: Any = None
+    prefill_block_tables: Any = None
     multi_modal_placeholder_index_maps: dict[str, Any] | None = None
     enable_kv_scales_calculation: bool = False
 
@@ -113,7 +124,7 @@ class AttentionMetadata:
         """All fields, derived from the given ones."""
         arrays = {name: _field(name, given[name]) for name in _TENSORS}
         whole = SimpleNamespace(**given | arrays)
-        for side in (check_counts, decoder_side, encoder_side):
+        for side in (check_counts, in_one_meaning, decoder_side, encoder_side):
             vars(whole).update(side(whole))
         return vars(whole)
 

@@ -7,6 +7,7 @@ from pagedattn.facts import known, shown
 
 from ...arrays import tensor
 from .. import biases
+from .engine_forms import cut_contexts
 from .lengths import agreed, both_forms, bound, in_order, span_lengths, start_locs
 
 COUNTS = ("num_prefills", "num_prefill_tokens", "num_decode_tokens")
@@ -17,14 +18,18 @@ BOUNDS = (
     "max_decode_seq_len",
     "max_encoder_seq_len",
     "num_encoder_tokens",
+    "max_seqlen",
+    "max_kv_len",
 )
 
 
 def check_counts(meta) -> dict:
-    """Counts and bounds as Python integers."""
+    """Counts and bounds as Python integers; counts of a step of encoders alone may be None: 0."""
     flag("use_cuda_graph", meta.use_cuda_graph)
     biases.check_lists(meta)
     given = {name: getattr(meta, name) for name in COUNTS + BOUNDS}
+    if meta.seq_lens is None and meta.seq_lens_tensor is None:
+        given |= {name: 0 for name in COUNTS if given[name] is None}
     for name, count in given.items():
         require(
             is_count(count, 0) or (count is None and name in BOUNDS),
@@ -45,6 +50,7 @@ def decoder_side(meta) -> dict:
         _query_starts(meta, seq_lens) if starts is None else _padded_starts(meta, len(seq_lens))
     )
     _check_tokens(meta, starts, len(seq_lens))
+    _check_of_prefills(meta, starts, seq_lens)
     new_lens = tensor("query_start_loc", starts.diff(), seq_lens.device)
     context_lens = seq_lens - new_lens.to(seq_lens.dtype)
     return {
@@ -52,7 +58,9 @@ def decoder_side(meta) -> dict:
         "seq_lens_tensor": seq_lens,
         "query_start_loc": starts,
         "context_lens_tensor": agreed(
-            "context_lens", _padded_contexts(meta, context_lens), context_lens
+            "context_lens",
+            cut_contexts(meta, _padded_contexts(meta, context_lens), context_lens),
+            context_lens,
         ),
         "seq_start_loc": agreed("seq_start_loc", meta.seq_start_loc, start_locs(seq_lens)),
         **_bounds(meta, listed, span_lengths(starts)),
@@ -143,6 +151,15 @@ def _check_rows(name, tables, num_seqs):
         f"{name} must have a row for each of the {num_seqs} sequences, got "
         f"{0 if tables is None else len(tables)}",
     )
+
+
+def _check_of_prefills(meta, starts, seq_lens):
+    """Requires starts that are given of prefills alone to be those of all."""
+    count = meta.num_prefills
+    if meta.kv_start_loc is not None:
+        agreed("kv_start_loc", meta.kv_start_loc, start_locs(seq_lens[:count]))
+    if meta.seqlen_q is not None:
+        agreed("seqlen_q", meta.seqlen_q, starts[: count + 1])
 
 
 def _check_tokens(meta, starts, num_seqs):
