@@ -129,7 +129,9 @@ class AttentionImpl:
           key, value: likewise with num_kv_heads; for cross-attention the encoder's. Both None if
             the cache holds them already.
           kv_cache: see `layout`; None or empty in a profiling run. A token of slot -1 is not
-            written: if its sequence has a context, the cache's old values at its position are read.
+            written. Those of a prefill see each other nevertheless; where slots lie on a GPU, which
+            is not read, beside a context only if the layer has a window shorter than a query. A
+            decode without a slot reads the cache's old values at its position.
           attn_metadata: the metadata of the step.
           k_scale, v_scale: of a quantised cache, numbers or tensors on its device, one or one for
             each KV head; otherwise 1.0, as numbers or tensors on the CPU.
@@ -214,8 +216,9 @@ class AttentionImpl:
 
     def _step(self, call: LayerCall, attn_metadata) -> LayerStep:
         """The prepared step of a call. All that can fail fails here, before anything is written."""
-        parts, rows = plan(call.fresh, call.cache, attn_metadata, call.kind)
         bias = packed_bias(attn_metadata, call.kind, call.query)
+        window = self.sliding_window if bias is None else None
+        parts, rows = plan(call.fresh, call.cache, attn_metadata, call.kind, window)
         parts = [part.with_bias(bias) for part in parts]
         return LayerStep([(part, self._part(call, part)) for part in parts], rows)
 

@@ -8,6 +8,9 @@ the context and the new keys from the cache.
 A step may hold both kinds, and only the GPU may know which sequence is which. So there is one part
 for each kind, over all tokens. In it the sequences of the other kind see no key, and get rows of 0:
 the sum of both parts is the result.
+
+Where new tokens of sequences with a context may be unwritten, all prefills are one part, of the
+keys that are given and copies of the contexts: see `unwritten`.
 """
 
 import dataclasses
@@ -28,16 +31,19 @@ from .inputs import Fresh
 from .metadata import batches
 from .quantised import like_cache
 from .slots import check_contexts, check_slots, completed
+from .unwritten import Contexts, reach, with_contexts
 
 
 class Part(NamedTuple):
     """A batch of the first tokens of a call over one source of keys.
 
-    These are the first `num_fresh` of the keys given or, with None, the keys in the cache.
+    These are the first `num_fresh` of the keys given, after `contexts` copied from the cache; or,
+    with None, the keys in the cache.
     """
 
     batch: BatchMetadata
     num_fresh: int | None = None
+    contexts: Contexts | None = None
     bias: Tensor | None = None
 
     def with_bias(self, bias: Tensor | None) -> "Part":
@@ -52,7 +58,8 @@ class Part(NamedTuple):
     def arrays(self, query: Tensor, fresh: Fresh | None, cache: Any) -> tuple[Tensor, KVCache]:
         """The queries and keys of this part."""
         if self.num_fresh is not None and fresh is not None:
-            cache = like_cache(packed_cache(*fresh.first(self.num_fresh)), cache)
+            own = like_cache(packed_cache(*fresh.first(self.num_fresh)), cache)
+            cache = own if self.contexts is None else self.contexts.before(own, cache)
         return query[: self.batch.num_tokens], cache
 
 
@@ -66,12 +73,15 @@ class Plan(NamedTuple):
     rows: HostRows | DeviceRows | None
 
 
-def plan(fresh: Fresh | None, cache: KVCache | None, meta, kind: AttentionType) -> Plan:
+def plan(
+    fresh: Fresh | None, cache: KVCache | None, meta, kind: AttentionType, window: int | None
+) -> Plan:
     """The plan of a call of a type of attention.
 
     Args:
       fresh: the new keys and values; None if the cache holds them already.
       cache: None if the call reads and writes none.
+      window: how many keys a token sees; None is all.
     """
     if cache is None:
         return Plan([_packed(fresh, meta, kind)], None)
@@ -81,7 +91,7 @@ def plan(fresh: Fresh | None, cache: KVCache | None, meta, kind: AttentionType) 
     elif tables is None or tables.numel() == 0:
         parts = [_packed(fresh, meta, kind)]
     elif kind is AttentionType.DECODER:
-        parts = _decoder(fresh, cache, meta)
+        parts = _decoder(fresh, cache, meta, window)
     else:
         parts = [Part(meta.to_batch(cache.block_size, kind))]
     return Plan(parts, None if fresh is None else _rows(cache, fresh, meta, kind))
@@ -104,7 +114,7 @@ def _packed(fresh, meta, kind) -> Part:
     return Part(batches.packed(meta, kind), len(fresh.key))
 
 
-def _decoder(fresh, cache, meta) -> list[Part]:
+def _decoder(fresh, cache, meta, window) -> list[Part]:
     some_fresh, some_cached = _kinds(meta)
     if not some_cached:
         return [_packed(fresh, meta, AttentionType.DECODER)]
@@ -112,12 +122,22 @@ def _decoder(fresh, cache, meta) -> list[Part]:
     check_contexts(batch)
     batch = completed(batch, meta.max_prefill_seq_len) if meta.num_prefills else batch
     check_slots(batch)
+    count = meta.num_prefills
+    if (seen := reach(batch, count, window)) is not None:
+        return _prefills_apart(cache, meta, batch, seen)
     if not some_fresh:
         return [Part(batch)]
-    prompts, count = batches.prefills(meta), meta.num_prefills
+    prompts = batches.prefills(meta)
     alone = prompts.seq_lens == meta.seq_lens_tensor[:count]
     others = ~torch.nn.functional.pad(alone, (0, batch.num_seqs - count))
     return [Part(_where(others, batch)), Part(_where(alone, prompts), meta.num_prefill_tokens)]
+
+
+def _prefills_apart(cache, meta, batch, seen) -> list[Part]:
+    count, tokens = meta.num_prefills, meta.num_prefill_tokens
+    own, contexts = with_contexts(batch, count, tokens, seen, cache.num_blocks)
+    decodes = torch.arange(batch.num_seqs, device=batch.seq_lens.device) >= count
+    return [Part(_where(decodes, batch)), Part(own, tokens, contexts)]
 
 
 def _where(chosen: Tensor, batch: BatchMetadata) -> BatchMetadata:

@@ -23,9 +23,10 @@ class LayerStep(NamedTuple):
     @torch.no_grad()
     def run(self, query: Tensor, fresh: Fresh | None, cache: KVCache | None) -> Tensor:
         """Writes, then attends; without checks, for arrays that are like the prepared ones."""
+        # Before the write: it may replace keys behind the window, which first tokens still see.
+        arrays = [part.arrays(query, fresh, cache) for part, _ in self.parts]
         if self.rows is not None and fresh is not None and cache is not None:
             write_rows_(cache, *fresh, self.rows)
-        arrays = (part.arrays(query, fresh, cache) for part, _ in self.parts)
         return _sum(
             step.run(*rows, **part.options)
             for rows, (part, step) in zip(arrays, self.parts, strict=True)

@@ -10,10 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_torch_bias import lists_of
 from torch_layers import assert_close, assert_same, hide_values, layer_of, reference, step_of
 
 from pagedattn import AttentionSpec, InvalidInputError
-from pagedattn.testing import random_problem
+from pagedattn.testing import assert_attention_close, random_problem
 from pagedattn.testing.strategies import seeds
 from pagedattn_torch import AttentionMetadata, TorchSDPABackendImpl, XFormersImpl
 
@@ -209,3 +210,64 @@ def test_a_mixed_step_never_waits_for_the_device(cls, listed):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert_close(out, reference(problem), atol=4e-3, rtol=4e-3)
+
+
+@given(
+    prefills=st.lists(LENGTHS, min_size=1, max_size=3),
+    decodes=st.lists(st.integers(0, 10), max_size=2),
+    window=st.integers(1, 8),
+    seed=seeds(),
+    whose=st.sampled_from(["query", "sequence"]),
+)
+def test_new_tokens_that_get_no_slot_are_seen_all_the_same(
+    values, prefills, decodes, window, seed, whose
+):
+    """Behind the window at the end of the query, as vLLM's builder has it, or of the sequence."""
+    queries = [q for q, _ in prefills] + [1] * len(decodes)
+    contexts = [c for _, c in prefills] + decodes
+    lens = [q + c for q, c in zip(queries, contexts, strict=True)]
+    spec = AttentionSpec(sliding_window=window, alibi_slopes=SPECS["alibi, window"].alibi_slopes)
+    problem = random_problem(queries, lens, spec, block_size=BLOCK, seed=seed)
+    tokens = sum(q for q, _ in prefills)
+    step = step_of(problem, num_prefills=len(prefills), num_prefill_tokens=tokens)
+    slots, start = step.attn_metadata.slot_mapping.clone(), 0
+    for query, context in prefills:
+        end = query if whose == "query" else query + context
+        slots[start : start + min(query, max(0, end - window - context))] = -1
+        start += query
+    meta = metadata(step.attn_metadata, slot_mapping=slots)
+    out = layer_of(problem).forward(*step[:4], meta)
+    assert_close(out, reference(problem), **TIGHT)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("biased", [False, True])
+@given(data=st.data(), prefills=st.lists(LENGTHS, min_size=1, max_size=3), seed=seeds())
+def test_any_tokens_of_prefills_may_lack_slots(biased, data, prefills, seed):
+    queries = [q for q, _ in prefills]
+    lens = [q + c for q, c in prefills]
+    spec = AttentionSpec(causal=not biased)
+    arrays = ["bias"] if biased else []
+    problem = random_problem(queries, lens, spec, block_size=BLOCK, seed=seed, arrays=arrays)
+    step = step_of(problem, num_prefills=len(lens), num_prefill_tokens=sum(queries))
+    lacking = data.draw(st.lists(st.booleans(), min_size=sum(queries), max_size=sum(queries)))
+    slots = step.attn_metadata.slot_mapping.masked_fill(torch.tensor(lacking), -1)
+    meta = metadata(step.attn_metadata, slot_mapping=slots)
+    meta.set_attn_bias(lists_of(problem) if biased else None, "decoder")
+    assert_attention_close(layer_of(problem).forward(*step[:4], meta), None, problem)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_block_that_is_used_again_is_read_first():
+    """A table in which the blocks of a window go round, as v0's first block manager made it."""
+    spec = AttentionSpec(sliding_window=8)
+    problem = random_problem([10], [18], spec, block_size=BLOCK)
+    step = step_of(problem)
+    row = problem.block_tables[0]
+    kv_cache = torch.stack([torch.from_numpy(np.array(problem.key_cache)),
+                            torch.from_numpy(np.array(problem.value_cache))])  # fmt: skip
+    tables = torch.tensor([[row[0], row[1], row[0], row[1], row[0]]])
+    slots = [-1, -1] + [int(tables[0, p // BLOCK]) * BLOCK + p % BLOCK for p in range(10, 18)]
+    meta = metadata(step.attn_metadata, slot_mapping=torch.tensor(slots), block_tables=tables)
+    out = layer_of(problem).forward(*step[:3], kv_cache, meta)
+    assert_close(out, reference(problem), **TIGHT)

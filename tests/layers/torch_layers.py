@@ -18,7 +18,7 @@ from pagedattn_torch import (
     IpexAttnBackendImpl,
     TorchSDPABackendImpl,
 )
-from pagedattn_torch.layers import biases, plans, slots
+from pagedattn_torch.layers import biases, plans, slots, unwritten
 from pagedattn_torch.layers.metadata import batches, derivation, engine_forms, lengths
 
 
@@ -47,7 +47,7 @@ TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.b
 
 def hide_values(monkeypatch) -> None:
     """As on a GPU: values of tensors are not known."""
-    for module in (batches, biases, derivation, engine_forms, lengths, plans, slots):
+    for module in (batches, biases, derivation, engine_forms, lengths, plans, slots, unwritten):
         monkeypatch.setattr(module, "known", lambda array: None)
 
 
