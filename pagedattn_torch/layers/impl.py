@@ -216,7 +216,7 @@ class AttentionImpl:
 
     def _step(self, call: LayerCall, attn_metadata) -> LayerStep:
         """The prepared step of a call. All that can fail fails here, before anything is written."""
-        bias = packed_bias(attn_metadata, call.kind, call.query)
+        bias = packed_bias(attn_metadata, call.kind, call.query, self.specs[call.kind])
         window = self.sliding_window if bias is None else None
         parts, rows = plan(call.fresh, call.cache, attn_metadata, call.kind, window)
         parts = [part.with_bias(bias) for part in parts]

@@ -6,6 +6,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from cases import SPECS, mixed
+from hypothesis import given
+from hypothesis import strategies as st
 from test_torch_states import STATES
 from torch_layers import (
     assert_close,
@@ -18,8 +20,9 @@ from torch_layers import (
     step_of,
 )
 
-from pagedattn import AttentionSpec, InvalidInputError
+from pagedattn import AttentionSpec, InvalidInputError, attention_bias
 from pagedattn.testing import assert_attention_close, random_problem
+from pagedattn.testing.strategies import seeds
 from pagedattn_torch import AttentionMetadata
 
 SIZES = {"num_heads": 4, "head_size": 16, "num_kv_heads": 2}
@@ -93,7 +96,7 @@ def test_parts_of_the_metadata_have_theirs():
 
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(
-    "biases", [[torch.zeros(3, 3)], [torch.zeros(3, 3), torch.zeros(1, 8)], [None, None],
+    "biases", [[torch.zeros(3, 4)], [torch.zeros(3, 3), torch.zeros(1, 8)], [None] * 3, [3],
                [torch.zeros(3, 3).int()] * 2, [torch.zeros(3, 3, 3)] * 2, 3, object(),
                torch.tensor(3.0), torch.zeros(3, 3)],
 )  # fmt: skip
@@ -105,6 +108,87 @@ def test_wrong_ones_are_refused_before_the_write(biases):
     with pytest.raises(InvalidInputError, match="attn_bias must be"):
         layer.forward(*step)
     torch.testing.assert_close(step.kv_cache, before, rtol=0, atol=0, equal_nan=True)
+
+
+def masks_of(form, lens, spec):
+    """The seeds' own biases of prompts: those of SDPA and IPEX, and xFormers' masks."""
+    slopes = torch.tensor(spec.alibi_slopes or [0.0])
+    if form == "xformers, alibi":
+        masks = pytest.importorskip("xformers.ops.fmha.attn_bias")
+        return [
+            masks.LowerTriangularMaskWithTensorBias(
+                -torch.tril(distances(n)).abs() * slopes[:, None, None].view(1, 2, 2, 1, 1)
+            )
+            for n in lens
+        ]
+    if form == "xformers":
+        masks = pytest.importorskip("xformers.ops.fmha.attn_bias")
+        mask = masks.BlockDiagonalCausalMask.from_seqlens(lens, device=torch.device("cpu"))
+        return [mask.make_local_attention(spec.sliding_window)]
+    seen = [attention_bias(np.arange(n), np.arange(n), spec) for n in lens]
+    biases = [torch.tensor(bias)[None] for bias in seen]
+    return [bias == 0 for bias in biases] if form == "bool" else biases
+
+
+def distances(n):
+    return torch.arange(n, dtype=torch.float32)[:, None] - torch.arange(n)
+
+
+FORMS = {
+    "[1, H, S, S]": AttentionSpec(alibi_slopes=(0.5, 0.25, 0.1, 1.0)),
+    "[1, S, S]": AttentionSpec(sliding_window=3),
+    "bool": AttentionSpec(sliding_window=3),
+    "xformers": AttentionSpec(sliding_window=3),
+    "xformers, alibi": AttentionSpec(alibi_slopes=(0.5, 0.25, 0.1, 1.0)),
+}
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("form", FORMS)
+@given(
+    prompts=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    decodes=st.lists(st.integers(0, 9), max_size=2),
+    hidden=st.booleans(),
+    seed=seeds(),
+)
+def test_the_seeds_own_forms_of_the_prompts_alone(form, prompts, decodes, hidden, seed):
+    """A layer without a mask of its own gets one; decodes keep the layer's."""
+    queries = prompts + [1] * len(decodes)
+    lens = prompts + [n + 1 for n in decodes]
+    problem = random_problem(queries, lens, FORMS[form], seed=seed)
+    step = step_of(problem, num_prefills=len(prompts), num_prefill_tokens=sum(prompts))
+    step.attn_metadata.seq_lens = lens  # as engines do: bounds are known on the host
+    step.attn_metadata.set_attn_bias(masks_of(form, prompts, FORMS[form]), "decoder")
+    with pytest.MonkeyPatch.context() as patch:
+        if hidden and form != "xformers, alibi":
+            hide_values(patch)
+        assert_attention_close(layer_of(problem).forward(*step), None, problem)
+    if not decodes:
+        step = step_of(problem)._replace(attn_metadata=step.attn_metadata)
+        assert_attention_close(new_layer(**SIZES).forward(*step), None, problem)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@given(data=st.data(), kind=st.sampled_from(["decoder", "encoder", "encoder_decoder"]))
+def test_none_leaves_a_sequence_to_the_layer(data, kind):
+    """Whichever sequences have one; the seeds set a list of None where there is nothing to mask."""
+    queries = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    keys = queries if kind != "encoder_decoder" else [n + 2 for n in queries]
+    meta = AttentionMetadata(
+        num_prefills=len(queries), num_prefill_tokens=sum(queries), num_decode_tokens=0,
+        seq_lens=queries, encoder_seq_lens=keys,
+    )  # fmt: skip
+    layer = new_layer(**SIZES, sliding_window=2, attn_type=kind)
+    rows = normal(0, sum(queries), 4, 16), *normal(1, 2, sum(keys), 2, 16)
+    biases = [torch.zeros(q, k) if data.draw(st.booleans()) else None
+              for q, k in zip(queries, keys, strict=True)]  # fmt: skip
+    meta.set_attn_bias(biases, kind)
+    spec, want = spec_of(layer, kind), []
+    for other in (spec, AttentionSpec(causal=False)):
+        want.append(dense(*rows, queries, keys, other))
+    biased = np.repeat([bias is not None for bias in biases], queries)
+    want = np.where(biased[:, None, None], want[1], want[0])
+    assert_close(layer.forward(*rows, None, meta), want, **TIGHT)
 
 
 @pytest.mark.parametrize("state", STATES)

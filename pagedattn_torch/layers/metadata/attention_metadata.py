@@ -13,8 +13,8 @@ from pagedattn.make_batch import Lengths
 
 from ...arrays import signed, tensor
 from ..attention_type import AttentionType
-from ..biases import FIELDS as BIAS_FIELDS
 from . import batches, by_type, parts
+from .bias_fields import FIELDS as BIAS_FIELDS
 from .derivation import check_counts, decoder_side, encoder_side
 from .derived import all_of, derived
 from .engine_forms import in_one_meaning
@@ -245,9 +245,11 @@ class AttentionMetadata:
         DECODER and ENCODER_ONLY share one. What was prepared is discarded.
 
         Args:
-          attn_bias: floating, for each sequence what is added to the logits of its new tokens:
-            `[query_len, key_len]` or `[num_heads, query_len, key_len]`, -inf where a token does not
-            see a key. None takes it away.
+          attn_bias: for each sequence, or for each prefill, what is added to the logits of its new
+            tokens: `[query_len, key_len]` or `[num_heads, query_len, key_len]`, with any axes of 1
+            in front; -inf where a token does not see a key, or bool, False there. Or a mask of
+            xFormers for a sequence, or one for all. None in the list, and what it lacks, leaves a
+            sequence to the layer's own masks. None in its place takes all away.
 
         >>> import torch
         >>> meta = AttentionMetadata.from_lists([2], [0], [[0]], block_size=4)

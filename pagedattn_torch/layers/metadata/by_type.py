@@ -8,8 +8,8 @@ from torch import Tensor
 from pagedattn import AttentionSpec, attention_bias
 
 from ..attention_type import AttentionType
-from ..biases import FIELDS as BIAS_FIELDS
 from . import batches
+from .bias_fields import FIELDS as BIAS_FIELDS
 from .lengths import on_host, span_lengths
 
 

@@ -6,7 +6,7 @@ from pagedattn.checks import flag, is_count, require
 from pagedattn.facts import known, shown
 
 from ...arrays import tensor
-from .. import biases
+from .bias_fields import check_lists
 from .engine_forms import cut_contexts
 from .lengths import agreed, both_forms, bound, in_order, span_lengths, start_locs
 
@@ -26,7 +26,7 @@ BOUNDS = (
 def check_counts(meta) -> dict:
     """Counts and bounds as Python integers; counts of a step of encoders alone may be None: 0."""
     flag("use_cuda_graph", meta.use_cuda_graph)
-    biases.check_lists(meta)
+    check_lists(meta)
     given = {name: getattr(meta, name) for name in COUNTS + BOUNDS}
     if meta.seq_lens is None and meta.seq_lens_tensor is None:
         given |= {name: 0 for name in COUNTS if given[name] is None}

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..biases import FIELDS as BIAS_FIELDS
+from .bias_fields import FIELDS as BIAS_FIELDS
 from .lengths import on_host, span_lengths
 
 OF_SEQUENCES = (

@@ -1,0 +1,26 @@
+"""The fields of metadata that hold biases."""
+
+from torch import Tensor
+
+from pagedattn.checks import require
+from pagedattn.facts import shown
+
+from ..attention_type import AttentionType
+
+FIELDS = {
+    AttentionType.DECODER: "attn_bias",
+    AttentionType.ENCODER_ONLY: "attn_bias",
+    AttentionType.ENCODER: "encoder_attn_bias",
+    AttentionType.ENCODER_DECODER: "cross_attn_bias",
+}
+
+
+def check_lists(meta) -> None:
+    """Requires something with an entry for each sequence: a list, or a tensor."""
+    for name in sorted({*FIELDS.values()}):
+        given = getattr(meta, name)
+        several = isinstance(given, list | tuple) or (isinstance(given, Tensor) and given.ndim)
+        require(
+            given is None or several,
+            f"{name} must be a list of tensors, one for each sequence, got {shown(given)}",
+        )
