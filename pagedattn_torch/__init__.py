@@ -13,6 +13,7 @@ from .attention import explain, paged_attention, ragged_attention, select_backen
 from .cache import copy_blocks_, swap_blocks_, write_kv_
 from .layers.attention_type import AttentionType
 from .layers.backend import AttentionBackend
+from .layers.builder import MetadataBuilder
 from .layers.classes import (
     IpexAttnBackend,
     IpexAttnBackendImpl,
@@ -26,6 +27,7 @@ from .layers.classes import (
 )
 from .layers.impl import AttentionImpl
 from .layers.metadata import AttentionMetadata
+from .layers.paged_attention import PagedAttention
 from .layers.state import AttentionState
 from .layout import (
     empty_kv_cache,
@@ -44,6 +46,8 @@ __all__ = [
     "IpexAttnBackend",
     "IpexAttnBackendImpl",
     "IpexAttnMetadata",
+    "MetadataBuilder",
+    "PagedAttention",
     "Step",
     "TorchSDPABackend",
     "TorchSDPABackendImpl",

@@ -14,6 +14,7 @@ from pagedattn.facts import is_traced, shown
 from ..arrays import tensor
 from ..cache import copy_blocks_, swap_blocks_
 from ..layout import kv_cache_shape, planes
+from .builder import MetadataBuilder
 from .impl import AttentionImpl
 from .metadata import AttentionMetadata
 from .state import AttentionState
@@ -32,6 +33,7 @@ class AttentionBackend:
     name: ClassVar[str]
     impl_cls: ClassVar[type[AttentionImpl]]
     metadata_cls: ClassVar[type[AttentionMetadata]]
+    builder_cls: ClassVar[type[MetadataBuilder]]
     # Tells engines not to allocate `output` for `forward`, which would only be copied to.
     accept_output_buffer: ClassVar[bool] = False
 
@@ -63,6 +65,34 @@ class AttentionBackend:
           InvalidInputError: fields contradict each other, or have wrong shapes or dtypes.
         """
         return cls.metadata_cls(**fields)
+
+    @classmethod
+    def get_builder_cls(cls) -> type[MetadataBuilder]:
+        """The class that makes its steps' metadata of what vLLM's model runners gather."""
+        return cls.builder_cls
+
+    @classmethod
+    def make_metadata_builder(cls, input_builder: Any) -> MetadataBuilder:
+        """A builder of this backend's metadata, for a model runner's input builder."""
+        return cls.get_builder_cls()(input_builder)
+
+    @staticmethod
+    def advance_step(
+        model_input: Any,
+        sampled_token_ids: Tensor | None,
+        block_size: int,
+        num_seqs: int,
+        num_queries: int,
+    ) -> None:
+        """`AttentionMetadata.advance_step` of `model_input.attn_metadata`."""
+        model_input.attn_metadata.advance_step(
+            model_input, sampled_token_ids, block_size, num_seqs, num_queries
+        )
+
+    @staticmethod
+    def get_supported_head_sizes() -> list[int]:
+        """The head sizes that every backend takes; several take any."""
+        return list(range(8, 257, 8))
 
     @staticmethod
     def get_kv_cache_shape(

@@ -6,12 +6,19 @@ from pagedattn.call import Call
 
 from ..backends.ipex import lacks_alibi
 from .backend import AttentionBackend
+from .builder import MetadataBuilder
 from .impl import AttentionImpl
 from .metadata import AttentionMetadata
 
 
 class XFormersMetadata(AttentionMetadata):
     """The metadata of a step for XFormersImpl."""
+
+
+class XFormersMetadataBuilder(MetadataBuilder):
+    """Makes the metadata of a step for XFormersImpl."""
+
+    metadata_cls = XFormersMetadata
 
 
 class XFormersImpl(AttentionImpl):
@@ -26,10 +33,17 @@ class XFormersBackend(AttentionBackend):
     name = "XFORMERS"
     impl_cls: ClassVar[type[AttentionImpl]] = XFormersImpl
     metadata_cls: ClassVar[type[AttentionMetadata]] = XFormersMetadata
+    builder_cls: ClassVar[type[MetadataBuilder]] = XFormersMetadataBuilder
 
 
 class TorchSDPAMetadata(AttentionMetadata):
     """The metadata of a step for TorchSDPABackendImpl."""
+
+
+class TorchSDPAMetadataBuilder(MetadataBuilder):
+    """Makes the metadata of a step for TorchSDPABackendImpl."""
+
+    metadata_cls = TorchSDPAMetadata
 
 
 class TorchSDPABackendImpl(AttentionImpl):
@@ -44,10 +58,17 @@ class TorchSDPABackend(AttentionBackend):
     name = "TORCH_SDPA"
     impl_cls: ClassVar[type[AttentionImpl]] = TorchSDPABackendImpl
     metadata_cls: ClassVar[type[AttentionMetadata]] = TorchSDPAMetadata
+    builder_cls: ClassVar[type[MetadataBuilder]] = TorchSDPAMetadataBuilder
 
 
 class IpexAttnMetadata(AttentionMetadata):
     """The metadata of a step for IpexAttnBackendImpl."""
+
+
+class IpexAttnMetadataBuilder(MetadataBuilder):
+    """Makes the metadata of a step for IpexAttnBackendImpl."""
+
+    metadata_cls = IpexAttnMetadata
 
 
 class IpexAttnBackendImpl(AttentionImpl):
@@ -68,6 +89,7 @@ class IpexAttnBackend(AttentionBackend):
     name = "IPEX"
     impl_cls: ClassVar[type[AttentionImpl]] = IpexAttnBackendImpl
     metadata_cls: ClassVar[type[AttentionMetadata]] = IpexAttnMetadata
+    builder_cls: ClassVar[type[MetadataBuilder]] = IpexAttnMetadataBuilder
 
     @staticmethod
     def get_kv_cache_stride_order(device_type: str = "cpu") -> tuple[int, ...]:

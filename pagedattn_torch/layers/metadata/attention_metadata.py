@@ -13,7 +13,7 @@ from pagedattn.make_batch import Lengths
 
 from ...arrays import signed, tensor
 from ..attention_type import AttentionType
-from . import batches, by_type, parts
+from . import advance, batches, by_type, parts
 from .bias_fields import FIELDS as BIAS_FIELDS
 from .derivation import check_counts, decoder_side, encoder_side
 from .derived import all_of, derived
@@ -291,6 +291,44 @@ class AttentionMetadata:
     ) -> tuple[int, int, int]:
         """(new queries of prefills, new keys of prefills, new queries of decodes), in tokens."""
         return by_type.num_tokens(self, AttentionType.of(attn_type))
+
+    def advance_step(
+        self,
+        model_input: Any,
+        sampled_token_ids: Tensor | None,
+        block_size: int,
+        num_seqs: int,
+        num_queries: int,
+        turn_prefills_into_decodes: bool = False,
+    ) -> None:
+        """Makes this the metadata of the next step, in place: a decode of one token each.
+
+        Its tensors, and those of the model's input, keep their memory; nothing waits for a GPU.
+
+        Args:
+          model_input: has `input_tokens` and `input_positions`, which get the sampled tokens and
+            their positions.
+          sampled_token_ids: one for each of the first `num_queries` sequences, in any shape; None
+            leaves `input_tokens`.
+          block_size: of the block tables, which must have the blocks of the next tokens.
+          num_seqs: all sequences; those behind `num_queries` are a captured graph's padding.
+          turn_prefills_into_decodes: whether prefills become decodes.
+
+        Raises:
+          InvalidInputError: other numbers of sequences, prefills, no table or one without the
+            next block; nothing has been changed then.
+
+        >>> import torch
+        >>> from types import SimpleNamespace
+        >>> meta = AttentionMetadata.from_lists([1, 1], [2, 3], [[5], [0, 7]], block_size=4)
+        >>> tokens, positions = torch.tensor([8, 9]), torch.tensor([2, 3])
+        >>> model_input = SimpleNamespace(input_tokens=tokens, input_positions=positions)
+        >>> meta.advance_step(model_input, torch.tensor([[1], [2]]), 4, 2, 2)
+        >>> meta.seq_lens, meta.slot_mapping.tolist(), tokens.tolist(), positions.tolist()
+        ([4, 5], [23, 28], [1, 2], [3, 4])
+        """
+        advance.check(self, num_seqs, num_queries, turn_prefills_into_decodes)
+        advance.advance(self, model_input, sampled_token_ids, block_size, num_seqs, num_queries)
 
     def asdict_zerocopy(self, skip_fields: Collection[str] = frozenset()) -> dict[str, Any]:
         """The fields by name, tensors shared."""

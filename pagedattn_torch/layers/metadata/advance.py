@@ -1,0 +1,67 @@
+"""The next step of a metadata's sequences, one sampled token each, made in place."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagedattn.checks import count, require
+from pagedattn.facts import known
+
+# What is derived anew from the lengths.
+DERIVED = ("context_lens_tensor", "seq_start_loc", "max_decode_seq_len", "max_prefill_seq_len",
+           "max_query_len", "max_decode_query_len", "is_prompt")  # fmt: skip
+
+
+def advance(
+    meta, model_input: Any, sampled: Tensor | None, block_size: int, num_seqs: int, num_queries: int
+) -> None:
+    """Writes the next step to the tensors of the metadata and of its model's input."""
+    lens, size = meta.seq_lens_tensor, count("block_size", block_size)
+    slots, listed = meta.slot_mapping[:num_seqs], meta.seq_lens
+    positions = lens[:num_queries].clone()
+    found = _slots(meta.block_tables[:num_queries], positions, size)
+    lens[:num_queries] += 1
+    slots[:num_queries] = found
+    slots[num_queries:] = -1
+    model_input.input_positions[:num_queries] = positions
+    if sampled is not None:
+        model_input.input_tokens[:num_queries] = sampled.flatten()[:num_queries]
+    if meta.num_prefills:
+        meta.query_start_loc = torch.arange(num_queries + 1, dtype=torch.int32, device=lens.device)
+    for name in DERIVED:
+        setattr(meta, name, None)
+    counts = {"num_prefills": 0, "num_prefill_tokens": 0, "num_decode_tokens": num_seqs}
+    longer = listed and [n + (seq < num_queries) for seq, n in enumerate(listed)]
+    fields = {"slot_mapping": slots, "seq_lens": longer, "seq_lens_tensor": lens}
+    for name, value in (counts | fields).items():
+        setattr(meta, name, value)
+
+
+def check(meta, num_seqs: int, num_queries: int, turn_prefills_into_decodes: bool) -> None:
+    """Requires a step whose sequences can all go on by one token."""
+    got = 0 if meta.seq_lens_tensor is None else len(meta.seq_lens_tensor)
+    require(
+        got == num_seqs and 0 <= num_queries <= num_seqs,
+        f"num_seqs must be the metadata's {got}, and num_queries at most that, got {num_seqs} and "
+        f"{num_queries}",
+    )
+    require(
+        turn_prefills_into_decodes or not meta.num_prefills,
+        f"advance_step takes decodes alone, got {meta.num_prefills} prefills; "
+        "turn_prefills_into_decodes=True makes them decodes",
+    )
+    missing = [name for name in ("slot_mapping", "block_tables") if getattr(meta, name) is None]
+    require(not missing, f"advance_step needs {', '.join(missing)}, got None")
+
+
+def _slots(tables: Tensor, positions: Tensor, block_size: int) -> Tensor:
+    columns = (positions // block_size).long()
+    values = known(columns)
+    require(
+        values is None or not len(values) or int(values.max()) < tables.shape[1],
+        f"block_tables must hold the blocks of the next tokens, but have {tables.shape[1]} columns "
+        f"of {block_size} tokens for positions {None if values is None else positions.tolist()}",
+    )
+    blocks = tables.gather(1, columns[:, None])[:, 0].long()
+    return blocks * block_size + positions % block_size
