@@ -89,9 +89,25 @@ def load(name: str, framework: Framework = Framework.JAX) -> Backend:
 def tried(name: str, framework: Framework) -> Backend | str:
     """The backend of a name, or why there is none: what failed once is not imported again."""
     try:
-        return installed(_found(name, framework))
+        return installed(record(name, framework))
     except BackendUnavailableError as error:
         return str(error)
+
+
+def record(name: str, framework: Framework) -> Backend:
+    """The backend of a name, whether the packages it runs on are installed or not.
+
+    Raises:
+      BackendUnavailableError: it is unknown, or what its module imports is missing.
+    """
+    if name in _built_in(framework):
+        return _of_built_in(name, framework)
+    if name in _third_parties(framework):
+        return _of_third_party(_third_parties(framework)[name])
+    raise BackendUnavailableError(
+        f"backend must be one of {sorted(names(framework))}, got {name!r}; others register "
+        f"through the entry-point group {framework.value!r}"
+    )
 
 
 def installed(backend: Backend) -> Backend:
@@ -118,17 +134,6 @@ def can_load(name: str, framework: Framework = Framework.JAX) -> bool:
 def _cure(name) -> str:
     extra = BUILT_IN[name].extra
     return f": pip install 'pagedattn[{extra}]'" if extra else ""
-
-
-def _found(name, framework) -> Backend:
-    if name in _built_in(framework):
-        return _of_built_in(name, framework)
-    if name in _third_parties(framework):
-        return _of_third_party(_third_parties(framework)[name])
-    raise BackendUnavailableError(
-        f"backend must be one of {sorted(names(framework))}, got {name!r}; others register "
-        f"through the entry-point group {framework.value!r}"
-    )
 
 
 def _of_built_in(name, framework) -> Backend:

@@ -6,7 +6,8 @@ All sizes follow from shapes: nothing here reads a length, which would wait for 
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtyping import Bool, Float, Int
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from pagedattn import KVCache
@@ -15,13 +16,15 @@ from pagedattn.call import Call
 from pagedattn.ragged import arange
 from pagedattn.visibility import key_range
 
+from .arrays import bits
+
 
 @dataclass(frozen=True)
 class Pages:
     """The keys that a sequence's queries may see, one row for each sequence.
 
     Fields:
-      key, value: 0 where no query may look.
+      key, value: 0 where no query may look; of the query's dtype, whatever the cache's.
       positions: absolute positions in the sequence.
       lens: how many keys of a row belong to the sequence.
     """
@@ -56,16 +59,19 @@ def gather_pages(call: Call, cache: KVCache, batch: Sequences) -> Pages:
     outside = (positions < first_keys(call, batch)[:, None]) | (
         positions >= batch.seq_lens[:, None]
     )
-    key, value = (_rows(plane, blocks, outside) for plane in cache.planes)
+    dtype = getattr(torch, call.dtype)
+    key, value = (_rows(plane, blocks, outside, dtype) for plane in cache.planes)
     return Pages(key, value, positions, batch.seq_lens - columns[:, 0] * call.block_size)
 
 
 def _rows(
-    plane: Float[Tensor, "num_blocks block_size num_kv_heads head_dim"],
+    plane: Shaped[Tensor, "num_blocks block_size num_kv_heads head_dim"],
     blocks: Int[Tensor, "rows"],
     outside: Bool[Tensor, "num_seqs num_keys"],
+    dtype: torch.dtype,
 ) -> Float[Tensor, "num_seqs num_keys num_kv_heads head_dim"]:
-    rows = plane.index_select(0, blocks).view(*outside.shape, *plane.shape[2:])
+    rows = bits(plane).index_select(0, blocks).view(plane.dtype).to(dtype)
+    rows = rows.view(*outside.shape, *plane.shape[2:])
     return rows.masked_fill_(outside[..., None, None], 0)  # a NaN would survive a weight of 0
 
 

@@ -26,7 +26,7 @@ from .inputs import (
 from .metadata import AttentionMetadata
 from .metadata.derived import held
 from .plans import Part, plan
-from .quantised import as_quantised, cache_dtype
+from .quantised import as_quantised, cache_dtype, require_quantised
 from .settings import check_heads, check_slopes, slopes_of, specs_by_type
 from .step import LayerStep, likeness
 
@@ -52,7 +52,8 @@ class AttentionImpl:
 
     Raises:
       InvalidInputError: values out of range.
-      UnsupportedError: another kv_cache_dtype, or blocksparse_params.
+      UnsupportedError: another kv_cache_dtype, one that the backend does not read, or
+        blocksparse_params.
 
     >>> from pagedattn_torch import TorchSDPABackendImpl
     >>> layer = TorchSDPABackendImpl(num_heads=8, head_size=16, num_kv_heads=2)
@@ -85,6 +86,8 @@ class AttentionImpl:
         check_heads(self.num_heads, self.num_kv_heads, self.head_size)
         check_slopes(self.specs, self.num_heads)
         self.cache_dtype: torch.dtype | None = cache_dtype(kv_cache_dtype)
+        if self.cache_dtype is not None:
+            require_quantised(self.backend)
         spec = self.specs[AttentionType.DECODER]
         self.scale: float = spec.scale_for(head_size)
         self.alibi_slopes: Tensor | None = slopes_of(spec)

@@ -11,6 +11,7 @@ from pagedattn import InvalidInputError, KVCache, UnsupportedError
 from pagedattn.checks import require, whole
 from pagedattn.facts import shown
 from pagedattn.quantise import largest, quantised
+from pagedattn.registry import Framework, record
 
 DTYPES = {
     "auto": None,
@@ -26,6 +27,15 @@ def cache_dtype(name) -> torch.dtype | None:
     if not isinstance(name, str) or name not in DTYPES:
         raise UnsupportedError(f"kv_cache_dtype must be one of {[*DTYPES]}, got {shown(name)}")
     return DTYPES[name]
+
+
+def require_quantised(backend: str) -> None:
+    """Requires a backend that reads quantised caches, by what it declares."""
+    if "cache_dtype" not in record(backend, Framework.TORCH).honours:
+        raise UnsupportedError(
+            f"kv_cache_dtype must be 'auto' for layers of {backend!r}, which reads no quantised "
+            "cache; XFormersImpl and TorchSDPABackendImpl do"
+        )
 
 
 def as_quantised(cache: KVCache, dtype: torch.dtype, k_scale, v_scale) -> KVCache:

@@ -17,7 +17,7 @@ from hypothesis import given
 from pagedattn_interop import to_torch, torch_call
 from pagedattn_interop.backends import bridged
 
-from pagedattn import AttentionSpec, KVCache
+from pagedattn import AttentionSpec, KVCache, quantise, registry
 from pagedattn.call import call_of
 from pagedattn.ragged import cdiv
 from pagedattn.testing import (
@@ -135,6 +135,44 @@ def test_routes_and_masks_against_the_oracle(monkeypatch, name, phase):
 def test_a_bias_and_heads_whose_keys_it_hides(monkeypatch, name, phase):
     problem = problem_of(phase, ROUTED[name], arrays=["bias"])
     assert_attention_close(*run(problem, monkeypatch), problem)
+
+
+CACHES = ("float8_e4m3fn", "float8_e5m2", "int8")
+
+
+def quantised(problem, dtype, device="cpu"):
+    """Inputs with a quantised cache, and the problem of what it holds."""
+    query, cache, batch = inputs(problem, device)
+    scales = torch.tensor(0.03125, device=device), torch.tensor([0.0625, 0.25], device=device)
+    planes = [quantise.quantised(plane.float().nan_to_num(), getattr(torch, dtype), scale)
+              for plane, scale in zip(cache.planes, scales, strict=True)]  # fmt: skip
+    held = [plane.float() * scale.view(-1, 1) for plane, scale in zip(planes, scales, strict=True)]
+    names = ("key_cache", "value_cache")
+    held = {name: plane.cpu().numpy() for name, plane in zip(names, held, strict=True)}
+    return (query, KVCache(*planes, *scales), batch), problem.replace(**held)
+
+
+@pytest.mark.parametrize("dtype", CACHES)
+@pytest.mark.parametrize("name", ["plain", "sliding_window", "alibi_slopes"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_quantised_caches(monkeypatch, phase, name, dtype):
+    """Gathered and converted: no kernel reads them in place."""
+    monkeypatch.setattr(kernels, "_attend", stand_in)
+    monkeypatch.setattr(registry, "wrong_device", lambda name, device: [])
+    backend = dataclasses.replace(kernels.BACKEND, missing=list)
+    arrays, held = quantised(problem_of(phase, ROUTED[name]), dtype)
+    out, lse = paged_attention(*arrays, held.spec, backend=backend, return_lse=True)
+    assert_attention_close(out.float().numpy(), lse.numpy(), held)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", CACHES)
+@pytest.mark.parametrize("name", ["plain", "sliding_window", "alibi_slopes"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_quantised_caches_on_a_gpu(phase, name, dtype):
+    arrays, held = quantised(problem_of(phase, ROUTED[name]), dtype, "cuda")
+    out, lse = paged_attention(*arrays, held.spec, backend="xformers", return_lse=True)
+    assert_attention_close(out.float().cpu().numpy(), lse.cpu().numpy(), held)
 
 
 @pytest.mark.parametrize("name", ROUTED)

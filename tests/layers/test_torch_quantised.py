@@ -8,9 +8,17 @@ torch = pytest.importorskip("torch")
 from cases import SPECS
 from torch_layers import Step, layer_of, step_of
 
-from pagedattn import AttentionSpec, InvalidInputError, UnsupportedError
+from pagedattn import AttentionSpec, InvalidInputError, KVCache, UnsupportedError
+from pagedattn.call import call_of
+from pagedattn.registry import Framework, record
 from pagedattn.testing import assert_attention_close, batch_of, random_problem
-from pagedattn_torch import AttentionMetadata, TorchSDPABackend, XFormersImpl
+from pagedattn_torch import (
+    AttentionMetadata,
+    IpexAttnBackendImpl,
+    TorchSDPABackend,
+    TorchSDPABackendImpl,
+    XFormersImpl,
+)
 from pagedattn_torch.layers.quantised import DTYPES
 
 KINDS = {"fp8": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "int8": "int8"}
@@ -100,8 +108,8 @@ def test_blocks_are_copied():
 def test_refusals_leave_the_cache():
     step, problem = quantised_step("fp8")
     before = step.kv_cache.view(torch.uint8).clone()
-    with pytest.raises(UnsupportedError, match="xformers"):
-        XFormersImpl(4, 16, num_kv_heads=2, kv_cache_dtype="fp8").forward(*step, **SCALES)
+    with pytest.raises(UnsupportedError, match="ipex"):  # before any step
+        IpexAttnBackendImpl(4, 16, num_kv_heads=2, kv_cache_dtype="fp8")
     layer = layer_of(problem, kv_cache_dtype="fp8")
     for scales in ({"k_scale": 0.0}, {"k_scale": "1"}, {"v_scale": torch.ones(3)}):
         with pytest.raises(InvalidInputError, match="scale"):
@@ -111,3 +119,23 @@ def test_refusals_leave_the_cache():
     assert torch.equal(step.kv_cache.view(torch.uint8), before)
     with pytest.raises(UnsupportedError, match="k_scale must be 1"):
         layer_of(random_problem([1], [1], AttentionSpec())).forward(*step, **SCALES)
+
+
+LAYERS = (TorchSDPABackendImpl, XFormersImpl, IpexAttnBackendImpl)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("cls", LAYERS)
+def test_a_layer_that_is_made_is_not_refused_for_its_cache(cls, name):
+    """The constructor refuses what every forward would."""
+    problem = random_problem([3, 1], [3, 9], AttentionSpec(), head_dim=16)
+    query, _, _, kv_cache, meta = step_of(problem)
+    cache = KVCache(*kv_cache.to(DTYPES[name]))
+    call = call_of(query, cache, meta.to_batch(cache.block_size), problem.spec)
+    refused = "cache_dtype" in " ".join(record(cls.backend, Framework.TORCH).why_not(call))
+    assert refused is (cls is IpexAttnBackendImpl)
+    if refused:
+        with pytest.raises(UnsupportedError, match=r"kv_cache_dtype.*ipex"):
+            cls(4, 16, num_kv_heads=2, kv_cache_dtype=name)
+    else:
+        assert cls(4, 16, num_kv_heads=2, kv_cache_dtype=name).cache_dtype is DTYPES[name]

@@ -3,7 +3,8 @@
 Three routes, chosen by shapes:
 - paged: short queries read the pages in place (Triton split-K). The queries are a rectangle, each
   sequence's at the end of its row, so that sequences may bring fewer than the longest.
-- packed: queries stay packed, keys are gathered (FlashAttention 2, variable lengths).
+- packed: queries stay packed, keys are gathered (FlashAttention 2, variable lengths). Quantised
+  keys are converted then.
 - biased: rectangles with a dense bias (CUTLASS), for two-sided windows, float32, and ALiBi. ALiBi
   is computed in float32, since half dtypes would round distances.
 """
@@ -27,7 +28,9 @@ from .fmha import fmha, why_unusable
 from .masks import packed_mask, paged_mask
 from .rectangle import Rectangle, room_for, tokens_of
 
-HONOURS = frozenset({"scale", "causal", "sliding_window", "alibi_slopes", "bias", "return_lse"})
+HONOURS = frozenset(
+    {"scale", "causal", "sliding_window", "alibi_slopes", "cache_dtype", "bias", "return_lse"}
+)
 HALVES = ("bfloat16", "float16")
 PAGED_QUERIES = 16  # the most queries of a sequence that split-K's causal mask takes
 PAGED_HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -69,6 +72,7 @@ def route(call: Call) -> str:
     if (
         call.longest_query <= PAGED_QUERIES
         and call.window is None
+        and call.cache_dtype is None
         and call.head_dim in PAGED_HEAD_DIMS
         and call.block_size % 16 == 0
     ):
