@@ -48,8 +48,8 @@ BUILT_IN = {
     ),
     "xformers": BuiltIn(ACROSS, "pagedattn_torch.backends.xformers", ON_CUDA, "torch"),
     "numba": BuiltIn("pagedattn.backends.numba", "pagedattn_torch.backends.numba", ("cpu",), "cpu"),
-    "sdpa": BuiltIn(ACROSS, "pagedattn_torch.backends.sdpa", extra="torch"),
     "ipex": BuiltIn(ACROSS, "pagedattn_torch.backends.ipex", ("cpu", "xpu"), "ipex"),
+    "sdpa": BuiltIn(ACROSS, "pagedattn_torch.backends.sdpa", extra="torch"),
     "xla": BuiltIn("pagedattn.backends.xla"),
 }
 

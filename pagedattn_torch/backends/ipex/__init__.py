@@ -29,6 +29,12 @@ def refusals(call: Call) -> list[str]:
     return reasons
 
 
+def unfit(call: Call) -> list[str]:
+    """Why `backend=None` takes another one: always, so that only who names it depends on it."""
+    reasons = ["Intel has archived the extension in favour of PyTorch, which sdpa runs on"]
+    return [*reasons, *DEVICES[call.device].unfit(call)]
+
+
 def lacks_alibi(call: Call) -> bool:
     """Whether the extension is installed, and has no ALiBi for this call."""
     device = DEVICES.get(call.device)
@@ -44,7 +50,9 @@ def run(
     return result.masked_fill_(~_seeing(call, batch)[:, None, None], 0), None
 
 
-BACKEND = Backend("ipex", HONOURS, run, refusals, missing=lambda: why_unusable(), takes_out=True)
+BACKEND = Backend(
+    "ipex", HONOURS, run, refusals, unfit, missing=lambda: why_unusable(), takes_out=True
+)
 
 
 def _seeing(call: Call, batch) -> Tensor:

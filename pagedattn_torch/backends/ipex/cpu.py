@@ -41,6 +41,10 @@ def refusals(call) -> list[str]:
     return reasons
 
 
+def unfit(call) -> list[str]:
+    return []
+
+
 def lacks_alibi(call) -> bool:
     return call.spec.alibi_slopes is not None and call.longest_query > 1
 

@@ -5,13 +5,14 @@ The two operators want two memory layouts of the cache, neither of which is a vi
   a cache is made by `empty_kv_cache` with the order (0, 1, 3, 4, 2).
 - `flash_attn_varlen_func`, for any queries: the logical order, blocks of 64 or 128.
 
-A cache is read in place by the operator that fits its layout; a call that neither fits is refused.
-Packed keys, which are blocks of one token, are copied to pages first. Operators are called by
-keywords only, since the order of their arguments differs from the CPU's. Nothing here waits for the
-device, though the extension itself does in places.
+A cache is read in place by the operator that fits its layout. Of any other, and of packed keys, the
+keys that the call may see are copied to pages for the second one. Operators are called by keywords
+only, since the order of their arguments differs from the CPU's. Nothing here waits for the device,
+though the extension itself does in places.
 
 By their source, the operators break two promises of this library, for values that no shape shows:
-- Keys past a sequence's end or behind a window are read and get a weight of 0: NaN there spreads.
+- In a cache that is read in place, keys past a sequence's end or behind a window are read and get a
+  weight of 0: NaN there spreads.
 - With more queries than keys, a causal query sees too much if it is computed in one tile with a
   query that stands before all keys.
 """
@@ -25,9 +26,9 @@ from torch.nn.functional import pad
 from pagedattn import KVCache
 from pagedattn.call import Call
 from pagedattn.placement import is_dense
-from pagedattn.ragged import cdiv
 
 from ...bias import slopes_on
+from ...rectangles import gather_pages
 from .operators import paged_operators
 
 DECODE_BLOCKS, DECODE_HEAD_DIM = (16, 32), 256
@@ -39,15 +40,23 @@ CAPLESS_KEYS = 512
 def refusals(call: Call) -> list[str]:
     if _decodes(call):
         return []
-    if _packs(call):
-        return ["alibi_slopes with causal=False"] if lacks_alibi(call) else []
-    return [
-        f"on an XPU ipex reads block_size {PACKED_BLOCKS} with head_dim to {PACKED_HEAD_DIM} in "
-        f"the logical layout, or, for one query a sequence without sliding_window, block_size "
-        f"{DECODE_BLOCKS} with head_dim to {DECODE_HEAD_DIM} and slots last in memory; got "
-        f"block_size {call.block_size}, head_dim {call.head_dim}, max_query_len "
-        f"{call.longest_query}, strides {call.strides.key}"
-    ]
+    reasons = []
+    if call.head_dim > PACKED_HEAD_DIM:
+        reasons.append(f"on an XPU ipex takes head_dim to {PACKED_HEAD_DIM}, not {call.head_dim}")
+    if lacks_alibi(call):
+        reasons.append("alibi_slopes with causal=False")
+    return reasons
+
+
+def unfit(call: Call) -> list[str]:
+    reasons = ["on an XPU it has never been run: it is written from the extension's source"]
+    if call.block_size > 1 and not (_decodes(call) or _in_pages(call)):
+        reasons.append(
+            f"it copies the keys of every call, since in place it reads block_size {PACKED_BLOCKS} "
+            "in the logical layout, or, for one query a sequence without sliding_window, "
+            f"block_size {DECODE_BLOCKS} with slots last in memory"
+        )
+    return reasons
 
 
 def lacks_alibi(call: Call) -> bool:
@@ -63,7 +72,7 @@ def attend(call: Call, query: Tensor, cache, batch, out: Tensor) -> None:
     """Writes the rows of out that belong to a sequence; garbage where a query sees no key."""
     operator = _decode if _decodes(call) else _packed
     batch = _bounded(call, batch)
-    if call.block_size == 1:
+    if operator is _packed and not _in_pages(call):
         cache, batch = _paged(call, cache, batch)
     operator(call, query.contiguous(), cache, batch, out)
 
@@ -85,25 +94,22 @@ def _decodes(call) -> bool:
     )
 
 
-def _packs(call) -> bool:
-    in_pages = call.block_size in PACKED_BLOCKS and _is_cache_in_order(call, (0, 1, 2, 3))
-    return (call.block_size == 1 or in_pages) and call.head_dim <= PACKED_HEAD_DIM
+def _in_pages(call) -> bool:
+    return call.block_size in PACKED_BLOCKS and _is_cache_in_order(call, (0, 1, 2, 3))
 
 
 def _paged(call, cache, batch):
-    """Packed keys in pages: for each sequence as many as the longest may need, 0 past its end."""
-    size = PACKED_BLOCKS[0]
-    count = cdiv(call.max_blocks, size)
-    positions = torch.arange(count * size, device=batch.seq_lens.device)
-    rows = batch.block_tables.index_select(1, positions.clamp(max=call.max_blocks - 1))
-    rows = rows.clamp(0, call.num_blocks - 1).flatten()
-    behind = (positions >= batch.seq_lens[:, None]).view(-1, 1, 1)
+    """The keys that each sequence may see, copied to pages of its own; 0 where no query looks."""
+    size, seen = PACKED_BLOCKS[0], gather_pages(call, cache, batch)
+    room = -seen.positions.shape[1] % size
     key, value = (
-        plane.flatten(0, 1).index_select(0, rows).masked_fill_(behind, 0).unflatten(0, (-1, size))
-        for plane in cache.planes
+        pad(x, (0, 0, 0, 0, 0, room)).unflatten(1, (-1, size)) for x in (seen.key, seen.value)
     )
-    tables = torch.arange(len(key), device=rows.device, dtype=torch.int32).view(-1, count)
-    return KVCache(key, value), dataclasses.replace(batch, block_tables=tables)
+    count = key.shape[:2].numel()
+    tables = torch.arange(count, device=key.device, dtype=torch.int32).view(len(key), -1)
+    lens = seen.lens.clamp(0, seen.positions.shape[1])
+    pages = KVCache(key.flatten(0, 1), value.flatten(0, 1))
+    return pages, dataclasses.replace(batch, block_tables=tables, seq_lens=lens)
 
 
 def _is_cache_in_order(call, axes) -> bool:
@@ -149,7 +155,8 @@ def _packed(call, query, cache, batch, out) -> None:
         cu_seqlens_q=batch.query_start_loc,
         cu_seqlens_kv=pad(batch.seq_lens.cumsum(0, dtype=torch.int32), (1, 0)),
         max_seqlen_q=call.longest_query,
-        max_seqlen_kv=max(call.capacity, reach + 1),  # else it drops the window, as on a CPU
+        # Where a window reaches past this bound it is dropped, as on a CPU.
+        max_seqlen_kv=max(batch.block_tables.shape[1] * cache.key.shape[1], reach + 1),
         scale=call.scale,
         is_cusal=call.spec.causal,
         block_tables=_tables(len(cache.key), batch),
