@@ -6,6 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import may_refuse
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from pagedattn import (
     AttentionSpec,
@@ -19,7 +21,7 @@ from pagedattn import (
     write_kv,
 )
 from pagedattn.features import CACHE_DTYPES
-from pagedattn.quantise import LARGEST
+from pagedattn.quantise import LARGEST, quantised
 from pagedattn.registry import can_load
 from pagedattn.testing import batch_of, random_problem
 
@@ -81,6 +83,51 @@ def test_a_write_rounds_to_the_nearest_and_saturates(way, scale, cache_dtype, dt
         flat = plane.reshape(12, 2, 64)
         same(flat[slots[slots >= 0]], held(key, factor, cache_dtype)[slots >= 0])
         assert not flat[[2, 3, 4, 6, 8, 9, 10]].any()
+
+
+def beside_ties(cache_dtype, scale, rng):
+    """Keys whose quotient by a scale lies up to three steps beside a tie: `[256, 2, 64]`."""
+    held = np.arange(256).astype(np.uint8).view(np.dtype(cache_dtype)).astype(np.float64)
+    held = np.unique(held[np.isfinite(held)])
+    ties = rng.choice((held[1:] + held[:-1]) / 2, (256, 2, 64))
+    near = (ties * scale.reshape(-1, 1)).astype(np.float32)
+    return (near.view(np.int32) + rng.integers(-3, 4, near.shape, np.int32)).view(np.float32)
+
+
+@pytest.mark.optimised
+@pytest.mark.parametrize("way", ["eager", "jit", "torch"])
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+@given(
+    scale=st.lists(st.floats(2.0**-100, 2.0**100, width=32), min_size=1, max_size=2),
+    seed=st.integers(0, 1 << 31),
+)
+@example(scale=[40.726246], seed=0)
+@example(scale=[1.0], seed=0)
+def test_a_write_divides_as_float32_does(way, cache_dtype, scale, seed):
+    """XLA divides by a broadcast scale as by its reciprocal, and on GPUs approximately."""
+    scale = np.float32(scale if len(scale) > 1 else scale[0])
+    rows = beside_ties(cache_dtype, scale, np.random.default_rng(seed))
+    arrays = jnp.asarray(rows), jnp.asarray(scale)
+    if way == "torch":
+        got = quantised(*tensors((arrays[0],)), getattr(torch, cache_dtype), *tensors(arrays[1:]))
+        got = got.float().cpu().numpy()
+    else:
+        write = jax.jit(quantised, static_argnums=1) if way == "jit" else quantised
+        got = write(arrays[0], jnp.dtype(cache_dtype), arrays[1])
+    same(got, held(rows, scale, cache_dtype))
+
+
+@pytest.mark.parametrize("way", ["eager", "jit", "torch"])
+def test_a_write_of_a_quotient_beside_a_tie(way):
+    """1201.4242 / 40.726246 is just below 29.5, and times the reciprocal just above."""
+    cache = init_kv_cache(1, 1, 1, 1, "int8", key_scale=40.726246)
+    row, slots = jnp.full((1, 1, 1), 1201.4242), jnp.array([0])
+    if way == "torch":
+        cache, row, slots = tensors((cache, row, slots))
+        write = write_kv_
+    else:
+        write = jax.jit(write_kv) if way == "jit" else write_kv
+    assert write(cache, row, row, slots).key.ravel().tolist() == [29]
 
 
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
