@@ -24,11 +24,14 @@ def attend(
       live: `live_tokens` of the call.
       options: the arrays that the call brings beside query and cache, by their keywords.
     """
-    own = backend.own(call)
+    own, dtype = backend.own(call), query.dtype
+    query = query if own.dtype == call.dtype else as_dtype(query, wide_dtype(query))
     honoured = {name: array for name, array in options.items() if getattr(own, name)}
     run = backend.run if SCALES in backend.honours else partial(_with_scales, backend.run, live)
     out, lse = run(own, query, cache, plan, **honoured)
-    return (out, lse) if own.sinks == call.sinks else with_sinks(out, lse, options["sinks"], live)
+    if own.sinks != call.sinks:
+        out, lse = with_sinks(out, lse, options["sinks"], live)
+    return out if own.dtype == call.dtype else as_dtype(out, dtype), lse
 
 
 def _with_scales(run: Callable, live, call: Call, query, cache: KVCache, plan, **options):

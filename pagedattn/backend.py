@@ -42,7 +42,7 @@ class Backend:
         of `paged_attention`. A call that asks for any other is refused before anything here runs,
         unless the library can do it around the backend: `sinks`, where it gives `return_lse`.
         With `scales`, `run` is given the cache with its `key_scale` and `value_scale`; without,
-        queries and results are multiplied by them around it.
+        queries and results are multiplied by them around it, float16 ones as float32.
       run: `run(call, query, cache, plan)` gives `(out, lse)`, of `call.out_shape` and
         `call.lse_shape`; lse may be None unless `call.return_lse`. Options that are arrays, as
         `sinks`, are keyword arguments: only those that it honours, and that the call brings.
@@ -112,7 +112,11 @@ class Backend:
     def own(self, call: Call) -> Call:
         """The call as it comes to `run`: without what is done around it."""
         if call.sinks and "sinks" not in self.honours:
-            return replace(call, sinks=False, return_lse=True)
+            call = replace(call, sinks=False, return_lse=True)
+        if call.cache_dtype and call.dtype == "float16" and SCALES not in self.honours:
+            call = replace(
+                call, dtype="float32"
+            )  # float16 has not the range of queries times scales
         return call
 
     def _lacks(self, option: str) -> bool:

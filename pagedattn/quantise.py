@@ -30,13 +30,11 @@ def quantised(
 ) -> Shaped[Any, "*rows num_kv_heads head_dim"]:
     """Keys or values as a cache of a dtype holds them: divided by the scale, rounded, saturating.
 
-        To the nearest, ties to even. What is beyond the largest value, infinity too, becomes it; NaN
-        stays NaN, or becomes 0 in int8. Rows for a cache that is not quantised stay as they are.
+    To the nearest, ties to even. What is beyond the largest value, infinity too, becomes it; NaN
+    stays NaN, or becomes 0 in int8. Rows for a cache that is not quantised stay as they are.
 
-        >>> import jax
-    import jax.numpy as jnp
-        >>> quantised(jnp.array([[0.7, -1e9]]), jnp.int8, jnp.float32(0.5)).tolist()
-        [[1, -127]]
+    >>> quantised(jnp.array([[0.7, -1e9]]), jnp.int8, jnp.float32(0.5)).tolist()
+    [[1, -127]]
     """
     bound = largest(dtype)
     if bound is None:

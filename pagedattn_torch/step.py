@@ -193,9 +193,9 @@ def _owned(batch: BatchMetadata, device) -> Sequences:
 def as_loaded(query: Tensor, cache: KVCache) -> Tensor:
     """The query with stride 1 along head_dim, as kernels load it.
 
-    Wholly dense if the cache has a scale, by which it is multiplied: the product will be so, too.
+    Wholly dense if the cache is quantised: so is what a scale or a wider dtype makes of it.
     """
-    return with_dense_rows(query) if cache.key_scale is None else query.contiguous()
+    return with_dense_rows(query) if query.dtype is cache.dtype else query.contiguous()
 
 
 def _no_results(call, query, *_arrays, **_options):

@@ -40,8 +40,9 @@ def expect(problem: Problem) -> Expected:
     A row may differ from the oracle by the sum of
 
     - twice the largest error, in that row's sequence, of the same formula computed plainly: inputs,
-      scores, probabilities and results in the input dtype, the softmax in float32; or, of
-      quantised keys, exactly but from queries times the keys' scale, rounded to the input dtype;
+      scores, probabilities and results rounded to the precision of the input dtype (`rounded`),
+      the softmax in float32; or, of quantised keys, exactly but from queries times the keys' scale,
+      so rounded;
     - one spacing of the dtype at the row's largest value (lse: a sixteenth of one, absolutely);
     - four float32 roundings of each term of the sums behind it (`float32_error`).
 
@@ -87,7 +88,7 @@ def reference(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
 
 
 def folded_reference(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """The exact answer from queries that hold the scale of the keys, in their dtype."""
+    """The exact answer from queries that hold the scale of the keys, rounded."""
     out, lse = reference(folded(problem))
     return scaled(out, out_scale(problem), problem.key_cache.shape[2]), lse
 
@@ -124,7 +125,7 @@ def out_scale(problem: Problem) -> np.ndarray | None:
 def folded(problem: Problem) -> Problem:
     """The problem with the scale of its keys in its queries, and without that of its values."""
     query = scaled(problem.query.astype(float), problem.key_scale, problem.key_cache.shape[2])
-    query = query.astype(problem.query.dtype)
+    query = rounded(query, problem.query.dtype)
     return problem.replace(query=query, key_scale=None, value_scale=None)
 
 
@@ -149,9 +150,15 @@ def plain_logits(head: oracle.Head, spec: Any, dtype: Any) -> np.ndarray:
 
 
 def plain_matmul(a: np.ndarray, b: np.ndarray, dtype: Any) -> np.ndarray:
-    """`a @ b` of values in `dtype`, summed in float32, rounded to `dtype`, as float32."""
-    product = a.astype(dtype).astype(np.float32) @ b.astype(dtype).astype(np.float32)
-    return product.astype(dtype).astype(np.float32)
+    """`a @ b` of rounded values, summed in float32, rounded, as float32."""
+    product = rounded(a, dtype).astype(np.float32) @ rounded(b, dtype).astype(np.float32)
+    return rounded(product, dtype).astype(np.float32)
+
+
+def rounded(values: np.ndarray, dtype: Any) -> np.ndarray:
+    """float64 values with the precision of a dtype, but not its range: none is subnormal or inf."""
+    mantissa, exponent = np.frexp(values.astype(float))
+    return np.ldexp(mantissa.astype(dtype).astype(float), exponent)
 
 
 def float32_error(problem: Problem) -> tuple[np.ndarray, np.ndarray]:

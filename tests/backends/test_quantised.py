@@ -5,11 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import SPECS, may_refuse, mixed, run
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from pagedattn import KVCache, UnsupportedError, paged_attention, write_kv
+from pagedattn import AttentionSpec, KVCache, UnsupportedError, paged_attention, write_kv
 from pagedattn.backend import Backend
 from pagedattn.backends import xla
 from pagedattn.features import CACHE_DTYPES
+from pagedattn.registry import Framework, names
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
 
 
@@ -37,6 +40,35 @@ def test_scales_of_every_kind(backend, cache_dtype):
         if changed.key_scale is None and cache_dtype != "float8_e5m2":
             changed = changed.replace(query=changed.query / 100)
         assert_attention_close(*run(changed, backend), changed, name=backend)
+
+
+def at_magnitudes(powers, dtype, cache_dtype):
+    """A problem whose keys' scales are far from 1; its logits and values are not."""
+    problem = mixed(AttentionSpec(), cache_dtype=cache_dtype, dtype=np.dtype(dtype))
+    scales = (problem.key_scale * 2.0 ** np.array(powers)).astype(np.float32)
+    spec = AttentionSpec(scale=0.25 / 2.0 ** max(powers))
+    return problem.replace(key_scale=scales, spec=spec)
+
+
+MAGNITUDES = st.builds(
+    at_magnitudes,
+    st.lists(st.integers(-40, 20), min_size=2, max_size=2)
+    | st.integers(-40, 20).map(lambda power: [power] * 2),
+    st.sampled_from(["float16", "bfloat16", "float32"]),
+    st.sampled_from(CACHE_DTYPES),
+)
+
+
+@settings(max_examples=8)
+@given(problem=MAGNITUDES)
+@example(problem=at_magnitudes([-24, -24], "float16", "int8"))
+@example(problem=at_magnitudes([20, 3], "float16", "int8"))
+def test_scales_of_any_magnitude(backend, problem):
+    """A query times the scale of its keys may be beyond its dtype's range."""
+    assert_attention_close(*run(problem, backend), problem, name=backend)
+    if backend in names(Framework.TORCH):
+        by_torch = pytest.importorskip("tensors").by_torch
+        assert_attention_close(*by_torch(problem, backend), problem, name=backend)
 
 
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
