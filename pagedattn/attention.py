@@ -14,6 +14,7 @@ from .call import call_of
 from .foreign import takes_any_array
 from .integers import rising
 from .packed import packed_batch, packed_cache
+from .placement import on_one_device
 from .registry import Framework
 from .signatures import PagedAttention, RaggedAttention, typed_as
 from .spec import AttentionSpec
@@ -31,6 +32,7 @@ Bias = Float[Array, "num_tokens heads max_keys"]
 
 @typed_as(PagedAttention[Array])
 @takes_any_array
+@on_one_device
 def paged_attention(
     query: Query,
     cache: KVCache,
@@ -105,6 +107,7 @@ def _run(backend: Backend, call, query, cache, batch, options):
 
 
 @takes_any_array
+@on_one_device
 def explain(
     query: Query,
     cache: KVCache,
@@ -135,6 +138,7 @@ def explain(
 
 
 @takes_any_array
+@on_one_device
 def select_backend(
     query: Query,
     cache: KVCache,
@@ -178,6 +182,7 @@ _EMPTY = Backend("empty", frozenset({"return_lse"}), _no_results)
 
 @typed_as(RaggedAttention[Array, Starts])
 @takes_any_array
+@on_one_device
 def ragged_attention(
     query: Query,
     key: Keys,

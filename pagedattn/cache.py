@@ -101,9 +101,9 @@ def init_kv_cache(
         values among the keys' columns there is `init_latent_cache`.
 
     Raises:
-      InvalidInputError: a size is below 1, the dtype is neither floating nor int8, scales are not
-        positive or for a cache that is not quantised, or there would be more slots than int32
-        counts.
+      InvalidInputError: num_blocks is negative or another size below 1, the dtype is neither
+        floating nor int8, scales are not positive or for a cache that is not quantised, or there
+        would be more slots than int32 counts.
 
     >>> init_kv_cache(4, 16, 2, 64).key.shape
     (4, 16, 2, 64)

@@ -56,7 +56,7 @@ class Call:
     @property
     def is_empty(self) -> bool:
         """Whether the shapes leave no query that could see a key."""
-        return 0 in (self.num_tokens, self.num_seqs, self.max_blocks)
+        return 0 in (self.num_tokens, self.num_seqs, self.max_blocks, self.num_blocks)
 
     @property
     def out_dim(self) -> int:

@@ -12,12 +12,14 @@ from .cache import KVCache
 from .errors import UnsupportedError
 from .foreign import takes_any_array
 from .integers import INT32, int32
+from .placement import on_one_device
 from .ragged import PAD_SLOT
 from .spec import AttentionSpec
 from .state import merge_states
 
 
 @takes_any_array
+@on_one_device
 def cascade_attention(
     query: Query,
     cache: KVCache,
@@ -65,6 +67,7 @@ def cascade_attention(
 
 
 @takes_any_array
+@on_one_device
 def split_prefix(batch: BatchMetadata) -> tuple[BatchMetadata, BatchMetadata]:
     """Splits a batch in two: over the blocks that all its sequences share, and over the rest.
 

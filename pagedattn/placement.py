@@ -1,12 +1,56 @@
-"""Where an array lies: on which kind of device, and how in its memory."""
+"""Where an array lies: on which device, and how in its memory."""
 
+import functools
+import inspect
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import jax
 
+from .checks import require
 from .facts import is_traced
+
+Fn = TypeVar("Fn", bound=Callable)
+
+
+def on_one_device(fn: Fn) -> Fn:
+    """Refuses arguments that lie on different devices. JAX moves only arrays that nobody placed."""
+    names = tuple(inspect.signature(fn).parameters)
+
+    @functools.wraps(fn)
+    def call(*args, **kwargs):
+        require_together({**dict(zip(names, args, strict=False)), **kwargs})
+        return fn(*args, **kwargs)
+
+    return cast(Fn, call)
+
+
+def require_together(arguments: Mapping[str, Any]) -> None:
+    """Requires that the arrays of the arguments, as far as they are placed, lie on one device."""
+    found: dict[type, tuple[str, set]] = {}  # of each framework the first
+    for name, value in arguments.items():
+        for leaf in jax.tree.leaves(value):
+            if devices := _placed(leaf):
+                first, expected = found.setdefault(type(leaf), (name, devices))
+                require(
+                    devices == expected,
+                    f"{name} must lie where {first} lies, on {_listed(expected)}, got "
+                    f"{_listed(devices)}: jax.device_put moves JAX's arrays, .to torch's tensors",
+                )
+
+
+def _placed(leaf) -> set | None:
+    """The devices that an array is bound to; None if JAX may move it, and for other values."""
+    if hasattr(leaf, "new_tensor"):
+        return {leaf.device}
+    bound = isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.committed
+    return leaf.sharding.device_set if bound else None
+
+
+def _listed(devices) -> str:
+    return ", ".join(sorted(map(str, devices)))
 
 
 def device_of(array) -> str:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Int, Integer, Shaped
 from . import validate_blocks as validate
 from .checks import MAX_SLOTS
 from .integers import int32 as int32
+from .placement import on_one_device
 
 PAD_SLOT = -1
 
@@ -96,6 +97,7 @@ def token_positions(
     return namespace(seq_lens).where(ids >= 0, tokens + context_ends, 0)
 
 
+@on_one_device
 def positions(
     query_start_loc: Integer[Any, "num_seqs_plus_1"],
     seq_lens: Integer[Any, "num_seqs_plus_1-1"],
@@ -118,6 +120,7 @@ def positions(
     return token_positions(query_start_loc, seq_lens, num_tokens)
 
 
+@on_one_device
 def slot_mapping(
     block_tables: Integer[Any, "num_seqs max_blocks"],
     seq_ids: Integer[Any, "*tokens"],

@@ -111,7 +111,8 @@ def _cap(name, value) -> float:
     return number
 
 
-def _window(name, value) -> int:
+def window_of(name, value) -> int:
+    """A sliding window, at most the widest that can hide anything."""
     static(name, value)
     window = whole(value)
     require(
@@ -139,7 +140,7 @@ _LONGEST = 1 << 30
 
 _CONVERSIONS = {
     "scale": _finite,
-    "sliding_window": _window,
+    "sliding_window": window_of,
     "logits_soft_cap": _cap,
     "alibi_slopes": slopes_of,
 }

@@ -10,10 +10,12 @@ from .checks import an_array, require
 from .errors import InvalidInputError
 from .facts import describe, is_floating
 from .foreign import takes_any_array
+from .placement import on_one_device
 from .tracing import axes_of
 
 
 @takes_any_array
+@on_one_device
 def merge_states(
     out_a: Float[Array, "*rows head_dim"],
     lse_a: Float[Array, "*rows"],
@@ -49,6 +51,7 @@ def merge_states(
 
 
 @takes_any_array
+@on_one_device
 def merge_across(
     out: Float[Array, "*rows head_dim"],
     lse: Float[Array, "*rows"],

@@ -12,17 +12,18 @@ from .quantise import LARGEST, largest
 
 def cache_shape(shape, dtype) -> tuple[int, ...]:
     """The sizes as Python's integers."""
-    sizes = tuple(operator.index(size) if is_count(size) else 0 for size in shape)
+    num_blocks, *others = shape
+    fit = is_count(num_blocks, 0) and all(map(is_count, others))
     require(
-        all(sizes) and sizes[0] * sizes[1] <= MAX_SLOTS,
-        "num_blocks, block_size, num_kv_heads and head_dim must be integers above 0, and "
-        f"num_blocks * block_size must fit int32, got {[*map(shown, shape)]}",
+        fit and num_blocks * others[0] <= MAX_SLOTS,
+        "num_blocks must be an integer of at least 0, block_size, num_kv_heads and head_dim above "
+        f"0, and num_blocks * block_size must fit int32, got {[*map(shown, shape)]}",
     )
     require(
         is_floating(dtype) or largest(dtype) is not None,
         f"a cache's dtype must be floating or int8, such as jnp.bfloat16, got {shown(dtype)}",
     )
-    return sizes
+    return tuple(map(operator.index, shape))
 
 
 def kv_cache(cache) -> None:

@@ -8,14 +8,18 @@ of one framework; others raise InvalidInputError. Masks have shape `[..., q, k]`
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Integer, Shaped
 
-from .checks import an_array, count, require
+from .checks import an_array, require
 from .errors import UnsupportedError
-from .facts import describe, is_floating, is_integer
+from .facts import describe, dtype_name, is_floating, is_integer
+from .foreign import as_jax
+from .placement import on_one_device
 from .ragged import as_dtype, namespace
-from .spec import AttentionSpec, require_spec, set_options, slopes_of
+from .spec import AttentionSpec, require_spec, set_options, slopes_of, window_of
 
 # Scales and soft-caps are of the logits that the bias is added to.
 KNOWN = {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
@@ -28,6 +32,7 @@ def distance(query_positions: Queries, key_positions: Keys) -> Integer[Any, "*#n
     return query_positions[..., :, None] - key_positions[..., None, :]
 
 
+@on_one_device
 def causal_mask(query_positions: Queries, key_positions: Keys) -> Bool[Any, "*#n q k"]:
     """True where the key is not after the query: `[..., q, k]`.
 
@@ -42,6 +47,7 @@ def causal_mask(query_positions: Queries, key_positions: Keys) -> Bool[Any, "*#n
     return distance(*_checked(query_positions, key_positions)) >= 0
 
 
+@on_one_device
 def sliding_window_mask(
     query_positions: Queries, key_positions: Keys, sliding_window: int
 ) -> Bool[Any, "*#n q k"]:
@@ -53,10 +59,11 @@ def sliding_window_mask(
     >>> sliding_window_mask(np.array([2]), np.arange(5), 2)
     array([[False,  True,  True,  True, False]])
     """
-    sliding_window = count("sliding_window", sliding_window)
+    sliding_window = window_of("sliding_window", sliding_window)
     return abs(distance(*_checked(query_positions, key_positions))) < sliding_window
 
 
+@on_one_device
 def alibi_bias(
     query_positions: Queries,
     key_positions: Keys,
@@ -90,6 +97,7 @@ def visible_mask(
     return visible
 
 
+@on_one_device
 def attention_bias(
     query_positions: Queries, key_positions: Keys, spec: AttentionSpec
 ) -> Float32[Any, "*bias q k"]:
@@ -162,13 +170,8 @@ def sees_a_key(positions, num_keys, causal: bool, window: int | None):
 
 
 def _checked(query, key):
-    """Arrays that can be subtracted: of one framework, in the machine's byte order."""
-    for name, array in (("query_positions", query), ("key_positions", key)):
-        an_array(name, array)
-        require(
-            array.ndim > 0 and is_integer(array.dtype),
-            f"{name} must be integers of at least one dimension, got {describe(array)}",
-        )
+    """Arrays that can be subtracted: of one framework, signed, in the machine's byte order."""
+    query, key = _positions("query_positions", query), _positions("key_positions", key)
     require(
         hasattr(query, "new_tensor") == hasattr(key, "new_tensor"),
         "query_positions and key_positions must both be torch tensors, or neither",
@@ -179,11 +182,31 @@ def _checked(query, key):
         "query_positions and key_positions must agree in all dimensions but the last, got "
         f"{tuple(query.shape)} and {tuple(key.shape)}",
     )
-    return _native(query), _native(key)
+    return query, key
+
+
+def _positions(name, array) -> Any:
+    an_array(name, array)
+    require(
+        array.ndim > 0 and is_integer(array.dtype),
+        f"{name} must be integers of at least one dimension, got {describe(array)}",
+    )
+    array = _known_kind(name, array)
+    # Differences of narrower or unsigned integers would wrap.
+    if dtype_name(array.dtype) in ("int32", "int64"):
+        return _native(array)
+    xp = namespace(array)
+    return as_dtype(array, xp.int32 if xp is jnp else xp.int64)
+
+
+def _known_kind(name, array) -> Any:
+    """The array; one with DLPack alone as NumPy's or JAX's over its memory."""
+    known = isinstance(array, jax.Array | np.ndarray | np.generic) or hasattr(array, "new_tensor")
+    return array if known else as_jax(name, array)
 
 
 def _slopes(slopes, positions):
-    if not hasattr(slopes, "ndim"):
+    if not hasattr(slopes, "__dlpack__") and not hasattr(slopes, "ndim"):
         return slopes_of("slopes", slopes)
     an_array("slopes", slopes)
     numbers = is_floating(slopes.dtype) or is_integer(slopes.dtype)
@@ -195,7 +218,7 @@ def _slopes(slopes, positions):
         hasattr(positions, "new_tensor") or not hasattr(slopes, "new_tensor"),
         "slopes must be of the positions' framework, got a torch tensor",
     )
-    return slopes
+    return _known_kind("slopes", slopes)
 
 
 def _native(array):

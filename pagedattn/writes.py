@@ -11,12 +11,14 @@ from . import validate_writes as validate
 from .cache import KVCache
 from .facts import is_traced
 from .foreign import takes_any_array
+from .placement import on_one_device
 from .quantise import largest, quantised
 from .ragged import PAD_SLOT, in_range, int32
 from .rows import set_rows
 
 
 @takes_any_array
+@on_one_device
 def write_kv(
     cache: KVCache,
     key: Float[Array, "num_tokens num_kv_heads head_dim"],
@@ -77,8 +79,8 @@ def swap_blocks(
     """Copies block `src[i]` of one cache to block `dst[i]` of another, and returns the latter.
 
     It is a copy, not an exchange: the name is the usual one for moving blocks to the host and back.
-    The caches may lie on different devices, and must agree in all but `num_blocks`, in their
-    scales too.
+    The caches and the ids may lie on different devices. The caches must agree in all but
+    `num_blocks`, in their scales too.
 
     Raises:
       InvalidInputError: as `copy_blocks`; or caches that do not agree.
@@ -93,6 +95,7 @@ def swap_blocks(
 
 
 @takes_any_array
+@on_one_device
 def fill_blocks(cache: KVCache, blocks: Integer[Any, "*n"], value: float = 0.0) -> KVCache[Array]:
     """Overwrites blocks with one value: zeros, or NaN to find who still reads them; -1 is skipped.
 
@@ -124,8 +127,10 @@ def _set(cache, indices, *rows) -> KVCache:
 
 
 def _copy(src_plane, dst_plane, src, dst):
-    src, dst = int32(src), int32(dst)
     src_plane, dst_plane = jnp.asarray(src_plane), jnp.asarray(dst_plane)
+    src, dst = (_beside(int32(ids), src_plane) for ids in (src, dst))
+    if not len(src_plane):
+        return dst_plane
     blocks = src_plane.at[src].get(mode="clip")
     dst = jnp.where(in_range(src, len(src_plane)), dst, PAD_SLOT)
     return set_rows(dst_plane, *(_beside(array, dst_plane) for array in (dst, blocks)))

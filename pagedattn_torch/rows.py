@@ -33,7 +33,7 @@ class DeviceRows(NamedTuple):
     some: Bool[Tensor, ""]  # whether any row is live
 
     def put_(self, array: Shaped[Tensor, "..."], rows: Shaped[Tensor, "num_rows ..."]) -> None:
-        if not len(rows):
+        if not len(rows) or not len(array):
             return
         at_first = tuple(axis[self.first] for axis in self.index)
         spare = torch.where(self.some, rows[self.first], array[at_first])

@@ -8,12 +8,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Integer
 
 from ..batch import BatchMetadata
+from ..placement import on_one_device
 from ..ragged import positions, sequence_ids, slot_mapping
 from . import checks as validate
 from .block_pool import BlockPool
 from .growth import Growth, append_tokens
 
 
+@on_one_device
 def next_batch(
     pool: BlockPool, query_lens: Integer[Any, "max_seqs"], *, num_tokens: int, max_query_len: int
 ) -> tuple[BlockPool, BatchMetadata[Array], Growth]:
@@ -54,6 +56,7 @@ def next_batch(
     return _step(pool, fitting, fitting == query_lens, *sizes)
 
 
+@on_one_device
 def next_batches(
     pools: Sequence[BlockPool],
     query_lens: Integer[Any, "max_seqs"],
@@ -89,6 +92,7 @@ def next_batches(
     return grown, batches, growths
 
 
+@on_one_device
 def batch_from_pool(
     pool: BlockPool, query_lens: Integer[Any, "max_seqs"], *, num_tokens: int, max_query_len: int
 ) -> BatchMetadata[Array]:

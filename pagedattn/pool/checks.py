@@ -9,6 +9,7 @@ from ..checks import MAX_SLOTS, count, ids, require
 from ..facts import known
 from ..integers import int32_array
 from ..ragged import cdiv
+from ..spec import window_of
 
 FIELDS = {
     "free_blocks": 1,
@@ -53,7 +54,7 @@ def growth(num_tokens, max_seqs, max_new_tokens):
 
 def behind(pool_, window, max_new_tokens):
     """The pool, the window, and how many blocks of a sequence the bound lets it leave behind."""
-    pool_, window = pool(pool_), count("window", window)
+    pool_, window = pool(pool_), window_of("window", window)
     if max_new_tokens is None:
         return pool_, window, pool_.max_blocks
     blocks = cdiv(count("max_new_tokens", max_new_tokens, 0), pool_.block_size)

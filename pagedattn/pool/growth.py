@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Int, Integer
 from ..checks import an_array
 from ..errors import InvalidInputError, OutOfBlocksError
 from ..facts import known
+from ..placement import on_one_device
 from ..ragged import add_at, cdiv
 from . import checks as validate
 from .block_pool import BlockPool
@@ -48,6 +49,7 @@ class Growth:
             )
 
 
+@on_one_device
 def append_tokens(
     pool: BlockPool, num_tokens: Integer[Any, "max_seqs"], *, max_new_tokens: int | None = None
 ) -> tuple[BlockPool, Growth]:

@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Integer
 
+from ..placement import on_one_device
 from ..ragged import add_at, in_range, set_at
 from . import checks as validate
 from .block_pool import BlockPool
 
 
+@on_one_device
 def drop_blocks(pool: BlockPool, blocks: Integer[Any, "n"]) -> tuple[BlockPool, Int[Array, "n"]]:
     """Ends a hold on each of the blocks; -1, and blocks that are not held, are skipped.
 
@@ -33,6 +35,7 @@ def drop_blocks(pool: BlockPool, blocks: Integer[Any, "n"]) -> tuple[BlockPool, 
     return jax.lax.scan(_drop_one, pool, blocks)
 
 
+@on_one_device
 def release(
     pool: BlockPool, seqs: Integer[Any, "num_released"]
 ) -> tuple[BlockPool, Int[Array, "num_released max_blocks"]]:

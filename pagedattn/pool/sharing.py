@@ -6,11 +6,13 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Integer
 
+from ..placement import on_one_device
 from ..ragged import add_at, cdiv, in_range, set_at
 from . import checks as validate
 from .block_pool import BlockPool, given_back
 
 
+@on_one_device
 def fork(
     pool: BlockPool, parents: Integer[Any, "num_forks"], children: Integer[Any, "num_forks"]
 ) -> tuple[BlockPool, Bool[Array, "num_forks"]]:
@@ -41,6 +43,7 @@ def fork(
     return _adopt(pool, jnp.where(made, children, -1), tables, lens), made
 
 
+@on_one_device
 def share_blocks(
     pool: BlockPool,
     seq: Integer[Any, ""] | int,
@@ -79,6 +82,7 @@ def share_blocks(
     return _adopt(pool, jnp.where(made, seq, -1)[None], table[None], num_tokens[None]), made
 
 
+@on_one_device
 def hold_blocks(pool: BlockPool, blocks: Integer[Any, "n"]) -> BlockPool:
     """Keeps owned blocks from being freed when their sequences are released: a prefix cache.
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Integer
 
+from ..placement import on_one_device
 from ..ragged import cdiv, in_range, set_at
 from . import checks as validate
 from .block_pool import BlockPool, given_back
@@ -30,6 +31,7 @@ class Swap:
     dst: Int[Array, "num_copies"]
 
 
+@on_one_device
 def swap_out(
     pool: BlockPool, host_pool: BlockPool, seqs: Integer[Any, "n"], host_seqs: Integer[Any, "n"]
 ) -> tuple[BlockPool, BlockPool, Swap]:
@@ -55,6 +57,7 @@ def swap_out(
     return _move(*validate.swap(pool, host_pool, seqs, host_seqs))
 
 
+@on_one_device
 def swap_in(
     pool: BlockPool, host_pool: BlockPool, host_seqs: Integer[Any, "n"], seqs: Integer[Any, "n"]
 ) -> tuple[BlockPool, BlockPool, Swap]:

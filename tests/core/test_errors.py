@@ -99,7 +99,7 @@ def test_two_sequences_that_write_one_slot():
         make_batch([1, 1], [4, 4], [[0, 2], [1, 2]], block_size=4)
 
 
-@pytest.mark.parametrize("shape", [(0, 4, 1, 8), (2, 0, 1, 8), (2, 4, 0, 8), (2, 4, 1, 0)])
+@pytest.mark.parametrize("shape", [(-1, 4, 1, 8), (2, 0, 1, 8), (2, 4, 0, 8), (2, 4, 1, 0)])
 def test_empty_caches(shape):
     with pytest.raises(InvalidInputError, match="above 0"):
         init_kv_cache(*shape)

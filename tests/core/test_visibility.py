@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 import torch
 from cases import SIGNED, SPECS
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pagedattn import (
     AttentionSpec,
@@ -22,6 +24,19 @@ FRAMEWORKS = {
     "jax": lambda x: jnp.asarray(x, jnp.int32),
     "torch": lambda x: torch.tensor(np.asarray(x), dtype=torch.int32),
 }
+
+
+class Foreign:
+    """An array that nobody knows, with the protocol alone."""
+
+    def __init__(self, array):
+        self.array, self.dtype, self.shape, self.ndim = array, array.dtype, array.shape, array.ndim
+
+    def __dlpack__(self, **kwargs):
+        return self.array.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
 
 
 @pytest.fixture(params=FRAMEWORKS)
@@ -76,6 +91,41 @@ def test_int32_positions_do_not_wrap(array):
     far = 2**30
     assert np.asarray(causal_mask(array([0]), array([far]))).tolist() == [[False]]
     assert np.asarray(sliding_window_mask(array([far]), array([0]), 5)).tolist() == [[False]]
+
+
+INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+NATIVE = {"numpy": np.asarray, "jax": jnp.asarray, "torch": torch.from_numpy, "protocol": Foreign}
+
+
+@pytest.mark.parametrize("framework", NATIVE)
+@given(
+    positions=st.lists(st.integers(0, 127), min_size=2, max_size=6),
+    split=st.integers(1, 5),
+    dtypes=st.tuples(*[st.sampled_from(INTEGERS)] * 2),
+    window=st.integers(1, 300) | st.integers(1, 1 << 70),
+)
+def test_masks_of_integers_of_any_width(framework, positions, split, dtypes, window):
+    """And windows of any: those that are wider than the keys hide nothing."""
+    parts = positions[: split % len(positions)] or positions, positions
+    arrays = [np.array(part, dtype) for part, dtype in zip(parts, dtypes, strict=True)]
+    p, j = map(NATIVE[framework], arrays)
+    apart = np.array(parts[0])[:, None] - np.array(parts[1])[None]
+    near = np.array([[abs(int(x)) < window for x in row] for row in apart])
+    np.testing.assert_array_equal(np.asarray(causal_mask(p, j)), apart >= 0)
+    np.testing.assert_array_equal(np.asarray(sliding_window_mask(p, j, window)), near)
+    np.testing.assert_array_equal(np.asarray(alibi_bias(p, j, (0.5,)))[0], -0.5 * abs(apart))
+    bias = attention_bias(p, j, AttentionSpec(sliding_window=window))
+    np.testing.assert_array_equal(np.asarray(bias) == 0, near & (apart >= 0))
+
+
+def test_arrays_of_the_protocol_alone():
+    p, slopes = Foreign(np.arange(2)), Foreign(jnp.array([0.5, 1.0]))
+    want = alibi_bias(np.arange(2), np.arange(2), (0.5, 1.0))
+    np.testing.assert_array_equal(alibi_bias(p, p, slopes), want)
+    with pytest.raises(InvalidInputError, match="both be torch tensors"):
+        causal_mask(p, torch.arange(2))
+    with pytest.raises(InvalidInputError, match="integers"):
+        causal_mask(p, Foreign(np.ones(2)))
 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 8, 64])
