@@ -123,20 +123,22 @@ class Call:
     def window(self) -> int | None:
         """The sliding window; None also where it is too wide to hide anything.
 
-        A causal query stands at most `capacity - 1` positions after a key that it sees. A query
-        of cross attention may also stand before the first key, by up to the length of a query.
+        No query stands further behind a key than the first key is behind the last one, and none of
+        cross attention further before a key than its sequence's last query.
         """
-        before = 0 if self.spec.causal else self.longest_query
+        widest = self.capacity if self.spec.causal else max(self.capacity, self.longest_query)
         window = self.spec.sliding_window
-        return None if window is None or window >= self.capacity + before else window
+        return None if window is None or window >= widest else window
 
     @property
     def max_keys(self) -> int:
-        """The most keys that the queries of one sequence see together."""
+        """The most keys that the queries of one sequence see together.
+
+        The last of them stands at the last key, so a window shows no more without causality.
+        """
         if self.window is None:
             return self.capacity
-        sides = 1 if self.spec.causal else 2
-        return min(self.capacity, self.longest_query + sides * (self.window - 1))
+        return min(self.capacity, self.longest_query + self.window - 1)
 
     @property
     def visible_blocks(self) -> int:

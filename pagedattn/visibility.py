@@ -161,12 +161,12 @@ def sees_a_key(positions, num_keys, causal: bool, window: int | None):
     >>> sees_a_key(np.array([-2, -1, 0]), np.array([4, 4, 0]), causal=False, window=2)
     array([False,  True, False])
     """
-    seen = num_keys > 0
+    seen = (num_keys > 0) & (positions == positions)
     if causal:
-        return seen & (positions >= 0)
-    if window is None:
-        return seen & (positions == positions)
-    return seen & (positions + window > 0) & (positions - window < num_keys - 1)
+        seen = seen & (positions >= 0)
+    elif window is not None:
+        seen = seen & (positions + window > 0)
+    return seen if window is None else seen & (positions - window < num_keys - 1)
 
 
 def _checked(query, key):

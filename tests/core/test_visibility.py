@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from cases import SIGNED, SPECS
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pagedattn import (
@@ -18,6 +18,7 @@ from pagedattn import (
     sliding_window_mask,
 )
 from pagedattn.testing.oracle import visible_keys
+from pagedattn.visibility import common_key_range, key_range, sees_a_key
 
 FRAMEWORKS = {
     "numpy": lambda x: np.asarray(x, np.int32),
@@ -126,6 +127,32 @@ def test_arrays_of_the_protocol_alone():
         causal_mask(p, torch.arange(2))
     with pytest.raises(InvalidInputError, match="integers"):
         causal_mask(p, Foreign(np.ones(2)))
+
+
+@given(
+    num_keys=st.integers(0, 8),
+    first=st.integers(-4, 9),
+    num_queries=st.integers(1, 4),
+    causal=st.booleans(),
+    window=st.none() | st.integers(1, 12) | st.just(1 << 40),
+)
+@example(num_keys=2, first=-2, num_queries=1, causal=False, window=2)
+@example(num_keys=1, first=2, num_queries=1, causal=False, window=2)
+def test_ranges_of_keys(array, num_keys, first, num_queries, causal, window):
+    """By the masks of single queries; the widest window leads to no position beyond int32."""
+    window = AttentionSpec(sliding_window=window).sliding_window
+    p, j = np.arange(first, first + num_queries)[:, None], np.arange(num_keys)[None]
+    mask = (j <= p) | (not causal)
+    mask &= (abs(p - j) < window) if window else True
+    ends = array([first]), array([first + num_queries - 1]), array([num_keys]), causal, window
+    begin, end = (int(bound[0]) for bound in key_range(*ends))
+    seen = [key for key in range(num_keys) if mask[:, key].any()]
+    assert seen == [] or (begin, end) == (seen[0], seen[-1] + 1)
+    begin, end = (int(bound[0]) for bound in common_key_range(*ends))
+    assert [*range(begin, end)] == [key for key in range(num_keys) if mask[:, key].all()]
+    lens = array([num_keys] * num_queries)
+    sees = sees_a_key(array(p[:, 0]), lens, causal, window)
+    np.testing.assert_array_equal(np.asarray(sees), mask.any(axis=1))
 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 8, 64])
