@@ -1,7 +1,5 @@
 """Additive biases on any torch device, made without waiting for the device."""
 
-import functools
-
 import torch
 from jaxtyping import Float, Float32, Integer
 from torch import Tensor
@@ -63,11 +61,13 @@ def bias_at(
     return values.masked_fill(outside[:, None], -torch.inf)
 
 
-@functools.cache
 def slopes_on(slopes: tuple[float, ...], device: torch.device) -> Float32[Tensor, "num_heads"]:
-    """Slopes on a device, float32; made once, and kept as long as the process lives.
+    """Slopes on a device, float32; made by kernels that take them as arguments.
 
-    Copying them to a GPU waits for it, so that cannot happen while a CUDA graph is captured. And a
-    captured graph goes on reading this memory whenever it is replayed.
+    A copy from the host would wait for a GPU, and is an error while a CUDA graph is captured, as
+    XLA may do at the first call.
     """
-    return torch.tensor(slopes, dtype=torch.float32, device=device)
+    made = torch.zeros(len(slopes), dtype=torch.float32, device=device)
+    # As torch's optimizers do: dozens of numbers are arguments of one kernel.
+    torch._foreach_add_(made.unbind(), slopes)  # pyright: ignore[reportPrivateImportUsage]
+    return made

@@ -100,8 +100,9 @@ def _add_rows(grads, problem, name, seq, kv_head, seen, rows):
 def by_library(given, fixed, batch, cotangents, spec, *, value_dim, backend):
     def attend(given):
         arrays = fixed | given
-        planes = [arrays.get(name) for name in ("key_cache", "value_cache", "key_scale")]
-        cache = KVCache(*planes, arrays.get("value_scale"), value_dim=value_dim)
+        planes = arrays["key_cache"], arrays.get("value_cache")
+        scales = arrays.get("key_scale"), arrays.get("value_scale")
+        cache = KVCache(*planes, *scales, value_dim=value_dim)
         options = {name: arrays[name] for name in ("sinks", "bias") if name in arrays}
         options |= {"backend": backend, "return_lse": True}
         return paged_attention(arrays["query"], cache, batch, spec, **options)
