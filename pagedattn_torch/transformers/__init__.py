@@ -1,22 +1,16 @@
 """transformers' models on this library's attention, and its continuous batching in place.
 
-pagedattn_torch.transformers.register()
-model.set_attn_implementation("pagedattn")   # then model.generate(...) as always
+pagedattn_torch.transformers.use(model)
+model.generate(...)                          # as always
 
 pagedattn_torch.transformers.use_pages(model)
 model.generate_batch(prompts)                # reads transformers' own pages, and copies none
 """
 
-try:
-    import transformers as _transformers  # noqa: F401  (is it installed?)
-except ImportError as error:
-    from pagedattn import BackendUnavailableError
+from .requirements import require_version
 
-    raise BackendUnavailableError(
-        "pagedattn_torch.transformers needs transformers, which is not installed: "
-        "pip install 'transformers>=5'"
-    ) from error
+require_version("5.4", __name__)  # older ones ask for masks in another way
 
-from .interface import register, use_pages
+from .interface import register, use, use_pages  # noqa: E402
 
-__all__ = ["register", "use_pages"]
+__all__ = ["register", "use", "use_pages"]

@@ -1,4 +1,4 @@
-"""The two calls: registering the attention function, and giving a model's pages to it."""
+"""The calls of users: attention of a model by this library, dense and over pages."""
 
 from functools import partial
 from typing import Any
@@ -9,39 +9,58 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 
 from pagedattn import UnsupportedError
 
-from .masks import Rows, mask
+from .masks import mask
 from .options import require_supported, spec_of
 from .padded import attend_padded
 from .paged import attend_paged
+from .requirements import require_interface, require_version
 
 NAME = "pagedattn"
 # Continuous batching builds no dense mask for an implementation that has this word in its name.
 PAGED_NAME = "pagedattn_flash"
 
 
-def register(*, backend: str | None = None) -> str:
-    """Registers attention by this library with transformers; returns the name.
+def use(model: PreTrainedModel, *, backend: str | None = None) -> None:
+    """Makes a model attend by this library; `model.set_attn_implementation("sdpa")` undoes it.
 
-    Then `model.set_attn_implementation("pagedattn")`, or `attn_implementation="pagedattn"` when
-    the model is loaded. Padding on either side, sliding windows, soft-caps, sinks, grouped heads
-    and cross-attention are computed. Under a causal mask padding costs nothing, and gets zeros.
-    Everything else that changes the result is refused by name.
+    Padding on either side, dynamic and static caches, sliding windows, soft-caps, sinks, grouped
+    heads, values of another width than keys, encoders and cross-attention are computed. Under a
+    causal mask padding costs nothing, and gets zeros. Everything else that changes the result is
+    refused by name.
 
     Args:
       backend: the torch backend that runs, as in `pagedattn_torch.paged_attention`.
 
-    Calls of the model raise:
-      UnsupportedError: training, biases, other masks, static caches, or what the backend
+    Raises:
+      UnsupportedError: the model computes its attention by itself, as Falcon, Bloom, MPT and GPT-J
+        do. Calls of the model raise it for training, biases, other masks, and what the backend
         refuses.
 
     >>> import torch, transformers
     >>> config = transformers.LlamaConfig(vocab_size=31, hidden_size=32, intermediate_size=32,
     ...     num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
     >>> model = transformers.LlamaForCausalLM(config).eval()
-    >>> model.set_attn_implementation(register())
+    >>> use(model)
     >>> with torch.no_grad():
     ...     model(torch.tensor([[1, 2, 3]])).logits.shape
     torch.Size([1, 3, 31])
+    """
+    require_interface(model)
+    model.set_attn_implementation(register(backend=backend))
+
+
+def register(*, backend: str | None = None) -> str:
+    """Registers attention by this library with transformers; returns the name.
+
+    For `attn_implementation="pagedattn"` when a model is loaded. A model that computes its
+    attention by itself goes on to do so: `use` refuses it, and `model.set_attn_implementation` only
+    logs a warning.
+
+    Args:
+      backend: the torch backend that runs, as in `pagedattn_torch.paged_attention`.
+
+    >>> register()
+    'pagedattn'
     """
     AttentionInterface.register(NAME, partial(attend, backend=backend))
     AttentionMaskInterface.register(NAME, mask)
@@ -57,7 +76,14 @@ def use_pages(model: PreTrainedModel, *, backend: str | None = None) -> None:
 
     Args:
       backend: the torch backend that runs, as in `pagedattn_torch.paged_attention`.
+
+    Raises:
+      BackendUnavailableError: transformers is older than 5.19, whose pages lie or are asked for
+        otherwise.
+      UnsupportedError: the model computes its attention by itself, as in `use`.
     """
+    require_version("5.19", "use_pages")
+    require_interface(model)
     # Not by set_attn_implementation: the word in the name would make it look for a flash kernel.
     AttentionInterface.register(PAGED_NAME, partial(attend_in_pages, backend=backend))
     AttentionMaskInterface.register(PAGED_NAME, no_mask)
@@ -69,7 +95,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Rows | None,
+    attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -125,8 +151,7 @@ def attend_in_pages(
     if cache is None:
         raise UnsupportedError(
             "use_pages is for continuous batching (generate_batch, ...), and this call brings no "
-            "pages: model.set_attn_implementation(pagedattn_torch.transformers.register()) is for "
-            "generate and forward"
+            "pages: pagedattn_torch.transformers.use(model) is for generate and forward"
         )
     spec = spec_of(scaling, is_causal, sliding_window, softcap)
     return attend_paged(

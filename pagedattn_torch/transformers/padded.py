@@ -6,15 +6,15 @@ from torch import Tensor
 from pagedattn import UnsupportedError
 
 from ..attention import ragged_attention
-from .masks import Rows, rows_of
 from .options import spec_of
+from .rows import Mask, Rows, rows_of
 
 
 def attend_padded(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Rows | None,
+    mask: Tensor | None,
     *,
     causal: bool,
     scaling: float | None,
@@ -23,16 +23,16 @@ def attend_padded(
     sinks: Tensor | None,
     backend: str | None,
 ) -> Tensor:
-    """out `[batch, q_length, num_heads, head_dim]` of `[batch, heads, length, head_dim]`.
+    """out `[batch, q_length, num_heads, value_dim]` of `[batch, heads, length, head_dim]`.
 
     What is no real token is left out before, and stands as zeros in the result.
     """
-    if isinstance(mask, Tensor):
+    if not (mask is None or isinstance(mask, Mask)):
         raise UnsupportedError(
             f"pagedattn takes masks of two dimensions (1 for tokens, 0 for padding), got "
             f"{list(mask.shape)}: set_attn_implementation('sdpa') takes this one"
         )
-    rows = mask or _without_padding(query, key, causal, sliding_window)
+    rows = mask.rows if mask is not None else _without_padding(query, key, causal, sliding_window)
     out = ragged_attention(
         _packed(query, rows.queries),
         _packed(key, rows.keys),
@@ -45,9 +45,9 @@ def attend_padded(
         backend=backend,
         sinks=sinks,
     )
-    batch, num_heads, length, head_dim = query.shape
-    padded = out.new_zeros(batch * length, num_heads, head_dim)
-    return padded.index_copy_(0, rows.queries, out).view(batch, length, num_heads, head_dim)
+    batch, _, length, _ = query.shape
+    padded = out.new_zeros(batch * length, *out.shape[1:])
+    return padded.index_copy_(0, rows.queries, out).unflatten(0, (batch, length))
 
 
 def _without_padding(query: Tensor, key: Tensor, causal: bool, window: int | None) -> Rows:

@@ -7,10 +7,11 @@ from torch import Tensor
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from pagedattn import AttentionSpec, BatchMetadata, KVCache
+from pagedattn.packed import packed_batch, packed_cache
 from pagedattn.ragged import cdiv, sequence_ids, token_positions
 
-from ..attention import paged_attention, ragged_attention
 from ..cache import write_kv_
+from .shared import shared_by_layers
 
 IN_PLACE = "full_attention"  # sliding layers keep a ring of tokens, whose pages are in no order
 
@@ -33,35 +34,42 @@ def attend_paged(
     """
     allocator = cache.layer_to_allocator[layer]
     queries = query[0].transpose(0, 1)
-    if allocator.layer_type != IN_PLACE:
-        # Decorated there as a function, with which pyright loses a method.
-        keys, values = cache.update(key, value, layer, step)  # pyright: ignore[reportAttributeAccessIssue]
-        return _over_copies(queries, keys, values, step, spec, sinks, backend)[None]
-    pages = KVCache(*allocator.get_cache_for_block_table(layer))
-    batch = _batch(step, allocator, pages.block_size, len(queries))
-    write_kv_(pages, key[0].transpose(0, 1), value[0].transpose(0, 1), batch.slot_mapping)
-    return paged_attention(queries, pages, batch, spec, backend=backend, sinks=sinks)[None]
+    if allocator.layer_type == IN_PLACE:
+        pages = _pages(cache, allocator, layer)
+        shared = shared_by_layers(
+            step, allocator, lambda: _in_place(step, allocator, pages.block_size, len(queries))
+        )
+        slots = shared.batch.slot_mapping
+        write_kv_(pages, key[0].transpose(0, 1), value[0].transpose(0, 1), slots)
+    else:
+        # Decorated there as a function, with which pyright loses a method; it changes the step.
+        copies = cache.update(key, value, layer, dict(step))  # pyright: ignore[reportAttributeAccessIssue]
+        pages = packed_cache(*(copy[0].transpose(0, 1) for copy in copies))
+        shared = shared_by_layers(step, allocator, lambda: _gathered(step, allocator, len(queries)))
+    return shared.attend(queries, pages, spec, sinks, backend)[None]
 
 
-def _over_copies(queries, keys, values, step, spec, sinks, backend) -> Tensor:
-    """Attention over keys that the engine has gathered; it has set the starts of this layer."""
-    return ragged_attention(
-        queries,
-        keys[0].transpose(0, 1),
-        values[0].transpose(0, 1),
-        step["cu_seq_lens_q"],
-        step["cu_seq_lens_k"],
-        spec,
-        max_query_len=step["max_length_q"],
-        max_key_len=step["max_length_k"],
-        backend=backend,
-        sinks=sinks,
-    )
+def _pages(cache: PagedAttentionCache, allocator: Any, layer: int) -> KVCache:
+    """The pages of a layer, as many as every layer of its allocator has.
+
+    The pages of all layers lie in one memory, mixed, and the engine's view of a layer goes on from
+    its first to the end: those of later layers are shorter.
+    """
+    layers = [other for other, its in cache.layer_to_allocator.items() if its is allocator]
+    num_pages = len(allocator.get_cache_for_block_table(layers[-1])[0])
+    return KVCache(*(plane[:num_pages] for plane in allocator.get_cache_for_block_table(layer)))
 
 
-def _batch(step: dict[str, Any], allocator, page_size: int, num_tokens: int) -> BatchMetadata:
+def _gathered(step: dict[str, Any], allocator, num_tokens: int) -> BatchMetadata:
+    """The batch of a step over copies of its keys, one sequence behind the other."""
+    kind = allocator.layer_type
+    starts = step["cu_seq_lens_q"].clone(), step["cu_seq_lens_k"][kind]
+    return packed_batch(num_tokens, *starts, step["max_length_q"], step["max_length_k"][kind])
+
+
+def _in_place(step: dict[str, Any], allocator, page_size: int, num_tokens: int) -> BatchMetadata:
     """The batch of a step, from the places of its tokens: a place is page * page_size + offset."""
-    starts = step["cu_seq_lens_q"]
+    starts = step["cu_seq_lens_q"].clone()
     key_starts = step["cu_seq_lens_k"][allocator.layer_type]
     written = step["write_index"][allocator.index]
     read = step["read_index"][allocator.index]

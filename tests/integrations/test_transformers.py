@@ -1,6 +1,11 @@
 """transformers' models on this library's attention: the tokens and logits of transformers' own."""
 
+import copy
 import functools
+import gc
+import importlib
+import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +16,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 import pagedattn_torch.transformers as ours
-from pagedattn import UnsupportedError
+from pagedattn import AttentionSpec, BackendUnavailableError, UnsupportedError
+from pagedattn_torch.transformers import paged, shared
 
 SIZES = {
     "vocab_size": 97,
@@ -176,13 +182,6 @@ def test_what_would_change_the_result_is_refused(name):
         logits("Llama", NAME, **inputs)
 
 
-def test_a_static_cache_is_refused():
-    with pytest.raises(UnsupportedError, match="static cache"):
-        with_attention("Llama", NAME).generate(
-            IDS, max_new_tokens=2, cache_implementation="static", disable_compile=True
-        )
-
-
 def test_training_is_refused():
     made = with_attention("Llama", NAME)
     with pytest.raises(UnsupportedError, match="gradients"):
@@ -247,3 +246,122 @@ def test_pages_are_for_continuous_batching_alone():
     with pytest.raises(UnsupportedError, match="generate_batch"), torch.no_grad():
         made(IDS)
     assert torch.equal(generated("Qwen3", NAME)[0], generated("Qwen3", "eager")[0])
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Gemma2"])  # without and with sliding layers
+def test_the_layers_of_a_step_share_its_batch_and_its_plan(family, monkeypatch):
+    made = model(family, **MODELS[family])
+    ours.use_pages(made)
+    counts = dict.fromkeys(("steps", "batches", "plans"), 0)
+
+    def counted(name, function):
+        def call(*args, **kwargs):
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    for make in ("_in_place", "_gathered"):
+        monkeypatch.setattr(paged, make, counted("batches", getattr(paged, make)))
+    monkeypatch.setattr(shared, "prepare", counted("plans", shared.prepare))
+    monkeypatch.setattr(made.model, "forward", counted("steps", made.model.forward))
+    batched(made, 32)
+    kinds = len(set(made.config.layer_types))
+    assert counts["steps"] > 24
+    assert counts["batches"] == counts["plans"] == kinds * counts["steps"]
+
+
+class OneLayer:
+    """A paged cache of one layer, as far as attention asks for it."""
+
+    layer_type, index = "full_attention", 0
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(0)
+        self.pages = tuple(torch.randn(8, 2, 1, 8, generator=generator) for _ in range(2))
+        self.layer_to_allocator = {0: self}
+
+    def get_cache_for_block_table(self, layer):
+        return self.pages
+
+
+def step_of(starts, key_starts, written, read):
+    return {
+        "cu_seq_lens_q": torch.tensor(starts, dtype=torch.int32),
+        "cu_seq_lens_k": {"full_attention": torch.tensor(key_starts, dtype=torch.int32)},
+        "max_length_q": 2,
+        "write_index": [torch.tensor(written)],
+        "read_index": [torch.tensor(read)],
+    }
+
+
+def attended(step) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(1, 1, 3, 8, generator=generator) for _ in range(3))
+    cache: Any = OneLayer()
+    return paged.attend_paged(0, query, key, value, cache, step, AttentionSpec(), None, "sdpa")
+
+
+STEPS = [
+    step_of([0, 1, 3], [0, 3, 6], [4, 8, 9], [2, 3, 4, 10, 8, 9]),
+    step_of([0, 2, 3], [0, 3, 6], [3, 4, 9], [2, 3, 4, 10, 11, 9]),
+    step_of([0, 2, 3], [0, 2, 6], [3, 4, 9], [3, 4, 12, 13, 10, 9]),
+]
+
+
+def leaves(step) -> list[torch.Tensor]:
+    tensors = step["cu_seq_lens_q"], step["cu_seq_lens_k"]["full_attention"]
+    return [*tensors, *step["write_index"], *step["read_index"]]
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("changed", range(1, 16))  # which of the four arrays, as bits
+def test_a_step_that_is_changed_in_place_is_a_new_one(changed, inference):
+    with torch.inference_mode(inference):
+        step, after = copy.deepcopy(STEPS[:2])
+        fresh = copy.deepcopy(STEPS[0])
+        attended(step)
+        for bit, tensors in enumerate(zip(leaves(step), leaves(fresh), leaves(after), strict=True)):
+            if changed & 1 << bit:
+                for tensor in tensors[:2]:
+                    tensor.copy_(tensors[2])
+        assert torch.equal(attended(step), attended(fresh))
+
+
+@pytest.mark.parametrize("given", [1, 2])
+def test_a_step_of_other_tensors_is_a_new_one(given):
+    """Whatever tensor it shares with the one before."""
+    step = copy.deepcopy(STEPS[given])
+    shared_starts = copy.deepcopy(STEPS[3 - given])["cu_seq_lens_q"]
+    attended(step | {"cu_seq_lens_q": shared_starts})
+    other = copy.deepcopy(STEPS[3 - given]) | {"cu_seq_lens_q": shared_starts}
+    assert torch.equal(attended(other), attended(copy.deepcopy(STEPS[3 - given])))
+
+
+def test_what_a_step_holds_goes_with_it():
+    step = copy.deepcopy(STEPS[0])
+    attended(step)
+    gone = weakref.ref(step["cu_seq_lens_q"])
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        del step
+        assert gone() is None
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@pytest.mark.parametrize("version", ["4.57.6", "5.3.0", "5.4.0.dev0"])
+def test_versions_that_ask_for_masks_in_another_way_are_refused(version, monkeypatch):
+    monkeypatch.setattr(transformers, "__version__", version)
+    with pytest.raises(
+        BackendUnavailableError, match=rf"5\.4 or newer, got {version}: pip install"
+    ):
+        importlib.reload(ours)
+
+
+def test_versions_of_other_pages_are_refused(monkeypatch):
+    monkeypatch.setattr(transformers, "__version__", "5.18.0")
+    with pytest.raises(BackendUnavailableError, match=r"use_pages needs transformers 5\.19"):
+        ours.use_pages(model("Qwen3"))
