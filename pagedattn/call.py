@@ -11,7 +11,7 @@ from .ragged import cdiv
 from .spec import AttentionSpec, set_options
 
 # What a caller may ask for beside the spec, and what a cache may: the fields of `Call` that say so.
-KEYWORDS = ("cache_dtype", "value_dim", "sinks", "bias", "return_lse")
+KEYWORDS = ("cache_dtype", "value_dim", "fake_tensors", "sinks", "bias", "return_lse")
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -47,6 +47,7 @@ class Call:
     bias: tuple[int, ...] | None = None  # its shape, if the call brings one
     cache_dtype: str | None = None  # that of a quantised cache; None: the cache is of `dtype`
     value_dim: int | None = None  # columns of the values, if the cache is latent or not head_dim
+    fake_tensors: bool = False  # torch's that have no memory: fake, functional, meta, wrapped ones
 
     @property
     def asked(self) -> tuple[str, ...]:
@@ -83,6 +84,7 @@ class Call:
             strides=self.strides,
             cache_dtype=self.cache_dtype,
             value_dim=self.value_dim,
+            fake_tensors=self.fake_tensors,
         )
 
     @property
@@ -170,6 +172,7 @@ def call_of(
         return_lse=return_lse,
         cache_dtype=layer.cache_dtype,
         value_dim=layer.value_dim,
+        fake_tensors=layer.fake_tensors,
         **options_of(sinks, bias),
     )
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from .errors import InvalidInputError
 from .facts import describe, is_integer, is_traced, read, shown, wide
+from .memory import require_dense, require_memory
 
 MAX_SLOTS = np.iinfo(np.int32).max
 
@@ -27,6 +28,7 @@ def whole(value: Any) -> int | None:
     """The value as an int, an array's too; None of others. Truth values and time spans are none."""
     kind = str(getattr(value, "dtype", type(value).__name__))
     try:
+        require_memory("a number", value)
         return None if "bool" in kind or "timedelta" in kind else operator.index(value)
     except Exception:  # whatever a foreign object raises
         return None
@@ -105,6 +107,8 @@ def an_array(name, array) -> None:
         known_kinds or (foreign and shaped), f"{name} must be an array, got {type(array).__name__}"
     )
     _not_masked(name, array)
+    if hasattr(array, "new_tensor"):
+        require_dense(name, array)
     deleted = isinstance(array, jax.Array) and array.is_deleted()
     require(not deleted, f"{name} has been given away (donated to a jitted function) or deleted")
 

@@ -7,6 +7,7 @@ import jax
 
 from .errors import InvalidInputError
 from .facts import dtype_name
+from .memory import require_memory
 
 CURE = (
     "give it in contiguous, aligned memory, or make a copy by "
@@ -18,9 +19,16 @@ def shared(name: str, array) -> jax.Array:
     """A DLPack array as a jax.Array over the same memory: never a copy.
 
     Raises:
-      InvalidInputError: JAX cannot hold the dtype, or not read the memory as it lies.
+      InvalidInputError: JAX cannot hold the dtype, or not read the memory as it lies; or there is
+        no memory.
     """
-    _require_as_it_lies(name, array)
+    require_as_it_lies(name, array)
+    held = held_dtype(name, array)
+    if held.name != dtype_name(array.dtype):
+        raise InvalidInputError(
+            f"{name} is {array.dtype}, of which JAX keeps {held}: convert it first, let "
+            "pagedattn_interop.to_jax(x, copy=True) do so, or set jax_enable_x64"
+        )
     try:
         with _device_of(array):
             return jax.dlpack.from_dlpack(array, copy=False)
@@ -46,13 +54,8 @@ def _device_of(array):
     return sys.modules["torch"].cuda.device(array.device)  # loaded, since there is a tensor
 
 
-def _require_as_it_lies(name, array):
-    """Refuses what JAX would read wrongly without a word: 64-bit numbers, and lazy negations."""
-    held = held_dtype(name, array)
-    if held.name != dtype_name(array.dtype):
-        raise InvalidInputError(
-            f"{name} is {array.dtype}, of which JAX keeps {held}: convert it first, let "
-            "pagedattn_interop.to_jax(x, copy=True) do so, or set jax_enable_x64"
-        )
+def require_as_it_lies(name: str, array) -> None:
+    """Refuses what others would read wrongly without a word: no memory, and lazy negations."""
+    require_memory(name, array)
     if getattr(array, "is_neg", bool)():
         raise InvalidInputError(f"{name} is negated lazily: call .resolve_neg() first")

@@ -6,6 +6,7 @@ import numpy as np
 from jax.core import Tracer
 
 from .errors import InvalidInputError
+from .memory import require_memory
 
 
 def is_floating(dtype) -> bool:
@@ -40,9 +41,16 @@ def describe(array) -> str:
 
 
 def shown(value) -> str:
-    """A value for an error's text; of an array only dtype and shape: its values may be unknown."""
-    is_array = isinstance(value, jax.Array | np.ndarray) or hasattr(value, "new_tensor")
-    return describe(value) if is_array else repr(value)
+    """A value for an error's text; of arrays only dtype and shape: their values may be unknown."""
+    if isinstance(value, jax.Array | np.ndarray) or hasattr(value, "new_tensor"):
+        return describe(value)
+    if type(value) is list:
+        return f"[{', '.join(map(shown, value))}]"
+    if type(value) is tuple:
+        return f"({', '.join(map(shown, value))}{',' * (len(value) == 1)})"
+    if type(value) is dict:
+        return f"{{{', '.join(f'{key!r}: {shown(item)}' for key, item in value.items())}}}"
+    return repr(value)
 
 
 def is_traced(array) -> bool:
@@ -65,6 +73,7 @@ def known(array) -> np.ndarray | None:
 
 def read(name, values) -> np.ndarray:
     """Values as a NumPy array. Whatever reading a foreign object raises is the caller's error."""
+    require_memory(name, values)
     try:
         return np.asarray(values)
     except jax.errors.TracerArrayConversionError:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .checks import of_list
-from .dlpack import shared
+from .dlpack import require_as_it_lies, shared
 from .errors import InvalidInputError
 from .facts import dtype_name, is_floating, is_integer, is_traced
 
@@ -87,6 +87,7 @@ def _record(name, record):
 def _of_others(name, array):
     if not _host_integers(name, array):
         return shared(name, array)
+    require_as_it_lies(name, array)
     try:
         return np.from_dlpack(array)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Int, Integer
 
 from .checks import int_array, of_list, require
-from .facts import known
+from .facts import known, read
 
 INT32 = np.iinfo(np.int32)
 
@@ -43,7 +43,7 @@ def int32_array(
 def int32(values: Integer[Any, "*n"]) -> Int[Array, "*n"]:
     """Integers of any dtype as int32; what does not fit becomes -1, which is out of every range."""
     # jnp.asarray would cut 64 bits of NumPy's to 32, and the check below would see no difference.
-    values = values if isinstance(values, jax.Array) else np.asarray(values)
+    values = values if isinstance(values, jax.Array) else read("integers", values)
     if values.dtype == np.int32:
         return values if isinstance(values, jax.Array) else jnp.asarray(values)
     narrow = values.astype(np.int32)

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from .facts import dtype_name
+from .memory import is_fake
 from .placement import device_of, strides_of
 
 
@@ -31,6 +32,7 @@ class Layer(NamedTuple):
     strides: Strides
     cache_dtype: str | None
     value_dim: int | None
+    fake_tensors: bool
 
 
 def layer_of(query, cache) -> Layer:
@@ -47,6 +49,7 @@ def layer_of(query, cache) -> Layer:
         strides=Strides(*strides[:3]),
         cache_dtype=None if cache_dtype == dtype else cache_dtype,
         value_dim=value_dim_of(cache),
+        fake_tensors=hasattr(query, "new_tensor") and any(map(is_fake, (query, *cache.planes))),
     )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from .checks import count, require, static, whole
 from .errors import InvalidInputError
 from .facts import shown
+from .memory import require_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,7 @@ def _family(power: int) -> tuple[float, ...]:
 
 def _finite(name, value) -> float:
     static(name, value)
+    require_memory(name, value)
     number = _number(value)
     require(
         abs(number) <= _LARGEST,

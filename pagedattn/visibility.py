@@ -17,6 +17,7 @@ from .checks import an_array, require
 from .errors import UnsupportedError
 from .facts import describe, dtype_name, is_floating, is_integer
 from .foreign import as_jax
+from .memory import require_alike
 from .placement import on_one_device
 from .ragged import as_dtype, namespace
 from .spec import AttentionSpec, require_spec, set_options, slopes_of, window_of
@@ -176,6 +177,8 @@ def _checked(query, key):
         hasattr(query, "new_tensor") == hasattr(key, "new_tensor"),
         "query_positions and key_positions must both be torch tensors, or neither",
     )
+    if hasattr(query, "new_tensor"):
+        require_alike(query_positions=query, key_positions=key)
     leading = zip(query.shape[-2::-1], key.shape[-2::-1], strict=False)
     require(
         all(a == b or 1 in (a, b) for a, b in leading),

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 from pagedattn import BatchMetadata, InvalidInputError, KVCache, UnsupportedError
 from pagedattn.foreign import HOST
+from pagedattn.memory import require_dense
 
 
 def tensor(name: str, array, device=None) -> Tensor:
@@ -20,10 +21,12 @@ def tensor(name: str, array, device=None) -> Tensor:
     share them: negative strides, read-only memory, foreign byte order.
 
     Raises:
-      InvalidInputError: a list, an array of objects, or anything else that torch cannot hold.
+      InvalidInputError: a list, an array of objects, or anything else that torch cannot hold; a
+        tensor that kernels would read wrongly, or whose memory is gone.
     """
     converted = array if isinstance(array, Tensor) else _exchanged(name, array)
-    require_strided(name, converted)
+    require_dense(name, converted)
+    require_unnegated(name, converted)
     if converted.is_meta and device is not None and torch.device(device).type != "meta":
         raise InvalidInputError(f"{name} is a meta tensor, which has no values")
     return converted.to(device) if device is not None else converted
@@ -72,14 +75,8 @@ def require_tensors(**arrays) -> None:
                 "pagedattn_interop.to_torch converts JAX arrays without a copy, torch.as_tensor "
                 "what NumPy holds"
             )
-        require_strided(name, array)
+        require_dense(name, array)
         require_unnegated(name, array)
-
-
-def require_strided(name: str, tensor: Tensor) -> None:
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-        kind = "nested" if tensor.is_nested else tensor.layout
-        raise InvalidInputError(f"{name} must be a dense tensor, got {tensor.dtype} {kind}")
 
 
 def require_unnegated(name: str, tensor: Tensor) -> None:
@@ -98,6 +95,22 @@ def require_cache(cache: KVCache) -> None:
     del arrays["the cache's value_dim"]
     absent = [name for name, array in arrays.items() if array is None and name != "the cache's key"]
     require_tensors(**{name: array for name, array in arrays.items() if name not in absent})
+
+
+def require_writable(**arrays: Tensor) -> None:
+    """Requires tensors that torch writes to in place; asked of all before the first is written."""
+    for name, array in arrays.items():
+        if array.is_inference() and not torch.is_inference_mode_enabled():
+            raise InvalidInputError(
+                f"{name} is an inference tensor, which torch writes to only inside "
+                "torch.inference_mode(): write there, or clone() it outside"
+            )
+        strides = zip(array.stride(), array.shape, strict=True)
+        if any(stride == 0 and size > 1 for stride, size in strides):
+            raise InvalidInputError(
+                f"{name} has several elements in one place, strides {array.stride()} of shape "
+                f"{list(array.shape)}: clone() it"
+            )
 
 
 def require_beside(name: str, tensor: Tensor | None, of: str, place: Tensor) -> None:

@@ -8,9 +8,18 @@ from torch import Tensor
 
 from pagedattn import KVCache
 from pagedattn import validate_writes as validate
+from pagedattn.memory import require_alike, require_memory
 from pagedattn.quantise import quantised
 
-from .arrays import bits, on_device_of, require_beside, require_cache, require_tensors, tensor
+from .arrays import (
+    bits,
+    on_device_of,
+    require_beside,
+    require_cache,
+    require_tensors,
+    require_writable,
+    tensor,
+)
 from .rows import DeviceRows, HostRows, row_index, slot_index
 from .uncompiled import uncompiled
 
@@ -48,7 +57,7 @@ def write_kv_(
     validate.write(cache, key, value, slots)
     for name, rows in (("key", key), ("value", value)):
         require_beside(name, rows, "cache", cache.key)
-    slots = slots.to(cache.key.device)
+    slots = tensor("slot_mapping", slots, cache.key.device)
     write_rows_(cache, key, value, slot_index(slots, cache.num_slots, cache.block_size))
     return cache
 
@@ -60,11 +69,29 @@ def write_rows_(
     value: Float[Tensor, "num_tokens num_kv_heads value_dim"] | None,
     rows: HostRows | DeviceRows,
 ) -> None:
-    """`write_kv_` without its checks; never waits for the device."""
+    """`write_kv_` without checks of shapes and slots; never waits for the device.
+
+    Whatever can fail fails before the first write, so keys never stand beside values of others.
+    """
+    require_planes(cache, key=key, value=value)
     with on_device_of(cache.key):
-        rows.put_(bits(cache.key), bits(quantised(key, cache.dtype, cache.key_scale)))
-        if cache.value is not None and value is not None:
-            rows.put_(bits(cache.value), bits(quantised(value, cache.dtype, cache.value_scale)))
+        held = [quantised(key, cache.dtype, cache.key_scale)]
+        if value is not None:
+            held.append(quantised(value, cache.dtype, cache.value_scale))
+        for plane, tokens in zip(cache.planes, held, strict=False):
+            rows.put_(bits(plane), bits(tokens))
+
+
+def require_planes(cache: KVCache, **rows: Tensor | None) -> None:
+    """Requires that torch can write rows such as these to every plane of a cache.
+
+    Raises:
+      InvalidInputError: it can write to none or to some of them only.
+    """
+    names = "the cache's key", "the cache's value"
+    planes = dict(zip(names, cache.planes, strict=False))
+    require_writable(**planes)
+    require_alike(**planes, **{name: array for name, array in rows.items() if array is not None})
 
 
 @torch.no_grad()
@@ -120,6 +147,9 @@ def swap_blocks_(
     require_cache(dst_cache)
     src, dst = tensor("src", src), tensor("dst", dst)
     validate.block_copies(src_cache, dst_cache, src, dst)
+    require_planes(dst_cache, source=src_cache.key, source_value=src_cache.value)
+    for name, ids in (("src", src), ("dst", dst)):  # they are read, to leave out those of -1
+        require_memory(name, ids)
     src, dst = src.to(torch.int64), dst.to(src.device, torch.int64)
     copied = (src >= 0) & (dst >= 0)
     src, dst = src[copied], dst[copied]

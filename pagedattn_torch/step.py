@@ -1,5 +1,6 @@
 """What the layers of a step share on torch tensors: the checked call, its backend and its plan."""
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -12,6 +13,7 @@ from pagedattn import (
     Backend,
     BatchMetadata,
     KVCache,
+    PagedAttentionError,
     UnsupportedError,
     around,
     choice,
@@ -24,6 +26,7 @@ from pagedattn.batch import Sequences
 from pagedattn.call import Call, call_of, options_of
 from pagedattn.checks import require
 from pagedattn.layer import layer_of
+from pagedattn.memory import is_fake, require_alike, require_dense
 from pagedattn.registry import Framework
 
 from .arrays import (
@@ -59,12 +62,14 @@ class Step:
       call: the sizes and options that it was made for.
       backend: the backend that runs.
       plan: what the backend worked out from the batch: lengths on the host, ids, masks.
+      batch: the sequences that it was planned for, on the query's device.
       live: which tokens are no padding, where that is asked for.
     """
 
     call: Call
     backend: Backend
     plan: Any
+    batch: Sequences
     live: Bool[Tensor, "num_tokens"] | None
 
     @uncompiled
@@ -100,9 +105,11 @@ class Step:
     def run(self, query: Query, cache: KVCache, **options: Tensor) -> tuple[Out, Lse | None]:
         """`attend` without its checks, for arrays that are known to be like the prepared ones."""
         backend = _EMPTY if self.call.is_empty else self.backend
+        for name, array in vars(self.batch).items():  # backends may read it again
+            require_dense(name, array)
         query = as_loaded(query, cache)
         # Triton's and xFormers' kernels start on the current device.
-        with on_device_of(query), without_autocast(query.device):
+        with on_device_of(query), without_autocast(query.device), _errors_of_fakes(query):
             return around.attend(backend, self.call, query, cache, self.plan, self.live, options)
 
 
@@ -139,7 +146,7 @@ def prepare(
     with on_device_of(query):
         chosen = choice.select(backend, call, Framework.TORCH)
         plan = None if call.is_empty else chosen.plan(chosen.own(call), sequences)
-        return Step(call, chosen, plan, around.live_tokens(call, sequences))
+        return Step(call, chosen, plan, sequences, around.live_tokens(call, sequences))
 
 
 def described(query, cache, batch, spec, return_lse, **options) -> tuple[Call, Sequences]:
@@ -159,16 +166,23 @@ def _require_layer(query, cache):
     """Requires tensors on one device, without gradients."""
     require_cache(cache)
     require_tensors(query=query)
-    for name in ("key", "value", "key_scale", "value_scale"):
-        require_beside(f"the cache's {name}", getattr(cache, name), "query", query)
-    scales = (cache.key_scale, cache.value_scale)
-    require_no_grad(query, *cache.planes, *(scale for scale in scales if scale is not None))
+    for name, array in _arrays(cache).items():
+        require_beside(name, array, "query", query)
+    arrays = {name: array for name, array in _arrays(cache).items() if array is not None}
+    require_alike(query=query, **arrays)
+    require_no_grad(query, *arrays.values())
+
+
+def _arrays(cache: KVCache) -> dict[str, Tensor | None]:
+    names = ("key", "value", "key_scale", "value_scale")
+    return {f"the cache's {name}": getattr(cache, name) for name in names}
 
 
 def _options(query, **options) -> dict[str, Tensor]:
     """The arrays given beside query and cache, checked."""
     given = {name: array for name, array in options.items() if array is not None}
     require_tensors(**given)
+    require_alike(query=query, **given)
     require_no_grad(*given.values())
     validate_options.options(query, **given)
     for name, array in given.items():
@@ -196,6 +210,24 @@ def as_loaded(query: Tensor, cache: KVCache) -> Tensor:
     Wholly dense if the cache is quantised: so is what a scale or a wider dtype makes of it.
     """
     return with_dense_rows(query) if query.dtype is cache.dtype else query.contiguous()
+
+
+def _errors_of_fakes(query: Tensor):
+    """A context for tensors that stand for others, whose operations may raise anything."""
+    return _refused() if is_fake(query) else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _refused():
+    try:
+        yield
+    except PagedAttentionError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            "tensors without memory (fake, functional, wrapping) are computed with torch's own "
+            f"operations, one of which refused them: {error}"
+        ) from error
 
 
 def _no_results(call, query, *_arrays, **_options):

@@ -10,7 +10,8 @@ from pagedattn import InvalidInputError
 from pagedattn.checks import flag
 from pagedattn.dlpack import held_dtype, shared
 from pagedattn.facts import is_traced, shown
-from pagedattn_torch.arrays import on_device_of, require_strided
+from pagedattn.memory import require_memory
+from pagedattn_torch.arrays import on_device_of
 
 
 @overload
@@ -96,9 +97,7 @@ def _shared_tensor(array):
 def _tensor_to_jax(tensor, *, copy):
     if not isinstance(tensor, torch.Tensor):
         raise InvalidInputError(f"to_jax expects torch tensors, got {type(tensor).__name__}")
-    require_strided("the tensor", tensor)
-    if tensor.is_meta:
-        raise InvalidInputError("to_jax expects values, got a meta tensor, which has none")
+    require_memory("the tensor", tensor)
     tensor = tensor.detach()
     with on_device_of(tensor):
         return shared("the tensor", _copied(tensor) if copy else tensor)

@@ -3,6 +3,7 @@
 import torch
 
 from pagedattn import InvalidInputError
+from pagedattn.memory import require_memory
 
 from .functions import Form, Function
 
@@ -16,6 +17,8 @@ def run(function: Function, arguments, outs):
             return
         results = list(results) if isinstance(results, tuple | list) else [results]
         _check(fn, outs, results)
+        for result in results:
+            require_memory("a result of torch_call", result)
         if len(outs) > 1 or form.writes:
             results = _apart(results, outs)
         for result, out in zip(results, outs, strict=True):
@@ -41,7 +44,9 @@ def _apart(results, outs):
 
 
 def _same(result, out) -> bool:
-    return result.data_ptr() == out.data_ptr() and result.stride() == out.stride()
+    """Whether a result is what lies in `out`: not its negative, which torch may leave undone."""
+    lies_there = result.data_ptr() == out.data_ptr() and result.stride() == out.stride()
+    return lies_there and not result.is_neg()
 
 
 def _check(fn, outs, results):

@@ -31,7 +31,10 @@ from pagedattn.kernels.cpu.call import (
 from pagedattn.kernels.cpu.call import numbers as numbers_of
 from pagedattn.kernels.cpu.call import refusals as refusals_of
 from pagedattn.kernels.cpu.job import JOB, NO_WINDOW
+from pagedattn.memory import address
 from pagedattn.registry import Framework
+
+from ..uncompiled import require_unrecorded
 
 
 class Plan(NamedTuple):
@@ -61,9 +64,8 @@ def plan(call: Call, batch: Sequences) -> Plan:
     tables, lens, starts = (array.contiguous() for array in arrays)
     numbers = numbers_of(call)
     job = np.zeros(1, JOB)
-    addresses = {"tables": tables.data_ptr(), "seq_lens": lens.data_ptr()}
-    addresses |= {"starts": starts.data_ptr()}
-    _fill(job, addresses | _sizes(call) | _strides(call) | _options(call, numbers))
+    _fill(job, _addresses(tables=tables, seq_lens=lens, starts=starts))
+    _fill(job, _sizes(call) | _strides(call) | _options(call, numbers))
     other = None
     if call.longest_query > LONGEST:
         backend = partner(call, Framework.TORCH)
@@ -73,6 +75,7 @@ def plan(call: Call, batch: Sequences) -> Plan:
 
 def run(call: Call, query: Tensor, cache: KVCache, plan: Plan, *, bias: Tensor | None = None):
     """out and lse of a call; every element is written by the kernel, or by the partner."""
+    require_unrecorded()
     dtype = getattr(torch, dtype_of(call))
     given = query.to(dtype).contiguous() if call.cache_dtype else query
     if plan.partner is None:
@@ -83,9 +86,8 @@ def run(call: Call, query: Tensor, cache: KVCache, plan: Plan, *, bias: Tensor |
         out, lse = attend(backend, call, query, cache, prepared, None, {"bias": bias})
         out = out.to(dtype)
     job, value = plan.job.copy(), cache.key if cache.value is None else cache.value
-    arrays = {"query": given, "key": cache.key, "value": value, "out": out}
-    _fill(job, {name: array.data_ptr() for name, array in arrays.items()})
-    job["lse"] = 0 if lse is None else lse.data_ptr()
+    _fill(job, _addresses(query=given, key=cache.key, value=value, out=out))
+    job["lse"] = 0 if lse is None else address("lse", lse)
     if bias is not None:
         bias = bias.to(torch.float32).contiguous()
         _fill(job, _bias(bias))
@@ -104,6 +106,10 @@ BACKEND = Backend("numba", HONOURS, run, refusals, unfit=unfit, plan=plan)
 def _fill(job: np.ndarray, fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
         job[name] = value
+
+
+def _addresses(**tensors: Tensor) -> dict[str, int]:
+    return {name: address(name, tensor) for name, tensor in tensors.items()}
 
 
 def _sizes(call: Call) -> dict[str, int]:
@@ -129,12 +135,12 @@ def _bias(bias: Tensor) -> dict[str, int]:
     """A bias of one head is that of all."""
     token, head, _ = bias.stride()
     strides = {"bias_token": 4 * token, "bias_head": 4 * head if bias.shape[1] > 1 else 0}
-    return strides | {"bias": bias.data_ptr(), "bias_columns": bias.shape[2]}
+    return strides | {"bias": address("bias", bias), "bias_columns": bias.shape[2]}
 
 
 def _scale(name: str, scale: Tensor) -> dict[str, int]:
     """One number is that of all heads."""
-    return {name: scale.data_ptr(), f"{name}_head": 4 * sum(scale.stride())}
+    return {name: address(name, scale), f"{name}_head": 4 * sum(scale.stride())}
 
 
 def _options(call: Call, numbers: np.ndarray) -> dict[str, Any]:

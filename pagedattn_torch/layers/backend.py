@@ -10,10 +10,12 @@ from torch import Tensor
 from pagedattn import InvalidInputError, KVCache, validate_writes
 from pagedattn.checks import int_array, require
 from pagedattn.facts import is_traced, shown
+from pagedattn.memory import require_memory
 
 from ..arrays import tensor
-from ..cache import copy_blocks_, swap_blocks_
+from ..cache import copy_blocks_, require_planes, swap_blocks_
 from ..layout import kv_cache_shape, planes
+from ..uncompiled import require_eager
 from .builder import MetadataBuilder
 from .impl import AttentionImpl
 from .metadata import AttentionMetadata
@@ -146,9 +148,11 @@ class AttentionBackend:
         >>> cache[0].flatten()
         tensor([0., 0., 1.])
         """
+        require_eager()
         caches, (src, dst) = _planes(kv_caches), _columns(src_to_dists)
         for cache in caches:  # check all before writing to the first
             validate_writes.block_copies(cache, cache, src, dst)
+            require_planes(cache)
         for cache in caches:
             copy_blocks_(cache, src, dst)
 
@@ -178,6 +182,7 @@ def _columns(pairs: Pairs) -> tuple[Tensor, Tensor]:
 def _table(pairs) -> Tensor:
     if hasattr(pairs, "__dlpack__"):
         return tensor("block pairs", pairs)
+    require_memory("block pairs", pairs)
     try:
         return torch.tensor(pairs, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
@@ -190,5 +195,6 @@ def _table(pairs) -> Tensor:
 def _several(ids):
     """The ids, whether one or many are given."""
     require(not is_traced(ids), "block pairs must be known here, but are traced by JAX")
+    require_memory("block pairs", ids)
     ids = ids.tolist() if hasattr(ids, "tolist") else ids
     return ids if isinstance(ids, Iterable) else (ids,)

@@ -10,9 +10,11 @@ from torch import Tensor
 from pagedattn import AttentionSpec, attention_bias
 from pagedattn.checks import require
 from pagedattn.facts import known, shown
+from pagedattn.memory import require_memory
 from pagedattn.ragged import arange, token_positions
 from pagedattn.visibility import additive
 
+from ..arrays import require_tensors
 from .attention_type import AttentionType
 from .metadata.bias_fields import FIELDS
 from .metadata.lengths import on_host
@@ -93,6 +95,9 @@ def _with_heads(bias, num_heads, name) -> Tensor | None:
     """
     if bias is None:
         return None
+    if isinstance(bias, Tensor):
+        require_tensors(**{name: bias})
+        require_memory(name, bias)
     fits = isinstance(bias, Tensor) and bias.ndim > 1
     fits = fits and (bias.is_floating_point() or bias.dtype is torch.bool)
     bias = bias[None].flatten(0, -3) if fits else bias

@@ -19,7 +19,7 @@ from .inputs import (
     check_output,
     fresh_keys,
     heads,
-    require_one_device,
+    require_together,
     require_unit_scales,
     takes_layer,
 )
@@ -205,7 +205,8 @@ class AttentionImpl:
         fresh = fresh_keys(key, value, (self.num_kv_heads, self.head_size))
         check_counts(rows, fresh, attn_metadata, kind)
         cache = self._cache(kv_cache, kind, scales)
-        require_one_device(query=query, key=key, value=value, kv_cache=cache and cache.key)
+        given = {"query": query, "key": key, "value": value, "kv_cache": cache and cache.key}
+        require_together(**{name: array for name, array in given.items() if array is not None})
         return LayerCall(kind, rows, fresh, cache)
 
     def _cache(self, kv_cache, kind, scales) -> KVCache | None:

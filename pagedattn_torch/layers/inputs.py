@@ -10,8 +10,10 @@ from torch import Tensor
 from pagedattn import InvalidInputError, KVCache, UnsupportedError
 from pagedattn.checks import require
 from pagedattn.facts import shown
+from pagedattn.memory import require_alike, require_memory
 
-from ..arrays import require_no_grad, require_strided, require_tensors, with_dense_rows
+from ..arrays import require_no_grad, require_tensors, require_writable, with_dense_rows
+from ..uncompiled import require_eager
 from .attention_type import AttentionType
 from .metadata import AttentionMetadata, batches
 
@@ -25,6 +27,7 @@ def takes_layer(forward):
 
     @functools.wraps(forward)
     def method(self, *args, layer=None, **options):
+        require_eager()
         if args and _is_layer(args[0]):
             layer, args, output = args[0], args[1:6], args[6:]
             options |= dict(zip(("output",), output, strict=False))
@@ -121,6 +124,7 @@ def check_output(output: Tensor | None, rows: Tensor) -> None:
     if output is None:
         return
     shape = heads("output", output, *rows.shape[1:]).shape
+    require_writable(output=output)
     require(
         shape == rows.shape and output.dtype == rows.dtype and output.device == rows.device,
         f"output must be {rows.dtype} for {len(rows)} tokens on {rows.device}, as query is, got "
@@ -128,9 +132,11 @@ def check_output(output: Tensor | None, rows: Tensor) -> None:
     )
 
 
-def require_one_device(**tensors: Tensor | None) -> None:
-    places = {name: str(x.device) for name, x in tensors.items() if x is not None}
+def require_together(**tensors: Tensor) -> None:
+    """Requires tensors on one device, all with memory or all without."""
+    places = {name: str(x.device) for name, x in tensors.items()}
     require(len(set(places.values())) <= 1, f"tensors must lie on one device, got {places}")
+    require_alike(**tensors)
 
 
 def require_unit_scales(**scales) -> None:
@@ -141,7 +147,7 @@ def require_unit_scales(**scales) -> None:
                 "give the number 1.0"
             )
         if isinstance(scale, Tensor):
-            require_strided(name, scale)
+            require_memory(name, scale)
             one = bool((scale == 1.0).all())
         else:
             one = isinstance(scale, float | int | np.number) and scale == 1.0

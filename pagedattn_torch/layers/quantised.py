@@ -10,8 +10,11 @@ from torch import Tensor
 from pagedattn import InvalidInputError, KVCache, UnsupportedError
 from pagedattn.checks import require, whole
 from pagedattn.facts import shown
+from pagedattn.memory import require_memory
 from pagedattn.quantise import largest, quantised
 from pagedattn.registry import Framework, record
+
+from ..arrays import require_tensors
 
 DTYPES = {
     "auto": None,
@@ -67,11 +70,14 @@ def like_cache(packed: KVCache, cache: KVCache | None) -> KVCache:
 
 
 def _scale(name, scale, device) -> Tensor:
+    if isinstance(scale, Tensor):
+        require_tensors(**{name: scale})
     if isinstance(scale, Tensor) and scale.device == device:
         return scale.reshape(()) if scale.numel() == 1 else scale
     if isinstance(scale, Tensor):
         one = scale.device.type == "cpu" and scale.numel() == 1
         require(one, f"{name} must lie on the cache's {device}, got a tensor on {scale.device}")
+        require_memory(name, scale)
         scale = scale.item()
     if whole(scale) is None and not isinstance(scale, float | int | np.floating):
         raise InvalidInputError(f"{name} must be a number or a tensor, got {shown(scale)}")

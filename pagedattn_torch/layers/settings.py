@@ -9,6 +9,7 @@ from torch import Tensor
 from pagedattn import AttentionSpec
 from pagedattn.checks import is_count, require
 from pagedattn.facts import shown
+from pagedattn.memory import require_memory
 
 from ..arrays import tensor
 from .attention_type import AttentionType
@@ -23,6 +24,7 @@ def specs_by_type(
     """The formula for each type: they differ in causality alone."""
     slopes: Any = alibi_slopes
     if isinstance(alibi_slopes, Tensor):
+        require_memory("alibi_slopes", alibi_slopes)
         slopes = tensor("alibi_slopes", alibi_slopes, "cpu").tolist()
     return {
         kind: AttentionSpec(

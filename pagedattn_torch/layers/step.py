@@ -10,6 +10,7 @@ from pagedattn import KVCache
 from ..cache import write_rows_
 from ..rows import DeviceRows, HostRows
 from ..step import Step
+from ..uncompiled import uncompiled
 from .inputs import Fresh
 from .plans import Part
 
@@ -20,6 +21,7 @@ class LayerStep(NamedTuple):
     parts: list[tuple[Part, Step]]
     rows: HostRows | DeviceRows | None
 
+    @uncompiled
     @torch.no_grad()
     def run(self, query: Tensor, fresh: Fresh | None, cache: KVCache | None) -> Tensor:
         """Writes, then attends; without checks, for arrays that are like the prepared ones."""

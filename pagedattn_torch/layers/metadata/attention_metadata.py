@@ -8,7 +8,8 @@ from typing import Any, Self
 from torch import Tensor
 
 from pagedattn import AttentionSpec, BatchMetadata
-from pagedattn.checks import count, int_array
+from pagedattn.checks import count, int_array, require
+from pagedattn.facts import shown
 from pagedattn.make_batch import Lengths
 
 from ...arrays import signed, tensor
@@ -331,7 +332,15 @@ class AttentionMetadata:
         advance.advance(self, model_input, sampled_token_ids, block_size, num_seqs, num_queries)
 
     def asdict_zerocopy(self, skip_fields: Collection[str] = frozenset()) -> dict[str, Any]:
-        """The fields by name, tensors shared."""
+        """The fields by name, tensors shared; without those of `skip_fields`, names.
+
+        Raises:
+          InvalidInputError: `skip_fields` is no collection of names.
+        """
+        require(
+            isinstance(skip_fields, Collection),
+            f"skip_fields must be a set or a list of names of fields, got {shown(skip_fields)}",
+        )
         names = (field.name for field in fields(self) if field.name not in skip_fields)
         return {name: getattr(self, name) for name in names}
 

@@ -1,0 +1,23 @@
+"""Tensors whose memory is not there: an error of ours, in place of the end of the process."""
+
+from pathlib import Path
+
+import pytest
+from interpreters import run_forked
+
+CODE = """
+import sys
+sys.path[:0] = sys.argv[1:3]
+import jax
+jax.config.update("jax_platforms", "cpu")
+import absent_memory
+absent_memory.main(sys.argv[3])
+"""
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize("part", ["core", "torch", "transforms"])
+def test_calls_end_in_errors_of_ours(part):
+    argv = str(HERE), str(HERE.parent), part
+    done = run_forked(CODE, "jax.numpy", "numba", "pagedattn_interop", argv=argv)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
