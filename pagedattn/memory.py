@@ -70,8 +70,8 @@ def require_alike(**tensors: Any) -> None:
     fake = {name: is_fake(tensor) for name, tensor in tensors.items() if tensor.numel()}
     if len({*fake.values()}) > 1:
         raise InvalidInputError(
-            f"{', '.join(fake)} must all have memory, or all be fake, functional, wrapping or on the "
-            f"meta device: of memory there is none for {', '.join(n for n in fake if fake[n])} only"
+            f"{', '.join(fake)} must all have memory, or all be fake, functional, wrapping or on "
+            f"the meta device: there is none for {', '.join(n for n in fake if fake[n])} only"
         )
 
 

@@ -1,5 +1,6 @@
 """A layer's attention as engines call it, written once for all backends."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -19,16 +20,17 @@ from .inputs import (
     check_output,
     fresh_keys,
     heads,
+    require_metadata,
     require_together,
     require_unit_scales,
     takes_layer,
 )
 from .metadata import AttentionMetadata
-from .metadata.derived import held
+from .metadata.derived import held, refresh
 from .plans import Part, plan
 from .quantised import as_quantised, cache_dtype, require_quantised
 from .settings import check_heads, check_slopes, slopes_of, specs_by_type
-from .step import LayerStep, likeness
+from .step import ANYWHERE, LayerStep, likeness, shared
 
 
 class AttentionImpl:
@@ -161,7 +163,8 @@ class AttentionImpl:
         scales = k_scale, v_scale
         call = self._call(query, key, value, kv_cache, attn_metadata, attn_type, scales)
         check_output(output, call.query)
-        step = held(attn_metadata).get(likeness(self, *call)) or self._step(call, attn_metadata)
+        make = functools.partial(self._step, call, attn_metadata)
+        step = shared(attn_metadata, likeness(self, *call), call.query.device, make)
         result = step.run(call.query, call.fresh, call.cache).reshape(query.shape)
         return result if output is None else output.copy_(result.reshape(output.shape))
 
@@ -178,8 +181,12 @@ class AttentionImpl:
 
         `forward` then only writes and attends, in layers of the same class, formula and sizes, on
         arrays of the same sizes and strides; in others it does everything itself. Values of the
-        arrays given here do not matter. Assigning a field of the metadata discards what was
-        prepared. Changing the contents of its tensors does not: prepare anew after that.
+        arrays given here do not matter. Giving the metadata a field anew, or changing what one
+        holds, discards what was prepared.
+
+        Without it the first of such layers does the same for the next ones. Layers of a CUDA graph
+        share only what was prepared, in this way: where they prepare themselves, replays compute it
+        anew. So do layers on several CUDA streams, and on inference tensors that lie on a GPU.
 
         Args, Raises: as `forward`.
 
@@ -194,13 +201,16 @@ class AttentionImpl:
         ...     x = layer.forward(x, x, x, cache, meta)
         """
         call = self._call(query, key, value, kv_cache, attn_metadata, attn_type)
-        held(attn_metadata)[likeness(self, *call)] = self._step(call, attn_metadata)
+        places = held(attn_metadata).setdefault(likeness(self, *call), {})
+        places[ANYWHERE] = self._step(call, attn_metadata)
 
     def _call(
         self, query, key, value, kv_cache, attn_metadata, attn_type, scales=(1.0, 1.0)
     ) -> LayerCall:
         """The arrays of a call, checked, with heads as an axis of their own."""
         kind = self.attn_type if attn_type is None else AttentionType.of(attn_type)
+        require_metadata(attn_metadata)
+        refresh(attn_metadata)
         rows = heads("query", query, self.num_heads, self.head_size)
         fresh = fresh_keys(key, value, (self.num_kv_heads, self.head_size))
         check_counts(rows, fresh, attn_metadata, kind)

@@ -101,12 +101,15 @@ def fresh_keys(key: Tensor | None, value: Tensor | None, sizes: tuple[int, int])
     return fresh
 
 
-def check_counts(query: Tensor, fresh: Fresh | None, meta, kind: AttentionType) -> None:
-    """Requires as many query and key tokens as the metadata says for a type of attention."""
+def require_metadata(meta) -> None:
     if not isinstance(meta, AttentionMetadata):
         raise InvalidInputError(
             f"attn_metadata must be an AttentionMetadata, got {type(meta).__name__}"
         )
+
+
+def check_counts(query: Tensor, fresh: Fresh | None, meta, kind: AttentionType) -> None:
+    """Requires as many query and key tokens as the metadata says for a type of attention."""
     encoder = kind in (AttentionType.ENCODER, AttentionType.ENCODER_DECODER)
     batches.require_fields(meta, kind, paged=fresh is None)
     num_keys = meta.num_encoder_tokens if encoder else meta.num_query_tokens(kind)

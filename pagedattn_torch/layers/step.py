@@ -1,5 +1,6 @@
 """What layers of one kind share in a step: prepared once, and kept in the step's metadata."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,11 @@ from ..rows import DeviceRows, HostRows
 from ..step import Step
 from ..uncompiled import uncompiled
 from .inputs import Fresh
+from .metadata.derived import held, notices_changes
 from .plans import Part
+
+# The place of a step that its caller prepared: wherever layers run.
+ANYWHERE = "anywhere"
 
 
 class LayerStep(NamedTuple):
@@ -48,4 +53,34 @@ def likeness(layer: Any, kind, query: Tensor, fresh: Fresh | None, cache: KVCach
     planes = () if cache is None else cache.planes
     arrays = (query, *(fresh or ()), *planes)
     facts = tuple((x.shape, x.stride(), x.dtype, x.device) for x in arrays)
-    return type(layer), kind, layer.specs[kind], fresh is None, cache is None, facts
+    formula = type(layer), layer.backend, kind, layer.specs[kind]
+    return *formula, fresh is None, cache is None, facts
+
+
+def shared(meta, key, device: torch.device, make: Callable[[], LayerStep]) -> LayerStep:
+    """The step of layers that are alike: prepared, left by the first of them, or made now."""
+    places = held(meta).setdefault(key, {})
+    if ANYWHERE in places:
+        return places[ANYWHERE]
+    place = _place(device)
+    if place is None or not notices_changes(meta):
+        return make()
+    if place not in places:
+        places[place] = make()
+    return places[place]
+
+
+def _place(device):
+    """Where a step is right that one layer leaves to the next; None for nowhere.
+
+    On a GPU that is the stream on which its arrays are computed. A graph that is captured computes
+    them itself whenever it is replayed, of what the metadata's tensors hold then.
+    """
+    if device.type == "cpu":
+        return torch.get_num_threads()
+    module = {"cuda": torch.cuda, "xpu": torch.xpu}.get(device.type)
+    if module is None:
+        return None
+    with module.device(device):
+        captures = getattr(module, "is_current_stream_capturing", bool)  # no XPU graphs in 2.8
+        return None if captures() else module.current_stream()

@@ -17,7 +17,7 @@ from ..attention_type import AttentionType
 from . import advance, batches, by_type, parts
 from .bias_fields import FIELDS as BIAS_FIELDS
 from .derivation import check_counts, decoder_side, encoder_side
-from .derived import all_of, derived
+from .derived import all_of, derived, refresh
 from .engine_forms import in_one_meaning
 
 
@@ -30,6 +30,11 @@ class AttentionMetadata:
     the order of the sequences. Fields that are not given are derived from those that are; given
     fields that say the same thing must agree. Assigning a field later is giving it: the fields that
     follow from it are derived anew when any field is read next, and contradictions raise then.
+    Changing what a field holds is giving it, too; layers, batches and halves notice it.
+
+    The first layer of a step leaves what it worked out from the fields to those that are like it,
+    here, until a field is given. On a GPU changes within a tensor are noticed if torch makes them:
+    after others, such as those of another library's kernel, assign the field.
 
     Tensors may be of any framework and are taken by DLPack. Lengths on a GPU are not read, so the
     lists `seq_lens` and `encoder_seq_lens` stay None if only such tensors are given: give both
@@ -199,6 +204,7 @@ class AttentionMetadata:
         """
         block_size = count("block_size", block_size)
         attn_type = AttentionType.of(attn_type)
+        refresh(self)
         if attn_type.cached:
             return batches.paged(self, block_size, attn_type)
         return batches.packed(self, attn_type)
@@ -206,11 +212,13 @@ class AttentionMetadata:
     @property
     def prefill_metadata(self) -> Self | None:
         """The prefills alone; None if there are none."""
+        refresh(self)
         return type(self)(**parts.prefills(self)) if self.num_prefills else None
 
     @property
     def decode_metadata(self) -> Self | None:
         """The decodes alone, with the padding; None if there are none."""
+        refresh(self)
         return type(self)(**parts.decodes(self)) if self.num_decode_tokens else None
 
     @property
@@ -238,6 +246,7 @@ class AttentionMetadata:
         >>> meta.get_seq_lens("decoder")
         ([3, 1], [5, 5])
         """
+        refresh(self)
         return by_type.seq_lens(self, AttentionType.of(attn_type))
 
     def set_attn_bias(self, attn_bias: list[Tensor] | None, attn_type: AttentionType | str) -> None:
@@ -276,6 +285,7 @@ class AttentionMetadata:
         [tensor([[0., 0., -inf],
                 [0., 0., 0.]])]
         """
+        refresh(self)
         return by_type.attn_bias(self, AttentionType.of(attn_type), spec)
 
     def get_seq_len_block_table_args(
@@ -285,6 +295,7 @@ class AttentionMetadata:
 
         The tables are None for encoders, whose keys are not paged.
         """
+        refresh(self)
         return by_type.keys(self, AttentionType.of(attn_type), is_prompt)
 
     def get_num_prefill_decode_query_kv_tokens(

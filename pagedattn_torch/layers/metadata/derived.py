@@ -3,30 +3,85 @@
 import dataclasses
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
+from .contents import reader
+
 
 def derived(cls):
     """A class decorator: fields of the dataclass that are not given are derived from the others.
 
     Assigning a field is giving it, at any time. The others are then derived anew when any field is
     read next. Not at once: someone who assigns several fields may pass through a contradiction.
+    To change what a field holds, in place, is giving it, too, but only `refresh` notices.
     `cls._derive(given)` returns all fields, by name, for a dict of those given.
     """
     for field in dataclasses.fields(cls):
         setattr(cls, field.name, _Derived(field.name))
+    cls.__getstate__ = _state_to_copy
     return cls
 
 
 def all_of(owner) -> dict[str, Any]:
     """All fields of an object, by name."""
     state = vars(owner)
-    if state["_fields"] is None:
-        state["_fields"] = owner._derive(state["_given"])
+    if state.get("_fields") is None:
+        given = state["_given"]
+        fields = owner._derive(given)
+        state |= {"_fields": fields, "_held": {}, "_seen": _seen(given, fields)}
     return state["_fields"]
 
 
 def held(owner) -> dict[Any, Any]:
-    """A dict for things prepared from the fields; emptied when a field is assigned."""
-    return vars(owner).setdefault("_held", {})
+    """A dict for things prepared from the fields; emptied when a field is given anew."""
+    all_of(owner)
+    return vars(owner)["_held"]
+
+
+def refresh(owner) -> None:
+    """Notices which fields were changed in place.
+
+    To be called before anything is prepared from the fields, or what was prepared is used.
+    """
+    all_of(owner)
+    _give(owner, _changed(owner))
+
+
+def notices_changes(owner) -> bool:
+    """Whether `refresh` notices every change in place."""
+    all_of(owner)
+    return all(read is not None for _, _, read, _ in vars(owner)["_seen"])
+
+
+def _changed(owner) -> dict[str, Any]:
+    """The fields that were changed in place since the others were derived."""
+    state = vars(owner)
+    if state.get("_fields") is None:
+        return {}
+    seen = state["_seen"]
+    return {name: value for name, value, read, then in seen if read and read() != then}
+
+
+def _seen(given, fields) -> list[tuple]:
+    """What may be changed in place: its field, how to read what it holds, and what that is now."""
+    arrays = Tensor | np.ndarray
+    held = [(n, v) for n, v in fields.items() if isinstance(v, list | arrays)]
+    held += [(n, v) for n, v in given.items() if isinstance(v, arrays) and v is not fields.get(n)]
+    readers = ((name, value, reader(value)) for name, value in held)
+    return [(name, value, read, read and read()) for name, value, read in readers]
+
+
+def _give(owner, values):
+    if values:
+        given = {**vars(owner).get("_given", {}), **values}
+        vars(owner).update({"_given": given, "_fields": None, "_held": {}})
+
+
+def _state_to_copy(owner) -> dict[str, Any]:
+    """Without what was derived or prepared: a copy makes its own."""
+    _give(owner, _changed(owner))
+    return {n: v for n, v in vars(owner).items() if n not in ("_fields", "_held", "_seen")}
 
 
 class _Derived:
@@ -39,7 +94,5 @@ class _Derived:
         return self if owner is None else all_of(owner)[self.name]
 
     def __set__(self, owner, value):
-        state = vars(owner)
-        state["_given"] = {**state.get("_given", {}), self.name: value}
-        state["_fields"] = None
-        state["_held"] = {}
+        given = {self.name: [*value] if isinstance(value, list) else value}
+        _give(owner, _changed(owner) | given)
