@@ -16,6 +16,7 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -259,3 +260,15 @@ for machine in (ReadmeSteps, ServingSteps, WindowSteps):
 TestReadmeSteps = ReadmeSteps.TestCase
 TestServingSteps = ServingSteps.TestCase
 TestWindowSteps = WindowSteps.TestCase
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/serving.md"])
+def test_a_step_updates_pool_and_cache_in_place(page):
+    place, step = Place([8]), of_page(page, "step")
+    state = place.pools[0], place.caches[0]
+    pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)]
+    rows = [jnp.ones((4, heads, HEAD_DIM)) for heads in (2, 1, 1)]
+    for new in ((1, 0, 1, 0), (1, 1, 1, 1)):
+        *state, _, growth = step(*state, *rows, i32(*new), 1)
+        growth.require()
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)] == pointers
