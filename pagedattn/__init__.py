@@ -5,6 +5,7 @@ from .backend import Backend
 from .batch import BatchMetadata
 from .cache import KVCache, init_kv_cache, init_latent_cache
 from .cascade import cascade_attention, split_prefix
+from .debug import check_batch
 from .errors import (
     BackendUnavailableError,
     InvalidInputError,
@@ -49,6 +50,7 @@ __all__ = [
     "batch_from_pool",
     "cascade_attention",
     "causal_mask",
+    "check_batch",
     "copy_blocks",
     "drop_blocks",
     "explain",

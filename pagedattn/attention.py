@@ -14,9 +14,9 @@ from .call import call_of
 from .foreign import takes_any_array
 from .integers import rising
 from .packed import packed_batch, packed_cache
-from .placement import on_one_device
+from .placement import on_one_device, require_no_explicit_axes
 from .registry import Framework
-from .signatures import PagedAttention, RaggedAttention, typed_as
+from .signatures import PagedAttention, RaggedAttention, typed_as, without_other_names
 from .spec import AttentionSpec
 from .tracing import varying_alike
 
@@ -33,6 +33,7 @@ Bias = Float[Array, "num_tokens heads max_keys"]
 @typed_as(PagedAttention[Array])
 @takes_any_array
 @on_one_device
+@without_other_names
 def paged_attention(
     query: Query,
     cache: KVCache,
@@ -167,6 +168,7 @@ def select_backend(
 def _call(query, cache, batch, spec, return_lse, options):
     """The call, validated."""
     validate.attention(query, cache, batch, spec, return_lse)
+    require_no_explicit_axes(query=query, **{"the cache's key": cache.key})
     validate_options.options(query, **options)
     validate_options.columns(batch.seq_lens, **options)
     return call_of(query, cache, batch, spec, return_lse, **options)
@@ -183,6 +185,7 @@ _EMPTY = Backend("empty", frozenset({"return_lse"}), _no_results)
 @typed_as(RaggedAttention[Array, Starts])
 @takes_any_array
 @on_one_device
+@without_other_names
 def ragged_attention(
     query: Query,
     key: Keys,

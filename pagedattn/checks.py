@@ -122,6 +122,15 @@ def known_sizes(name, array) -> None:
     )
 
 
+def packed(name, array) -> None:
+    """Refuses a batch of equally long rows: its tokens come one after another."""
+    require(
+        array.ndim != 4,
+        f"{name} must be packed, [num_tokens, heads, dim], got {describe(array)}: "
+        f"{name}.reshape(-1, *{name}.shape[2:]) is, where every sequence has as many tokens",
+    )
+
+
 def int_array(name, array, ndim):
     an_array(name, array)
     require(

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 import jax
 
 from .checks import require
+from .errors import UnsupportedError
 from .facts import is_traced
 
 Fn = TypeVar("Fn", bound=Callable)
@@ -39,6 +40,18 @@ def require_together(arguments: Mapping[str, Any]) -> None:
                     f"{name} must lie where {first} lies, on {_listed(expected)}, got "
                     f"{_listed(devices)}: jax.device_put moves JAX's arrays, .to torch's tensors",
                 )
+
+
+def require_no_explicit_axes(**arrays) -> None:
+    """Refuses arrays sharded over explicit axes: JAX does not infer how attention would be."""
+    for name, array in arrays.items():
+        axes = [axis for axis in jax.typeof(array).sharding.spec if axis is not None]
+        if axes:
+            raise UnsupportedError(
+                f"{name} is sharded over {axes}, explicit axes of its mesh: call this inside "
+                "jax.shard_map, where each device has its own heads, as the page on several "
+                "devices (docs/parallel.md) shows"
+            )
 
 
 def _placed(leaf) -> set | None:

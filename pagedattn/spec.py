@@ -4,6 +4,7 @@ import math
 import operator
 from dataclasses import dataclass, fields
 
+import jax
 import numpy as np
 
 from .checks import count, require, static, whole
@@ -12,9 +13,12 @@ from .facts import shown
 from .memory import require_memory
 
 
+@jax.tree_util.register_static
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """The formula of a layer: frozen and hashable, so it is static under `jax.jit`.
+    """The formula of a layer: frozen, hashable, and a pytree without leaves.
+
+    So `jax.jit` takes it as an argument, alone or in a pytree, and traces again for another one.
 
     For a query at position p, a key at position j and query head h:
 
@@ -43,6 +47,9 @@ class AttentionSpec:
     sliding_window: int | None = None
     logits_soft_cap: float | None = None
     alibi_slopes: tuple[float, ...] | None = None
+
+    def __init_subclass__(cls) -> None:
+        jax.tree_util.register_static(cls)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "causal", _flag("causal", self.causal))

@@ -5,7 +5,7 @@ are known on the host: traced arrays have none yet, and reading a GPU's would wa
 """
 
 from . import validate_metadata
-from .checks import an_array, count, flag, int_array, known_sizes, require, start_locs
+from .checks import an_array, count, flag, int_array, known_sizes, packed, require, start_locs
 from .facts import describe, is_floating, known
 from .spec import require_spec
 from .validate_cache import dtypes_for, goes_with, kv_cache
@@ -15,16 +15,12 @@ def attention(query, cache, batch, spec, return_lse) -> None:
     """Checks shapes, dtypes and, where they are known, values of an attention call."""
     flag("return_lse", return_lse)
     kv_cache(cache)
-    validate_metadata.shapes(batch)
+    validate_metadata.fits(batch, cache)
     require_spec(spec)
     _query(query, cache.dtype, cache.num_kv_heads, cache.head_dim, spec)
     require(
         query.shape[0] == batch.num_tokens,
         f"query must have the batch's {batch.num_tokens} tokens, got shape {tuple(query.shape)}",
-    )
-    require(
-        batch.block_size == cache.block_size,
-        f"the batch was made for blocks of {batch.block_size}, the cache has {cache.block_size}",
     )
     validate_metadata.values(batch, cache.num_blocks, spec.sliding_window)
 
@@ -36,6 +32,8 @@ def ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens) ->
     an_array("key", key)
     an_array("value", value)
     known_sizes("key", key)
+    packed("key", key)
+    packed("value", value)
     require(
         key.ndim == value.ndim == 3
         and key.shape[:2] == value.shape[:2]
@@ -65,6 +63,7 @@ def ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens) ->
 def _query(query, dtype, num_kv_heads, head_dim, spec):
     an_array("query", query)
     known_sizes("query", query)
+    packed("query", query)
     require(
         query.ndim == 3 and query.shape[2] == head_dim,
         f"query must be [num_tokens, num_heads, head_dim] with head_dim {head_dim}, got "

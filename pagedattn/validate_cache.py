@@ -29,6 +29,12 @@ def cache_shape(shape, dtype) -> tuple[int, ...]:
 def kv_cache(cache) -> None:
     """Requires a key, and a value that fits it or the number of its columns that are values."""
     require(
+        not hasattr(cache, "get_value"),
+        f"cache must be a KVCache, got {type(cache).__name__}, a variable that holds one: its "
+        ".get_value() is the cache. The page on layers keeps it out of the module, so that it can "
+        "be donated",
+    )
+    require(
         hasattr(cache, "key") and hasattr(cache, "value"),
         f"cache must be a KVCache, got {type(cache).__name__}; KVCache(key, value) makes one of "
         "two arrays",

@@ -5,7 +5,8 @@ import numpy as np
 from .batch import BatchMetadata
 from .checks import ids, int_array, known_sizes, require, start_locs
 from .facts import known, shown
-from .ragged import cdiv
+from .integers import rising
+from .ragged import cdiv, namespace
 from .validate_values import is_static_count
 from .visibility import key_range
 
@@ -43,6 +44,15 @@ def shapes(batch) -> None:
     )
 
 
+def fits(batch, cache) -> None:
+    """Requires a batch that was made for blocks of the cache's size."""
+    shapes(batch)
+    require(
+        batch.block_size == cache.block_size,
+        f"the batch was made for blocks of {batch.block_size}, the cache has {cache.block_size}",
+    )
+
+
 def values(batch, num_blocks: int, window: int | None) -> None:
     """Requires starts, lengths and blocks in range, as far as they are known."""
     starts, seq_lens, table = (
@@ -61,7 +71,7 @@ def values(batch, num_blocks: int, window: int | None) -> None:
     )
     if window is not None and starts is None:
         return  # unknown positions: any entry may lie behind the window
-    first = _first_columns(batch.block_size, seq_lens, starts, window)
+    first = first_columns(batch.block_size, seq_lens, starts, window)
     used = table[(np.arange(width) >= first[:, None]) & (np.arange(width) < needed[:, None])]
     require(
         not (used == -1).any(),
@@ -71,11 +81,16 @@ def values(batch, num_blocks: int, window: int | None) -> None:
     ids("block_tables", used, num_blocks, "blocks")
 
 
-def _first_columns(block_size, seq_lens, starts, window):
-    """The column of the first key that a sequence's queries see; no entry before it is followed."""
+def first_columns(block_size, seq_lens, starts, window):
+    """The column of the first key that a sequence's queries see; no entry before it is followed.
+
+    Of arrays of NumPy or JAX.
+    """
+    xp = namespace(seq_lens)
     if window is None:
-        return np.zeros_like(seq_lens)
-    query_lens = np.diff(np.maximum.accumulate(starts))
+        return xp.zeros_like(seq_lens)
+    starts = np.maximum.accumulate(starts) if xp is np else rising(starts)
+    query_lens = xp.diff(starts)
     context_lens = seq_lens - query_lens
     first, _ = key_range(context_lens, context_lens, seq_lens, False, window)
-    return np.where(query_lens > 0, first, seq_lens) // block_size
+    return xp.where(query_lens > 0, first, seq_lens) // block_size

@@ -34,6 +34,11 @@ def _sinks(sinks, num_heads):
 
 def _bias(bias, query):
     an_array("bias", bias)
+    require(
+        dtype_name(bias.dtype) != "bool",
+        f"bias must be floating, got {describe(bias)}: where True shows a key, "
+        "jnp.where(bias, 0.0, -jnp.inf) is the bias",
+    )
     num_tokens, num_heads, _ = query.shape
     fits = bias.ndim == 3 and bias.shape[0] == num_tokens and bias.shape[1] in (1, num_heads)
     dtypes = ("float32", dtype_name(query.dtype))

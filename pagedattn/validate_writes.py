@@ -6,7 +6,7 @@ Shapes and dtypes are always checked, values where they are known on the host.
 import numpy as np
 
 from . import validate_values
-from .checks import an_array, distinct_slots, ids, int_array, known_sizes, require
+from .checks import an_array, distinct_slots, ids, int_array, known_sizes, packed, require
 from .facts import describe, is_floating, is_integer, known, shown
 from .validate_cache import dtypes_for, goes_with, kv_cache
 
@@ -15,23 +15,37 @@ def write(cache, key, value, slot_mapping) -> None:
     kv_cache(cache)
     int_array("slot_mapping", slot_mapping, 1)
     known_sizes("slot_mapping", slot_mapping)
-    _rows("key", "head_dim", key, cache.key, slot_mapping)
+    _rows("key", "[num_tokens, num_kv_heads, head_dim]", key, cache.key, "num_tokens")
     if cache.value is None:
         validate_values.no_value(value)
     else:
-        _rows("value", "value_dim", value, cache.value, slot_mapping)
+        shape = "[num_tokens, num_kv_heads, value_dim]"
+        _rows("value", shape, value, cache.value, key.shape[0])
+    require(
+        slot_mapping.shape[0] == key.shape[0],
+        f"slot_mapping must have a slot for each of the {key.shape[0]} tokens of key, got "
+        f"{slot_mapping.shape[0]}; -1 writes nothing",
+    )
+    slots(slot_mapping, cache.num_slots)
+
+
+def slots(slot_mapping, num_slots) -> None:
+    """Requires slots of the cache, or -1, each once, where they are known."""
     slots = known(slot_mapping)
     if slots is not None:
-        ids("slot_mapping", slots[slots != -1], cache.num_slots, "slots", ", or -1 for no write")
+        ids("slot_mapping", slots[slots != -1], num_slots, "slots", ", or -1 for no write")
         distinct_slots(slots)
 
 
-def _rows(name, columns, rows, plane, slot_mapping):
+def _rows(name, axes, rows, plane, num_tokens):
     an_array(name, rows)
-    expected = (*slot_mapping.shape[:1], *plane.shape[2:])
+    known_sizes(name, rows)
+    packed(name, rows)
+    fits = rows.ndim == 3 and rows.shape[1:] == plane.shape[2:]
+    fits = fits and num_tokens in ("num_tokens", rows.shape[0])
     require(
-        rows.shape == expected and goes_with(rows.dtype, plane.dtype),
-        f"{name} must be [num_tokens, num_kv_heads, {columns}] = {expected} of "
+        fits and goes_with(rows.dtype, plane.dtype),
+        f"{name} must be {axes} = [{num_tokens}, {plane.shape[2]}, {plane.shape[3]}] of "
         f"{dtypes_for(plane.dtype)}, got {describe(rows)}",
     )
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from pagedattn import AttentionSpec, Backend, BatchMetadata, KVCache, choice, validate
 from pagedattn.packed import packed_batch, packed_cache
 from pagedattn.registry import Framework
-from pagedattn.signatures import PagedAttention, RaggedAttention, typed_as
+from pagedattn.signatures import PagedAttention, RaggedAttention, typed_as, without_other_names
 
 from .arrays import (
     int32,
@@ -29,6 +29,7 @@ Starts = Integer[Any, "num_seqs_plus_1"]
 
 @typed_as(PagedAttention[Tensor])
 @uncompiled
+@without_other_names
 def paged_attention(
     query: Query,
     cache: KVCache,
@@ -128,6 +129,7 @@ def select_backend(
 
 @typed_as(RaggedAttention[Tensor, Starts])
 @uncompiled
+@without_other_names
 def ragged_attention(
     query: Query,
     key: Keys,

@@ -1,12 +1,14 @@
 """Holds a backend to the oracle: every feature in every phase and dtype."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import ml_dtypes  # noqa: F401  (teaches NumPy the name bfloat16)
 import numpy as np
 
 from pagedattn import Backend, UnsupportedError, features
+from pagedattn.facts import describe
 from pagedattn.features import DTYPES, OPTIONS, PHASES, arrays_of, spec_of
 from pagedattn.ragged import cdiv
 
@@ -40,9 +42,10 @@ def check_backend(
 ) -> list[Cell]:
     """Run a backend over feature x phase x dtype and hold every cell to the oracle.
 
-    A cell passes if it matches the oracle under the precision rule, with NaN in every slot that
-    no query may see, or if it raises `UnsupportedError` and the reason names the feature, the phase
-    or the dtype. A backend that cannot give lse is asked again without it.
+    A cell passes if its results have the shapes and dtypes of the call and match the oracle under
+    the precision rule, with NaN in every slot that no query may see, or if it raises
+    `UnsupportedError` and the reason holds one of the cell's words: the feature, the phase, the
+    dtype or a size. A backend that cannot give lse is asked again without it.
 
     Args:
         backend: one of `available_backends()` by name, or any `Backend` for JAX arrays.
@@ -110,18 +113,42 @@ def cell_problem(cell: Cell, sizes: dict[str, int]) -> Problem:
 def run_cell(backend: str | Backend, cell: Cell, *, jit: bool, sizes: dict[str, int]) -> str:
     """The result of one cell, as `Cell.result` holds it."""
     problem = cell_problem(cell, sizes)
+    held = with_shapes_held(backend) if isinstance(backend, Backend) else backend
     try:
-        out, lse = attend_with_lse(problem, backend, jit)
+        out, lse = attend_with_lse(problem, held, jit)
+        hold_shapes((out, lse), problem.out_shape, str(problem.query.dtype))
         assert_attention_close(out, lse, problem, name=str(backend))
-        if (out.shape, out.dtype) != (problem.out_shape, problem.query.dtype):
-            return f"FAILED: out is {out.dtype}{list(out.shape)}, unlike the query and the values"
     except UnsupportedError as error:
-        named = [word for word in words(cell) if word in str(error)]
-        kind = "refused" if named else "FAILED: the reason names no feature of the cell"
-        return f"{kind}: {error}"
+        if any(word in str(error) for word in words(cell)):
+            return f"refused: {error}"
+        allowed = ", ".join(words(cell))
+        return f"FAILED: the reason names no feature of the cell, one of {allowed}: {error}"
     except AssertionError as error:
         return f"FAILED: {error}"
     return "ok"
+
+
+def with_shapes_held(backend: Backend) -> Backend:
+    """The backend, whose results are held to the call before anything is computed of them."""
+
+    def run(call, *arrays, **options):
+        results = backend.run(call, *arrays, **options)
+        hold_shapes(results, call.out_shape, call.dtype)
+        return results
+
+    return replace(backend, run=run)
+
+
+def hold_shapes(results, out_shape: tuple[int, ...], dtype: str) -> None:
+    """Raise AssertionError unless results are out and lse (or None) of these shapes and dtypes."""
+    pair = isinstance(results, tuple) and len(results) == 2
+    if not pair:
+        raise AssertionError(f"run must return (out, lse), got {type(results).__name__}")
+    expected = f"{dtype}{list(out_shape)}", f"float32{list(out_shape[:2])}"
+    for name, array, want in zip(("out", "lse"), results, expected, strict=True):
+        got = "None" if array is None else describe(array)
+        if got != want and (name, got) != ("lse", "None"):
+            raise AssertionError(f"{name} must be {want}, got {got}")
 
 
 def words(cell: Cell) -> list[str]:

@@ -180,6 +180,10 @@ CORE = {
     "make_batch of written tokens": fixed(
         pa.make_batch, **{**GOOD_BATCH, "context_lens": None, "key_lens": [3, 6]}
     ),
+    "check_batch": lambda: (
+        pa.check_batch,
+        {name: shared()[name] for name in ("batch", "cache", "spec")},
+    ),
     "paged_attention": attend("xla"),
     "paged_attention by sdpa": attend("sdpa"),
     "paged_attention by any": attend(None),

@@ -259,11 +259,49 @@ def test_check_backend_wants_reasons_that_name_the_feature(monkeypatch, reason):
     monkeypatch.setattr(harness, "PHASES", {"mixed": harness.PHASES["mixed"]})
     keep(monkeypatch, "plain", "logits_soft_cap")
     if reason == "just because":
-        with pytest.raises(AssertionError, match="names no feature"):
+        listed = "names no feature.*one of logits_soft_cap, mixed, float32, num_heads.*: just"
+        with pytest.raises(AssertionError, match=listed):
             harness.check_backend("xla", dtypes=["float32"], verbose=False)
     else:
         cells = harness.check_backend("xla", dtypes=["float32"], verbose=False)
         assert sum(cell.result.startswith("refused") for cell in cells) == 1
+
+
+WRONG_RESULTS = {
+    "out must be float32[26, 4, 16], got float32[4, 26, 16]": lambda out, lse: (
+        out.swapaxes(0, 1),
+        lse,
+    ),
+    "out must be float32[26, 4, 16], got float32[26, 64]": lambda out, lse: (
+        out.reshape(26, 64),
+        lse,
+    ),
+    "out must be float32[26, 4, 16], got bfloat16[26, 4, 16]": lambda out, lse: (
+        out.astype("bfloat16"),
+        lse,
+    ),
+    "lse must be float32[26, 4], got float32[4, 26]": lambda out, lse: (out, lse.T),
+    "lse must be float32[26, 4], got float16[26, 4]": lambda out, lse: (out, lse.astype("float16")),
+    "out must be float32[26, 4, 16], got None": lambda _, lse: (None, lse),
+    "run must return (out, lse), got ": lambda out, _: out,
+}
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("text", WRONG_RESULTS)
+def test_check_backend_compares_shapes_first(monkeypatch, text, jit):
+    """Also of what is done around a backend with its results: sinks, scales."""
+    monkeypatch.setattr(harness, "PHASES", {"mixed": harness.PHASES["mixed"]})
+    keep(monkeypatch, "plain", "sinks", "cache_dtype")
+
+    def run(*arrays, **options):
+        return WRONG_RESULTS[text](*xla.BACKEND.run(*arrays, **options))
+
+    wrong = dataclasses.replace(xla.BACKEND, name="wrong", run=run)
+    with pytest.raises(AssertionError) as raised:
+        harness.check_backend(wrong, dtypes=["float32"], jit=jit, verbose=False)
+    assert "3 of 3 cells failed" in str(raised.value)
+    assert str(raised.value).count(text) == 3
 
 
 @pytest.mark.parametrize("framework", [f for f in Framework if can_load("triton", f)])

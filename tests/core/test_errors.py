@@ -123,9 +123,12 @@ def i32(*values):
 # What is wrong with a write of two tokens to random_cache(): changes to (key, value, slots), words.
 BAD_WRITES = {
     "rank": (lambda k, v, s: (k[0], v, s), ["key", "num_kv_heads", "[2, 8]"]),
-    "kv heads": (lambda k, v, s: (k[:, :1], v[:, :1], s), ["key", "(2, 2, 8)", "[2, 1, 8]"]),
-    "head_dim": (lambda k, v, s: (k, v[..., :4], s), ["value", "(2, 2, 8)", "[2, 2, 4]"]),
-    "tokens": (lambda k, v, s: (k, v, s[:1]), ["key", "(1, 2, 8)", "[2, 2, 8]"]),
+    "kv heads": (
+        lambda k, v, s: (k[:, :1], v[:, :1], s),
+        ["key", "[num_tokens, 2, 8]", "[2, 1, 8]"],
+    ),
+    "head_dim": (lambda k, v, s: (k, v[..., :4], s), ["value", "[2, 2, 8]", "[2, 2, 4]"]),
+    "tokens": (lambda k, v, s: (k, v, s[:1]), ["slot_mapping", "2 tokens", "got 1"]),
     "dtype": (lambda k, v, s: (k, v.astype(jnp.float16), s), ["value", "float32", "float16"]),
     "both dtypes": (lambda k, v, s: (k.astype(jnp.bfloat16), v, s), ["key", "bfloat16"]),
     "float slots": (lambda k, v, s: (k, v, s.astype(jnp.float32)), ["slot_mapping", "float32"]),

@@ -36,6 +36,7 @@ FUNCTIONS = {
             "query_lens context_lens block_tables",
             "block_size key_lens pad_tokens pad_seqs pad_blocks max_query_len",
         ),
+        "check_batch": ("batch cache spec", ""),
         "slot_mapping": ("block_tables seq_ids positions", "block_size"),
         "positions": ("query_start_loc seq_lens num_tokens", ""),
         "write_kv": ("cache key value slot_mapping", ""),
