@@ -364,6 +364,25 @@ def test_decodes_cut_to_their_window(values, cut, contexts, prefills, window, se
     assert_close(decodes, reference(problem)[tokens:], **TIGHT)
 
 
+@pytest.mark.usefixtures("on_cpu")
+@given(lens=LENGTHS, window=st.sampled_from([4, 8]), seed=seeds())
+def test_decodes_that_early_runners_cut_are_right_or_refused(lens, window, seed):
+    """Some tables have lost blocks that the window shows: vLLM 0.5 to 0.6.3, and on XPUs to 0.8."""
+    spec = AttentionSpec(sliding_window=window)
+    problem = random_problem([1] * len(lens), lens, spec, block_size=BLOCK, seed=seed)
+    rows = rows_of(problem)
+    slots = torch.tensor(slots_of([1] * len(lens), lens, rows))
+    cuts = [min(n, window) for n in lens]
+    fields = cpu_decodes(cuts, [row[-(window // BLOCK) :] for row in rows])
+    fields["slot_mapping"] = slots
+    lost = any(n > window and n % BLOCK for n in lens)
+    if lost:
+        with pytest.raises(InvalidInputError, match="slot_mapping and block_tables must agree"):
+            check(problem, fields)
+    else:
+        check(problem, fields)
+
+
 def test_contexts_that_say_less_are_refused():
     with pytest.raises(InvalidInputError, match="context_lens"):
         XFormersBackend.make_metadata(
