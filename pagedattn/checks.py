@@ -100,6 +100,8 @@ def an_array(name, array) -> None:
     """Requires an array: JAX's, traced or not, NumPy's, or any other with DLPack."""
     if is_traced(array):
         return
+    if hasattr(array, "new_tensor") and not isinstance(array, type):
+        require_dense(name, array)
     known_kinds = isinstance(array, jax.Array | np.ndarray | np.generic)
     foreign = hasattr(array, "__dlpack__") and not isinstance(array, type)
     shaped = hasattr(array, "dtype") and hasattr(array, "shape") and hasattr(array, "ndim")
@@ -107,8 +109,6 @@ def an_array(name, array) -> None:
         known_kinds or (foreign and shaped), f"{name} must be an array, got {type(array).__name__}"
     )
     _not_masked(name, array)
-    if hasattr(array, "new_tensor"):
-        require_dense(name, array)
     deleted = isinstance(array, jax.Array) and array.is_deleted()
     require(not deleted, f"{name} has been given away (donated to a jitted function) or deleted")
 

@@ -37,6 +37,8 @@ def dtype_of(dtype) -> np.dtype | None:
 
 
 def describe(array) -> str:
+    if getattr(array, "is_nested", False):  # torch gives no shape of most of these
+        return f"{array.dtype} nested"
     return f"{array.dtype}{list(array.shape)}"
 
 

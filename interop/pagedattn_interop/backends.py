@@ -21,6 +21,7 @@ from pagedattn_torch.step import as_loaded
 
 from .arrays import to_jax, to_torch
 from .call import torch_call
+from .functions import text_of
 
 SHARED_DEVICES = ("cpu", "cuda")  # JAX and torch share memory on these
 LEAST_WORK = 1 << 24  # products of an element of a query and one of a key: above, torch is faster
@@ -113,6 +114,15 @@ class _Attend:
     backend: Backend
     treedef: Any
     call: Call
+
+    def text(self) -> str | None:
+        """What it is called in every process: see `functions`."""
+        parts = text_of(self.backend.plan), text_of(self.backend.run)
+        return (
+            None
+            if None in parts
+            else f"{parts} {self.backend.plans_any} {self.treedef} {self.call}"
+        )
 
     def __call__(self, *leaves, out=None):
         query, cache, plan, options = jax.tree.unflatten(self.treedef, leaves)

@@ -54,7 +54,8 @@ def torch_call(
     there itself: `takes_out`.
 
     `fn` is kept alive by the JAX function, and by compiled programs that call it (JAX keeps these
-    until `jax.clear_caches()`). Equal functions are taken for one, as static arguments are.
+    until `jax.clear_caches()`). Equal functions are taken for one, as static arguments are. A
+    program that is saved and loaded elsewhere calls its own function there, or raises an error.
 
     Args:
       fn: takes one tensor for each array argument; returns a tensor, or a tuple or list of them,

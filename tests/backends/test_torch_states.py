@@ -16,12 +16,14 @@ from pagedattn_interop import to_torch
 from pagedattn_interop.backends import takes
 from tensors import by_torch, tensors
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from pagedattn import InvalidInputError, KVCache, UnsupportedError
 from pagedattn.registry import Framework, can_load, order
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
 from pagedattn_torch import (
     copy_blocks_,
+    explain,
     paged_attention,
     prepare,
     ragged_attention,
@@ -146,6 +148,35 @@ def test_lazy_negations_are_refused_by_name(name, backend):
     query, cache = given.pop("query"), KVCache(given.pop("key"), given.pop("value"))
     with pytest.raises(InvalidInputError, match=f"{name} is negated lazily"):
         paged_attention(query, cache, batch, backend=backend, **given)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="numba runs on a CPU")
+def test_a_recorded_graph_does_not_lack_the_kernel():
+    """make_fx gave a graph that returned uninitialised memory."""
+    query, cache, batch, _ = call()
+    cache = KVCache(*(torch.ones_like(plane, dtype=query.dtype) for plane in cache.planes))
+    step = prepare(query, cache, batch, backend="numba")
+    for record in (
+        lambda x: step.attend(x, cache)[0],
+        lambda x: paged_attention(x, cache, batch, backend="numba"),
+    ):
+        with pytest.raises(UnsupportedError, match="make_fx"):
+            make_fx(record)(query)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="functional tensors of a CPU")
+@pytest.mark.parametrize("backend", ["sdpa", None])
+def test_functional_tensors_go_to_torchs_own_operations(backend):
+    query, cache, batch, _ = call()
+    planes = [torch.randn(plane.shape, dtype=query.dtype) for plane in cache.planes]
+    want = paged_attention(query, KVCache(*planes), batch, backend="sdpa")
+    fake = query, KVCache(*map(torch._to_functional_tensor, planes)), batch
+    with pytest.raises(InvalidInputError, match="must all have memory"):
+        paged_attention(*fake, backend=backend)
+    fake = torch._to_functional_tensor(query), *fake[1:]
+    assert explain(*fake)["numba"] == ["fake_tensors: numba does not have it"]
+    got = paged_attention(*fake, backend=backend)
+    torch.testing.assert_close(torch._from_functional_tensor(got), want)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

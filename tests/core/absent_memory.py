@@ -62,6 +62,12 @@ def strided(tensor):
     return gaps
 
 
+def nested(tensor, layout):
+    """Two parts of a tensor as one."""
+    parts = (tensor[:1], tensor[1:]) if tensor.ndim else (tensor[None], tensor[None])
+    return torch.nested.nested_tensor([*parts], layout=layout)
+
+
 FREED = {
     "freed": lambda t: resized(t, 0),
     "cut": lambda t: resized(t, 0.5),
@@ -72,6 +78,9 @@ FAKE = {
     "on meta": lambda t: t.to("meta"),
     "functional": torch._to_functional_tensor,
     "wrapping": Wrapping,
+    "nested": lambda t: nested(t, torch.strided),
+    "jagged": lambda t: nested(t, torch.jagged),
+    "sparse": lambda t: t.to_sparse(),
 }
 
 

@@ -1,5 +1,6 @@
 """What becomes of the functions that XLA calls: how many, how long, how they fail, and the end."""
 
+import dataclasses
 import gc
 import subprocess
 import sys
@@ -164,7 +165,17 @@ def test_any_exception_comes_back_with_its_cause(name, jit):
     assert torch_call(adding(1), OUT)(jnp.zeros(3)).tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("bad", [3, None, "text", type("F", (list,), {"__call__": len})()])
+@dataclasses.dataclass(frozen=True)
+class HoldsAList:
+    numbers: list
+
+    def __call__(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    "bad", [3, None, "text", type("F", (list,), {"__call__": len})(), HoldsAList([1])]
+)
 def test_what_is_no_function_is_refused(bad):
     with pytest.raises(InvalidInputError, match="function"):
         torch_call(bad, OUT)

@@ -98,6 +98,35 @@ def test_a_view_of_out_is_copied_as_it_was():
     assert jax.jit(turn)(jnp.arange(4.0).reshape(2, 2)).tolist() == [[0, 2], [1, 3]]
 
 
+NEGATED = {
+    "all": lambda x: torch._neg_view(x),
+    "twice": lambda x: torch._neg_view(torch._neg_view(x)),
+    "from another view": lambda x: torch._neg_view(x.view(2, 2)).view(4),
+    "behind a copy": lambda x: torch._neg_view(x.clone()),
+    "backwards": lambda x: torch._neg_view(x).flip(0),
+}
+
+
+@pytest.mark.parametrize("view", NEGATED)
+@pytest.mark.parametrize("jit", [False, True])
+def test_lazy_negations_keep_their_sign(view, jit):
+    """Torch leaves the sign to whoever reads: memory that is XLA's already has to get it."""
+    numbers, negate = jnp.arange(1.0, 5.0), NEGATED[view]
+    want = negate(torch.arange(1.0, 5.0)).tolist()
+    beside = [ROW, ROW]
+    calls = {
+        "aliased": torch_call(negate, ROW, aliases={0: 0}),
+        "out": writing(lambda x, *, out: negate(out.copy_(x))),
+        "returned": torch_call(negate, ROW),
+        "several": torch_call(lambda x, y: (negate(x), negate(y)), beside, aliases={0: 0, 1: 1}),
+        "swapped": torch_call(lambda x, y: (negate(y), negate(x)), beside, aliases={0: 0, 1: 1}),
+    }
+    for name, call in calls.items():
+        arguments = (numbers, numbers) if name in ("several", "swapped") else (numbers,)
+        for got in jax.tree.leaves((jax.jit(call) if jit else call)(*arguments)):
+            assert got.tolist() == want, name
+
+
 def test_in_scan_and_vmap():
     add = writing(torch.add)
 
@@ -143,6 +172,30 @@ def test_exceptions_surface(jit):
     call = jax.jit(writing(boom)) if jit else writing(boom)
     with pytest.raises(jax.errors.JaxRuntimeError, match="a torch function lost its way"):
         jax.block_until_ready(call(jnp.ones(4)))
+
+
+def freed(x):
+    x = x.clone()
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def cut(x):
+    x = x.clone()
+    x.untyped_storage().resize_(8)
+    return x
+
+
+@pytest.mark.parametrize("fn", [freed, cut, torch._to_functional_tensor, lambda x: x.to("meta")])
+@pytest.mark.parametrize("form", ["returned", "out", "one of two"])
+def test_results_have_memory(fn, form):
+    calls = {
+        "returned": torch_call(fn, ROW),
+        "out": writing(lambda x, *, out: fn(x)),
+        "one of two": torch_call(lambda x: (x, fn(x)), [ROW, ROW]),
+    }
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"a result of torch_call .*memory"):
+        jax.block_until_ready(calls[form](jnp.ones(4)))
 
 
 def forgets(x):
