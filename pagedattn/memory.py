@@ -93,8 +93,10 @@ def _address(tensor) -> int:
 
 def _bytes_spanned(tensor) -> int:
     """From the start of the storage to the end of the tensor's last element."""
-    elements = tensor.numel()
-    if elements and not tensor.is_contiguous():
+    spanned = tensor.nbytes
+    if spanned and not tensor.is_contiguous():
         strides = tensor.stride()
-        elements = 1 + sum(map(operator.mul, tensor.shape, strides)) - sum(strides)
-    return (tensor.storage_offset() + elements) * tensor.element_size() if elements else 0
+        gaps = sum(map(operator.mul, tensor.shape, strides)) - sum(strides)
+        spanned = (1 + gaps) * tensor.element_size()
+    offset = tensor.storage_offset()
+    return spanned + offset * tensor.element_size() if offset and spanned else spanned

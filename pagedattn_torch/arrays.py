@@ -105,10 +105,10 @@ def require_writable(**arrays: Tensor) -> None:
                 f"{name} is an inference tensor, which torch writes to only inside "
                 "torch.inference_mode(): write there, or clone() it outside"
             )
-        strides = zip(array.stride(), array.shape, strict=True)
-        if any(stride == 0 and size > 1 for stride, size in strides):
+        strides = array.stride()
+        if 0 in strides and max(n for n, s in zip(array.shape, strides, strict=True) if not s) > 1:
             raise InvalidInputError(
-                f"{name} has several elements in one place, strides {array.stride()} of shape "
+                f"{name} has several elements in one place, strides {strides} of shape "
                 f"{list(array.shape)}: clone() it"
             )
 
