@@ -47,6 +47,7 @@ from pagedattn import (
     write_kv,
 )
 from pagedattn.features import OPTIONS, PHASES
+from pagedattn.registry import wrong_device
 from pagedattn.testing import (
     assert_attention_close,
     batch_of,
@@ -470,12 +471,15 @@ def test_identical_values_average_to_themselves(backend, dtype, seed):
     np.testing.assert_allclose(out.astype(np.float64)[seen], 1, atol=allowed)
 
 
-@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("name", SPECS)
 def test_float64_is_right_or_refused(backend, name):
-    """Over enough keys for vectors: torch misread float32 masks beside 16 keys and more."""
+    """Over enough keys for vectors: torch misread float32 masks beside 16 keys and more.
+
+    On a CPU, where the backend runs there.
+    """
     problem = random_problem([1, 1, 7, 40], [3, 40, 33, 50], SPECS[name], dtype=np.float64)
-    with jax.enable_x64(True):
+    device = None if wrong_device(backend, "cpu") else jax.devices("cpu")[0]
+    with jax.default_device(device), jax.enable_x64(True):
         query, cache, batch = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
         assert query.dtype == cache.dtype == np.float64
         if reasons := explain(query, cache, batch, problem.spec)[backend]:

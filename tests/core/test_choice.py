@@ -70,7 +70,9 @@ class NoTorch:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, NoTorch())
+import jax
 import jax.numpy as jnp
+jax.config.update("jax_default_device", jax.devices("cpu")[0])  # on a GPU others are taken first
 import pagedattn
 batch = pagedattn.make_batch([1], [0], [[0]], block_size=4)
 cache = pagedattn.init_kv_cache(1, 4, 1, 8)

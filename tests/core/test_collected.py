@@ -12,7 +12,8 @@ COLLECT = f"""
 import sys
 sys.modules.update(dict.fromkeys({OPTIONAL.split()}))  # importing one raises an ImportError
 import pytest
-sys.exit(pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", "tests"]))
+plugins = ["-p", "no:cacheprovider", "-p", "no:benchmark"]  # the latter warns of pytest-xdist
+sys.exit(pytest.main(["--collect-only", "-qq", *plugins, "tests"]))
 """
 
 

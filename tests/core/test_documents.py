@@ -17,6 +17,10 @@ PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 CODE = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 WITH_CODE = [page for page in PAGES if CODE.search(page.read_text())]
 PACKAGES = ("pagedattn", "pagedattn_torch", "pagedattn_interop", "pagedattn.testing")
+# The versions that the extras ask for; what a machine has otherwise may be older.
+LEAST = dict(
+    re.findall(r'^  "(\w+)>=([\d.]+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+)
 PLACES = ("", "pagedattn/", "pagedattn_torch/", "tests/", "examples/", "docs/")
 
 
@@ -29,6 +33,9 @@ def name_of(page: Path) -> str:
 def test_code_of_pages_runs(page, request):
     """The blocks of a page in their order, in one namespace."""
     text, namespace = page.read_text(), {"__name__": page.stem}
+    for package, least in LEAST.items():
+        if re.search(rf"^(from|import) {package}\b", text, re.MULTILINE):
+            pytest.importorskip(package, minversion=least)
     if "jax.devices()" not in text:  # its arrays lie on all devices
         request.getfixturevalue("on_cpu")
     try:

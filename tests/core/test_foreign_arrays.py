@@ -145,6 +145,7 @@ def test_integers_of_64_bits_in_host_memory(name):
         jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+@pytest.mark.usefixtures("on_cpu")  # a GPU would be done before anybody looks
 def test_results_are_ready_when_foreign_memory_was_read():
     """Its owner may write to it now; of its own arrays JAX takes care itself."""
 

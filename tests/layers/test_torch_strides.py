@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from test_torch_states import BY_TORCH
+from test_torch_states import BY_TORCH, DEVICE
 from torch_layers import normal, step_of
 
 from pagedattn import AttentionSpec
@@ -41,7 +41,7 @@ def test_rows_of_any_strides(backend, lens, strides):
 @pytest.mark.parametrize("strides", STRIDES)
 @pytest.mark.parametrize("backend", BY_TORCH)
 def test_packed_keys_of_any_strides(backend, strides):
-    rows = [normal(seed, 12, heads, 16) for seed, heads in enumerate((4, 2, 2))]
+    rows = [normal(seed, 12, heads, 16).to(DEVICE) for seed, heads in enumerate((4, 2, 2))]
     starts = torch.tensor([0, 5, 12])
     lens = {"max_query_len": 7, "max_key_len": 7}
     rows = [STRIDES[strides](x).view(x.shape) for x in rows]

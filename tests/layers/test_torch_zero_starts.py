@@ -10,29 +10,34 @@ from torch_layers import assert_same
 from pagedattn import make_batch
 from pagedattn_torch import AttentionMetadata, TorchSDPABackendImpl
 
-BATCH = make_batch([3, 1], [0, 4], [[1], [0, 2]], block_size=4, pad_seqs=4)
 PADDED = torch.tensor([0, 3, 4, 0, 0])
 
 
-def of_batch(starts):
-    return AttentionMetadata.from_batch(dataclasses.replace(BATCH, query_start_loc=starts))
+@pytest.fixture
+def batch(on_cpu):
+    """Beside the tensors of these tests, which lie on the CPU."""
+    return make_batch([3, 1], [0, 4], [[1], [0, 2]], block_size=4, pad_seqs=4)
 
 
-def of_fields(starts):
+def of_batch(batch, starts):
+    return AttentionMetadata.from_batch(dataclasses.replace(batch, query_start_loc=starts))
+
+
+def of_fields(batch, starts):
     return AttentionMetadata(
         num_prefills=1,
         num_prefill_tokens=3,
         num_decode_tokens=1,
-        slot_mapping=BATCH.slot_mapping,
-        seq_lens_tensor=BATCH.seq_lens,
-        block_tables=BATCH.block_tables,
+        slot_mapping=batch.slot_mapping,
+        seq_lens_tensor=batch.seq_lens,
+        block_tables=batch.block_tables,
         query_start_loc=starts,
     )
 
 
 @pytest.mark.parametrize("make", [of_batch, of_fields])
-def test_zeros_behind_the_last_sequence_are_padding(make):
-    metas = make(PADDED), make(BATCH.query_start_loc)
+def test_zeros_behind_the_last_sequence_are_padding(batch, make):
+    metas = make(batch, PADDED), make(batch, batch.query_start_loc)
     padded, plain = (
         {name: value for name, value in vars(meta)["_fields"].items() if value is not None}
         for meta in metas
