@@ -5,7 +5,7 @@ import operator
 import numpy as np
 
 from . import validate_values
-from .checks import MAX_SLOTS, an_array, is_count, require
+from .checks import MAX_SLOTS, an_array, is_count, known_sizes, require
 from .facts import describe, is_floating, known, shown
 from .quantise import LARGEST, largest
 
@@ -41,6 +41,7 @@ def kv_cache(cache) -> None:
     )
     key = cache.key
     an_array("the cache's key", key)
+    known_sizes("the cache's key", key)
     require(
         key.ndim == 4,
         "a cache's key must be [num_blocks, block_size, num_kv_heads, head_dim], got "

@@ -403,7 +403,7 @@ def test_symbolic_sizes_are_refused_by_name(backend, unknown):
     if unknown in ("num_blocks", "num_seqs"):
         calls += [(copy_blocks, cache, lens, lens), (fill_blocks, cache, lens)]
     for call in calls:
-        with pytest.raises(InvalidInputError, match=r"sizes that are known|integers above 0"):
+        with pytest.raises(InvalidInputError, match="sizes that are known"):
             jax.eval_shape(*call)
 
 
