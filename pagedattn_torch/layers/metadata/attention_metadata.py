@@ -13,6 +13,7 @@ from pagedattn.facts import shown
 from pagedattn.make_batch import Lengths
 
 from ...arrays import signed, tensor
+from ...uncompiled import require_eager
 from ..attention_type import AttentionType
 from . import advance, batches, by_type, parts
 from .bias_fields import FIELDS as BIAS_FIELDS
@@ -128,6 +129,7 @@ class AttentionMetadata:
     @staticmethod
     def _derive(given: dict[str, Any]) -> dict[str, Any]:
         """All fields, derived from the given ones."""
+        require_eager()
         arrays = {name: _field(name, given[name]) for name in _TENSORS}
         whole = SimpleNamespace(**given | arrays)
         for side in (check_counts, in_one_meaning, decoder_side, encoder_side):

@@ -38,7 +38,7 @@ def _of_list(values) -> Callable[[], Any] | None:
 
 
 def _of_tensor(tensor) -> Callable[[], Any] | None:
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
         return None
     if tensor.device.type == "cpu" and not tensor.is_neg():
         bits = tensor.detach().view(BITS[tensor.itemsize]).numpy()
