@@ -4,8 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 import pagedattn as pa
 from pagedattn.integers import int32
@@ -102,23 +100,18 @@ WIDTHS = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint6
 
 @pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize("way", ["NumPy", "JAX", "jit"])
-@given(
-    numbers=st.lists(st.sampled_from([*EDGES, *(-edge for edge in EDGES)]), min_size=1, max_size=5),
-    dtype=st.sampled_from(WIDTHS),
-)
-@example(numbers=[2**32 + 1, -(2**32) + 1, 2**31, -(2**31), 2**63 - 1], dtype="int64")
-@example(numbers=[2**31, 2**32 - 1], dtype="uint32")
-@example(numbers=[2**63, 2**64 - 1, 2**32], dtype="uint64")
-def test_what_does_not_fit_becomes_minus_one(way, x64, numbers, dtype):
+@pytest.mark.parametrize("dtype", WIDTHS)
+def test_what_does_not_fit_becomes_minus_one(dtype, way, x64):
+    if way != "NumPy" and not x64:
+        dtype = dtype.replace("64", "32")  # JAX has no wider ones
     bounds = np.iinfo(dtype)
-    values = np.array([n for n in numbers if bounds.min <= n <= bounds.max], dtype)
-    if way != "NumPy" and not x64 and values.itemsize == 8:
-        values = values.astype(np.int32)  # JAX has no wider ones
+    numbers = [n for edge in EDGES for n in (edge, -edge) if bounds.min <= n <= bounds.max]
     with jax.enable_x64(x64):
-        given = values if way == "NumPy" else jnp.asarray(values)
-        got = jax.jit(int32)(given) if way == "jit" else int32(given)
+        values = np.array(numbers, dtype)
+        values = values if way == "NumPy" else jnp.asarray(values)
+        got = jax.jit(int32)(values) if way == "jit" else int32(values)
     assert got.dtype == np.int32
-    assert got.tolist() == [n if -(2**31) <= n < 2**31 else -1 for n in values.tolist()]
+    assert got.tolist() == [n if -(2**31) <= n < 2**31 else -1 for n in numbers]
 
 
 def test_slots_that_int32_does_not_hold():

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from cases import SIGNED, SPECS
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedattn import (
@@ -136,8 +136,6 @@ def test_arrays_of_the_protocol_alone():
     causal=st.booleans(),
     window=st.none() | st.integers(1, 12) | st.just(1 << 40),
 )
-@example(num_keys=2, first=-2, num_queries=1, causal=False, window=2)
-@example(num_keys=1, first=2, num_queries=1, causal=False, window=2)
 def test_ranges_of_keys(array, num_keys, first, num_queries, causal, window):
     """By the masks of single queries; the widest window leads to no position beyond int32."""
     window = AttentionSpec(sliding_window=window).sliding_window
@@ -150,9 +148,19 @@ def test_ranges_of_keys(array, num_keys, first, num_queries, causal, window):
     assert seen == [] or (begin, end) == (seen[0], seen[-1] + 1)
     begin, end = (int(bound[0]) for bound in common_key_range(*ends))
     assert [*range(begin, end)] == [key for key in range(num_keys) if mask[:, key].all()]
-    lens = array([num_keys] * num_queries)
-    sees = sees_a_key(array(p[:, 0]), lens, causal, window)
-    np.testing.assert_array_equal(np.asarray(sees), mask.any(axis=1))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 1 << 30])
+def test_who_sees_a_key(array, window, causal):
+    """Queries before, among and behind the keys."""
+    p = np.arange(-6, 12)
+    for num_keys in range(5):
+        j = np.arange(num_keys)[None]
+        mask = (j <= p[:, None]) | (not causal)
+        mask &= (abs(p[:, None] - j) < window) if window else True
+        sees = sees_a_key(array(p), array([num_keys] * len(p)), causal, window)
+        np.testing.assert_array_equal(np.asarray(sees), mask.any(axis=1))
 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 8, 64])

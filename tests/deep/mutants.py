@@ -201,6 +201,34 @@ MUTANTS = {
         "last = lax.div(first_step + blocks.count - 1, share) - 1",
         "tests/backends/test_mosaic_plans.py",
     ),
+    "writes that multiply by the reciprocal": Mutant(
+        "divide = _divided if xp is jnp else operator.truediv",
+        "divide = operator.truediv",
+        "tests/core/test_quantise.py -k divides_as and jit",
+    ),
+    "float16 queries times scales in float16": Mutant(
+        'call.cache_dtype and call.dtype == "float16"',
+        'call.cache_dtype and call.dtype == "float8"',
+        "tests/backends/test_quantised.py -k any_magnitude and xla",
+    ),
+    "a window whose end int32 does not hold": Mutant(
+        "_LONGEST = 1 << 30", "_LONGEST = (1 << 31) - 1", "tests/core/test_visibility.py -k ranges"
+    ),
+    "a query behind the last key that its window shows": Mutant(
+        "(positions - window < num_keys - 1)", "(positions - window < num_keys)",
+        "tests/core/test_visibility.py -k who_sees",
+    ),
+    "a query before the first key that its window shows": Mutant(
+        "(positions + window > 0)", "(positions + window >= 0)",
+        "tests/core/test_visibility.py -k who_sees",
+    ),
+    "numbers that wrap to the other sign": Mutant(
+        " & ((narrow < 0) == (values < 0))", "", "tests/core/test_int32.py -k minus_one"
+    ),
+    "most keys of a window one more": Mutant(
+        "self.longest_query + self.window - 1", "self.longest_query + self.window",
+        "tests/core/test_call.py",
+    ),
     "torch: one key behind the window left in": Mutant(
         "keys > self.rows.contexts[:, None] - self.call.window",
         "keys >= self.rows.contexts[:, None] - self.call.window",
