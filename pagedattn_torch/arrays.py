@@ -128,12 +128,14 @@ def bits(tensor: Tensor) -> Tensor:
 
 def require_no_grad(*tensors: Tensor) -> None:
     """Refuses tensors of which a gradient is recorded, backward or forward: it would be lost."""
-    backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    if backward or any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
-        raise UnsupportedError(
-            "gradients do not flow through torch tensors: call pagedattn from JAX for them, or "
-            "this under torch.no_grad()"
-        )
+    backward = torch.is_grad_enabled()
+    for tensor in tensors:
+        recorded = backward and tensor.requires_grad
+        if recorded or forward_ad.unpack_dual(tensor).tangent is not None:
+            raise UnsupportedError(
+                "gradients do not flow through torch tensors: call pagedattn from JAX for them, or "
+                "this under torch.no_grad()"
+            )
 
 
 def on_device_of(tensor: Tensor):

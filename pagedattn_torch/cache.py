@@ -25,6 +25,7 @@ from .uncompiled import uncompiled
 
 
 @uncompiled
+@torch.no_grad()
 def write_kv_(
     cache: KVCache,
     key: Float[Tensor, "num_tokens num_kv_heads head_dim"],
@@ -58,32 +59,34 @@ def write_kv_(
     for name, rows in (("key", key), ("value", value)):
         require_beside(name, rows, "cache", cache.key)
     slots = tensor("slot_mapping", slots, cache.key.device)
+    require_planes(cache, key=key, value=value)
     write_rows_(cache, key, value, slot_index(slots, cache.num_slots, cache.block_size))
     return cache
 
 
-@torch.no_grad()
 def write_rows_(
     cache: KVCache,
     key: Float[Tensor, "num_tokens num_kv_heads head_dim"],
     value: Float[Tensor, "num_tokens num_kv_heads value_dim"] | None,
     rows: HostRows | DeviceRows,
 ) -> None:
-    """`write_kv_` without checks of shapes and slots; never waits for the device.
-
-    Whatever can fail fails before the first write, so keys never stand beside values of others.
-    """
-    require_planes(cache, key=key, value=value)
+    """`write_kv_` without its checks, under `torch.no_grad`; never waits for the device."""
     with on_device_of(cache.key):
-        held = [quantised(key, cache.dtype, cache.key_scale)]
+        held = [_held(key, cache.dtype, cache.key_scale)]
         if value is not None:
-            held.append(quantised(value, cache.dtype, cache.value_scale))
+            held.append(_held(value, cache.dtype, cache.value_scale))
         for plane, tokens in zip(cache.planes, held, strict=False):
             rows.put_(bits(plane), bits(tokens))
 
 
+def _held(rows, dtype, scale):
+    return rows if rows.dtype is dtype else quantised(rows, dtype, scale)
+
+
 def require_planes(cache: KVCache, **rows: Tensor | None) -> None:
     """Requires that torch can write rows such as these to every plane of a cache.
+
+    Asked before the first write, so keys never stand beside values of others.
 
     Raises:
       InvalidInputError: it can write to none or to some of them only.

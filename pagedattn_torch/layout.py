@@ -7,7 +7,6 @@ same memory seen flat.
 The order of the axes in memory is another matter: see `empty_kv_cache`.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -87,8 +86,14 @@ def split_kv_cache(kv_cache: Tensor | KVCache, num_kv_heads: int, head_size: int
     num_kv_heads = count("num_kv_heads", num_kv_heads)
     head_size = count("head_size", head_size)
     _require_kv_cache(kv_cache)
+    return split_heads(kv_cache, num_kv_heads, head_size)
+
+
+def split_heads(kv_cache: Tensor | KVCache, num_kv_heads: int, head_size: int) -> KVCache:
+    """`split_kv_cache` of tensors and sizes that are known to be such."""
     cache = kv_cache if isinstance(kv_cache, KVCache) else _split(kv_cache, num_kv_heads, head_size)
-    if [tuple(plane.shape[2:]) for plane in cache.planes] != [(num_kv_heads, head_size)] * 2:
+    sizes = (num_kv_heads, head_size)
+    if cache.value is None or not cache.key.shape[2:] == cache.value.shape[2:] == sizes:
         raise _unlike(kv_cache, num_kv_heads, head_size)
     return cache
 
@@ -124,15 +129,19 @@ def _require_kv_cache(kv_cache):
 
 
 def _split(kv_cache, num_kv_heads, head_size):
-    if kv_cache.ndim == 5 and len(kv_cache) == 2:
+    if kv_cache.ndim == 5 and kv_cache.shape[0] == 2:
         return KVCache(*kv_cache.unbind(0))
-    if kv_cache.ndim != 3 or len(kv_cache) != 2 or kv_cache.shape[2] % (num_kv_heads * head_size):
+    if (
+        kv_cache.ndim != 3
+        or kv_cache.shape[0] != 2
+        or kv_cache.shape[2] % (num_kv_heads * head_size)
+    ):
         raise _unlike(kv_cache, num_kv_heads, head_size)
     if not kv_cache.is_contiguous():
         raise InvalidInputError(
             f"a flat kv_cache must be contiguous, got strides {kv_cache.stride()}"
         )
-    shape = (2, len(kv_cache[0]), -1, num_kv_heads, head_size)
+    shape = (2, kv_cache.shape[1], -1, num_kv_heads, head_size)
     return KVCache(*kv_cache.view(shape).unbind(0))
 
 
@@ -150,4 +159,4 @@ def is_empty(kv_cache: Tensor | KVCache | None) -> bool:
     if kv_cache is None:
         return True
     _require_kv_cache(kv_cache)
-    return math.prod((kv_cache.key if isinstance(kv_cache, KVCache) else kv_cache).shape) == 0
+    return 0 in (kv_cache.key if isinstance(kv_cache, KVCache) else kv_cache).shape

@@ -79,15 +79,30 @@ def fold(
     rows: Float[Tensor, "size queries heads dim"], num_kv_heads: int
 ) -> Float[Tensor, "size {num_kv_heads} heads//{num_kv_heads}*queries dim"]:
     """Folds `[size, queries, heads, dim]` to `[size, kv_heads, group * queries, dim]`."""
-    grouped = rows.unflatten(2, (num_kv_heads, -1))
-    return grouped.permute(0, 2, 3, 1, 4).flatten(2, 3)
+    size, queries, heads, dim = rows.shape
+    group = heads // num_kv_heads
+    if queries == 1:
+        return rows.view(size, num_kv_heads, group, dim)
+    grouped = rows.view(size, queries, num_kv_heads, group, dim).permute(0, 2, 3, 1, 4)
+    return grouped.reshape(size, num_kv_heads, group * queries, dim)
 
 
 def unfold(
     rows: Float[Tensor, "size kv_heads rows *dim"], num_queries: int
 ) -> Float[Tensor, "size {num_queries} heads *dim"]:
     """Unfolds `[size, kv_heads, group * queries, ...]` to `[size, queries, heads, ...]`."""
-    return rows.unflatten(2, (-1, num_queries)).flatten(1, 2).transpose(1, 2)
+    return by_group(rows, num_queries).flatten(2, 3)
+
+
+def by_group(
+    rows: Float[Tensor, "size kv_heads rows *dim"], num_queries: int
+) -> Float[Tensor, "size {num_queries} kv_heads group *dim"]:
+    """The same memory, but with the heads' axis as two: `[size, queries, kv_heads, group, ...]`."""
+    if num_queries == 1:
+        return rows[:, None]
+    size, kv_heads, folded, *dims = rows.shape
+    apart = rows.view(size, kv_heads, folded // num_queries, num_queries, *dims)
+    return apart.movedim(3, 1)
 
 
 def fold_bias(added: Tensor, call: Call) -> Tensor:

@@ -92,7 +92,8 @@ class Step:
         got = options_of(**options)
         expected = {name: getattr(self.call, name) for name in got}
         require(got == expected, f"the step was prepared with {expected}, got {got}")
-        return self.run(query, cache, **options)
+        with torch.no_grad():
+            return self.run(query, cache, **options)
 
     def __reduce__(self) -> NoReturn:
         raise UnsupportedError(
@@ -100,10 +101,11 @@ class Step:
             "prepare again, in the process that attends"
         )
 
-    @uncompiled
-    @torch.no_grad()
     def run(self, query: Query, cache: KVCache, **options: Tensor) -> tuple[Out, Lse | None]:
-        """`attend` without its checks, for arrays that are known to be like the prepared ones."""
+        """`attend` without its checks, for arrays that are known to be like the prepared ones.
+
+        To be called under `torch.no_grad`.
+        """
         backend = _EMPTY if self.call.is_empty else self.backend
         for name, array in vars(self.batch).items():  # backends may read it again
             require_dense(name, array)

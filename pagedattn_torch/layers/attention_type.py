@@ -35,6 +35,8 @@ class AttentionType(StrEnum):
         >>> AttentionType.of("decoder").causal
         True
         """
+        if isinstance(value, cls):
+            return value
         if isinstance(value, Enum) and value.name in cls.__members__:
             return cls[value.name]
         return cls(str(value)) if isinstance(value, str | Enum) else cls._missing_(value)

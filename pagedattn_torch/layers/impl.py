@@ -7,10 +7,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pagedattn import AttentionSpec, KVCache, UnsupportedError
+from pagedattn import AttentionSpec, KVCache, UnsupportedError, validate_cache
 from pagedattn.call import Call, call_of
 
-from ..layout import is_empty, split_kv_cache
+from ..arrays import require_no_grad
+from ..layout import is_empty, split_heads
 from ..step import Step, prepare
 from .attention_type import AttentionType
 from .biases import packed_bias, under_bias
@@ -21,7 +22,8 @@ from .inputs import (
     fresh_keys,
     heads,
     require_metadata,
-    require_together,
+    require_one_device,
+    require_readable,
     require_unit_scales,
     takes_layer,
 )
@@ -213,25 +215,34 @@ class AttentionImpl:
         refresh(attn_metadata)
         rows = heads("query", query, self.num_heads, self.head_size)
         fresh = fresh_keys(key, value, (self.num_kv_heads, self.head_size))
-        check_counts(rows, fresh, attn_metadata, kind)
         cache = self._cache(kv_cache, kind, scales)
-        given = {"query": query, "key": key, "value": value, "kv_cache": cache and cache.key}
-        require_together(**{name: array for name, array in given.items() if array is not None})
+        require_readable(rows, fresh, cache)
         return LayerCall(kind, rows, fresh, cache)
 
     def _cache(self, kv_cache, kind, scales) -> KVCache | None:
         """The cache that a call of this kind reads and writes."""
         if self.cache_dtype is None:
-            require_unit_scales(**dict(zip(("k_scale", "v_scale"), scales, strict=True)))
+            require_unit_scales(k_scale=scales[0], v_scale=scales[1])
         if not kind.cached or is_empty(kv_cache):
             return None
-        cache = split_kv_cache(kv_cache, self.num_kv_heads, self.head_size)
-        return cache if self.cache_dtype is None else as_quantised(cache, self.cache_dtype, *scales)
+        cache = split_heads(kv_cache, self.num_kv_heads, self.head_size)
+        require_no_grad(*cache.planes)
+        if self.cache_dtype is None:
+            return cache
+        cache = as_quantised(cache, self.cache_dtype, *scales)
+        validate_cache.scales(cache)
+        return cache
 
     def _step(self, call: LayerCall, attn_metadata) -> LayerStep:
-        """The prepared step of a call. All that can fail fails here, before anything is written."""
-        bias = packed_bias(attn_metadata, call.kind, call.query, self.specs[call.kind])
-        window = self.sliding_window if bias is None else None
+        """The prepared step of a call. All that can fail fails here, before anything is written.
+
+        What follows from shapes, and so from `likeness`, is checked here alone.
+        """
+        check_counts(call.query, call.fresh, attn_metadata, call.kind)
+        require_one_device(call)
+        spec = self.specs[call.kind]
+        bias = packed_bias(attn_metadata, call.kind, call.query, spec)
+        window = spec.sliding_window if bias is None else None
         parts, rows = plan(call.fresh, call.cache, attn_metadata, call.kind, window)
         parts = [part.with_bias(bias) for part in parts]
         return LayerStep([(part, self._part(call, part)) for part in parts], rows)

@@ -13,6 +13,7 @@ from pagedattn.facts import shown
 from pagedattn.memory import require_alike, require_memory
 
 from ..arrays import require_no_grad, require_tensors, require_writable, with_dense_rows
+from ..cache import require_planes
 from ..uncompiled import require_eager
 from .attention_type import AttentionType
 from .metadata import AttentionMetadata, batches
@@ -73,13 +74,13 @@ def heads(name: str, packed: Tensor, num_heads: int, head_size: int) -> Tensor:
     """
     require_tensors(**{name: packed})
     require_no_grad(packed)
-    shape = tuple(packed.shape)
+    shape = packed.shape
     apart = len(shape) > 2 and shape[-2:] == (num_heads, head_size)
-    require(
-        apart or (len(shape) > 1 and shape[-1] == num_heads * head_size),
-        f"{name} must be [num_tokens, {num_heads}, {head_size}] or [num_tokens, "
-        f"{num_heads * head_size}], got {list(shape)}",
-    )
+    if not apart and (len(shape) < 2 or shape[-1] != num_heads * head_size):
+        raise InvalidInputError(
+            f"{name} must be [num_tokens, {num_heads}, {head_size}] or [num_tokens, "
+            f"{num_heads * head_size}], got {list(shape)}"
+        )
     return packed.reshape(-1, num_heads, head_size)
 
 
@@ -92,13 +93,10 @@ def fresh_keys(key: Tensor | None, value: Tensor | None, sizes: tuple[int, int])
         )
     if key is None or value is None:
         return None
-    packed = heads("key", key, *sizes), heads("value", value, *sizes)
-    fresh = Fresh(*map(with_dense_rows, packed))
-    require(
-        len(fresh.key) == len(fresh.value),
-        f"got {len(fresh.key)} keys and {len(fresh.value)} values",
-    )
-    return fresh
+    rows, values = heads("key", key, *sizes), heads("value", value, *sizes)
+    if rows.shape != values.shape:
+        raise InvalidInputError(f"got {len(rows)} keys and {len(values)} values")
+    return Fresh(with_dense_rows(rows), with_dense_rows(values))
 
 
 def require_metadata(meta) -> None:
@@ -135,15 +133,29 @@ def check_output(output: Tensor | None, rows: Tensor) -> None:
     )
 
 
-def require_together(**tensors: Tensor) -> None:
-    """Requires tensors on one device, all with memory or all without."""
-    places = {name: str(x.device) for name, x in tensors.items()}
+def require_readable(query: Tensor, fresh: Fresh | None, cache: KVCache | None) -> None:
+    """Requires tensors all with memory, or all without, and a cache that can be written to."""
+    tensors = {"query": query} | (fresh._asdict() if fresh else {})
+    if cache is None:
+        require_alike(**tensors)
+    elif fresh is None:
+        require_alike(kv_cache=cache.key, **tensors)
+    else:
+        require_planes(cache, **tensors)
+
+
+def require_one_device(call: LayerCall) -> None:
+    key, value = call.fresh or (None, None)
+    tensors = {"query": call.query, "key": key, "value": value}
+    tensors |= {"kv_cache": None if call.cache is None else call.cache.key}
+    places = {name: str(x.device) for name, x in tensors.items() if x is not None}
     require(len(set(places.values())) <= 1, f"tensors must lie on one device, got {places}")
-    require_alike(**tensors)
 
 
 def require_unit_scales(**scales) -> None:
     for name, scale in scales.items():
+        if type(scale) is float and scale == 1.0:
+            continue
         if isinstance(scale, Tensor) and scale.device.type != "cpu":
             raise UnsupportedError(
                 f"{name} is a tensor on {scale.device}, and reading it would wait for the device; "

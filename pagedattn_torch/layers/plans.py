@@ -60,7 +60,8 @@ class Part(NamedTuple):
         if self.num_fresh is not None and fresh is not None:
             own = like_cache(packed_cache(*fresh.first(self.num_fresh)), cache)
             cache = own if self.contexts is None else self.contexts.before(own, cache)
-        return query[: self.batch.num_tokens], cache
+        count = self.batch.num_tokens
+        return query if count == query.shape[0] else query[:count], cache
 
 
 class Plan(NamedTuple):

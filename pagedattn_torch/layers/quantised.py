@@ -11,7 +11,7 @@ from pagedattn import InvalidInputError, KVCache, UnsupportedError
 from pagedattn.checks import require, whole
 from pagedattn.facts import shown
 from pagedattn.memory import require_memory
-from pagedattn.quantise import largest, quantised
+from pagedattn.quantise import quantised
 from pagedattn.registry import Framework, record
 
 from ..arrays import require_tensors
@@ -62,7 +62,7 @@ def like_cache(packed: KVCache, cache: KVCache | None) -> KVCache:
 
     So a result does not depend on whether new keys are read as they are given or from the cache.
     """
-    if cache is None or largest(cache.dtype) is None:
+    if cache is None or cache.dtype is packed.dtype:
         return packed
     key = quantised(packed.key, cache.dtype, cache.key_scale)
     value = quantised(packed.value, cache.dtype, cache.value_scale)

@@ -29,23 +29,22 @@ class LayerStep(NamedTuple):
     @uncompiled
     @torch.no_grad()
     def run(self, query: Tensor, fresh: Fresh | None, cache: KVCache | None) -> Tensor:
-        """Writes, then attends; without checks, for arrays that are like the prepared ones."""
+        """Writes, then attends; without checks, for arrays that are like the prepared ones.
+
+        The result is the sum of the parts'. The first has all tokens; others may have only the
+        first ones.
+        """
         # Before the write: it may replace keys behind the window, which first tokens still see.
         arrays = [part.arrays(query, fresh, cache) for part, _ in self.parts]
         if self.rows is not None and fresh is not None and cache is not None:
             write_rows_(cache, *fresh, self.rows)
-        return _sum(
-            step.run(*rows, **part.options)
-            for rows, (part, step) in zip(arrays, self.parts, strict=True)
-        )
-
-
-def _sum(results) -> Tensor:
-    """The sum of the results. The first one has all tokens; others may have only the first ones."""
-    (out, _), *others = results
-    for part, _ in others:
-        out[: len(part)] += part
-    return out
+        (out, _), *others = [
+            step.run(*given, **part.options)
+            for given, (part, step) in zip(arrays, self.parts, strict=True)
+        ]
+        for more, _ in others:
+            out[: more.shape[0]] += more
+        return out
 
 
 def likeness(layer: Any, kind, query: Tensor, fresh: Fresh | None, cache: KVCache | None):

@@ -16,7 +16,7 @@ from torch_layers import assert_same, normal
 from pagedattn import PagedAttentionError
 from pagedattn_torch import AttentionImpl, TorchSDPABackendImpl, TorchSDPAMetadata
 from pagedattn_torch.layers import impl, step
-from pagedattn_torch.layers.metadata.contents import reader
+from pagedattn_torch.layers.metadata.contents import watch
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 BLOCK_SIZE, NUM_BLOCKS, WIDTH = 4, 24, 6
@@ -228,6 +228,67 @@ def test_one_layer_plans_for_all(plans, name, layer, inference):
     assert len(plans) == (4 if refused else 1)
 
 
+def wrong_calls(query, key, value, cache) -> dict[str, tuple[tuple, dict]]:
+    """Calls of a layer that are refused, though their arrays resemble those of one that is not."""
+    negated = torch._neg_view(query)
+    apart = torch.zeros(4, 32, device="meta")
+    calls = {
+        "gradients": (query.clone().requires_grad_(), key, value, cache),
+        "gradients of keys": (query, key, value.clone().requires_grad_(), cache),
+        "gradients of a cache": (query, key, value, cache.clone().requires_grad_()),
+        "negated": (negated, key, value, cache),
+        "no tensor": (query.numpy(), key, value, cache),
+        "a list": (query, key, value, [cache]),
+        "sparse": (query.to_sparse(), key, value, cache),
+        "too few tokens": (query[1:], key, value, cache),
+        "too few keys": (query, key[1:], value[1:], cache),
+        "one key less": (query, key[1:], value, cache),
+        "no values": (query, key, None, cache),
+        "other heads": (query[:, :8], key, value, cache),
+        "another dtype": (query, key.double(), value.double(), cache),
+        "another cache's dtype": (query, key, value, cache.double()),
+        "another device": (apart, key, value, cache),
+        "a cache elsewhere": (query, key, value, cache.to("meta")),
+        "three planes": (query, key, value, torch.cat([cache, cache[:1]])),
+        "a flat cache with gaps": (query, key, value, cache.flatten(2)[..., ::2]),
+    }
+    scales = {
+        "scale": {"k_scale": 0.5},
+        "scale of a tensor": {"v_scale": torch.tensor(2.0)},
+        "output": {"output": query[1:]},
+        "type": {"attn_type": "encoder"},
+    }
+    good = query, key, value, cache
+    return {name: (call, {}) for name, call in calls.items()} | {
+        name: (good, options) for name, options in scales.items()
+    }
+
+
+@pytest.mark.parametrize("name", [*wrong_calls(*arrays_of(LAYERS[0], 3))])
+def test_refusals_stay_in_later_layers(name):
+    layer, held = LAYERS[0], Held(steps_of("decodes", lists=True)[0])
+    arrays = arrays_of(layer, 3)
+    layer.forward(*arrays, held.meta)
+    before = arrays[-1].clone()
+    call, options = wrong_calls(*arrays)[name]
+    errors = []
+    for meta in (held.fresh(), held.meta, held.meta):
+        with pytest.raises(PagedAttentionError) as error:
+            layer.forward(*call, meta, **options)
+        errors.append((error.type, str(error.value)))
+    assert errors[0] == errors[1] == errors[2]
+    assert_same(arrays[-1], before)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, torch.tensor(-1.0), torch.ones(3), "1", torch.nan])
+def test_scales_are_checked_in_later_layers(scale):
+    layer, held = LAYERS[5], Held(steps_of("decodes", lists=True)[0])
+    arrays = arrays_of(layer, 3)
+    layer.forward(*arrays, held.meta, k_scale=0.5)
+    with pytest.raises(PagedAttentionError, match="scale"):
+        layer.forward(*arrays, held.meta, k_scale=scale)
+
+
 def test_layers_of_other_settings_keep_plans_of_their_own(plans):
     held = Held(steps_of("prompts", lists=True)[0])
     for _ in range(3):
@@ -266,14 +327,13 @@ def test_changes_that_cannot_be_read_are_counted_or_nothing_is_shared(inference)
     """Tensors without values stand in for those of a GPU."""
     with torch.inference_mode(inference):
         there = torch.zeros(3, device="meta")
-        read = reader([there, there[1:]])
+        changed = watch([there, there[1:]])
         if inference:
-            assert read is None
+            assert changed is None
         else:
-            then = read()
-            assert read() == then
+            assert not changed()
             there.add_(1)
-            assert read() != then
+            assert changed()
 
 
 COPIES = {

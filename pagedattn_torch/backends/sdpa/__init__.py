@@ -10,6 +10,7 @@ the first key, which is wrong as soon as there is a context.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -22,9 +23,9 @@ from pagedattn.call import Call
 
 from ...arrays import bits
 from ...bias import bias_at, zeroed
-from ...rectangles import fold, fold_bias, unfold
+from ...rectangles import by_group, fold, fold_bias
 from . import kernels
-from .parts import Hidden, Part, Rectangle, Turn, rectangles
+from .parts import Hidden, Part, Rectangle, Tile, Turn, rectangles
 
 HONOURS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
@@ -34,16 +35,32 @@ HONOURS = frozenset(
 SCRATCH_BYTES = 4 << 20
 
 
-def plan(call: Call, batch: Sequences) -> list[Rectangle]:
+class Plan(NamedTuple):
+    """What the layers of a step share.
+
+    Fields:
+      rectangles: the batch.
+      num_blocks, num_gathered: the most blocks that a turn has, and that one gathers.
+    """
+
+    rectangles: list[Rectangle]
+    num_blocks: int
+    num_gathered: int
+
+
+def plan(call: Call, batch: Sequences) -> Plan:
     token_bytes = call.num_kv_heads * (call.head_dim + call.out_dim) * _dtype(call).itemsize
-    return rectangles(call, batch, SCRATCH_BYTES // token_bytes)
+    made = rectangles(call, batch, SCRATCH_BYTES // token_bytes)
+    sizes = [(turn.blocks.shape[0], turn.run) for each in made for turn in each.turns]
+    gathered = max((size for size, run in sizes if run is None), default=0)
+    return Plan(made, max((size for size, _ in sizes), default=0), gathered)
 
 
 def run(
     call: Call,
     query: Float[Tensor, "num_tokens num_heads head_dim"],
     cache: KVCache,
-    plan: list[Rectangle],
+    plan: Plan,
     *,
     bias: Float[Tensor, "num_tokens heads max_keys"] | None = None,
     out: tuple[Tensor, Tensor | None] | None = None,
@@ -52,10 +69,12 @@ def run(
 ]:
     results = _results(call, query, out)
     rooms = _rooms(call, cache, plan)
-    for rectangle in plan:
+    for rectangle in plan.rectangles:
         _attend(call, rectangle, query, cache, bias, rooms, results)
-    result, lse = (part[: call.num_tokens] for part in results)
-    return result, lse if call.return_lse else None
+    result, lse = results
+    if call.device == "cpu":
+        return result, lse
+    return result[: call.num_tokens], None if lse is None else lse[: call.num_tokens]
 
 
 BACKEND = Backend("sdpa", HONOURS, run, plan=plan, takes_out=True)
@@ -67,35 +86,34 @@ def _dtype(call) -> torch.dtype:
     return torch.float32 if slow else getattr(torch, call.dtype)
 
 
-def _results(call: Call, query, out) -> tuple[Tensor, Tensor]:
+def _results(call: Call, query, out) -> tuple[Tensor, Tensor | None]:
     """Memory for out and lse, filled as for tokens that see no key.
 
     On other devices than a CPU it has one row more, which is thrown away: rectangles write there
     what they compute for their padding, since to leave that out they would wait for the device.
     """
     num_rows = call.num_tokens + (call.device != "cpu")
-    given = out if out is not None and call.device == "cpu" else (None, None)
-    shapes = (num_rows, *call.out_shape[1:]), (num_rows, call.num_heads)
-    dtypes = query.dtype, torch.float32
-    result, lse = (
-        query.new_empty(shape, dtype=dtype) if part is None else part
-        for part, shape, dtype in zip(given, shapes, dtypes, strict=True)
-    )
-    return result.zero_(), lse.fill_(-torch.inf)
+    result, lse = out if out is not None and call.device == "cpu" else (None, None)
+    if result is None:
+        result = query.new_empty(num_rows, *call.out_shape[1:])
+    if lse is None and call.return_lse:
+        lse = query.new_empty(num_rows, call.num_heads, dtype=torch.float32)
+    return result.zero_(), None if lse is None else lse.fill_(-torch.inf)
 
 
-def _rooms(call: Call, cache: KVCache, plan: list[Rectangle]) -> list[tuple[Tensor, Tensor]]:
-    """Memory for the gathered blocks of each plane, in its own dtype and in `_dtype`.
+def _rooms(call: Call, cache: KVCache, plan: Plan) -> list[tuple[Tensor | None, Tensor | None]]:
+    """Memory for the gathered blocks of each plane, in its own dtype and, if another, in `_dtype`.
 
-    All rectangles use it, one after the other: fresh memory for each would cost page faults.
+    None where none is needed. All rectangles use it, one after the other: fresh memory for each
+    would cost page faults.
     """
-    num_blocks = max((len(turn.blocks) for each in plan for turn in each.turns), default=0)
-    rooms = [plane.new_empty(num_blocks, *plane.shape[1:]) for plane in cache.planes]
-    dtype = _dtype(call)
-    return [
-        (room, room if room.dtype is dtype else torch.empty_like(room, dtype=dtype))
-        for room in rooms
-    ]
+    dtype, rooms = _dtype(call), []
+    for plane in cache.planes:
+        shape = plane.shape[1:]
+        room = plane.new_empty(plan.num_gathered, *shape) if plan.num_gathered else None
+        shape = plan.num_blocks, *shape
+        rooms.append((room, None if plane.dtype is dtype else plane.new_empty(shape, dtype=dtype)))
+    return rooms
 
 
 def _attend(call: Call, rectangle: Rectangle, query, cache: KVCache, bias, rooms, results) -> None:
@@ -103,35 +121,44 @@ def _attend(call: Call, rectangle: Rectangle, query, cache: KVCache, bias, rooms
     queries = [_queries(call, tile, query) for tile in rectangle.tiles]
     states = [[] for _ in queries]
     for turn in rectangle.turns:
-        planes = list(_gathered(call, turn, cache, rooms))
+        planes = list(_gathered(turn, cache, rooms))
         for part in turn.parts:
             hidden = _hidden(call, part, rectangle.tiles[part.tile], bias)
             states[part.tile].append(_state(call, part, hidden, queries[part.tile], planes))
-    for tokens, tile_states in zip(rectangle.tiles, states, strict=True):
+    for tile, tile_states in zip(rectangle.tiles, states, strict=True):
         if tile_states:
-            _write(call, tokens, tile_states, results)
+            _write(tile, tile_states, results)
 
 
 def _queries(
-    call: Call,
-    tokens: Int[Tensor, "size queries"],
-    query: Float[Tensor, "num_tokens num_heads head_dim"],
+    call: Call, tile: Tile, query: Float[Tensor, "num_tokens num_heads head_dim"]
 ) -> Float[Tensor, "size kv_heads {call.group}*queries head_dim"]:
     """The queries of a tile, folded."""
-    rows = query[tokens.clamp(max=call.num_tokens - 1)]
+    if tile.run is None:
+        rows = query[tile.read]
+    else:
+        rows = _slice(query, tile.run).view(*tile.tokens.shape, *query.shape[1:])
     return fold(rows.to(_dtype(call)), call.num_kv_heads)
 
 
-def _gathered(call, turn: Turn, cache, rooms) -> Iterator[Tensor]:
+def _slice(rows: Tensor, run: slice) -> Tensor:
+    return rows if run.stop - run.start == rows.shape[0] else rows[run]
+
+
+def _gathered(turn: Turn, cache, rooms) -> Iterator[Tensor]:
     """Keys and values of a turn as `[size, kv_heads, keys, dim]`; of a latent cache the keys."""
+    count = turn.blocks.shape[0]
     for plane, (room, wide) in zip(cache.planes, rooms, strict=True):
-        pages = room[: len(turn.blocks)]
-        torch.index_select(bits(plane), 0, turn.blocks, out=bits(pages))
-        if turn.absent is not None:
-            _clear(bits(pages).flatten(0, 1), turn.absent)
-        if wide is not room:
-            pages = wide[: len(turn.blocks)].copy_(pages)
-        yield pages.view(turn.size, -1, *plane.shape[2:]).transpose(1, 2)
+        if room is None or turn.run is not None:
+            pages = plane[turn.run]
+        else:
+            pages = torch.index_select(bits(plane), 0, turn.blocks, out=bits(room[:count]))
+            pages = pages.view(plane.dtype)
+            if turn.absent is not None:
+                _clear(bits(pages).flatten(0, 1), turn.absent)
+        if wide is not None:
+            pages = wide[:count].copy_(pages)
+        yield pages.reshape(turn.size, -1, *plane.shape[2:]).transpose(1, 2)
 
 
 def _clear(
@@ -145,11 +172,11 @@ def _clear(
         rows.index_fill_(0, absent, 0)  # touches only these rows
 
 
-def _hidden(call: Call, part: Part, tokens: Int[Tensor, "size queries"], bias) -> Hidden:
+def _hidden(call: Call, part: Part, tile: Tile, bias) -> Hidden:
     hidden = part.hidden()
     if bias is None:
         return hidden
-    return hidden.with_bias(fold_bias(bias_at(bias, tokens, part.numbers()), call))
+    return hidden.with_bias(fold_bias(bias_at(bias, tile.tokens, part.numbers()), call))
 
 
 def _state(
@@ -160,7 +187,8 @@ def _state(
     planes: list[Float[Tensor, "size kv_heads keys _"]],
 ) -> tuple[Float[Tensor, "size kv_heads rows value_dim"], Float[Tensor, "size kv_heads rows"]]:
     """Out and lse of a tile's queries over the keys of a part, folded."""
-    planes = [plane[:, :, part.keys] for plane in planes]
+    if part.keys.stop - part.keys.start < planes[0].shape[2]:
+        planes = [plane[:, :, part.keys] for plane in planes]
     if call.bias is not None and hidden.added is not None:
         planes = [zeroed(plane, hidden.added) for plane in planes]
     out, lse = kernels.choose(call)(call, query, planes[0], planes[-1], hidden.added)
@@ -169,20 +197,24 @@ def _state(
     return out.masked_fill(hidden.blind[..., None], 0), lse.masked_fill(hidden.blind, -torch.inf)
 
 
-def _write(call: Call, tokens: Int[Tensor, "size queries"], states, results) -> None:
+def _write(tile: Tile, states, results) -> None:
     """Joins the states of a tile's queries, and writes them to the rows of their tokens."""
     outs, lses = zip(*states, strict=True)
     out, lse = results
-    _put(call, out, tokens, _joined(outs, lses))
-    if call.return_lse:
-        _put(call, lse, tokens, torch.stack(lses).logsumexp(0))
+    _put(out, tile, _joined(outs, lses))
+    if lse is not None:
+        _put(lse, tile, torch.stack(lses).logsumexp(0))
 
 
-def _put(call: Call, result, tokens: Int[Tensor, "size queries"], folded) -> None:
-    rows = unfold(folded, tokens.shape[1])
-    if call.device == "cpu" and not (live := tokens < call.num_tokens).all():
-        tokens, rows = tokens[live], rows[live]
-    result[tokens] = rows.to(result.dtype)
+def _put(result, tile: Tile, folded) -> None:
+    rows = by_group(folded, tile.num_queries)
+    result = result.view(-1, *rows.shape[2:])
+    if tile.run is not None:
+        _slice(result, tile.run).view(rows.shape).copy_(rows)
+    elif tile.live is not None:
+        result[tile.tokens[tile.live]] = rows[tile.live].to(result.dtype)
+    else:
+        result[tile.tokens] = rows.to(result.dtype)
 
 
 def _joined(

@@ -50,7 +50,7 @@ def _rows(call, batch) -> Rows:
 def _groups(rows, block_size, keys_at_once) -> list[list[tuple[int, int, int]]]:
     """Groups of (query class, number of blocks, index) of sequences that have queries and keys.
 
-    In each group the first sequence has the most blocks.
+    In each group the first sequence has the most blocks; equal ones stay in their order.
     """
     lengths = zip(rows.query_lens.tolist(), rows.num_keys.tolist(), strict=True)
     sizes = [
@@ -59,7 +59,7 @@ def _groups(rows, block_size, keys_at_once) -> list[list[tuple[int, int, int]]]:
         if queries > 0 and keys > 0
     ]
     groups: list[list] = []
-    for size in sorted(sizes, reverse=True):
+    for size in sorted(sizes, key=lambda size: (-size[0], -size[1])):
         if not groups or not _joins(size, groups[-1], block_size, keys_at_once):
             groups.append([])
         groups[-1].append(size)

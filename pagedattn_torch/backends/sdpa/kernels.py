@@ -32,11 +32,12 @@ def choose(call: Call) -> Callable:
 def _flash_on_cpu(call, query, key, value, added):
     # F.scaled_dot_product_attention runs this on a CPU; called directly, it gives lse too. It takes
     # rows of one width: zeros in keys add nothing to logits, and values give columns that are cut.
-    width = max(key.shape[3], value.shape[3])
-    query, key, value = (_widened(part, width) for part in (query, key, value))
+    if key.shape[3] != value.shape[3]:
+        width = max(key.shape[3], value.shape[3])
+        query, key, value = (_widened(part, width) for part in (query, key, value))
     # Beside queries of float64 it reads what is added as float64, too, whatever it is.
     added = None if added is None else added.to(wide_dtype(query))
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
         query, key, value, attn_mask=added, scale=call.scale
     )
     return out[..., : call.out_dim], lse

@@ -17,12 +17,35 @@ from pagedattn.visibility import additive, visible_mask
 
 from ...bias import alibi
 from ...rectangles import fold_bias
+from ...rows import run_of
 from .buckets import Bucket, Span
 from .grouping import make_buckets
 
 # Query rows (tokens x heads of a group) of a call. Tiles bound the memory of masks, and early ones
 # skip the keys that causality hides.
 TILE_ROWS = 768
+# Masks that a step on a CPU keeps for its layers. To make one anew costs half an attention.
+KEPT_BYTES = 32 << 20
+
+
+class Tile(NamedTuple):
+    """Some queries of each sequence of a rectangle.
+
+    Fields:
+      tokens: the token of each; `num_tokens` where a row is padding.
+      read: the same, but with some token in place of padding.
+      run: the same as a slice; None if it is none.
+      live: on a CPU which rows are no padding; None if all are none, or that is unknown.
+    """
+
+    tokens: Int[Tensor, "size queries"]
+    read: Int[Tensor, "size queries"]
+    run: slice | None
+    live: Bool[Tensor, "size queries"] | None
+
+    @property
+    def num_queries(self) -> int:
+        return self.tokens.shape[1]
 
 
 class Hidden(NamedTuple):
@@ -44,7 +67,11 @@ class Hidden(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The keys of a turn that the queries of tile number `tile` see."""
+    """The keys of a turn that the queries of tile number `tile` see.
+
+    `hidden` makes the mask when a layer asks for it. Small ones are kept for the other layers; all
+    those of long queries together would fill memory.
+    """
 
     tile: int
     keys: slice
@@ -57,41 +84,67 @@ class Turn(NamedTuple):
 
     size: int
     blocks: Int[Tensor, "size_times_blocks"]
+    # The blocks as a slice, where they follow each other and nothing is set to 0: read in place.
+    run: slice | None
     # A mask of slots, or on a CPU their indices.
     absent: Bool[Tensor, "slots"] | Int[Tensor, "num_absent"] | None
     parts: list[Part]
 
 
 class Rectangle(NamedTuple):
-    """One bucket: the tokens of each tile of its queries, and all its keys."""
+    """One bucket: the tiles of its queries, and all its keys."""
 
-    tiles: list[Int[Tensor, "size queries"]]
+    tiles: list[Tile]
     turns: list[Turn]
 
 
 def rectangles(call: Call, batch: Sequences, keys_at_once: int) -> list[Rectangle]:
     """The rectangles of a batch; about `keys_at_once` keys are gathered at a time."""
-    return [_rectangle(bucket) for bucket in make_buckets(call, batch, keys_at_once)]
+    left, made = KEPT_BYTES, []
+    for bucket in make_buckets(call, batch, keys_at_once):
+        num_bytes = _mask_bytes(bucket)
+        keeps = bucket.num_queries == 1 or (call.device == "cpu" and num_bytes <= left)
+        left -= num_bytes * keeps
+        made.append(_rectangle(bucket, keeps))
+    return made
 
 
-def _rectangle(bucket: Bucket) -> Rectangle:
+def _mask_bytes(bucket: Bucket) -> int:
+    heads = bucket.call.num_heads if bucket.call.spec.alibi_slopes else bucket.call.group
+    keys = bucket.num_blocks * bucket.call.block_size
+    return 4 * bucket.size * heads * bucket.num_queries * keys
+
+
+def _rectangle(bucket: Bucket, keeps_masks: bool) -> Rectangle:
     step = max(1, TILE_ROWS // bucket.call.group)
-    tiles = list(bucket.tokens().split(step, dim=1))
+    tiles = [_tile(bucket, tokens) for tokens in bucket.tokens().split(step, dim=1)]
     begins = range(0, bucket.num_queries, step)
-    ends = [begin + tile.shape[1] for begin, tile in zip(begins, tiles, strict=True)]
+    ends = [begin + tile.num_queries for begin, tile in zip(begins, tiles, strict=True)]
     queries = list(zip(begins, ends, strict=True))
-    return Rectangle(tiles, [_turn(bucket, span, queries) for span in bucket.spans()])
+    turns = [_turn(bucket, span, queries, keeps_masks) for span in bucket.spans()]
+    return Rectangle(tiles, turns)
 
 
-def _turn(bucket: Bucket, span: Span, queries) -> Turn:
+def _tile(bucket: Bucket, tokens) -> Tile:
+    num_tokens = bucket.call.num_tokens
+    live = tokens < num_tokens
+    padded = tokens.device.type == "cpu" and not live.all()
+    run = None if padded else run_of(tokens)
+    return Tile(tokens, tokens.clamp(max=num_tokens - 1), run, live if padded else None)
+
+
+def _turn(bucket: Bucket, span: Span, queries, keeps_masks: bool) -> Turn:
     parts = []
     for number, (begin, end) in enumerate(queries):
         seen = bucket.seen_by_any(begin, end, span)
         if seen.first < seen.last:  # torch's flash kernel divides by the number of keys
             keys = slice(seen.first - span.first, seen.last - span.first)
             numbers = functools.partial(bucket.numbers, seen)
-            parts.append(Part(number, keys, _hidden_when_asked(bucket, begin, end, seen), numbers))
-    return Turn(bucket.size, bucket.blocks(span), _absent(bucket, span), parts)
+            hidden = functools.partial(_hidden, bucket, begin, end, seen)
+            hidden = functools.cache(hidden) if keeps_masks else hidden
+            parts.append(Part(number, keys, hidden, numbers))
+    blocks, absent = bucket.blocks(span), _absent(bucket, span)
+    return Turn(bucket.size, blocks, run_of(blocks) if absent is None else None, absent, parts)
 
 
 def _absent(bucket: Bucket, span: Span) -> Bool[Tensor, "slots"] | Int[Tensor, "num_absent"] | None:
@@ -99,16 +152,6 @@ def _absent(bucket: Bucket, span: Span) -> Bool[Tensor, "slots"] | Int[Tensor, "
         return None
     absent = ~bucket.presence(span).flatten()
     return absent.nonzero().flatten() if absent.device.type == "cpu" else absent
-
-
-def _hidden_when_asked(bucket: Bucket, begin: int, end: int, seen: Span) -> Callable[[], Hidden]:
-    """Makes the mask when a layer asks for it.
-
-    For single queries it is small, and kept for the other layers; for long ones it is made anew
-    each time, since all of them together would fill memory.
-    """
-    make = functools.partial(_hidden, bucket, begin, end, seen)
-    return functools.cache(make) if bucket.num_queries == 1 else make
 
 
 def _hidden(bucket: Bucket, begin: int, end: int, seen: Span) -> Hidden:
@@ -121,6 +164,8 @@ def _hidden(bucket: Bucket, begin: int, end: int, seen: Span) -> Hidden:
     if visible is None:
         return Hidden(folded, None)
     blind = ~visible.any(dim=2)
+    if bucket.call.device == "cpu" and not blind.any():
+        return Hidden(folded, None)
     return Hidden(folded, blind.repeat(1, bucket.call.group)[:, None])
 
 

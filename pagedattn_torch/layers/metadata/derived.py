@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from .contents import reader
+from .contents import watch
 
 
 def derived(cls):
@@ -29,7 +29,9 @@ def all_of(owner) -> dict[str, Any]:
     if state.get("_fields") is None:
         given = state["_given"]
         fields = owner._derive(given)
-        state |= {"_fields": fields, "_held": {}, "_seen": _seen(given, fields)}
+        seen = _seen(given, fields)
+        state |= {"_fields": fields, "_held": {}, "_seen": [each for each in seen if each[2]]}
+        state["_all_seen"] = len(state["_seen"]) == len(seen)
     return state["_fields"]
 
 
@@ -51,7 +53,7 @@ def refresh(owner) -> None:
 def notices_changes(owner) -> bool:
     """Whether `refresh` notices every change in place."""
     all_of(owner)
-    return all(read is not None for _, _, read, _ in vars(owner)["_seen"])
+    return vars(owner)["_all_seen"]
 
 
 def _changed(owner) -> dict[str, Any]:
@@ -59,17 +61,15 @@ def _changed(owner) -> dict[str, Any]:
     state = vars(owner)
     if state.get("_fields") is None:
         return {}
-    seen = state["_seen"]
-    return {name: value for name, value, read, then in seen if read and read() != then}
+    return {name: value for name, value, changed in state["_seen"] if changed()}
 
 
 def _seen(given, fields) -> list[tuple]:
-    """What may be changed in place: its field, how to read what it holds, and what that is now."""
+    """What may be changed in place: its field, its value, and what tells whether it was changed."""
     arrays = Tensor | np.ndarray
     held = [(n, v) for n, v in fields.items() if isinstance(v, list | arrays)]
     held += [(n, v) for n, v in given.items() if isinstance(v, arrays) and v is not fields.get(n)]
-    readers = ((name, value, reader(value)) for name, value in held)
-    return [(name, value, read, read and read()) for name, value, read in readers]
+    return [(name, value, watch(value)) for name, value in held]
 
 
 def _give(owner, values):
@@ -81,7 +81,10 @@ def _give(owner, values):
 def _state_to_copy(owner) -> dict[str, Any]:
     """Without what was derived or prepared: a copy makes its own."""
     _give(owner, _changed(owner))
-    return {n: v for n, v in vars(owner).items() if n not in ("_fields", "_held", "_seen")}
+    return {n: v for n, v in vars(owner).items() if n not in _NOT_COPIED}
+
+
+_NOT_COPIED = ("_fields", "_held", "_seen", "_all_seen")
 
 
 class _Derived:
@@ -94,5 +97,5 @@ class _Derived:
         return self if owner is None else all_of(owner)[self.name]
 
     def __set__(self, owner, value):
-        given = {self.name: [*value] if isinstance(value, list) else value}
-        _give(owner, _changed(owner) | given)
+        numbers = isinstance(value, list) and not any(isinstance(item, Tensor) for item in value)
+        _give(owner, _changed(owner) | {self.name: [*value] if numbers else value})
