@@ -41,11 +41,13 @@ class Plan(NamedTuple):
     Fields:
       rectangles: the batch.
       num_blocks, num_gathered: the most blocks that a turn has, and that one gathers.
+      is_whole: whether every token is known to get a result.
     """
 
     rectangles: list[Rectangle]
     num_blocks: int
     num_gathered: int
+    is_whole: bool
 
 
 def plan(call: Call, batch: Sequences) -> Plan:
@@ -53,7 +55,17 @@ def plan(call: Call, batch: Sequences) -> Plan:
     made = rectangles(call, batch, SCRATCH_BYTES // token_bytes)
     sizes = [(turn.blocks.shape[0], turn.run) for each in made for turn in each.turns]
     gathered = max((size for size, run in sizes if run is None), default=0)
-    return Plan(made, max((size for size, _ in sizes), default=0), gathered)
+    return Plan(made, max((size for size, _ in sizes), default=0), gathered, _is_whole(call, made))
+
+
+def _is_whole(call: Call, rectangles: list[Rectangle]) -> bool:
+    if call.device != "cpu":
+        return False
+    written = torch.zeros(call.num_tokens + 1, dtype=torch.bool, device="cpu")  # one for padding
+    for rectangle in rectangles:
+        for number in {part.tile for turn in rectangle.turns for part in turn.parts}:
+            written[rectangle.tiles[number].tokens] = True
+    return bool(written[:-1].all())
 
 
 def run(
@@ -67,7 +79,7 @@ def run(
 ) -> tuple[
     Float[Tensor, "num_tokens num_heads value_dim"], Float[Tensor, "num_tokens num_heads"] | None
 ]:
-    results = _results(call, query, out)
+    results = _results(call, query, plan.is_whole, out)
     rooms = _rooms(call, cache, plan)
     for rectangle in plan.rectangles:
         _attend(call, rectangle, query, cache, bias, rooms, results)
@@ -86,8 +98,8 @@ def _dtype(call) -> torch.dtype:
     return torch.float32 if slow else getattr(torch, call.dtype)
 
 
-def _results(call: Call, query, out) -> tuple[Tensor, Tensor | None]:
-    """Memory for out and lse, filled as for tokens that see no key.
+def _results(call: Call, query, is_whole: bool, out) -> tuple[Tensor, Tensor | None]:
+    """Memory for out and lse; filled, unless all is written later, as for tokens that see no key.
 
     On other devices than a CPU it has one row more, which is thrown away: rectangles write there
     what they compute for their padding, since to leave that out they would wait for the device.
@@ -98,7 +110,10 @@ def _results(call: Call, query, out) -> tuple[Tensor, Tensor | None]:
         result = query.new_empty(num_rows, *call.out_shape[1:])
     if lse is None and call.return_lse:
         lse = query.new_empty(num_rows, call.num_heads, dtype=torch.float32)
-    return result.zero_(), None if lse is None else lse.fill_(-torch.inf)
+    if not is_whole:
+        result.zero_()
+        lse = None if lse is None else lse.fill_(-torch.inf)
+    return result, lse
 
 
 def _rooms(call: Call, cache: KVCache, plan: Plan) -> list[tuple[Tensor | None, Tensor | None]]:
