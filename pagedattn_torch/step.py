@@ -184,11 +184,11 @@ def _options(query, **options) -> dict[str, Tensor]:
     """The arrays given beside query and cache, checked."""
     given = {name: array for name, array in options.items() if array is not None}
     require_tensors(**given)
-    require_alike(query=query, **given)
     require_no_grad(*given.values())
     validate_options.options(query, **given)
     for name, array in given.items():
         require_beside(name, array, "query", query)
+    require_alike(query=query, **given)
     return given
 
 
