@@ -99,7 +99,7 @@ def by_group(
 ) -> Float[Tensor, "size {num_queries} kv_heads group *dim"]:
     """The same memory, but with the heads' axis as two: `[size, queries, kv_heads, group, ...]`."""
     if num_queries == 1:
-        return rows[:, None]
+        return rows.unsqueeze(1)
     size, kv_heads, folded, *dims = rows.shape
     apart = rows.view(size, kv_heads, folded // num_queries, num_queries, *dims)
     return apart.movedim(3, 1)

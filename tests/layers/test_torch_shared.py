@@ -322,6 +322,32 @@ def test_captured_layers_plan_what_they_replay(plans, monkeypatch):
     assert len(plans) == 4
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_graph_that_is_captured_after_eager_layers_follows_the_buffers():
+    first, second = (
+        fields_of([1, 1, 1], lens, seed) for seed, lens in enumerate(STEPS["decodes"][1][:2])
+    )
+    on_gpu = {name: value.cuda() for name, value in first.items() if name in ARRAYS}
+    meta = TorchSDPAMetadata(num_prefills=0, num_prefill_tokens=0, num_decode_tokens=3, **on_gpu)
+    layer = LAYERS[0]
+    *rows, cache = (array.cuda() for array in arrays_of(layer, 3))
+    replayed = cache.clone()
+    for _ in range(2):  # they leave a plan of the first step
+        layer.forward(*rows, replayed, meta)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer.forward(*rows, replayed, meta)
+    for fields in (first, second):
+        for name in ARRAYS:
+            on_gpu[name].copy_(fields[name])
+        replayed.copy_(cache)
+        graph.replay()
+        fresh, own = TorchSDPAMetadata(**fields), cache.cpu()
+        want = layer.forward(*(array.cpu() for array in rows), own, fresh)
+        torch.testing.assert_close(out.cpu(), want, rtol=1e-4, atol=1e-5)
+        assert_same(replayed.cpu(), own)
+
+
 @pytest.mark.parametrize("inference", [False, True])
 def test_changes_that_cannot_be_read_are_counted_or_nothing_is_shared(inference):
     """Tensors without values stand in for those of a GPU."""

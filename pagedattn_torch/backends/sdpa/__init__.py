@@ -223,10 +223,11 @@ def _write(tile: Tile, states, results) -> None:
 
 def _put(result, tile: Tile, folded) -> None:
     rows = by_group(folded, tile.num_queries)
-    result = result.view(-1, *rows.shape[2:])
     if tile.run is not None:
         _slice(result, tile.run).view(rows.shape).copy_(rows)
-    elif tile.live is not None:
+        return
+    result = result.view(-1, *rows.shape[2:])
+    if tile.live is not None:
         result[tile.tokens[tile.live]] = rows[tile.live].to(result.dtype)
     else:
         result[tile.tokens] = rows.to(result.dtype)
