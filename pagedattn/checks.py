@@ -14,6 +14,7 @@ MAX_SLOTS = np.iinfo(np.int32).max
 
 
 def require(condition, text: str) -> None:
+    """Where a check is made in every eager call, only its failure makes a text: it is an `if`."""
     if not condition:
         raise InvalidInputError(text)
 
@@ -45,15 +46,17 @@ def static(name, value) -> None:
 def count(name, value, least=1) -> int:
     """The value as an int, which must be an integer of at least `least`."""
     static(name, value)
-    least_text = f"above {least - 1}" if least else "of at least 0"
-    require(is_count(value, least), f"{name} must be an integer {least_text}, got {shown(value)}")
+    if not is_count(value, least):
+        least_text = f"above {least - 1}" if least else "of at least 0"
+        raise InvalidInputError(f"{name} must be an integer {least_text}, got {shown(value)}")
     return operator.index(value)
 
 
 def flag(name, value) -> None:
     """Requires True or False: whether an array is true may be unknown, or ambiguous."""
     static(name, value)
-    require(isinstance(value, bool), f"{name} must be True or False, got {shown(value)}")
+    if not isinstance(value, bool):
+        raise InvalidInputError(f"{name} must be True or False, got {shown(value)}")
 
 
 def integers(name, values, ndim) -> np.ndarray:
@@ -105,9 +108,8 @@ def an_array(name, array) -> None:
     known_kinds = isinstance(array, jax.Array | np.ndarray | np.generic)
     foreign = hasattr(array, "__dlpack__") and not isinstance(array, type)
     shaped = hasattr(array, "dtype") and hasattr(array, "shape") and hasattr(array, "ndim")
-    require(
-        known_kinds or (foreign and shaped), f"{name} must be an array, got {type(array).__name__}"
-    )
+    if not known_kinds and not (foreign and shaped):
+        raise InvalidInputError(f"{name} must be an array, got {type(array).__name__}")
     _not_masked(name, array)
     deleted = isinstance(array, jax.Array) and array.is_deleted()
     require(not deleted, f"{name} has been given away (donated to a jitted function) or deleted")
@@ -115,28 +117,28 @@ def an_array(name, array) -> None:
 
 def known_sizes(name, array) -> None:
     """Refuses the symbolic sizes of jax.export: what is computed depends on sizes."""
-    require(
-        not is_traced(array) or all(isinstance(size, int) for size in array.shape),
-        f"{name} must have sizes that are known when the program is traced, got {describe(array)}: "
-        "pad to a few sizes, and export a program for each",
-    )
+    if is_traced(array) and not all(isinstance(size, int) for size in array.shape):
+        raise InvalidInputError(
+            f"{name} must have sizes that are known when the program is traced, got "
+            f"{describe(array)}: pad to a few sizes, and export a program for each"
+        )
 
 
 def packed(name, array) -> None:
     """Refuses a batch of equally long rows: its tokens come one after another."""
-    require(
-        array.ndim != 4,
-        f"{name} must be packed, [num_tokens, heads, dim], got {describe(array)}: "
-        f"{name}.reshape(-1, *{name}.shape[2:]) is, where every sequence has as many tokens",
-    )
+    if array.ndim == 4:
+        raise InvalidInputError(
+            f"{name} must be packed, [num_tokens, heads, dim], got {describe(array)}: "
+            f"{name}.reshape(-1, *{name}.shape[2:]) is, where every sequence has as many tokens"
+        )
 
 
 def int_array(name, array, ndim):
     an_array(name, array)
-    require(
-        array.ndim == ndim and is_integer(array.dtype),
-        f"{name} must be integers of {ndim} dimension(s), got {describe(array)}",
-    )
+    if array.ndim != ndim or not is_integer(array.dtype):
+        raise InvalidInputError(
+            f"{name} must be integers of {ndim} dimension(s), got {describe(array)}"
+        )
 
 
 def ids(name, ids, bound, what, or_none=""):

@@ -2,6 +2,7 @@
 
 from typing import Any, cast
 
+import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
@@ -67,7 +68,9 @@ def paged_attention(
     """
     options = {"sinks": sinks, "bias": bias}
     step = prepare(query, cache, batch, spec, backend=backend, return_lse=return_lse, **options)
-    out, lse = step.attend(query, cache, **options)
+    given = {name: array for name, array in options.items() if array is not None}
+    with torch.no_grad():
+        out, lse = step.run(query, cache, **given)
     return (out, cast(Tensor, lse)) if return_lse else out
 
 
