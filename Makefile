@@ -11,12 +11,19 @@ OLDEST_VENV := .venv-oldest
 NEWEST_VENV := .venv-newest
 HOPPER_VENV := .venv-hopper
 SMOKE_VENV := .venv-smoke
+CPU_VENV := .venv-cpu
+ARM_VENV := .venv-arm
 # What test-deep runs.
 DEEP ?= tests/deep
 # Tests that need JAX alone.
 WITHOUT_TORCH := tests/pool tests/core/test_batch.py tests/core/test_cache.py tests/core/test_jit.py \
 	tests/core/test_state.py tests/core/test_across.py tests/backends/test_properties.py \
 	$(wildcard tests/backends/test_mosaic*.py)
+# Tests of the core, and of the CPU's kernel, that need JAX and Numba alone.
+ON_CPU := $(filter-out tests/backends/test_mosaic%,$(WITHOUT_TORCH)) $(addprefix tests/backends/test_, \
+	bad_values.py bias.py cascade.py cpu_threads.py grad.py grids.py numba.py quantised.py sinks.py)
+ON_ARM := tests/core/test_documents.py $(addprefix tests/backends/test_, \
+	bias.py cpu_threads.py grad.py numba.py quantised.py sinks.py) tests/core/test_command.py
 # What needs transformers, numba and rich, which the environment of test-ipex does not have.
 NOT_THERE := pagedattn/backends/numba pagedattn/kernels/cpu pagedattn/report/colour.py \
 	pagedattn_torch/backends/numba.py pagedattn_torch/transformers
@@ -32,9 +39,13 @@ UNOPTIMISED := $(PYTEST) -m "not deep and not lint and not optimised"
 PLAIN := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
 PLAINLY := XLA_FLAGS="$(PLAIN) --xla_cpu_use_fusion_emitters=false \
 	--xla_cpu_parallel_codegen_split_count=1"
+# For a processor of servers: what this one has says nothing about an emulated one.
+EMULATED := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/$(ARM_VENV)/jax \
+	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 NUMBA_CACHE_DIR=$(CURDIR)/$(ARM_VENV)/numba \
+	NUMBA_CPU_NAME=neoverse-v1 NUMBA_CPU_FEATURES= $(PLAINLY) OMP_NUM_THREADS=1 $(ARM_VENV)/bin/python
 
-.PHONY: demo serve docs test test-deep test-oldest test-newest test-hopper smoke lint test-ipex test-gpu \
-	bench-cpu bench-gpu clean
+.PHONY: demo serve docs test test-deep test-oldest test-newest test-hopper test-cpu test-arm smoke lint \
+	test-ipex test-gpu bench-cpu bench-gpu clean
 
 # 740 MB: JAX without torch, so it shows the backends of JAX alone.
 demo: $(DEMO_VENV)/ready
@@ -75,6 +86,17 @@ test-newest: $(NEWEST_VENV)/ready
 test-hopper: $(HOPPER_VENV)/ready
 	JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 XLA_FLAGS=--xla_gpu_autotune_level=0 OMP_NUM_THREADS=1 \
 		$(HOPPER_VENV)/bin/python $(PYTEST) tests/hopper
+
+# JAX and Numba alone, on whatever processor and system this is.
+test-cpu: $(CPU_VENV)/ready
+	$(CPU_VENV)/bin/python -m pagedattn
+	$(KEPT) $(PLAINLY) OMP_NUM_THREADS=1 $(CPU_VENV)/bin/python $(UNOPTIMISED) $(ON_CPU)
+	$(KEPT) OMP_NUM_THREADS=1 $(CPU_VENV)/bin/python -m pytest -q -m optimised $(filter $(OPTIMISED),$(ON_CPU))
+
+# The CPU's kernel on 64-bit ARM, emulated: a quarter of an hour; tests/arm.sh says what it needs.
+test-arm: $(ARM_VENV)/ready
+	$(EMULATED) -m pytest -q -k "as_json or cpu_threads or numba or README" $(ON_ARM)
+	$(EMULATED) -m pagedattn
 
 # Wheel and sdist, each in an empty environment.
 smoke:
@@ -142,6 +164,15 @@ $(NEWEST_VENV)/ready: pyproject.toml
 	$(NEWEST_VENV)/bin/pip install -q -U -e '.[testing]' pytest pytest-xdist
 	touch $@
 
+$(CPU_VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(CPU_VENV)
+	$(CPU_VENV)/bin/pip install -q -c constraints.txt -e '.[cpu,testing]' pytest pytest-xdist
+	touch $@
+
+$(ARM_VENV)/ready: tests/arm.sh constraints.txt
+	tests/arm.sh $(ARM_VENV) $(PYTHON)
+	touch $@
+
 # 1.7 GB, of which Triton takes 640 MB and JAX's plugin for CUDA 380.
 $(HOPPER_VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(HOPPER_VENV)
@@ -163,4 +194,4 @@ $(DOCS_VENV)/ready: constraints-docs.txt
 
 clean:
 	rm -rf $(VENV) $(IPEX_VENV) $(DOCS_VENV) $(DEMO_VENV) $(SERVE_VENV) $(OLDEST_VENV) \
-		$(NEWEST_VENV) $(HOPPER_VENV) $(SMOKE_VENV) .jax_cache .site dist
+		$(NEWEST_VENV) $(HOPPER_VENV) $(SMOKE_VENV) $(CPU_VENV) $(ARM_VENV) .jax_cache .site dist

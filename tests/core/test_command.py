@@ -15,6 +15,7 @@ pytest.importorskip("rich")
 
 import pagedattn
 from pagedattn.__main__ import main
+from pagedattn.registry import can_load
 from pagedattn.report import gather, machine, probe, selfcheck, text
 from pagedattn.report.colour import coloured
 
@@ -110,6 +111,8 @@ def test_as_json(monkeypatch, capsys):
     assert found["versions"]["pagedattn"] == pagedattn.__version__
     assert found["devices"]
     assert found["backends"]["xla"] == {"jax": []}
+    if can_load("numba") and jax.default_backend() == "cpu":
+        assert found["backends"]["numba"]["jax"] == []
     assert "check" not in found
 
 
