@@ -401,6 +401,7 @@ assert "numba" not in available_backends()
 
 def test_it_is_refused_where_the_system_lacks_its_functions():
     """As on Windows, where a process cannot be forked either."""
+    pytest.importorskip("torch")
     in_a_process(ELSEWHERE)
 
 

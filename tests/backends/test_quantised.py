@@ -12,7 +12,7 @@ from pagedattn import AttentionSpec, KVCache, UnsupportedError, paged_attention,
 from pagedattn.backend import Backend
 from pagedattn.backends import xla
 from pagedattn.features import CACHE_DTYPES
-from pagedattn.registry import Framework, names
+from pagedattn.registry import Framework, can_load
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
 
 
@@ -66,8 +66,9 @@ MAGNITUDES = st.builds(
 def test_scales_of_any_magnitude(backend, problem):
     """A query times the scale of its keys may be beyond its dtype's range."""
     assert_attention_close(*run(problem, backend), problem, name=backend)
-    if backend in names(Framework.TORCH):
-        by_torch = pytest.importorskip("tensors").by_torch
+    if can_load(backend, Framework.TORCH):
+        from tensors import by_torch
+
         assert_attention_close(*by_torch(problem, backend), problem, name=backend)
 
 
