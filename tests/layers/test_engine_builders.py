@@ -185,7 +185,7 @@ def test_the_next_steps(whose, lens, padding, listed, seed):
 def test_prefills_become_decodes(prefills, decodes):
     queries = [q for q, _ in prefills] + [1] * len(decodes)
     contexts = [c for _, c in prefills] + decodes
-    rows = [[4 * seq + i for i in range(8)] for seq in range(len(queries))]
+    rows = [[8 * seq + i for i in range(8)] for seq in range(len(queries))]
     lists = {"query_lens": queries, "context_lens": contexts, "block_tables": rows}
     meta = TorchSDPAMetadata.from_lists(**lists, block_size=BLOCK)
     lens, count = meta.seq_lens, len(queries)

@@ -66,10 +66,6 @@ OTHERS = {
 }
 
 
-def with_gaps(cache):
-    return torch.stack([cache, cache], 5)[..., 0]
-
-
 def assigned(step):
     step.attn_metadata.max_decode_seq_len = 100
     return step
