@@ -48,6 +48,15 @@ def values(meta):
     return {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in fields}
 
 
+def test_no_fields_are_skipped_by_none_as_engines_call_it():
+    meta = mixed()
+    assert meta.asdict_zerocopy(None).keys() == meta.asdict_zerocopy().keys()
+    skipped = meta.asdict_zerocopy().keys() - meta.asdict_zerocopy({"seq_lens"}).keys()
+    assert skipped == {"seq_lens"}
+    with pytest.raises(InvalidInputError, match="skip_fields"):
+        meta.asdict_zerocopy(3)
+
+
 def test_lengths_are_derived():
     meta = mixed()
     assert meta.seq_lens_tensor.tolist() == [3, 7, 5, 2]

@@ -344,17 +344,18 @@ class AttentionMetadata:
         advance.check(self, num_seqs, num_queries, turn_prefills_into_decodes)
         advance.advance(self, model_input, sampled_token_ids, block_size, num_seqs, num_queries)
 
-    def asdict_zerocopy(self, skip_fields: Collection[str] = frozenset()) -> dict[str, Any]:
+    def asdict_zerocopy(self, skip_fields: Collection[str] | None = None) -> dict[str, Any]:
         """The fields by name, tensors shared; without those of `skip_fields`, names.
 
         Raises:
-          InvalidInputError: `skip_fields` is no collection of names.
+          InvalidInputError: `skip_fields` is neither a collection of names nor None.
         """
+        skipped = () if skip_fields is None else skip_fields
         require(
-            isinstance(skip_fields, Collection),
+            isinstance(skipped, Collection),
             f"skip_fields must be a set or a list of names of fields, got {shown(skip_fields)}",
         )
-        names = (field.name for field in fields(self) if field.name not in skip_fields)
+        names = (field.name for field in fields(self) if field.name not in skipped)
         return {name: getattr(self, name) for name in names}
 
 
