@@ -29,9 +29,15 @@ class Beam:
     def settings(self) -> Settings:
         return Settings(num_top=2 * self.num_beams, scored=True)
 
-    def draw(self, group: Group, ready: list[Sequence], memory: Memory) -> list[Draw]:
+    def draw(
+        self,
+        group: Group,
+        ready: list[Sequence],
+        memory: Memory,
+        stop_tokens: tuple[int, ...],
+    ) -> list[Draw]:
         """The candidates of each; nothing goes on before they are read."""
-        del memory
+        del memory, stop_tokens
         return [Draw(group, s, s.row, s.row, len(s.tokens)) for s in ready]
 
     def read(

@@ -120,6 +120,12 @@ def likeliest_rows(logits: AllLogits, chosen: Ints, count: int):
     return jax.vmap(partial(likeliest, count=count))(logits, chosen)
 
 
+@jax.jit
+def ban(logits: AllLogits, rows: Int[Array, " pairs"], tokens: Int[Array, " pairs"]) -> AllLogits:
+    """-inf at (row, token) pairs; NaN stays, and what is out of range changes nothing."""
+    return logits.at[rows, tokens].min(-jnp.inf, mode="drop")
+
+
 class Drawn(NamedTuple):
     """What the device chooses for draws; the copies to the host are under way.
 
@@ -145,12 +151,23 @@ class Drawn(NamedTuple):
 def enqueue(logits: AllLogits, draws: list[Draw]) -> Drawn:
     """Has the device choose a token for each draw, from the logits of its row."""
     settings = [draw.group.request.decoding.settings for draw in draws]
-    tokens, scores = choose(logits, draws, settings), None
+    tokens, scores = choose(without_banned(logits, draws), draws, settings), None
     if any(s.scored for s in settings):
         count = min(power_of_two(max(s.num_top for s in settings)), logits.shape[1])
         scores = likeliest_rows(logits, tokens, count)
     jax.tree.map(lambda array: array.copy_to_host_async(), (tokens, scores))
     return Drawn(draws, tokens, scores)
+
+
+def without_banned(logits: AllLogits, draws: list[Draw]) -> AllLogits:
+    """The logits, -inf for tokens that a draw must not give."""
+    pairs = [(draw.row, token) for draw in draws for token in draw.banned]
+    if not pairs:
+        return logits
+    nowhere = (logits.shape[0], 0)
+    padded = pairs + [nowhere] * (power_of_two(len(pairs)) - len(pairs))
+    rows, tokens = np.array(padded, np.int32).T
+    return ban(logits, rows, tokens)
 
 
 def choose(logits: AllLogits, draws: list[Draw], settings: list[Settings]) -> Ints:

@@ -154,7 +154,7 @@ class Engine:
 
     def _draw(self, group: Group, fed: set[int]) -> list[Draw]:
         ready = [s for s in group.sequences if id(s) in fed and not group.num_pending(s)]
-        return group.request.decoding.draw(group, ready, self.memory)
+        return group.request.decoding.draw(group, ready, self.memory, self.model.stop_tokens)
 
     def _pack(self, plan: Plan) -> tuple[np.ndarray, np.ndarray, int]:
         """(tokens, query_lens, max_query_len) of a plan, tokens in row order, padded to a shape."""

@@ -43,6 +43,7 @@ class Draw(NamedTuple):
       row: the sequence's row.
       source: the row after whose last token it comes: the sequence's own, or its parent's.
       position: the token's index in the sequence.
+      banned: tokens that it must not be.
     """
 
     group: "Group"
@@ -50,6 +51,7 @@ class Draw(NamedTuple):
     row: int
     source: int
     position: int
+    banned: tuple[int, ...] = ()
 
 
 class Found(NamedTuple):
@@ -73,7 +75,13 @@ class Decoding(Protocol):
         """What the device has to know."""
         ...
 
-    def draw(self, group: "Group", ready: list["Sequence"], memory: "Memory") -> list[Draw]:
+    def draw(
+        self,
+        group: "Group",
+        ready: list["Sequence"],
+        memory: "Memory",
+        stop_tokens: tuple[int, ...],
+    ) -> list[Draw]:
         """The draws after a forward that feeds the last tokens of the sequences `ready`."""
         ...
 

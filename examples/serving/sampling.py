@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 from pagedattn import InvalidInputError
 from serving.memory import Memory
@@ -23,6 +24,10 @@ class Sampling:
       top_p: draw from the likeliest tokens alone whose probabilities come to `top_p`; 1 for all.
       logprobs: hand out each token's log-probability and those of so many likeliest tokens, from 0
         to `MAX_LOGPROBS`; None for neither.
+      ignore_eos: do not end at the model's stop tokens.
+      stop_tokens: end at these too.
+      min_tokens: no token before which so many were generated ends the completion: those that
+        would are not drawn.
 
     Raises:
       InvalidInputError: A value is out of its range.
@@ -34,6 +39,9 @@ class Sampling:
     top_k: int | None = None
     top_p: float = 1.0
     logprobs: int | None = None
+    ignore_eos: bool = False
+    stop_tokens: tuple[int, ...] = ()
+    min_tokens: int = 0
 
     def __post_init__(self):
         require = {
@@ -43,6 +51,8 @@ class Sampling:
             "top_k": self.top_k is None or self.top_k >= 1,
             "top_p": 0 < self.top_p <= 1,
             "logprobs": self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+            "stop_tokens": all(token >= 0 for token in self.stop_tokens),
+            "min_tokens": self.min_tokens >= 0,
         }
         if wrong := [name for name, holds in require.items() if not holds]:
             got = ", ".join(f"{name}={getattr(self, name)}" for name in wrong)
@@ -58,7 +68,13 @@ class Sampling:
         how = (self.temperature, self.seed, self.top_k, self.top_p)
         return Settings(*how, num_top=self.logprobs or 0, scored=asked)
 
-    def draw(self, group: Group, ready: list[Sequence], memory: Memory) -> list[Draw]:
+    def draw(
+        self,
+        group: Group,
+        ready: list[Sequence],
+        memory: Memory,
+        stop_tokens: tuple[int, ...],
+    ) -> list[Draw]:
         """One for each sequence; after the prompt, one for each sample.
 
         The sequences go on at once: the next forward takes the tokens from the device.
@@ -70,10 +86,13 @@ class Sampling:
             source = ready[0].row
             samples = range(self.num_samples)
             succeed(memory, group, [Choice(0, IN_FLIGHT, sample) for sample in samples])
-            return [Draw(group, s, s.row, source, last) for s in group.sequences]
+            banned = self._banned(group.request, last, stop_tokens)
+            return [Draw(group, s, s.row, source, last, banned) for s in group.sequences]
         for sequence in ready:
             sequence.tokens.append(IN_FLIGHT)
-        return [Draw(group, s, s.row, s.row, len(s.tokens) - 1) for s in ready]
+        at = [(s, len(s.tokens) - 1) for s in ready]
+        banned = partial(self._banned, group.request, stop_tokens=stop_tokens)
+        return [Draw(group, s, s.row, s.row, position, banned(position)) for s, position in at]
 
     def read(
         self,
@@ -104,11 +123,20 @@ class Sampling:
             return streamed
         return streamed._replace(logprob=new.logprob, top_logprobs=new.top[: self.logprobs])
 
-    @staticmethod
-    def _reason(request, length: int, token: int, stop_tokens) -> Reason | None:
-        if token in stop_tokens:
+    def _reason(self, request, length: int, token: int, stop_tokens) -> Reason | None:
+        early = self._banned(request, length - 1, stop_tokens)
+        if token in self._ends(stop_tokens) and token not in early:
             return "stop"
         return "length" if length == len(request.prompt) + request.max_new_tokens else None
+
+    def _banned(self, request, position: int, stop_tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """The tokens that must not be at a position: none, once the completion may end."""
+        early = position - len(request.prompt) < self.min_tokens
+        return self._ends(stop_tokens) if early else ()
+
+    def _ends(self, stop_tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """The tokens that end a completion; `stop_tokens` are the model's."""
+        return self.stop_tokens if self.ignore_eos else stop_tokens + self.stop_tokens
 
 
 GREEDY = Sampling()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving.drawing import likeliest_rows, narrow_rows, pick_rows
+from serving.drawing import ban, likeliest_rows, narrow_rows, pick_rows
 from serving.engine import Engine
 from serving.request import Request
 from serving.sampling import GREEDY, Sampling
@@ -19,6 +19,7 @@ from pagedattn import InvalidInputError
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 VOCAB, ROWS = 12, 3
+TOKENS = st.integers(0, TINY.vocab_size - 1)
 SHARES = st.floats(0.01, 1) | st.floats(0, 1e-30, exclude_min=True)  # some no float32 can hold
 
 
@@ -185,3 +186,40 @@ def test_log_probabilities_are_the_dense_models():
 def test_settings_out_of_range_are_refused(wrong):
     with pytest.raises(InvalidInputError, match=next(iter(wrong))):
         Sampling(**wrong)
+
+
+@settings(max_examples=15)
+@given(
+    eos=st.lists(TOKENS, max_size=2),
+    stops=st.lists(TOKENS, max_size=12),
+    ignore_eos=st.booleans(),
+    min_tokens=st.integers(0, 8),
+    temperature=st.sampled_from([0.0, 1.0]),
+)
+def test_a_completion_ends_at_its_own_stop_tokens_and_not_too_early(
+    eos, stops, ignore_eos, min_tokens, temperature
+):
+    how = {"ignore_eos": ignore_eos, "stop_tokens": tuple(stops), "min_tokens": min_tokens}
+    asked = Sampling(temperature, 2, seed=3, **how)
+    model = replace(TINY, eos_token_id=tuple(eos))
+    engine = Engine(tiny_params(), model, ROOMY, QUICK)
+    crowd = [Request(1, (4, 5), 8, GREEDY), Request(2, (6,), 8, asked)]
+    serve(engine, [Request(0, (7, 8, 9), 8, asked), *crowd])
+    ends = {*stops} | (set() if ignore_eos else {*eos})
+    for request in (0, 2):
+        for completion in engine.completions[request]:
+            assert not ends & {*completion[:min_tokens]}
+            assert not ends & {*completion[min_tokens:-1]}
+            assert len(completion) == 8 or (completion[-1] in ends and len(completion) > min_tokens)
+    alone = Engine(tiny_params(), model, ROOMY, QUICK)
+    serve(alone, [Request(2, (6,), 8, asked)])
+    assert alone.completions[2] == engine.completions[2]
+
+
+def test_a_ban_hides_no_nan_and_what_has_no_other_token_goes_on():
+    logits = jnp.array([[1.0, jnp.nan], [2.0, 1.0]])
+    assert jnp.isnan(ban(logits, np.array([0]), np.array([1]))[0, 1])
+    everything = Sampling(1.0, top_p=0.5, stop_tokens=tuple(range(TINY.vocab_size)), min_tokens=3)
+    engine = Engine(tiny_params(), TINY, ROOMY, QUICK)
+    serve(engine, [Request(0, (1,), 5, everything)])
+    assert [len(completion) for completion in engine.completions[0]] == [4]

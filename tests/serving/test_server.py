@@ -72,7 +72,12 @@ BAD = {
     b'{"model": "echo", "prompt": "a", "stream_options": {}}': "stream_options",
     b'{"model": "echo", "prompt": "a", "logit_bias": {"5": 1}}': "logit_bias",
     b'{"model": "echo", "prompt": "a", "presence_penalty": 0.5}': "presence_penalty",
-    b'{"model": "echo", "prompt": "a", "echo": true}': "echo",
+    b'{"model": "echo", "prompt": "a", "echo": 1}': "echo",
+    b'{"model": "echo", "prompt": "a", "echo": true, "logprobs": 1}': "echo",
+    b'{"model": "echo", "prompt": "a", "min_tokens": 17}': "min_tokens",
+    b'{"model": "echo", "prompt": "a", "stop_token_ids": [256]}': "stop_token_ids",
+    b'{"model": "echo", "prompt": "a", "stop_token_ids": [-1]}': "stop_token_ids",
+    b'{"model": "echo", "prompt": "a", "stop_token_ids": 5}': "stop_token_ids",
     b'{"model": "echo", "prompt": "a", "temprature": 1}': "temprature",
 }
 
@@ -342,6 +347,21 @@ def test_a_stop_string_takes_the_request_off_the_engine(echo, engine):
     assert answer["usage"] == {"prompt_tokens": 8, "completion_tokens": 9, "total_tokens": 17}
     eventually(lambda: engine.idle)
     assert engine.cancelled
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_stop_string_ends_the_first_tokens_and_the_prompt_is_echoed(echo, stream):
+    ends = {"stop": "two", "max_tokens": 30, "stream": stream}
+    assert text_of(ask(echo.url, "one two ", **ends)) == "one "
+    for early, text in ((6, "one "), (7, "one two one "), (30, ("one two " * 4)[:30])):
+        assert text_of(ask(echo.url, "one two ", min_tokens=early, **ends)) == text
+    prompts = ["a two ", [98, 32, 116, 119, 111], "é"]
+    answer = ask(echo.url, prompts, n=2, echo=True, stop="two", max_tokens=6)
+    choices = answer.json()["choices"]
+    twice = {"a two ": "a two a ", "b two": "b twob ", "é": "ééé" + "é"}
+    assert [choice["text"] for choice in choices] == [t for t in twice.values() for _ in range(2)]
+    assert answer.json()["usage"]["prompt_tokens"] == 13
+    assert text_of(ask(echo.url, "ab", echo=True, max_tokens=3, stream=stream)) == "ababa"
 
 
 def test_the_pool_and_the_metrics_are_shown(echo, engine):

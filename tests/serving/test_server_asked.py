@@ -28,7 +28,29 @@ HONOURED = {
     "stop": "x",
     "stream": True,
     "logprobs": 2,
+    "ignore_eos": True,
+    "min_tokens": 3,
+    "stop_token_ids": [5],
+    "add_special_tokens": False,
 }
+# What vLLM's clients know beyond OpenAI's, with the values that vLLM takes for nothing asked.
+VLLM = (
+    {"best_of": 1, "min_p": 0.0, "repetition_penalty": 1.0, "length_penalty": 1.0, "top_k": 0}
+    | {"use_beam_search": False, "stop_token_ids": [], "include_stop_str_in_output": False}
+    | {"ignore_eos": False, "min_tokens": 0, "skip_special_tokens": True, "priority": 0}
+    | {"spaces_between_special_tokens": True, "truncate_prompt_tokens": None, "bad_words": []}
+    | {"allowed_token_ids": None, "prompt_logprobs": None, "logits_processors": [], "echo": False}
+    | {"structured_outputs": None, "return_token_ids": False, "cache_salt": None}
+    | {"return_tokens_as_token_ids": False, "kv_transfer_params": None, "vllm_xargs": {}}
+    | {"guided_choice": None, "guided_decoding_backend": "auto", "request_id": None}
+    | {"presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": {}, "suffix": None}
+)
+VLLM_CHATS = (
+    {"add_generation_prompt": True, "continue_final_message": False, "chat_template": None}
+    | {"chat_template_kwargs": {}, "documents": [], "mm_processor_kwargs": {}}
+    | {"include_reasoning": True, "top_logprobs": 0, "logprobs": False, "tools": []}
+    | {"tool_choice": "none", "parallel_tool_calls": True, "reasoning_effort": "none"}
+)
 WORDS = st.text(max_size=5) | st.just("\ud800")  # half a surrogate pair is JSON too
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | WORDS,
@@ -76,6 +98,17 @@ def test_what_is_not_computed_is_refused_unless_it_asks_for_nothing(name, param)
 
 
 @pytest.mark.parametrize("name", READERS)
+def test_vllms_parameters_are_taken_at_the_values_that_ask_for_nothing(name):
+    read, body = READERS[name]
+    neutral = VLLM | (VLLM_CHATS if name == "chat" else {})
+    assert read(body | neutral) == read(body)
+    for param, value in neutral.items():
+        assert read(body | {param: value}) == read(body), param
+    streamed = {"stream": True, "stream_options": {"continuous_usage_stats": False}}
+    assert read(body | streamed) == read(body | {"stream": True})
+
+
+@pytest.mark.parametrize("name", READERS)
 @given(st.data())
 def test_junk_is_read_or_refused(name, data):
     """By a Refusal with a status and JSON, whatever the value of whatever parameter."""
@@ -110,6 +143,22 @@ def test_a_name_that_nobody_knows_is_told_as_text(name):
         asked = read_or_refused(read, body)
         assert isinstance(asked, Refusal)
         assert json.loads(refused(asked).body) == asked.body
+
+
+def test_an_answer_may_be_sent_back_among_the_messages():
+    told = {"role": "assistant", "content": "b", "refusal": None, "tool_calls": []}
+    messages = [*CHAT["messages"], told | {"annotations": [], "audio": None}]
+    assert read_chat(CHAT | {"messages": messages}).messages[1]["content"] == "b"
+    told["tool_calls"] = [{"id": "1"}]
+    with pytest.raises(Refusal, match=r"messages\[0\].tool_calls"):
+        read_chat(CHAT | {"messages": [told]})
+
+
+def test_completions_are_echoed_and_chats_are_not():
+    assert read_completion(TEXT | {"echo": True}).echo
+    for read, body in ((read_chat, CHAT), (read_completion, TEXT | {"logprobs": 0})):
+        with pytest.raises(Refusal, match="echo"):
+            read(body | {"echo": True})
 
 
 @given(JUNK)

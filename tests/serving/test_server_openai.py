@@ -1,5 +1,7 @@
 """OpenAI's own client against the server of a tiny model, held to the engine's own answers."""
 
+import contextlib
+import functools
 from dataclasses import replace
 
 import jax
@@ -14,41 +16,46 @@ from serving.sampling import Sampling
 from tiny import ROOMY, TINY
 
 BYTES = replace(TINY, vocab_size=256)
+ENDING = replace(BYTES, eos_token_id=tuple(range(0, 256, 9)))
 PROMPT = "to be"
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
 CHAT = [{"role": "user", "content": PROMPT}]
 
 
-def engine():
+def engine(model=BYTES):
     with jax.ensure_compile_time_eval():
-        params = large_params(BYTES, jax.random.key(0))
-    return Engine(params, BYTES, ROOMY, "xla")
+        params = large_params(model, jax.random.key(0))
+    return Engine(params, model, ROOMY, "xla")
 
 
-@pytest.fixture(scope="module")
-def client(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
+@contextlib.contextmanager
+def client_of(engine, folder):
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     with (
-        serving(engine(), folder) as server,
+        serving(engine, folder) as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client,
     ):
         yield client
 
 
 @pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    with client_of(engine(), tmp_path_factory.mktemp("model")) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
 def alone():
     """The tokens of each sample, as the engine gives them by itself."""
-    engine_alone = engine()
+    return functools.partial(answers, engine())
 
-    def answer(prompt, count, **sampling):
-        request = Request(0, tuple(prompt.encode()), count, Sampling(**sampling))
-        samples = {}
-        for token in engine_alone.stream([request]):
-            samples.setdefault(token.sample, []).append(token)
-        return [samples[index] for index in sorted(samples)]
 
-    return answer
+def answers(engine, prompt, count, **sampling):
+    request = Request(0, tuple(prompt.encode()), count, Sampling(**sampling))
+    samples = {}
+    for token in engine.stream([request]):
+        samples.setdefault(token.sample, []).append(token)
+    return [samples[index] for index in sorted(samples)]
 
 
 def text_of(tokens):
@@ -106,6 +113,29 @@ def test_chats_are_completions_of_the_template(client, alone):
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == text_of(expected)
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+
+
+def test_what_ends_an_answer_is_as_asked(tmp_path):
+    asked = {"temperature": 1.0, "seed": 4}
+    alone = functools.partial(answers, engine(ENDING), PROMPT, 12, **asked)
+    [free] = alone(ignore_eos=True)
+    ids = [token.token for token in free]
+    assert {*ids} & {*ENDING.stop_tokens}
+    with client_of(engine(ENDING), tmp_path) as client:
+        for ignored, stops, least in (
+            (False, (), 0),
+            (True, (), 0),
+            (True, (ids[5],), 0),
+            (False, (ids[0],), 4),
+        ):
+            [expected] = alone(ignore_eos=ignored, stop_tokens=stops, min_tokens=least)
+            extra = {"ignore_eos": ignored, "stop_token_ids": stops, "min_tokens": least}
+            options = {"model": ECHO, "prompt": PROMPT, "max_tokens": 12, "extra_body": extra}
+            choice = client.completions.create(**options, **asked).choices[0]
+            assert (choice.text, choice.finish_reason) == (text_of(expected), expected[-1].reason)
+            assert len(expected) > least
+            if ignored:
+                assert len(expected) == (ids.index(ids[5]) + 1 if stops else 12)
 
 
 def test_a_chat_may_fill_the_context(client):

@@ -123,6 +123,25 @@ def test_stop_strings_cut_alike_however_the_text_comes(pieces, stops):
         assert passed + ("" if reader.found else reader.flush()) == text[: end + length]
 
 
+@given(FEW, st.text("ab", max_size=12), st.lists(FEW, max_size=4))
+def test_no_stop_string_ends_in_early_text(early, late, stops):
+    text = early + late
+    ends = [
+        (start + len(stop), -len(stop))
+        for stop in stops
+        for start in range(len(text))
+        if text.startswith(stop, start) and start + len(stop) > len(early)
+    ]
+    end, length = min(ends, default=(len(text), 0))
+    for parts in ([early], list(early)):
+        reader = Stops(stops)
+        passed = [reader.push(part, early=True) for part in parts]
+        passed += [reader.push(part) for part in late]
+        passed += [] if reader.found else [reader.flush()]
+        assert reader.found == bool(ends)
+        assert "".join(passed) == text[: end + length]
+
+
 def test_text_that_may_begin_a_stop_string_waits():
     reader = Stops(["<end>"])
     assert [reader.push(part) for part in ("a<", "en", "b", "<e", "nd>c")] == [

@@ -277,7 +277,7 @@ def test_the_scheduler_brings_every_request_to_its_end(asked, policy):
         for group in scheduler.running:
             fed = [s for s in group.sequences if any(s is t for t, _ in plan)]
             ready = [s for s in fed if not group.num_pending(s)]
-            draws += group.request.decoding.draw(group, ready, memory)
+            draws += group.request.decoding.draw(group, ready, memory, ())
         prefixes.keep(scheduler.running)
         for draw in draws:
             draw.group.request.decoding.read(draw.group, [(draw.sequence, Found(2))], memory, ())

@@ -24,10 +24,21 @@ class Piece:
 
 
 class Sample:
-    """One sample's reader: `push` each token, and take the piece that is settled, if one is."""
+    """One sample's reader: `push` each token, and take the piece that is settled, if one is.
 
-    def __init__(self, index: int, text: Text, prompt: tuple[int, ...], stop: tuple[str, ...]):
-        self.index = index
+    Its text begins with `opening`. No stop string ends it in its first `min_tokens` tokens.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        text: Text,
+        prompt: tuple[int, ...],
+        stop: tuple[str, ...],
+        min_tokens: int = 0,
+        opening: str = "",
+    ):
+        self.index, self.min_tokens, self.opening = index, min_tokens, opening
         self.detokenizer, self.stops = Detokenizer(text.decode, prompt), Stops(stop)
         self.num_tokens = 0
         self.reason: Reason | None = None
@@ -46,7 +57,7 @@ class Sample:
         if token.final:
             new += self.detokenizer.flush()
         self.read += len(new)
-        text = self.stops.push(new)
+        text = self.stops.push(new, early=self.num_tokens <= self.min_tokens)
         if token.final and not self.stops.found:
             text += self.stops.flush()
         self.reason = "stop" if self.stops.found else token.reason
@@ -58,7 +69,8 @@ class Sample:
         ended = self.reason and not self.stops.found
         shown = [each for each in self.waiting if ended or each[0] < self.passed]
         self.waiting = self.waiting[len(shown) :]
-        return Piece(self.index, text, self.reason, shown)
+        opening, self.opening = self.opening, ""
+        return Piece(self.index, opening + text, self.reason, shown)
 
 
 def joined(pieces: list[Piece]) -> Piece:

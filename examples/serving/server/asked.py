@@ -12,25 +12,37 @@ from serving.server.values import Read, flag, kind, number, string, whole
 WITHOUT_EFFECT = {
     *("user", "metadata", "store", "service_tier", "safety_identifier"),
     *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+    *("guided_decoding_backend", "guided_whitespace_pattern"),  # of guides, which are refused
+    *("include_reasoning", "spaces_between_special_tokens"),  # of what no answer here has
 }
 # Not computed here: only the values that ask for nothing are taken, and null always is.
 UNSUPPORTED: dict[str, tuple] = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p"), (0,)),
-    **dict.fromkeys(("audio", "prediction", "reasoning_effort", "verbosity", "moderation"), ()),
-    **dict.fromkeys(("web_search_options", "guided_json", "guided_regex"), ()),
-    **dict.fromkeys(("echo", "ignore_eos", "use_beam_search"), (False,)),
+    **dict.fromkeys(("audio", "prediction", "verbosity", "moderation", "web_search_options"), ()),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
+    **dict.fromkeys(("structured_outputs", "structural_tag", "prompt_embeds"), ()),
+    **dict.fromkeys(("prompt_logprobs", "truncate_prompt_tokens", "allowed_token_ids"), ()),
+    **dict.fromkeys(("chat_template", "cache_salt", "request_id", "data_parallel_rank"), ()),
+    **dict.fromkeys(("echo", "use_beam_search", "early_stopping"), (False,)),
+    **dict.fromkeys(("include_stop_str_in_output", "continue_final_message"), (False,)),
+    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), (False,)),
+    **dict.fromkeys(("skip_special_tokens", "add_generation_prompt"), (True,)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
-    **dict.fromkeys(("tools", "functions"), ([],)),
-    "logit_bias": ({},),
-    "best_of": (1,),
+    **dict.fromkeys(("tools", "functions", "bad_words", "logits_processors", "documents"), ([],)),
+    **dict.fromkeys(("logit_bias", "chat_template_kwargs", "mm_processor_kwargs"), ({},)),
+    **dict.fromkeys(("kv_transfer_params", "vllm_xargs", "media_io_kwargs"), ({},)),
+    **dict.fromkeys(("best_of", "repetition_penalty", "length_penalty"), (1,)),
     "suffix": ("",),
-    "repetition_penalty": (1,),
+    "priority": (0,),
+    "reasoning_effort": ("none",),
     "parallel_tool_calls": (True, False),
     "modalities": (["text"],),
     "response_format": ({"type": "text"},),
 }
+FIELDS = {"stop_token_ids": "stop_tokens", "add_special_tokens": "begin"}  # of `Asked`, by name
+MAX_TOKEN = 2**31 - 1
 COMPLETION_TOKENS = 16  # OpenAI's default for completions; chats may fill the context
-MAX_STOPS, MAX_STOP_CHARACTERS = 4, 256
+MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKENS = 4, 256, 64
 MAX_TEXT_LOGPROBS = 5
 
 
@@ -44,6 +56,9 @@ class Asked:
       max_tokens: None for as many as fit.
       logprobs: how many alternatives to tell beside each token's logprob; None for no logprobs.
       seed: None if any will do.
+      stop_tokens: which end an answer, besides the model's own.
+      echo: whether the answers begin with the prompt.
+      begin: whether the prompt gets the tokens that begin every text; None for the endpoint's way.
     """
 
     model: str
@@ -59,11 +74,19 @@ class Asked:
     top_k: int | None = None
     seed: int | None = None
     n: int = 1
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    stop_tokens: tuple[int, ...] = ()
+    echo: bool = False
+    begin: bool | None = None
 
 
 def read_completion(body: Any) -> Asked:
     """The request of /v1/completions; Refusal with the parameter's name if one is wrong."""
-    values = _values(body, COMMON | {"prompt": _prompts, "logprobs": whole(0, MAX_TEXT_LOGPROBS)})
+    extra = {"prompt": _prompts, "logprobs": whole(0, MAX_TEXT_LOGPROBS), "echo": flag}
+    values = _values(body, COMMON | extra)
+    if values.get("echo") and "logprobs" in values:
+        raise invalid("echo", "this server tells no logprobs of prompts", "unsupported_parameter")
     prompts = values.pop("prompt", None)
     if prompts is None:
         raise invalid("prompt", "expected one, got none")
@@ -78,7 +101,7 @@ def read_chat(body: Any) -> Asked:
     if "messages" not in values:
         raise invalid("messages", "expected at least one, got none")
     told, top = values.pop("logprobs", False), values.pop("top_logprobs", None)
-    if top is not None and not told:
+    if top and not told:
         raise invalid("top_logprobs", "needs logprobs to be true")
     newer = values.pop("max_completion_tokens", None)
     if newer is not None and values.setdefault("max_tokens", newer) != newer:
@@ -101,7 +124,7 @@ def _values(body: Any, readers: dict[str, Read]) -> dict[str, Any]:
     if options is not None and not values.get("stream"):
         raise invalid("stream_options", "needs stream to be true")
     values["include_usage"] = values.pop("stream_options", False)
-    return values
+    return {FIELDS.get(name, name): value for name, value in values.items()}
 
 
 def _require_neutral(name: str, value: Any) -> None:
@@ -128,14 +151,22 @@ def _stops(name: str, value: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
+def _stop_tokens(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > MAX_STOP_TOKENS:
+        raise invalid(name, f"expected a list of up to {MAX_STOP_TOKENS} tokens")
+    return tuple(whole(0, MAX_TOKEN)(name, token) for token in value)
+
+
 def _stream_options(name: str, value: Any) -> bool:
     if not isinstance(value, dict):
         raise invalid(name, f"expected an object, got {kind(value)}")
     given = {key: option for key, option in value.items() if option is not None}
-    for key in given.keys() - {"include_usage", "include_obfuscation"}:
+    not_done = ("include_obfuscation", "continuous_usage_stats")
+    for key in given.keys() - {"include_usage", *not_done}:
         raise invalid(f"{name}.{key[:80]}", "no option has this name", "unknown_parameter")
-    if given.get("include_obfuscation"):
-        raise invalid(f"{name}.include_obfuscation", "not done here", "unsupported_parameter")
+    for key in not_done:
+        if given.get(key):
+            raise invalid(f"{name}.{key}", "not done here", "unsupported_parameter")
     return flag(f"{name}.include_usage", given.get("include_usage", False))
 
 
@@ -167,4 +198,8 @@ COMMON: dict[str, Read] = {
     "top_k": _top_k,
     "seed": whole(-(2**63), 2**63 - 1),
     "n": whole(1, 128),
+    "ignore_eos": flag,
+    "min_tokens": whole(0),
+    "stop_token_ids": _stop_tokens,
+    "add_special_tokens": flag,
 }

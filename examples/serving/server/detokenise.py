@@ -68,18 +68,23 @@ class Detokenizer:
 class Stops:
     """Passes text on up to the first of the stop strings; `found` then says that it came.
 
-    The first is the one that ends first, and the longest of those that end there.
+    The first is the one that ends first, and the longest of those that end there. One that ends in
+    text that was pushed `early` is none.
     """
 
     def __init__(self, stops: Sequence[str]):
         self.stops, self.buffer, self.found = tuple(stops), "", False
+        self.num_early = 0  # characters of the buffer in which no stop string ends
 
-    def push(self, text: str) -> str:
+    def push(self, text: str, early: bool = False) -> str:
         """The text that can be no part of a stop string; nothing once one was found."""
         if self.found:
             return ""
         self.buffer += text
-        ends = [(self.buffer.find(stop) + len(stop), -len(stop)) for stop in self._inside()]
+        if early:
+            self.num_early = len(self.buffer)
+        found = [(self._find(stop), len(stop)) for stop in self.stops]
+        ends = [(start + length, -length) for start, length in found if start >= 0]
         if ends:
             end, length = min(ends)
             self.found, passed = True, self.buffer[: end + length]
@@ -88,6 +93,7 @@ class Stops:
         keep = max((self._started(stop) for stop in self.stops), default=0)
         cut = len(self.buffer) - keep
         passed, self.buffer = self.buffer[:cut], self.buffer[cut:]
+        self.num_early = max(self.num_early - cut, 0)
         return passed
 
     def flush(self) -> str:
@@ -95,8 +101,9 @@ class Stops:
         rest, self.buffer = self.buffer, ""
         return rest
 
-    def _inside(self) -> list[str]:
-        return [stop for stop in self.stops if stop in self.buffer]
+    def _find(self, stop: str) -> int:
+        """Where it begins in the buffer, or -1."""
+        return self.buffer.find(stop, max(self.num_early - len(stop) + 1, 0))
 
     def _started(self, stop: str) -> int:
         """The most characters of the buffer's end with which the stop string begins."""

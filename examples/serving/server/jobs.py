@@ -88,7 +88,7 @@ class Job:
     async def _of_ticket(self, index: int) -> AsyncGenerator[Piece, None]:
         """Pieces of one prompt's samples; when all have ended, the engine is told."""
         asked, ticket = self.asked, self.tickets[index]
-        parts = self.text, self.prompts[index], asked.stop
+        parts = self.text, self.prompts[index], asked.stop, asked.min_tokens, self._opening(index)
         samples = [Sample(index * asked.n + sample, *parts) for sample in range(asked.n)]
         async with aclosing(ticket.tokens()) as tokens:
             async for token in tokens:
@@ -101,6 +101,11 @@ class Job:
                     break
         ticket.close()
 
+    def _opening(self, index: int) -> str:
+        """What the answers to a prompt begin with."""
+        prompt = self.asked.prompts[index] if self.asked.echo else ""
+        return prompt if isinstance(prompt, str) else self.text.decode(prompt)
+
 
 async def open_job(served: Served, engines: Engines, asked: Asked) -> Job:
     """Tokens, limits, then the engine; Refusal where one of them says no."""
@@ -109,6 +114,8 @@ async def open_job(served: Served, engines: Engines, asked: Asked) -> Job:
         raise Refusal(404, text, "model", "model_not_found")
     if asked.n > served.limits.max_seqs:
         raise invalid("n", f"at most {served.limits.max_seqs} samples run at a time")
+    if any(token >= served.vocab_size for token in asked.stop_tokens):
+        raise invalid("stop_token_ids", f"expected tokens from 0 to {served.vocab_size - 1}")
     if len(asked.prompts) > engines.max_requests:
         raise invalid("prompt", f"at most {engines.max_requests} prompts are taken at a time")
     prompts = await asyncio.to_thread(_tokens, served, asked)
@@ -123,10 +130,11 @@ async def open_job(served: Served, engines: Engines, asked: Asked) -> Job:
 def _tokens(served: Served, asked: Asked) -> list[tuple[int, ...]]:
     """Every prompt as tokens; in a thread, for a long one takes a while."""
     if asked.messages:
-        prompts: Sequence = [tuple(served.text.chat(list(asked.messages)))]
+        prompts: Sequence = [tuple(served.text.chat(list(asked.messages), asked.begin or False))]
     else:
+        begin = asked.begin is not False
         prompts = [
-            tuple(served.text.encode(prompt, True)) if isinstance(prompt, str) else prompt
+            tuple(served.text.encode(prompt, begin)) if isinstance(prompt, str) else prompt
             for prompt in asked.prompts
         ]
     blamed = "messages" if asked.messages else "prompt"
@@ -151,7 +159,12 @@ def _room(served: Served, asked: Asked, prompt: tuple[int, ...]) -> int:
         after = f"{asked.max_tokens} after a prompt of {len(prompt)} tokens"
         text = f"{after}; {most} fit together{shared}"
         raise invalid("max_tokens", text, TOO_LONG)
-    return asked.max_tokens or room
+    count = asked.max_tokens or room
+    if asked.min_tokens > count:
+        raise invalid(
+            "min_tokens", f"expected up to {count}, as max_tokens, got {asked.min_tokens}"
+        )
+    return count
 
 
 def _seeds(asked: Asked, count: int) -> list[int]:
@@ -168,4 +181,7 @@ def _sampling(asked: Asked) -> Sampling:
         top_k=asked.top_k,
         top_p=asked.top_p,
         logprobs=asked.logprobs,
+        ignore_eos=asked.ignore_eos,
+        stop_tokens=asked.stop_tokens,
+        min_tokens=asked.min_tokens,
     )

@@ -18,7 +18,7 @@ def _message(name: str, value: Any) -> dict:
     if not isinstance(value, dict):
         raise invalid(name, f"expected an object, got {kind(value)}")
     for key in value.keys() - {"role", "content", "name"}:
-        if value[key] is not None:
+        if value[key] not in (None, []):  # as in answers that are sent back
             raise invalid(f"{name}.{key[:80]}", "not passed to this model", "unsupported_parameter")
     role = string(f"{name}.role", value.get("role"))
     if role not in ROLES:

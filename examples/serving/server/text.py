@@ -36,8 +36,11 @@ class Text:
     template: Template | None
     special: dict[str, str]
 
-    def chat(self, messages: list[dict]) -> list[int]:
-        """The tokens of a chat, up to where the assistant's answer begins."""
+    def chat(self, messages: list[dict], begin: bool = False) -> list[int]:
+        """The tokens of a chat, up to where the assistant's answer begins.
+
+        Templates write what begins a text themselves; `begin` has the tokenizer add it as well.
+        """
         if self.template is None:
             raise Refusal(
                 400,
@@ -51,7 +54,7 @@ class Text:
             text = self.template.render(add_generation_prompt=True, **given, **self.special)
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise invalid("messages", f"the chat template refuses them: {error}") from error
-        return self.encode(text, False)
+        return self.encode(text, begin)
 
 
 def load_text(directory: Path, vocab_size: int) -> Text:
