@@ -8,10 +8,20 @@ OpenAI's clients. docs/serving.md says what is served and what is refused.
 """
 
 import argparse
+import errno
 import socket
 import sys
 
-from serving.server.arguments import limits_of, make_parser, number_from, port_number, seconds
+from serving.server.arguments import (
+    limits_of,
+    make_parser,
+    number_from,
+    origin,
+    port_number,
+    seconds,
+    secret,
+)
+from serving.server.guards import guards
 from serving.server.launch import load, local_app, ready_engine, run
 from serving.server.thread import EngineThread
 
@@ -23,6 +33,14 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--port", type=port_number, default=8000, help="0 takes any free one")
     parser.add_argument("--backend", help="default: the first that fits each call")
     parser.add_argument("--max-requests", type=number_from(1), default=64, help="that run or wait")
+    parser.add_argument("--api-key", type=secret, help="that clients must send; default: none")
+    parser.add_argument(
+        "--allowed-origin",
+        type=origin,
+        action="append",
+        default=[],
+        help="from which web pages may ask; * for any; may be given several times",
+    )
     parser.add_argument("--drain", type=seconds, default=30, help="to end in, upon SIGTERM")
     return parser.parse_args()
 
@@ -30,10 +48,24 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     try:
-        with socket.create_server((args.host, args.port), backlog=512) as listener:
+        with listen(args.host, args.port) as listener:
             serve(args, listener)
     except (ValueError, NotImplementedError, ImportError, OSError) as error:
         sys.exit(f"serve.py: {error}")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), backlog=512)
+    except OSError as error:
+        cures = {
+            errno.EADDRINUSE: f"another program has port {port}: --port names another, 0 any free",
+            errno.EACCES: f"port {port} is the system's: --port names another, from 1024 up",
+        }
+        cure = cures.get(
+            error.errno or 0, f"--host is an address or a name of this machine ({error})"
+        )
+        raise OSError(f"cannot listen on {host}:{port}; {cure}") from error
 
 
 def serve(args: argparse.Namespace, listener: socket.socket) -> None:
@@ -43,7 +75,9 @@ def serve(args: argparse.Namespace, listener: socket.socket) -> None:
     thread = EngineThread(ready_engine(loaded, limits, args.backend), args.max_requests)
     host, port = listener.getsockname()[:2]
     print(f"{loaded.name} is served at http://{host}:{port}", flush=True)
-    run(local_app(loaded.served(limits), thread), thread, listener, args.drain)
+    middleware = guards(args.api_key, tuple(args.allowed_origin))
+    app = local_app(loaded.served(limits), thread, middleware=middleware)
+    run(app, thread, listener, args.drain)
 
 
 if __name__ == "__main__":

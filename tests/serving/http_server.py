@@ -92,13 +92,22 @@ class EchoEngine:
 
 
 @contextlib.contextmanager
-def serving(engine, directory, max_requests=32, seconds=5.0, vocab_size=NUM_BYTES, windows=()):
+def serving(
+    engine,
+    directory,
+    max_requests=32,
+    seconds=5.0,
+    vocab_size=NUM_BYTES,
+    windows=(),
+    middleware=(),
+):
     """The server of an engine; `url`, `thread` and `server` of it. Ends it in the end."""
     thread = EngineThread(engine, max_requests)
     served = Served(ECHO, load_text(directory, vocab_size), vocab_size, engine.limits, windows)
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)  # what is not read waits here
-    config = uvicorn.Config(local_app(served, thread, max_body=1 << 20), log_level="error")
+    app = local_app(served, thread, max_body=1 << 20, middleware=middleware)
+    config = uvicorn.Config(app, log_level="error")
     server = Server(config, thread, seconds)
     runner = threading.Thread(target=server.run, args=([listener],))
     runner.start()

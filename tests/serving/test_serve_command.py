@@ -4,9 +4,11 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -73,11 +75,20 @@ def test_wrong_folders_are_refused_in_a_line(monkeypatch, tmp_path, folder):
 
 def test_wrong_limits_are_refused_in_a_line(monkeypatch, folder):
     assert "positions" in said(monkeypatch, folder, "--max-seq-len", "9999")
+    assert "positions" in said(monkeypatch, folder, "--max-model-len", "66")
     assert "nonsense" in said(monkeypatch, folder, "--backend", "nonsense")
     for size in ("--num-blocks", "--block-size", "--max-seq-len", "--max-seqs"):
         for value in ("-1", "0"):
             name = size[2:].replace("-", "_")
             assert f"{name}={value}" in said(monkeypatch, folder, size, value)
+
+
+def test_an_address_that_cannot_be_had_is_told_with_its_option(monkeypatch, folder):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert re.search(f"{port}.*--port", said(monkeypatch, folder, "--port", port))
+    assert "--host" in said(monkeypatch, folder, "--host", "192.0.2.1")
+    assert "--host" in said(monkeypatch, folder, "--host", "no.such.name.invalid")
 
 
 def test_too_little_memory_is_told_in_a_line(monkeypatch, folder):
@@ -116,6 +127,8 @@ def test_a_config_of_other_sizes_than_the_tensors_is_refused_in_a_line(
         *[("port", value) for value in ("-1", "65536", "http")],
         *[("drain", value) for value in ("-1", "inf", "nan", "soon")],
         ("max-requests", "0"),
+        *[("allowed-origin", value) for value in ("page.example", "https://page.example/", "null")],
+        *[("max-model-len", value) for value in ("1", "long")],
     ],
 )
 def test_wrong_numbers_are_refused_before_anything_is_loaded(monkeypatch, capsys, option, value):
@@ -124,6 +137,29 @@ def test_wrong_numbers_are_refused_before_anything_is_loaded(monkeypatch, capsys
     with pytest.raises(SystemExit):
         serve.main()
     assert re.search(f"argument --{option}: .*{value}", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("key", ["", " ", "a\nb", "é"])
+def test_keys_that_no_header_holds_are_refused_and_not_shown(monkeypatch, capsys, key):
+    monkeypatch.setattr(sys, "argv", ["serve.py", "--api-key", key])
+    monkeypatch.setattr(serve, "serve", lambda *_: None)
+    with pytest.raises(SystemExit):
+        serve.main()
+    assert "argument --api-key: expected" in (told := capsys.readouterr().err)
+    assert not key.strip() or key not in told.partition("argument")[2]
+
+
+def test_the_longest_text_is_as_asked_or_refused(monkeypatch, folder):
+    served = []
+    monkeypatch.setattr(sys, "argv", ["serve.py", str(folder), *SMALL, "--max-model-len", "40"])
+    monkeypatch.setattr(serve, "ready_engine", lambda *_: SimpleNamespace(holdings=lambda: None))
+    monkeypatch.setattr(serve, "EngineThread", lambda *_: None)
+    monkeypatch.setattr(serve, "local_app", lambda about, *_, **__: served.append(about))
+    monkeypatch.setattr(serve, "run", lambda *_: None)
+    serve.main()
+    assert served[0].longest(1) == 40
+    sizes = ("--num-blocks", "2", "--block-size", "16", "--max-model-len")
+    assert re.search("33 tokens fit.*--num-blocks", said(monkeypatch, folder, *sizes, "34"))
 
 
 def test_it_serves_and_ends_in_order(folder):

@@ -1,5 +1,6 @@
 """The web server: routes, and the way of a request through them."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -11,13 +12,14 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 
+import pagedattn
 from serving.server.answers import Piece, joined
-from serving.server.asked import Asked, read_chat, read_completion
+from serving.server.asked import Asked, read_chat, read_completion, read_tokenize
 from serving.server.connection import Events, read_json, refused, while_connected
 from serving.server.forms import ChatForm, Form
-from serving.server.jobs import Job, Served, open_job
+from serving.server.jobs import Job, Served, open_job, tokens_of
 from serving.server.metrics import Metrics
 from serving.server.refusal import Refusal
 from serving.server.tickets import Engines
@@ -48,10 +50,22 @@ class Api:
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        if name != self.served.name:
-            raise Refusal(404, f"there is no model {name[:80]!r}", "model", "model_not_found")
+        self.served.require(request.path_params["name"])
         return JSONResponse(self._model())
+
+    async def version(self, request: Request) -> Response:
+        del request
+        return JSONResponse({"version": pagedattn.__version__})
+
+    async def tokenize(self, request: Request) -> Response:
+        """In vLLM's form."""
+        asked, spelled = read_tokenize(await read_json(request, self.max_body), self.served.name)
+        self.served.require(asked.model)
+        text = self.served.text
+        [tokens] = await asyncio.to_thread(tokens_of, text, asked)
+        names = [text.spell(token)[0] for token in tokens] if spelled else None
+        told = {"count": len(tokens), "max_model_len": self.served.longest(1), "tokens": tokens}
+        return JSONResponse(told | {"token_strs": names})
 
     async def health(self, request: Request) -> Response:
         del request
@@ -156,12 +170,15 @@ def make_app(api: Api, **options) -> Starlette:
     routes = [
         Route("/", api.page),
         Route("/health", api.health),
+        Route("/ping", api.health, methods=["GET", "POST"]),
+        Route("/version", api.version),
         Route("/metrics", api.show_metrics),
         Route("/pool", api.pool),
         Route("/v1/models", api.models),
         Route("/v1/models/{name:path}", api.model),
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
+        Route("/tokenize", api.tokenize, methods=["POST"]),
     ]
     handlers = {Refusal: _refused, HTTPException: _http_error, ClientDisconnect: _gone}
     handlers[Exception] = _bug
@@ -175,12 +192,20 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """No such path, or no such method on it."""
+    """No such path, or no such method on it: the client is told which there are."""
     assert isinstance(error, HTTPException)
-    text = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    if error.status_code == 405:
+        routes = [route for route in routes if route.matches(request.scope)[0] != Match.NONE]
+    there = ", ".join(f"{'/'.join(_methods(route))} {route.path}" for route in routes)
+    text = f"{request.method} {request.url.path[:200]}: {error.detail}; there is {there}"
     response = refused(Refusal(error.status_code, text))
     response.headers.update(error.headers or {})
     return response
+
+
+def _methods(route: Route) -> list[str]:
+    return sorted(method for method in route.methods or () if method != "HEAD")
 
 
 async def _gone(request: Request, error: Exception) -> Response:

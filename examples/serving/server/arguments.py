@@ -4,10 +4,12 @@ import argparse
 import math
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from serving.checkpoint import SHIPPED
 from serving.decoder import Decoder
 from serving.limits import Limits
+from serving.pool_size import longest
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
@@ -21,7 +23,13 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--num-blocks", type=int, default=256, help="size of a pool")
     parser.add_argument("--block-size", type=int, default=16, help="tokens a block")
-    parser.add_argument("--max-seq-len", type=int, help="tokens; default: the model's, up to 4096")
+    lengths = parser.add_mutually_exclusive_group()
+    lengths.add_argument(
+        "--max-seq-len", type=int, help="tokens in the cache; default: the model's, up to 4096"
+    )
+    lengths.add_argument(
+        "--max-model-len", type=number_from(2), help="tokens of a prompt and its answer together"
+    )
     parser.add_argument("--max-seqs", type=int, default=8, help="sequences in a pool at a time")
     return parser
 
@@ -49,10 +57,32 @@ def seconds(text: str) -> float:
     return number
 
 
+def secret(text: str) -> str:
+    """Reads a key that can be sent in a header."""
+    if not text or not text.isascii() or not text.isprintable() or text != text.strip():
+        raise argparse.ArgumentTypeError("expected printable ASCII characters")
+    return text
+
+
+def origin(text: str) -> str:
+    """Reads an origin as browsers send it, or * for any."""
+    parts = urlsplit(text)
+    if text != "*" and (not parts.netloc or text != f"{parts.scheme}://{parts.netloc}".lower()):
+        raise argparse.ArgumentTypeError(f"expected * or SCHEME://HOST[:PORT], got {text}")
+    return text
+
+
 def limits_of(args: argparse.Namespace, model: Decoder) -> Limits:
     """Raises ValueError for sizes that do not fit each other."""
-    longest = args.max_seq_len
-    if longest is None:
-        longest = min(model.max_position_embeddings, 4096)
+    asked, most = args.max_seq_len, args.max_model_len
+    if most is not None:
+        asked = most - 1  # the last token of an answer is never cached
+    if asked is None:
+        asked = min(model.max_position_embeddings, 4096)
     step = {"token_budget": max(64, 2 * args.max_seqs), "max_query_len": 64}
-    return Limits(args.num_blocks, args.block_size, longest, args.max_seqs, **step)
+    limits = Limits(args.num_blocks, args.block_size, asked, args.max_seqs, **step)
+    if most is not None and (fit := longest(limits, model.windows, 1) + 1) < most:
+        raise ValueError(
+            f"--max-model-len {most}: {fit} tokens fit into the pool; more --num-blocks hold more"
+        )
+    return limits

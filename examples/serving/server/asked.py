@@ -109,6 +109,17 @@ def read_chat(body: Any) -> Asked:
     return Asked(logprobs=(top or 0) if told else None, **values)
 
 
+def read_tokenize(body: Any, model: str) -> tuple[Asked, bool]:
+    """The request of /tokenize, which may leave out the model; whether to spell the tokens too."""
+    body = {"model": model} | body if isinstance(body, dict) else body
+    extra = {"prompt": string, "messages": read_messages, "return_token_strs": flag}
+    values = _values(body, {name: COMMON[name] for name in ("model", "add_special_tokens")} | extra)
+    if ("prompt" in values) == ("messages" in values):
+        raise invalid("prompt", "expected either a prompt or messages")
+    prompts, spelled = values.pop("prompt", None), values.pop("return_token_strs", False)
+    return Asked(prompts=() if prompts is None else (prompts,), **values), spelled
+
+
 def _values(body: Any, readers: dict[str, Read]) -> dict[str, Any]:
     """The fields of `Asked` that the body gives; null stands for what is not given."""
     if not isinstance(body, dict):

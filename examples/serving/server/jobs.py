@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -33,6 +33,12 @@ class Served:
     def longest(self, width: int) -> int:
         """Tokens of a prompt and its answer together, the last of which is never cached."""
         return longest(self.limits, self.windows, width) + 1
+
+    def require(self, model: str) -> None:
+        """Refusal unless this is the model."""
+        if model != self.name:
+            text = f"there is no model {model[:80]!r} here, only {self.name!r}"
+            raise Refusal(404, text, "model", "model_not_found")
 
 
 class Job:
@@ -109,16 +115,14 @@ class Job:
 
 async def open_job(served: Served, engines: Engines, asked: Asked) -> Job:
     """Tokens, limits, then the engine; Refusal where one of them says no."""
-    if asked.model != served.name:
-        text = f"there is no model {asked.model[:80]!r} here, only {served.name!r}"
-        raise Refusal(404, text, "model", "model_not_found")
+    served.require(asked.model)
     if asked.n > served.limits.max_seqs:
         raise invalid("n", f"at most {served.limits.max_seqs} samples run at a time")
     if any(token >= served.vocab_size for token in asked.stop_tokens):
         raise invalid("stop_token_ids", f"expected tokens from 0 to {served.vocab_size - 1}")
     if len(asked.prompts) > engines.max_requests:
         raise invalid("prompt", f"at most {engines.max_requests} prompts are taken at a time")
-    prompts = await asyncio.to_thread(_tokens, served, asked)
+    prompts = await asyncio.to_thread(_checked_tokens, served, asked)
     sampling = _sampling(asked)
     requests = [
         Request(0, prompt, _room(served, asked, prompt), replace(sampling, seed=seed))
@@ -127,23 +131,26 @@ async def open_job(served: Served, engines: Engines, asked: Asked) -> Job:
     return Job(served, asked, requests, await engines.open(requests))
 
 
-def _tokens(served: Served, asked: Asked) -> list[tuple[int, ...]]:
-    """Every prompt as tokens; in a thread, for a long one takes a while."""
+def tokens_of(text: Text, asked: Asked) -> list[tuple[int, ...]]:
+    """Every prompt as tokens; for a thread, as a long one takes a while."""
     if asked.messages:
-        prompts: Sequence = [tuple(served.text.chat(list(asked.messages), asked.begin or False))]
-    else:
-        begin = asked.begin is not False
-        prompts = [
-            tuple(served.text.encode(prompt, begin)) if isinstance(prompt, str) else prompt
-            for prompt in asked.prompts
-        ]
+        return [tuple(text.chat(list(asked.messages), asked.begin or False))]
+    begin = asked.begin is not False
+    return [
+        tuple(text.encode(prompt, begin)) if isinstance(prompt, str) else prompt
+        for prompt in asked.prompts
+    ]
+
+
+def _checked_tokens(served: Served, asked: Asked) -> list[tuple[int, ...]]:
+    prompts = tokens_of(served.text, asked)
     blamed = "messages" if asked.messages else "prompt"
     for prompt in prompts:
         if not prompt:
             raise invalid(blamed, "expected at least one token, got an empty text")
         if not all(0 <= token < served.vocab_size for token in prompt):
             raise invalid(blamed, f"expected tokens from 0 to {served.vocab_size - 1}")
-    return list(prompts)
+    return prompts
 
 
 def _room(served: Served, asked: Asked, prompt: tuple[int, ...]) -> int:

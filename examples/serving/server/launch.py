@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import uvicorn
 from safetensors import SafetensorError
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 
 from pagedattn import InvalidInputError
 from serving.checkpoint import CONFIG, load_checkpoint
@@ -97,7 +98,12 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def local_app(served: Served, thread: EngineThread, max_body: int = MAX_BODY) -> Starlette:
+def local_app(
+    served: Served,
+    thread: EngineThread,
+    max_body: int = MAX_BODY,
+    middleware: Sequence[Middleware] = (),
+) -> Starlette:
     """The application over an engine's thread, which starts and ends with it."""
 
     @contextlib.asynccontextmanager
@@ -107,7 +113,7 @@ def local_app(served: Served, thread: EngineThread, max_body: int = MAX_BODY) ->
         yield
         thread.stop()
 
-    return make_app(Api(served, thread, max_body), lifespan=life)
+    return make_app(Api(served, thread, max_body), lifespan=life, middleware=middleware)
 
 
 class Server(uvicorn.Server):
