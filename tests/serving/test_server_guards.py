@@ -31,7 +31,7 @@ def test_openais_client_is_served_with_the_key_and_told_without(url):
     assert refused.value.code == "invalid_api_key"
 
 
-WRONG = ["", KEY, "Bearer", f"Basic {KEY}", f"Bearer {KEY}5", f"Bearer {KEY[:-1]}"]
+WRONG = ["", KEY, "Bearer", f"Digest {KEY}", f"Bearer {KEY}5", f"Bearer {KEY[:-1]}"]
 
 
 @pytest.mark.parametrize("path", GUARDED)
