@@ -147,7 +147,7 @@ def _attend(call: Call, rectangle: Rectangle, query, cache: KVCache, bias, rooms
 
 def _queries(
     call: Call, tile: Tile, query: Float[Tensor, "num_tokens num_heads head_dim"]
-) -> Float[Tensor, "size kv_heads {call.group}*queries head_dim"]:
+) -> Float[Tensor, "size kv_heads rows head_dim"]:
     """The queries of a tile, folded."""
     if tile.run is None:
         rows = query[tile.read]
