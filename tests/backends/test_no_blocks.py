@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import may_refuse
 
 from pagedattn import (
     InvalidInputError,
@@ -38,9 +39,18 @@ def a_call(make, blocks):
     return jnp.ones((3, 2, 8), dtype), cache, batch
 
 
+def skip_what_is_refused(backend, cache, sinks=None):
+    asked = {"sinks": sinks is not None, "cache_dtype": cache.key_scale is not None}
+    asked["value_dim"] = cache.value is None
+    for option, is_asked in asked.items():
+        if is_asked and may_refuse(backend, option):
+            pytest.skip(f"{backend} refuses {option}")
+
+
 @pytest.mark.parametrize("sinks", [None, np.float32([0.5, -1])])
 def test_attention_to_no_keys(backend, mode, make, sinks):
     """As over a cache that has blocks, in every bit: queries that see no key."""
+    skip_what_is_refused(backend, make(1), sinks)
     options = {"backend": backend, "sinks": sinks, "return_lse": backend != "ipex"}
 
     def attend(query, cache, batch):
@@ -54,6 +64,7 @@ def test_attention_to_no_keys(backend, mode, make, sinks):
 def test_attention_of_tensors(backend, make):
     if backend not in names(Framework.TORCH):
         pytest.skip(f"{backend} takes no tensors")
+    skip_what_is_refused(backend, make(1))
     tensors = pytest.importorskip("tensors").tensors
     query, cache, batch = a_call(make, 0)
     query, cache = tensors((query, cache))

@@ -21,6 +21,9 @@ from torch.utils import _pytree as pytree
 import pagedattn as pa
 import pagedattn_torch as pt
 from pagedattn import KVCache, PagedAttentionError
+from pagedattn.registry import Framework, can_load
+
+BACKENDS = [name for name in ("sdpa", "numba") if can_load(name, Framework.TORCH)]
 
 
 class Wrapping(Tensor):
@@ -203,11 +206,11 @@ def also() -> dict[str, Callable]:
             lambda **scales: of_layer("sdpa")()[0](**of_layer("sdpa")()[1] | scales),
             {"k_scale": torch.ones(()), "v_scale": torch.ones(())},
         ),
-        **{f"a layer on {name}": of_layer(name) for name in ("sdpa", "numba")},
-        **{f"a prepared step on {name}": prepared(name) for name in ("sdpa", "numba")},
-        **{f"freed after preparing {name}": freed_later(name) for name in ("sdpa", "numba")},
-        **{f"options of {name}": with_options(name) for name in ("sdpa", "numba")},
-        "attention by numba": public_calls.torch_attend("numba"),
+        **{f"a layer on {name}": of_layer(name) for name in BACKENDS},
+        **{f"a prepared step on {name}": prepared(name) for name in BACKENDS},
+        **{f"freed after preparing {name}": freed_later(name) for name in BACKENDS},
+        **{f"options of {name}": with_options(name) for name in BACKENDS},
+        **{f"attention by {name}": public_calls.torch_attend(name) for name in BACKENDS},
     }
 
 
