@@ -31,7 +31,9 @@ class RefusingLayer(IpexAttnBackendImpl):
         except UnsupportedError as error:
             if "cannot run this call" not in str(error):
                 raise
-            calls.refuse(error, asked_of(self.specs[AttentionType.DECODER]), "ipex")
+            asked = asked_of(self.specs[AttentionType.DECODER])
+            biased = getattr(args[4], "attn_bias", None) is not None
+            calls.refuse(error, [*asked, *["bias"] * biased], "ipex")
             if hypothesis.currently_in_test_context():
                 hypothesis.reject()
             pytest.skip(str(error))
