@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from pagedattn import BatchMetadata, BlockPool, append_tokens, positions, slot_mapping
-from pagedattn.ragged import cdiv, sequence_ids
+from pagedattn.extend import cdiv, sequence_ids
 
 AXIS = "context"
 

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pagedattn import KVCache, attention_bias
-from pagedattn.backend import Backend, Call, Sequences
-from pagedattn.ragged import positions, sequence_ids
+from pagedattn.extend import Backend, Call, Sequences, positions, sequence_ids
 from pagedattn.testing import check_backend
 
 # A call that asks for another option is refused before any function here is called.

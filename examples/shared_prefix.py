@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pagedattn import KVCache, cascade_attention, make_batch, paged_attention, split_prefix
-from pagedattn.ragged import cdiv
+from pagedattn.extend import cdiv
 
 BLOCK_SIZE = 16
 

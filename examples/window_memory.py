@@ -35,7 +35,7 @@ from pagedattn import (
     release_behind,
     write_kv,
 )
-from pagedattn.ragged import cdiv
+from pagedattn.extend import cdiv
 
 MODEL = Gemma2(
     vocab_size=256,

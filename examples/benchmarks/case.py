@@ -10,7 +10,7 @@ import torch
 import pagedattn_torch
 from benchmarks.work import HEAD_DIM, HEADS, KV_HEADS, causal_flops
 from pagedattn import BatchMetadata, KVCache
-from pagedattn.ragged import cdiv
+from pagedattn.extend import cdiv
 
 # Repeated calls must read at least so much before they come back to a page, or the cache has it.
 L2_BYTES = 200 << 20

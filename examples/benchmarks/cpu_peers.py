@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.cpu_case import SCALE, Case
 from benchmarks.work import HEAD_DIM, HEADS, KV_HEADS
-from pagedattn.ragged import cdiv
+from pagedattn.extend import cdiv
 
 GROUP = HEADS // KV_HEADS
 

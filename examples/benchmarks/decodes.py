@@ -9,7 +9,7 @@ from jax.sharding import Sharding
 
 from benchmarks.drawn import drawn
 from pagedattn import BatchMetadata, KVCache, make_batch
-from pagedattn.ragged import cdiv
+from pagedattn.extend import cdiv
 
 BLOCK_SIZE = 16
 LAYERS = 8  # calls of attention in one program

@@ -29,7 +29,7 @@ from benchmarks.machine import caption, machine, write
 from benchmarks.models import SHAPES, spread_params
 from benchmarks.steps import median_of_runs
 from pagedattn import AttentionSpec, append_tokens, merge_across, paged_attention
-from pagedattn.ragged import cdiv
+from pagedattn.extend import cdiv
 
 STEPS, RUNS = 20, 5  # of the decode loop
 # Enqueued at a time where the devices are threads of a CPU: with 40 those of later calls take the

@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.case import Case
 from benchmarks.work import HEAD_DIM, HEADS, KV_HEADS
-from pagedattn.ragged import cdiv
+from pagedattn.extend import cdiv
 
 WORKSPACE_BYTES = 512 << 20
 LATENT_PAGE = 64  # tokens: as large as its kernels like them

@@ -22,7 +22,7 @@ from benchmarks.load import Load, all_running, serve
 from benchmarks.machine import caption, machine, write
 from benchmarks.models import add_arguments, model_called
 from benchmarks.steps import BLOCK_SIZE, seconds_a_step
-from pagedattn.ragged import cdiv
+from pagedattn.extend import cdiv
 
 
 @dataclass(frozen=True)

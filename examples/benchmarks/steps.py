@@ -14,7 +14,7 @@ from serving.generation import Generation, decode_loop
 
 from benchmarks.decodes import BLOCK_SIZE, random_cache
 from pagedattn import BlockPool, append_tokens, init_block_pool
-from pagedattn.ragged import cdiv
+from pagedattn.extend import cdiv
 
 WARM_UP = 2  # steps, of which the first compiles
 

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from pagedattn import InvalidInputError
-from pagedattn.ragged import cdiv
+from pagedattn.extend import cdiv
 from serving.decoder import Hidden
 
 Features = Float[Array, "num_tokens _"]

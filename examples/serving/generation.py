@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pagedattn import BatchMetadata, BlockPool, KVCache, init_block_pool, next_batch
-from pagedattn.ragged import cdiv, sequence_ids
+from pagedattn.extend import cdiv, sequence_ids
 from serving.decoder import Decoder
 from serving.drawing import greedy_rows, pick
 from serving.forward import cached_attention, forward_paged

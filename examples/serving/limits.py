@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pagedattn.ragged import cdiv
+from pagedattn.extend import cdiv
 
 
 @dataclass(frozen=True)

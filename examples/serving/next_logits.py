@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pagedattn import AttentionSpec, BlockPool, batch_from_pool
-from pagedattn.ragged import sequence_ids
+from pagedattn.extend import sequence_ids
 from serving.decoder import Decoder, Tokens
 from serving.forward import cached_attention, forward_paged
 from serving.memory import Caches, by_layer, by_pool

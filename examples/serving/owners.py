@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from pagedattn.ragged import cdiv
+from pagedattn.extend import cdiv
 from serving.memory import Memory
 from serving.request import Group
 

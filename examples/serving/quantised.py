@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import BFloat16, Float, Float8e4m3fn, Float32, UInt8
 
 from pagedattn import InvalidInputError
-from pagedattn.ragged import cdiv
+from pagedattn.extend import cdiv
 
 # After the name of a weight: the two that stand for it in MXFP4, and what FP8 has beside it.
 BLOCKS, SCALES, SCALE = "_blocks", "_scales", "_scale_inv"

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pagedattn.ragged import cdiv
+from pagedattn.extend import cdiv
 
 from .pieces import Features, gated_mlp, linear
 
