@@ -241,8 +241,12 @@ def test_new_tokens_that_get_no_slot_are_seen_all_the_same(
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("biased", [False, True])
-@given(data=st.data(), prefills=st.lists(LENGTHS, min_size=1, max_size=3), seed=seeds())
+@given(
+    biased=st.booleans(),
+    data=st.data(),
+    prefills=st.lists(LENGTHS, min_size=1, max_size=3),
+    seed=seeds(),
+)
 def test_any_tokens_of_prefills_may_lack_slots(biased, data, prefills, seed):
     queries = [q for q, _ in prefills]
     lens = [q + c for q, c in prefills]
