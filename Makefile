@@ -25,7 +25,7 @@ ON_CPU := $(filter-out tests/backends/test_mosaic%,$(WITHOUT_TORCH)) $(addprefix
 ON_ARM := tests/core/test_documents.py $(addprefix tests/backends/test_, \
 	bias.py cpu_threads.py grad.py numba.py quantised.py sinks.py) tests/core/test_command.py
 # What needs transformers, numba and rich, which the environment of test-ipex does not have.
-NOT_THERE := pagedattn/backends/numba pagedattn/kernels/cpu pagedattn/report/colour.py \
+NOT_THERE := pagedattn/backends/numba pagedattn/_kernels/cpu pagedattn/report/colour.py \
 	pagedattn_torch/backends/numba.py pagedattn_torch/transformers
 # Compiling is two thirds of the tests' time: what one run compiled, in any environment, later ones
 # load.

@@ -42,8 +42,8 @@ from pagedattn import (
     ragged_attention,
     write_kv,
 )
+from pagedattn.batch.packed import packed_batch
 from pagedattn.extend import cdiv, sequence_ids
-from pagedattn.packed import packed_batch
 
 SPREAD, EVERYWHERE = PartitionSpec(AXIS), PartitionSpec()
 Heads = Float[Array, "num_tokens num_heads head_dim"]

@@ -19,8 +19,8 @@ from serving.corpus import split_topics
 from serving.forward import forward_paged
 
 from pagedattn import init_kv_cache, make_batch
-from pagedattn.features import CACHE_DTYPES
-from pagedattn.quantise import largest
+from pagedattn.cache.quantise import largest
+from pagedattn.testing.features import CACHE_DTYPES
 
 WINDOWS, LENGTH, BLOCK_SIZE = 8, 512, 16
 

@@ -1,11 +1,14 @@
 """Paged attention for JAX at hardware speed, with PyTorch's kernels reached through DLPack."""
 
+from ._dispatch.backend import Backend
+from ._dispatch.registry import available_backends
 from .attention import explain, paged_attention, ragged_attention, select_backend
-from .backend import Backend
-from .batch import BatchMetadata
-from .cache import KVCache, init_kv_cache, init_latent_cache
+from .batch.check_batch import check_batch
+from .batch.indices import positions, slot_mapping
+from .batch.make_batch import make_batch
+from .batch.metadata import BatchMetadata
+from .cache.kv_cache import KVCache, init_kv_cache, init_latent_cache
 from .cascade import cascade_attention, split_prefix
-from .debug import check_batch
 from .errors import (
     BackendUnavailableError,
     InvalidInputError,
@@ -13,7 +16,8 @@ from .errors import (
     PagedAttentionError,
     UnsupportedError,
 )
-from .make_batch import make_batch
+from .masks import alibi_bias, attention_bias, causal_mask, sliding_window_mask
+from .merge import merge_across, merge_states
 from .pool.batches import batch_from_pool, next_batch, next_batches
 from .pool.block_pool import BlockPool, init_block_pool
 from .pool.growth import Growth, append_tokens
@@ -21,11 +25,7 @@ from .pool.releasing import drop_blocks, release
 from .pool.sharing import fork, hold_blocks, share_blocks
 from .pool.swapping import Swap, swap_in, swap_out
 from .pool.windows import release_behind
-from .ragged import positions, slot_mapping
-from .registry import available_backends
 from .spec import AttentionSpec, alibi_slopes
-from .state import merge_across, merge_states
-from .visibility import alibi_bias, attention_bias, causal_mask, sliding_window_mask
 from .writes import copy_blocks, fill_blocks, swap_blocks, write_kv
 
 __all__ = [

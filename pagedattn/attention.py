@@ -6,19 +6,19 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
-from . import around, choice, validate, validate_options
-from .backend import Backend
-from .batch import BatchMetadata, sequences_of
-from .cache import KVCache
-from .call import call_of
-from .foreign import takes_any_array
-from .integers import rising
-from .packed import packed_batch, packed_cache
-from .placement import on_one_device, require_no_explicit_axes
-from .registry import Framework
-from .signatures import PagedAttention, RaggedAttention, typed_as, without_other_names
+from ._arrays.devices import on_one_device, require_no_explicit_axes
+from ._arrays.dlpack import takes_any_array
+from ._arrays.int32 import rising
+from ._arrays.shard_map import varying_alike
+from ._dispatch import emulate, select, validate
+from ._dispatch.backend import Backend
+from ._dispatch.call import call_of
+from ._dispatch.registry import Framework
+from ._dispatch.signatures import PagedAttention, RaggedAttention, typed_as, without_other_names
+from .batch.metadata import BatchMetadata, sequences_of
+from .batch.packed import packed_batch, packed_cache
+from .cache.kv_cache import KVCache
 from .spec import AttentionSpec
-from .tracing import varying_alike
 
 Query = Float[Array, "num_tokens num_heads head_dim"]
 Out = Float[Array, "num_tokens num_heads value_dim"]
@@ -92,7 +92,7 @@ def paged_attention(
     """
     options = _given(sinks=sinks, bias=bias)
     call = _call(query, cache, batch, spec, return_lse, options)
-    chosen = choice.select(backend, call, Framework.JAX)
+    chosen = select.select(backend, call, Framework.JAX)
     arrays = varying_alike((query, cache, sequences_of(batch), options))
     out, lse = _run(_EMPTY if call.is_empty else chosen, call, *arrays)
     return (out, lse) if return_lse else out
@@ -103,8 +103,8 @@ def _given(**options):
 
 
 def _run(backend: Backend, call, query, cache, batch, options):
-    plan, live = backend.plan(backend.own(call), batch), around.live_tokens(call, batch)
-    return around.attend(backend, call, query, cache, plan, live, options)
+    plan, live = backend.plan(backend.own(call), batch), emulate.live_tokens(call, batch)
+    return emulate.attend(backend, call, query, cache, plan, live, options)
 
 
 @takes_any_array
@@ -118,7 +118,7 @@ def explain(
     return_lse: bool = False,
     sinks: Sinks | None = None,
     bias: Bias | None = None,
-) -> choice.Explanation:
+) -> select.Explanation:
     """Why each backend can or cannot run a call, and which one `backend=None` takes.
 
     Returns:
@@ -135,7 +135,7 @@ def explain(
     ([], True)
     """
     call = _call(query, cache, batch, spec, return_lse, _given(sinks=sinks, bias=bias))
-    return choice.explain(call, Framework.JAX)
+    return select.explain(call, Framework.JAX)
 
 
 @takes_any_array
@@ -162,15 +162,15 @@ def select_backend(
     True
     """
     call = _call(query, cache, batch, spec, return_lse, _given(sinks=sinks, bias=bias))
-    return choice.select(None, call, Framework.JAX).name
+    return select.select(None, call, Framework.JAX).name
 
 
 def _call(query, cache, batch, spec, return_lse, options):
     """The call, validated."""
     validate.attention(query, cache, batch, spec, return_lse)
     require_no_explicit_axes(query=query, **{"the cache's key": cache.key})
-    validate_options.options(query, **options)
-    validate_options.columns(batch.seq_lens, **options)
+    validate.options(query, **options)
+    validate.columns(batch.seq_lens, **options)
     return call_of(query, cache, batch, spec, return_lse, **options)
 
 

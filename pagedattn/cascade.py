@@ -4,18 +4,19 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
-from . import validate, validate_metadata
+from ._arrays.devices import on_one_device
+from ._arrays.dlpack import takes_any_array
+from ._arrays.int32 import INT32, int32
+from ._dispatch import validate
+from ._dispatch.backend import Backend
 from .attention import Lse, Query, Sinks, paged_attention
-from .backend import Backend
-from .batch import BatchMetadata, in_order, sequences_of
-from .cache import KVCache
+from .batch import validate as validate_batch
+from .batch.indices import PAD_SLOT
+from .batch.metadata import BatchMetadata, in_order, sequences_of
+from .cache.kv_cache import KVCache
 from .errors import UnsupportedError
-from .foreign import takes_any_array
-from .integers import INT32, int32
-from .placement import on_one_device
-from .ragged import PAD_SLOT
+from .merge import merge_states
 from .spec import AttentionSpec
-from .state import merge_states
 
 
 @takes_any_array
@@ -87,7 +88,7 @@ def split_prefix(batch: BatchMetadata) -> tuple[BatchMetadata, BatchMetadata]:
     >>> prefix.seq_lens.tolist(), rest.seq_lens.tolist(), rest.block_tables[:, 0].tolist()
     ([4], [1, 3], [1, 2])
     """
-    validate_metadata.shapes(batch)
+    validate_batch.shapes(batch)
     sequences = in_order(sequences_of(batch))
     blocks, count = _shared_blocks(sequences, batch.block_size)
     length = count * batch.block_size

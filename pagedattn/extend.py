@@ -4,10 +4,11 @@ A backend is a `Backend` record: its name, the options that it honours, and func
 the facts of a call that are known before its values. `examples/own_backend.py` is a whole one.
 """
 
-from .backend import Backend, Call, Sequences
-from .gradient import with_xla_gradient
-from .ragged import cdiv, positions, sequence_ids
-from .visibility import key_range, visible_mask
+from ._arrays.namespace import cdiv
+from ._dispatch.backend import Backend, Call, Sequences
+from .backends.gradient import with_xla_gradient
+from .batch.indices import positions, sequence_ids
+from .masks import key_range, visible_mask
 
 __all__ = [
     "Backend",

@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields
 import jax
 import numpy as np
 
-from .checks import count, require, static, whole
+from ._arrays.checks import count, require, static, whole
+from ._arrays.inspect import shown
+from ._arrays.memory import require_memory
 from .errors import InvalidInputError
-from .facts import shown
-from .memory import require_memory
 
 
 @jax.tree_util.register_static

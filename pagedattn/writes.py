@@ -7,14 +7,16 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Integer
 
-from . import validate_writes as validate
-from .cache import KVCache
-from .facts import is_traced
-from .foreign import takes_any_array
-from .placement import on_one_device
-from .quantise import largest, quantised
-from .ragged import PAD_SLOT, in_range, int32
-from .rows import set_rows
+from ._arrays.devices import on_one_device
+from ._arrays.dlpack import takes_any_array
+from ._arrays.inspect import is_traced
+from ._arrays.int32 import int32
+from ._arrays.namespace import in_range
+from .batch.indices import PAD_SLOT
+from .cache import validate
+from .cache.kv_cache import KVCache
+from .cache.quantise import largest, quantised
+from .scatter import set_rows
 
 
 @takes_any_array

@@ -32,9 +32,12 @@ from .layers.state import AttentionState
 from .layout import (
     empty_kv_cache,
     kv_cache_shape,
+    pack_keys,
+    pack_values,
     split_kv_cache,
+    unpack_keys,
+    unpack_values,
 )
-from .packing import pack_keys, pack_values, unpack_keys, unpack_values
 from .step import Step, prepare
 
 __all__ = [

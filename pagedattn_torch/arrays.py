@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from pagedattn import BatchMetadata, InvalidInputError, KVCache, UnsupportedError
-from pagedattn.foreign import HOST
-from pagedattn.memory import require_dense
+from pagedattn._arrays.dlpack import HOST
+from pagedattn._arrays.memory import require_dense
 
 
 def tensor(name: str, array, device=None) -> Tensor:

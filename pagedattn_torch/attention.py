@@ -6,10 +6,16 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
-from pagedattn import AttentionSpec, Backend, BatchMetadata, KVCache, choice, validate
-from pagedattn.packed import packed_batch, packed_cache
-from pagedattn.registry import Framework
-from pagedattn.signatures import PagedAttention, RaggedAttention, typed_as, without_other_names
+from pagedattn import AttentionSpec, Backend, BatchMetadata, KVCache
+from pagedattn._dispatch import select, validate
+from pagedattn._dispatch.registry import Framework
+from pagedattn._dispatch.signatures import (
+    PagedAttention,
+    RaggedAttention,
+    typed_as,
+    without_other_names,
+)
+from pagedattn.batch.packed import packed_batch, packed_cache
 
 from .arrays import (
     int32,
@@ -84,7 +90,7 @@ def explain(
     return_lse: bool = False,
     sinks: Sinks | None = None,
     bias: Bias | None = None,
-) -> choice.Explanation:
+) -> select.Explanation:
     """Why each torch backend can or cannot run a call, as `pagedattn.explain`.
 
     Raises:
@@ -99,7 +105,7 @@ def explain(
     """
     call, _ = described(query, cache, batch, spec, return_lse, sinks=sinks, bias=bias)
     with on_device_of(query):
-        return choice.explain(call, Framework.TORCH)
+        return select.explain(call, Framework.TORCH)
 
 
 @uncompiled
@@ -127,7 +133,7 @@ def select_backend(
     """
     call, _ = described(query, cache, batch, spec, return_lse, sinks=sinks, bias=bias)
     with on_device_of(query):
-        return choice.select(None, call, Framework.TORCH).name
+        return select.select(None, call, Framework.TORCH).name
 
 
 @typed_as(RaggedAttention[Tensor, Starts])

@@ -15,19 +15,15 @@ from pagedattn import (
     KVCache,
     PagedAttentionError,
     UnsupportedError,
-    around,
-    choice,
-    validate,
-    validate_cache,
-    validate_metadata,
-    validate_options,
 )
-from pagedattn.batch import Sequences
-from pagedattn.call import Call, call_of, options_of
-from pagedattn.checks import require
-from pagedattn.layer import layer_of
-from pagedattn.memory import is_fake, require_alike, require_dense
-from pagedattn.registry import Framework
+from pagedattn._arrays.checks import require
+from pagedattn._arrays.memory import is_fake, require_alike, require_dense
+from pagedattn._dispatch import emulate, select, validate
+from pagedattn._dispatch.call import Call, call_of, layer_of, options_of
+from pagedattn._dispatch.registry import Framework
+from pagedattn.batch import validate as validate_batch
+from pagedattn.batch.metadata import Sequences
+from pagedattn.cache import validate as validate_cache
 
 from .arrays import (
     batch_on,
@@ -112,7 +108,7 @@ class Step:
         query = as_loaded(query, cache)
         # Triton's and xFormers' kernels start on the current device.
         with on_device_of(query), without_autocast(query.device), _errors_of_fakes(query):
-            return around.attend(backend, self.call, query, cache, self.plan, self.live, options)
+            return emulate.attend(backend, self.call, query, cache, self.plan, self.live, options)
 
 
 @uncompiled
@@ -146,20 +142,20 @@ def prepare(
     options = {"sinks": sinks, "bias": bias}
     call, sequences = described(query, cache, batch, spec, return_lse, **options)
     with on_device_of(query):
-        chosen = choice.select(backend, call, Framework.TORCH)
+        chosen = select.select(backend, call, Framework.TORCH)
         plan = None if call.is_empty else chosen.plan(chosen.own(call), sequences)
-        return Step(call, chosen, plan, sequences, around.live_tokens(call, sequences))
+        return Step(call, chosen, plan, sequences, emulate.live_tokens(call, sequences))
 
 
 def described(query, cache, batch, spec, return_lse, **options) -> tuple[Call, Sequences]:
     """The call, validated, and its batch on the query's device."""
-    validate_metadata.a_batch(batch)
+    validate_batch.a_batch(batch)
     _require_layer(query, cache)
     # Checked before the batch moves to the query's device, while values on the CPU can be read.
     tensors = batch_on(batch, None)
     validate.attention(query, cache, tensors, spec, return_lse)
     options = _options(query, **options)
-    validate_options.columns(tensors.seq_lens, **options)
+    validate.columns(tensors.seq_lens, **options)
     call = call_of(as_loaded(query, cache), cache, tensors, spec, return_lse, **options)
     return call, _owned(batch, query.device)
 
@@ -185,7 +181,7 @@ def _options(query, **options) -> dict[str, Tensor]:
     given = {name: array for name, array in options.items() if array is not None}
     require_tensors(**given)
     require_no_grad(*given.values())
-    validate_options.options(query, **given)
+    validate.options(query, **given)
     for name, array in given.items():
         require_beside(name, array, "query", query)
     require_alike(query=query, **given)

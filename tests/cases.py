@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagedattn import AttentionSpec, KVCache, UnsupportedError, explain, paged_attention
-from pagedattn.features import signed_slopes, spec_of
-from pagedattn.registry import can_load
+from pagedattn._dispatch.registry import can_load
 from pagedattn.testing import Problem, batch_of, cache_of, random_problem, reference_attention
+from pagedattn.testing.features import signed_slopes, spec_of
 from pagedattn.testing.running import attend_with_lse
 from pagedattn.testing.tolerances import arguments
 

@@ -13,7 +13,7 @@ import jax
 import pytest
 from cases import calls
 
-from pagedattn.registry import can_load
+from pagedattn._dispatch.registry import can_load
 
 # Only ever run by test_triton and test_peers, in a process in which Triton interprets.
 collect_ignore = ["backends/triton_interpreted.py", "parallel/peers_interpreted.py"]

@@ -18,13 +18,7 @@ import jax.numpy as jnp
 from benchmarks.decodes import BLOCK_SIZE, LAYERS, layers_of, random_cache, shuffled
 from benchmarks.enqueued import seconds_a_call
 from benchmarks.machine import caption, machine, write
-from pagedattn import (
-    KVCache,
-    cascade_attention,
-    make_batch,
-    paged_attention,
-    split_prefix,
-)
+from pagedattn import KVCache, cascade_attention, make_batch, paged_attention, split_prefix
 
 SEQS, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 64, 4096, 32, 8, 128
 SHARED, OWN = 8192, 128

@@ -177,8 +177,8 @@ def _sum_and_norm(x, weight, residual, scale, addresses, memory, eps):
 
 def _started(name: str, arrays: tuple, dtypes: list, **constants: Any) -> Sequence[Array]:
     """The outputs of a kernel, which have these dtypes."""
+    from pagedattn._kernels.triton.launch import Launch
     from pagedattn.backends.triton.program import encoded
-    from pagedattn.kernels.launch import Launch
     from serving import peer_kernel
 
     (parts, num_rows, columns), memory = arrays[0].shape, arrays[-1]

@@ -9,13 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from pagedattn import (
-    KVCache,
-    OutOfBlocksError,
-    swap_blocks,
-    swap_in,
-    swap_out,
-)
+from pagedattn import KVCache, OutOfBlocksError, swap_blocks, swap_in, swap_out
 from pagedattn import Swap as Swapped
 from serving.blocks import empty_pool, padded, release_jit
 from serving.memory import Caches, Memory

@@ -7,10 +7,10 @@ import jax
 import torch
 
 from pagedattn import InvalidInputError
-from pagedattn.checks import flag
-from pagedattn.dlpack import held_dtype, shared
-from pagedattn.facts import is_traced, shown
-from pagedattn.memory import require_memory
+from pagedattn._arrays.checks import flag
+from pagedattn._arrays.dlpack import held_dtype, shared
+from pagedattn._arrays.inspect import is_traced, shown
+from pagedattn._arrays.memory import require_memory
 from pagedattn_torch.arrays import on_device_of
 
 

@@ -10,11 +10,10 @@ import torch
 from jaxtyping import Array, Int, Shaped
 
 from pagedattn import UnsupportedError
-from pagedattn.backend import Backend
-from pagedattn.call import Call
-from pagedattn.facts import is_traced
-from pagedattn.gradient import with_xla_gradient
-from pagedattn.layer import layer_of
+from pagedattn._arrays.inspect import is_traced
+from pagedattn._dispatch.backend import Backend
+from pagedattn._dispatch.call import Call, layer_of
+from pagedattn.backends.gradient import with_xla_gradient
 from pagedattn_torch.arrays import without_autocast
 from pagedattn_torch.cache import set_rows_
 from pagedattn_torch.step import as_loaded

@@ -8,8 +8,8 @@ import jax
 from torch.utils.dlpack import from_dlpack
 
 from pagedattn import BackendUnavailableError
-from pagedattn.checks import flag
-from pagedattn.tracing import axes_of, varying
+from pagedattn._arrays.checks import flag
+from pagedattn._arrays.shard_map import axes_of, varying
 
 try:
     import jax_tvm_ffi

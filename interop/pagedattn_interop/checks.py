@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pagedattn.checks import an_array, require, whole
-from pagedattn.facts import dtype_of, is_floating, is_integer, shown
+from pagedattn._arrays.checks import an_array, require, whole
+from pagedattn._arrays.inspect import dtype_of, is_floating, is_integer, shown
 
 NO_COUNT = -1
 

@@ -19,7 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from pagedattn import InvalidInputError
-from pagedattn.facts import shown
+from pagedattn._arrays.inspect import shown
 
 
 class Form(NamedTuple):

@@ -3,7 +3,7 @@
 import torch
 
 from pagedattn import InvalidInputError
-from pagedattn.memory import require_memory
+from pagedattn._arrays.memory import require_memory
 
 from .functions import Form, Function
 

@@ -7,9 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Integer
 
-from ..batch import BatchMetadata
-from ..placement import on_one_device
-from ..ragged import positions, sequence_ids, slot_mapping
+from .._arrays.devices import on_one_device
+from ..batch.indices import positions, sequence_ids, slot_mapping
+from ..batch.metadata import BatchMetadata
 from . import checks as validate
 from .block_pool import BlockPool
 from .growth import Growth, append_tokens

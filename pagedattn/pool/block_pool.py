@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from ..ragged import cdiv
+from .._arrays.namespace import cdiv
 from . import checks as validate
 
 

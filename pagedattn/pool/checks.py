@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..checks import MAX_SLOTS, count, ids, require
-from ..facts import known
-from ..integers import int32_array
-from ..ragged import cdiv
+from .._arrays.checks import MAX_SLOTS, count, ids, require
+from .._arrays.inspect import known
+from .._arrays.int32 import int32_array
+from .._arrays.namespace import cdiv
 from ..spec import window_of
 
 FIELDS = {

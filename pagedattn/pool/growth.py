@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Integer
 
-from ..checks import an_array
+from .._arrays.checks import an_array
+from .._arrays.devices import on_one_device
+from .._arrays.inspect import known
+from .._arrays.namespace import add_at, cdiv
 from ..errors import InvalidInputError, OutOfBlocksError
-from ..facts import known
-from ..placement import on_one_device
-from ..ragged import add_at, cdiv
 from . import checks as validate
 from .block_pool import BlockPool
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Integer
 
-from ..placement import on_one_device
-from ..ragged import add_at, in_range, set_at
+from .._arrays.devices import on_one_device
+from .._arrays.namespace import add_at, in_range, set_at
 from . import checks as validate
 from .block_pool import BlockPool
 

@@ -6,8 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Integer
 
-from ..placement import on_one_device
-from ..ragged import add_at, cdiv, in_range, set_at
+from .._arrays.devices import on_one_device
+from .._arrays.namespace import add_at, cdiv, in_range, set_at
 from . import checks as validate
 from .block_pool import BlockPool, given_back
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Integer
 
-from ..placement import on_one_device
-from ..ragged import cdiv, in_range, set_at
+from .._arrays.devices import on_one_device
+from .._arrays.namespace import cdiv, in_range, set_at
 from . import checks as validate
 from .block_pool import BlockPool, given_back
 from .growth import append_tokens

@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from ..ragged import add_at
+from .._arrays.namespace import add_at
 from . import checks as validate
 from .block_pool import BlockPool
 from .releasing import push_free

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from ..table import Cell, cells, grouped
 from . import machine
 from .probe import probed
 from .selfcheck import selfcheck
+from .table import Cell, cells, grouped
 from .usable import usable
 
 

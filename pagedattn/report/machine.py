@@ -8,7 +8,8 @@ from pathlib import Path
 
 import jax
 
-from .. import __version__, registry
+from .. import __version__
+from .._dispatch import registry
 
 PACKAGES = (
     *("jax", "jaxlib", "numpy", "torch", "jax-tvm-ffi", "triton", "xformers"),
@@ -59,7 +60,7 @@ def kernel() -> str | None:
     """What of the CPU the compiled kernel uses; None where it cannot be loaded."""
     if not registry.can_load("numba"):
         return None
-    from ..kernels.cpu.call import num_threads
-    from ..kernels.cpu.lanes import in_words
+    from .._kernels.cpu.simd import in_words
+    from ..backends.numba.support import num_threads
 
     return f"{in_words()}; {num_threads()} threads"

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from ..table import call, request
+from .table import call, request
 
 SECONDS = 240  # the first call of a new installation compiles; half a minute is usual
 Reasons = dict[str, dict[str, list[str]]]

@@ -2,7 +2,7 @@
 
 import time
 
-from .. import registry
+from .._dispatch import registry
 from ..testing.harness import Cell, run_cell
 
 # One of each phase, the options alone and together, and two dtypes.

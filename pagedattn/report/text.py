@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from ..features import ATTENTION_TYPES
+from ..testing.features import ATTENTION_TYPES
 
 Table = list[Sequence[str]]  # rows, the heading first
 TYPES = f"Attention of each type ({', '.join(ATTENTION_TYPES)}); partly: not of all."

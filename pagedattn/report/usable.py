@@ -3,10 +3,10 @@
 import dataclasses
 import sys
 
-from .. import choice, registry
-from ..call import Call, call_of
-from ..registry import Framework
-from ..table import call, request
+from .._dispatch import registry, select
+from .._dispatch.call import Call, call_of
+from .._dispatch.registry import Framework
+from .table import call, request
 
 
 def usable() -> dict[str, dict[str, list[str]]]:
@@ -18,7 +18,7 @@ def usable() -> dict[str, dict[str, list[str]]]:
     names = dict.fromkeys(name for place in places for name in registry.names(place))
     return {
         name: {
-            place.name.lower(): choice.why_not(name, asked, place)
+            place.name.lower(): select.why_not(name, asked, place)
             for place, asked in places.items()
             if name in registry.names(place)
         }

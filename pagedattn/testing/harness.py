@@ -7,12 +7,12 @@ from typing import NamedTuple
 import ml_dtypes  # noqa: F401  (teaches NumPy the name bfloat16)
 import numpy as np
 
-from pagedattn import Backend, UnsupportedError, features
-from pagedattn.facts import describe
-from pagedattn.features import DTYPES, OPTIONS, PHASES, arrays_of, spec_of
-from pagedattn.ragged import cdiv
-
+from .. import Backend, UnsupportedError
+from .._arrays.inspect import describe
+from .._arrays.namespace import cdiv
+from . import features
 from .closeness import assert_attention_close
+from .features import DTYPES, OPTIONS, PHASES, arrays_of, spec_of
 from .problem import Problem
 from .random_problems import random_problem, random_tables
 from .running import attend_with_lse

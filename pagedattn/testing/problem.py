@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from pagedattn.features import ARRAYS
-
 from . import oracle
+from .features import ARRAYS
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from pagedattn.ragged import cdiv
-
+from .._arrays.namespace import cdiv
 from .problem import Problem
 
 

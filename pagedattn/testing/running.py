@@ -6,15 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pagedattn import (
-    Backend,
-    BatchMetadata,
-    KVCache,
-    UnsupportedError,
-    make_batch,
-    paged_attention,
-)
-
+from .. import Backend, BatchMetadata, KVCache, UnsupportedError, make_batch, paged_attention
 from .problem import Problem
 
 

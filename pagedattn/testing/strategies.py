@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import ml_dtypes  # noqa: F401  (teaches NumPy the name bfloat16)
 import numpy as np
 
-from pagedattn import AttentionSpec, BackendUnavailableError, alibi_slopes, features
-from pagedattn.features import OPTIONS, arrays_of, cache_of, spec_of
-from pagedattn.ragged import cdiv
-
-from . import harness
+from .. import AttentionSpec, BackendUnavailableError, alibi_slopes
+from .._arrays.namespace import cdiv
+from . import features, harness
+from .features import OPTIONS, arrays_of, cache_of, spec_of
 from .problem import Problem
 from .random_problems import random_problem
 

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from pagedattn import KVCache
-from pagedattn.around import attend, scale_of_values
-from pagedattn.backend import Backend
-from pagedattn.batch import Sequences, in_order
-from pagedattn.call import Call
-from pagedattn.kernels.cpu import compiled, thread_pool
-from pagedattn.kernels.cpu.call import (
+from pagedattn._arrays.memory import address
+from pagedattn._dispatch.backend import Backend
+from pagedattn._dispatch.call import Call
+from pagedattn._dispatch.emulate import attend, scale_of_values
+from pagedattn._dispatch.registry import Framework
+from pagedattn._kernels.cpu import compiled, thread_pool
+from pagedattn._kernels.cpu.call_args import JOB, NO_WINDOW
+from pagedattn.backends.numba.support import (
     HONOURS,
     LONGEST,
     dtype_of,
@@ -28,11 +30,9 @@ from pagedattn.kernels.cpu.call import (
     partner,
     unfit,
 )
-from pagedattn.kernels.cpu.call import numbers as numbers_of
-from pagedattn.kernels.cpu.call import refusals as refusals_of
-from pagedattn.kernels.cpu.job import JOB, NO_WINDOW
-from pagedattn.memory import address
-from pagedattn.registry import Framework
+from pagedattn.backends.numba.support import numbers as numbers_of
+from pagedattn.backends.numba.support import refusals as refusals_of
+from pagedattn.batch.metadata import Sequences, in_order
 
 from ..uncompiled import require_unrecorded
 

@@ -10,15 +10,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pagedattn.backend import Backend
-from pagedattn.call import Call
-from pagedattn.kernels import launch
-from pagedattn.kernels.attention import attention_kernel
-from pagedattn.kernels.launch import Launch
-from pagedattn.kernels.merge import merge_kernel
-from pagedattn.kernels.tiling import Device, Tiling, device_of, tiling
+from pagedattn._dispatch.backend import Backend
+from pagedattn._dispatch.call import Call
+from pagedattn._kernels.triton import launch
+from pagedattn._kernels.triton.attention import attention_kernel
+from pagedattn._kernels.triton.launch import Launch
+from pagedattn._kernels.triton.merge import merge_kernel
+from pagedattn._kernels.triton.tiling import Device, Tiling, device_of, tiling
 
-from ..bias import slopes_on
+from .bias import slopes_on
 
 
 class Plan(NamedTuple):

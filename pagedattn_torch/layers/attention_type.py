@@ -3,7 +3,7 @@
 from enum import Enum, StrEnum
 
 from pagedattn import InvalidInputError
-from pagedattn.facts import shown
+from pagedattn._arrays.inspect import shown
 
 
 class AttentionType(StrEnum):

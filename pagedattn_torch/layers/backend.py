@@ -7,10 +7,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from pagedattn import InvalidInputError, KVCache, validate_writes
-from pagedattn.checks import int_array, require
-from pagedattn.facts import is_traced, shown
-from pagedattn.memory import require_memory
+from pagedattn import InvalidInputError, KVCache
+from pagedattn._arrays.checks import int_array, require
+from pagedattn._arrays.inspect import is_traced, shown
+from pagedattn._arrays.memory import require_memory
+from pagedattn.cache import validate as validate_cache
 
 from ..arrays import tensor
 from ..cache import copy_blocks_, require_planes, swap_blocks_
@@ -151,7 +152,7 @@ class AttentionBackend:
         require_eager()
         caches, (src, dst) = _planes(kv_caches), _columns(src_to_dists)
         for cache in caches:  # check all before writing to the first
-            validate_writes.block_copies(cache, cache, src, dst)
+            validate_cache.block_copies(cache, cache, src, dst)
             require_planes(cache)
         for cache in caches:
             copy_blocks_(cache, src, dst)

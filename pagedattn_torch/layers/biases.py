@@ -8,11 +8,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pagedattn import AttentionSpec, attention_bias
-from pagedattn.checks import require
-from pagedattn.facts import known, shown
-from pagedattn.memory import require_memory
-from pagedattn.ragged import arange, token_positions
-from pagedattn.visibility import additive
+from pagedattn._arrays.checks import require
+from pagedattn._arrays.inspect import known, shown
+from pagedattn._arrays.memory import require_memory
+from pagedattn._arrays.namespace import arange
+from pagedattn.batch.indices import token_positions
+from pagedattn.masks import additive
 
 from ..arrays import require_tensors
 from .attention_type import AttentionType

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from pagedattn.ragged import PAD_SLOT
+from pagedattn.batch.indices import PAD_SLOT
 
 from .metadata import AttentionMetadata
 

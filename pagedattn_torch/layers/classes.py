@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from pagedattn.call import Call
+from pagedattn._dispatch.call import Call
 
 from ..backends.ipex import lacks_alibi
 from .backend import AttentionBackend

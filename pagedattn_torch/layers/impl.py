@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pagedattn import AttentionSpec, KVCache, UnsupportedError, validate_cache
-from pagedattn.call import Call, call_of
+from pagedattn import AttentionSpec, KVCache, UnsupportedError
+from pagedattn._dispatch.call import Call, call_of
+from pagedattn.cache import validate as validate_cache
 
 from ..arrays import require_no_grad
 from ..layout import is_empty, split_heads

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from pagedattn import InvalidInputError, KVCache, UnsupportedError
-from pagedattn.checks import require
-from pagedattn.facts import shown
-from pagedattn.memory import require_alike, require_memory
+from pagedattn._arrays.checks import require
+from pagedattn._arrays.inspect import shown
+from pagedattn._arrays.memory import require_alike, require_memory
 
 from ..arrays import require_no_grad, require_tensors, require_writable, with_dense_rows
 from ..cache import require_planes

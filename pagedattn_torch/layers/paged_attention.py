@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pagedattn import BatchMetadata, KVCache
-from pagedattn.ragged import token_positions
+from pagedattn.batch.indices import token_positions
 
 from ..arrays import int32, tensor
 from ..attention import paged_attention

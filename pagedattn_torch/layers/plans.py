@@ -19,13 +19,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pagedattn import BatchMetadata, InvalidInputError, KVCache, validate_writes
-from pagedattn.checks import require
-from pagedattn.facts import known
-from pagedattn.packed import packed_cache
+from pagedattn import BatchMetadata, InvalidInputError, KVCache
+from pagedattn._arrays.checks import require
+from pagedattn._arrays.inspect import known
+from pagedattn.batch.packed import packed_cache
+from pagedattn.cache import validate as validate_cache
 
 from ..arrays import tensor
-from ..rows import DeviceRows, HostRows, slot_index
+from ..cache import DeviceRows, HostRows, slot_index
 from .attention_type import AttentionType
 from .inputs import Fresh
 from .metadata import batches
@@ -103,7 +104,7 @@ def _rows(cache, fresh, meta, kind) -> HostRows | DeviceRows:
     slots = getattr(meta, name)
     require(slots is not None, f"{kind} attention needs {name} to write keys to the cache")
     slots = tensor(name, slots, cache.key.device)
-    validate_writes.write(cache, fresh.key, fresh.value, slots)
+    validate_cache.write(cache, fresh.key, fresh.value, slots)
     return slot_index(slots, cache.num_slots, cache.block_size)
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from pagedattn import InvalidInputError, KVCache, UnsupportedError
-from pagedattn.checks import require, whole
-from pagedattn.facts import shown
-from pagedattn.memory import require_memory
-from pagedattn.quantise import quantised
-from pagedattn.registry import Framework, record
+from pagedattn._arrays.checks import require, whole
+from pagedattn._arrays.inspect import shown
+from pagedattn._arrays.memory import require_memory
+from pagedattn._dispatch.registry import Framework, record
+from pagedattn.cache.quantise import quantised
 
 from ..arrays import require_tensors
 

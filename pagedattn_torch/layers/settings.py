@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from pagedattn import AttentionSpec
-from pagedattn.checks import is_count, require
-from pagedattn.facts import shown
-from pagedattn.memory import require_memory
+from pagedattn._arrays.checks import is_count, require
+from pagedattn._arrays.inspect import shown
+from pagedattn._arrays.memory import require_memory
 
 from ..arrays import tensor
 from .attention_type import AttentionType

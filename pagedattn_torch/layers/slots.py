@@ -6,8 +6,9 @@ import numpy as np
 import torch
 
 from pagedattn import BatchMetadata, InvalidInputError
-from pagedattn.facts import known
-from pagedattn.ragged import cdiv, sequence_ids
+from pagedattn._arrays.inspect import known
+from pagedattn._arrays.namespace import cdiv
+from pagedattn.batch.indices import sequence_ids
 
 
 def completed(batch: BatchMetadata, max_seq_len: int | None) -> BatchMetadata:

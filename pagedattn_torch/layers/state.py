@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from pagedattn import InvalidInputError
-from pagedattn.checks import count, flag, require
-from pagedattn.facts import shown
+from pagedattn._arrays.checks import count, flag, require
+from pagedattn._arrays.inspect import shown
 
 from ..arrays import require_tensors
 from .metadata import AttentionMetadata

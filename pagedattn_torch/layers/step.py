@@ -8,8 +8,7 @@ from torch import Tensor
 
 from pagedattn import KVCache
 
-from ..cache import write_rows_
-from ..rows import DeviceRows, HostRows
+from ..cache import DeviceRows, HostRows, write_rows_
 from ..step import Step
 from ..uncompiled import uncompiled
 from .inputs import Fresh

@@ -13,8 +13,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from pagedattn import BatchMetadata, KVCache
-from pagedattn.facts import known
-from pagedattn.ragged import arange, sequence_ids, token_positions
+from pagedattn._arrays.inspect import known
+from pagedattn._arrays.namespace import arange
+from pagedattn.batch.indices import sequence_ids, token_positions
 
 from ..arrays import bits
 

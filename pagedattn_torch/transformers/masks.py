@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from pagedattn import AttentionSpec, UnsupportedError
-from pagedattn.visibility import visible_mask
+from pagedattn.masks import visible_mask
 
 from ..uncompiled import uncompiled
 from .rows import Mask, Rows, rows_of

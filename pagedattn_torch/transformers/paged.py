@@ -7,8 +7,9 @@ from torch import Tensor
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from pagedattn import AttentionSpec, BatchMetadata, KVCache
-from pagedattn.packed import packed_batch, packed_cache
-from pagedattn.ragged import cdiv, sequence_ids, token_positions
+from pagedattn._arrays.namespace import cdiv
+from pagedattn.batch.indices import sequence_ids, token_positions
+from pagedattn.batch.packed import packed_batch, packed_cache
 
 from ..cache import write_kv_
 from .shared import shared_by_layers

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from pagedattn import AttentionSpec, BatchMetadata, KVCache
-from pagedattn.layer import layer_of
+from pagedattn._dispatch.call import layer_of
 
 from ..step import Step, prepare
 

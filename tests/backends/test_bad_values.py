@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from pagedattn import AttentionSpec, explain, write_kv
-from pagedattn.registry import can_load
+from pagedattn._dispatch.registry import can_load
 from pagedattn.testing import batch_of, cache_of, random_problem
 from pagedattn.testing.running import attend_in_jit
 

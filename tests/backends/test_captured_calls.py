@@ -17,11 +17,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagedattn import AttentionSpec
-from pagedattn.call import call_of
+from pagedattn._dispatch.call import call_of
 from pagedattn.testing import batch_of, cache_of
 from pagedattn_torch.arrays import batch_on
+from pagedattn_torch.backends.bias import slopes_on
 from pagedattn_torch.backends.sdpa import kernels
-from pagedattn_torch.bias import slopes_on
 from pagedattn_torch.cache import set_rows_
 
 ALL = SPECS | {"two-sided window": AttentionSpec(causal=False, sliding_window=4)}

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("numba")
 
-from pagedattn.kernels.cpu import compiled, plan, thread_pool, work
-from pagedattn.kernels.cpu.job import COUNTERS, JOB, NO_WINDOW, PIECE, offset
+from pagedattn._kernels.cpu import compiled, schedule, thread_pool, workers
+from pagedattn._kernels.cpu.call_args import COUNTERS, JOB, NO_WINDOW, PIECE, offset
 
 LINE = 128  # bytes: the longest cache line of the CPUs that JAX runs on, Apple's
 KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE = 2, 2, 64, 16
@@ -72,7 +72,7 @@ def struct_at(address: int, kind: np.dtype) -> np.ndarray:
 def test_what_threads_write_lies_in_cache_lines_of_its_own(batch, threads):
     """Counters, states and structs begin at a line and overlap no other, whatever the batch is."""
     call = Call(batch, threads)
-    address = plan.begin(call.struct.ctypes.data)
+    address = schedule.begin(call.struct.ctypes.data)
     job = struct_at(address, JOB)
     places = [address + at * PIECE.itemsize for at in range(job["num_pieces"])]
     pieces = [struct_at(int(job["pieces"]) + place - address, PIECE) for place in places]
@@ -96,13 +96,13 @@ def finish(address: int, job: np.ndarray) -> None:
     """Works as all the threads that the job waits for, one after the other."""
     for _ in range(int(job["threads"])):
         compiled.task("float32", "float32").ctypes(address)
-    work.end(address)
+    workers.end(address)
 
 
 def test_long_sequences_were_cut():
     """The property above saw counters and states."""
     call = Call([(1, 20000), (1, 20000)], 4)
-    address = plan.begin(call.struct.ctypes.data)
+    address = schedule.begin(call.struct.ctypes.data)
     job = struct_at(address, JOB)
     assert struct_at(int(job["pieces"]), PIECE)["parts"] > 1
     finish(address, job)

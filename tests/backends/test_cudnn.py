@@ -10,8 +10,8 @@ from cases import SPECS, mixed, replace_spec
 from hypothesis import given
 
 from pagedattn import AttentionSpec, UnsupportedError, explain, paged_attention
+from pagedattn._dispatch.call import call_of
 from pagedattn.backends import cudnn
-from pagedattn.call import call_of
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem, strategies
 
 HAS_GPU = jax.default_backend() == "gpu"

@@ -15,22 +15,10 @@ from hypothesis import given
 from pagedattn_interop import to_torch
 from pagedattn_interop.backends import bridged
 
-from pagedattn import (
-    AttentionSpec,
-    BackendUnavailableError,
-    KVCache,
-    explain,
-    paged_attention,
-    registry,
-)
-from pagedattn.call import call_of
-from pagedattn.testing import (
-    assert_attention_close,
-    batch_of,
-    cache_of,
-    random_problem,
-    strategies,
-)
+from pagedattn import AttentionSpec, BackendUnavailableError, KVCache, explain, paged_attention
+from pagedattn._dispatch import registry
+from pagedattn._dispatch.call import call_of
+from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem, strategies
 from pagedattn_torch import arrays
 from pagedattn_torch.backends import flash
 from pagedattn_torch.backends.flash.forward import PACKAGE, why_unusable

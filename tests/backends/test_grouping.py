@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 
 from pagedattn import AttentionSpec, BatchMetadata, KVCache
-from pagedattn.call import call_of
-from pagedattn.ragged import cdiv
+from pagedattn._arrays.namespace import cdiv
+from pagedattn._dispatch.call import call_of
 from pagedattn_torch.backends.sdpa.grouping import make_buckets
 
 NUM_SEQS, MAX_BLOCKS, BLOCK_SIZE, MAX_QUERY_LEN = 3, 4, 4, 8

@@ -18,12 +18,7 @@ from tensors import interleaved, tensors
 from torch_layers import step_of
 
 from pagedattn import AttentionSpec, KVCache, UnsupportedError
-from pagedattn.testing import (
-    assert_attention_close,
-    batch_of,
-    cache_of,
-    random_problem,
-)
+from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
 from pagedattn.testing.strategies import BUCKETS, any_phase, options_table, problems
 from pagedattn_torch import (
     IpexAttnBackend,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ipex_raw import isolated
 
 from pagedattn import AttentionSpec, BatchMetadata, KVCache, make_batch
-from pagedattn.call import call_of
+from pagedattn._dispatch.call import call_of
 from pagedattn_torch import empty_kv_cache, paged_attention
 from pagedattn_torch.arrays import batch_on
 from pagedattn_torch.backends import ipex

@@ -18,15 +18,11 @@ from pagedattn_interop import to_torch
 from torch_layers import assert_close, dense, normal, reference, spec_of, step_of
 from xpu_rules import NeverWaits, stand_in_for_xpu
 
-from pagedattn import AttentionSpec, KVCache, UnsupportedError, registry
-from pagedattn.call import call_of
-from pagedattn.packed import packed_batch, packed_cache
-from pagedattn.testing import (
-    assert_attention_close,
-    batch_of,
-    cache_of,
-    random_problem,
-)
+from pagedattn import AttentionSpec, KVCache, UnsupportedError
+from pagedattn._dispatch import registry
+from pagedattn._dispatch.call import call_of
+from pagedattn.batch.packed import packed_batch, packed_cache
+from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
 from pagedattn.testing.strategies import seeds
 from pagedattn_torch import (
     IpexAttnBackend,

@@ -24,7 +24,7 @@ from pagedattn import (
     paged_attention,
     ragged_attention,
 )
-from pagedattn.registry import can_load
+from pagedattn._dispatch.registry import can_load
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
 from pagedattn.testing import reference_attention as reference
 from pagedattn.testing.strategies import BUCKETS, problems

@@ -12,18 +12,11 @@ import pytest
 from cases import SIGNED, SPECS
 from mosaic_rules import BF16, hopper
 
-from pagedattn import (
-    AttentionSpec,
-    KVCache,
-    explain,
-    init_kv_cache,
-    make_batch,
-    paged_attention,
-)
-from pagedattn.backends.mosaic import launch, lse, tiles
-from pagedattn.backends.mosaic.launch import attend
-from pagedattn.backends.mosaic.shape import ROWS, UNIT, WARPGROUP, Shape
-from pagedattn.call import call_of
+from pagedattn import AttentionSpec, KVCache, explain, init_kv_cache, make_batch, paged_attention
+from pagedattn._dispatch.call import call_of
+from pagedattn.backends.mosaic.dense import launch, results, tiles
+from pagedattn.backends.mosaic.dense.kernel_config import ROWS, UNIT, WARPGROUP, Shape
+from pagedattn.backends.mosaic.dense.launch import attend
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
 
 WINDOW = AttentionSpec(sliding_window=100)
@@ -32,7 +25,7 @@ WINDOW = AttentionSpec(sliding_window=100)
 tiles_in_jit = jax.jit(tiles.tiles_of, static_argnums=0)
 key_blocks_in_jit = jax.jit(tiles.key_blocks, static_argnums=0)
 has_rows_in_jit = jax.jit(tiles.has_rows, static_argnums=0)
-by_token_in_jit = jax.jit(lse.by_token, static_argnums=0)
+by_token_in_jit = jax.jit(results.by_token, static_argnums=0)
 
 # query_lens, seq_lens: long, short, none, cross; with and without room for padding
 BATCHES = (

@@ -14,11 +14,11 @@ from cases import SIGNED, SPECS
 from mosaic_rules import BF16, hopper
 
 from pagedattn import AttentionSpec, KVCache, make_batch
-from pagedattn.backends.mosaic import cut
-from pagedattn.backends.mosaic.launch import attend, shape_of, unfit
-from pagedattn.backends.mosaic.lse import by_token
-from pagedattn.backends.mosaic.shape import ROWS, UNIT, UNITS, Shape
-from pagedattn.call import call_of
+from pagedattn._dispatch.call import call_of
+from pagedattn.backends.mosaic.dense import split_kv
+from pagedattn.backends.mosaic.dense.kernel_config import ROWS, UNIT, UNITS, Shape
+from pagedattn.backends.mosaic.dense.launch import attend, shape_of, unfit
+from pagedattn.backends.mosaic.dense.results import by_token
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
 
 # query_lens, seq_lens
@@ -55,16 +55,16 @@ def lengths(query_lens, seq_lens):
     return jnp.asarray(starts, jnp.int32), jnp.asarray(seq_lens, jnp.int32)
 
 
-work_in_jit = jax.jit(cut.work_of, static_argnums=0)
+work_in_jit = jax.jit(split_kv.work_of, static_argnums=0)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def all_jobs(shape, starts, seq_lens):
     """How many jobs each part has for one head of keys, and these, with some to spare."""
-    work = cut.work_of(shape, starts, seq_lens)
+    work = split_kv.work_of(shape, starts, seq_lens)
 
     def of_part(part):
-        jobs = cut.cut_tiles(shape, (shape.parts - 1 - part) * shape.num_kv_heads, work)
+        jobs = split_kv.cut_tiles(shape, (shape.parts - 1 - part) * shape.num_kv_heads, work)
         numbers = jnp.arange(shape.max_tiles, dtype=jnp.int32)
         return jobs.count, jax.vmap(lambda i: jobs.job_of(i, jobs.look_up(i), i))(numbers)
 
@@ -119,7 +119,7 @@ def test_each_key_is_in_one_job(name, parts, group, pad):
         last = max(first, (key_len - 1) // 128)
         assert query_len == 0 or sorted(blocks[sequence]) == list(range(first, last + 1))
     steps = [sum(job.blocks.count for job in jobs) for jobs in found]
-    assert max(steps) <= sum(steps) / len(steps) + len(query_lens) + 2 * cut.OVERHEAD
+    assert max(steps) <= sum(steps) / len(steps) + len(query_lens) + 2 * split_kv.OVERHEAD
 
 
 @cuts
@@ -148,11 +148,11 @@ def test_bad_lengths_stay_inside_the_arrays(starts):
     shape = sizes_of([8, 8, 8], parts=16, group=4, pad=3)
     seq_lens = jnp.array([10**6, -3, 2**31 - 1], jnp.int32)
     starts = jnp.array(starts, jnp.int32)
-    tile = cut.tile_at(shape, starts, seq_lens, jnp.arange(shape.max_tiles))
+    tile = split_kv.tile_at(shape, starts, seq_lens, jnp.arange(shape.max_tiles))
     assert (tile.begin >= 0).all()
     assert (tile.begin + tile.query_len <= shape.num_tokens).all()
     assert ((tile.key_len >= 0) & (tile.key_len <= 600 * 16)).all()
-    assert (jnp.diff(cut.work_of(shape, starts, seq_lens).starts) >= 0).all()
+    assert (jnp.diff(split_kv.work_of(shape, starts, seq_lens).starts) >= 0).all()
 
 
 def call_for(query_len, spec, heads=(8, 2), head_dim=128, dtype=BF16):

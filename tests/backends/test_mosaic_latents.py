@@ -19,10 +19,10 @@ from pagedattn import (
     make_batch,
     paged_attention,
 )
-from pagedattn.backends.mosaic.latents import launch, pieces
+from pagedattn._dispatch.call import call_of
+from pagedattn.backends.mosaic.latents import launch, split_kv
+from pagedattn.backends.mosaic.latents.kernel_config import KEYS, Shape
 from pagedattn.backends.mosaic.latents.launch import attend
-from pagedattn.backends.mosaic.latents.shape import KEYS, Shape
-from pagedattn.call import call_of
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
 
 LENGTHS = [0, 1, 15, 16, 17, 63, 64, 65, 4096, 1000]
@@ -38,17 +38,17 @@ def shape_of(num_tokens, num_seqs, *, programs=132, heads=128, **spec):
 def work_of(shape, query_lens, seq_lens):
     starts = np.append(0, np.cumsum(query_lens))
     lengths = jnp.asarray(starts, jnp.int32), jnp.asarray(seq_lens, jnp.int32)
-    return pieces.work_of(shape, *lengths)
+    return split_kv.work_of(shape, *lengths)
 
 
 def every_piece(shape, work):
     """The pieces of each part, as a program finds them, but for the steps before them."""
     parts, most = jnp.arange(shape.parts), int(work.parts[:, 3].max())
-    find = jax.vmap(pieces.piece_at, (None, 0, None, None))
+    find = jax.vmap(split_kv.piece_at, (None, 0, None, None))
     find = jax.jit(jax.vmap(find, (0, None, None, None)))
     found = np.stack(find(parts, jnp.arange(most), work, jnp.int32(0)), axis=-1)
     return [
-        [pieces.Piece(*map(int, piece)) for piece in row[:count]]
+        [split_kv.Piece(*map(int, piece)) for piece in row[:count]]
         for row, count in zip(found, np.asarray(work.parts[:, 3]), strict=True)
     ]
 
@@ -90,7 +90,7 @@ def test_each_key_is_in_one_piece(query_lens, seq_lens, programs):
 def test_bad_lengths_stay_inside_the_arrays(starts):
     shape = shape_of(33, 3)
     seq_lens = jnp.array([10**6, -3, 2**31 - 1], jnp.int32)
-    work = pieces.work_of(shape, jnp.array(starts, jnp.int32), seq_lens)
+    work = split_kv.work_of(shape, jnp.array(starts, jnp.int32), seq_lens)
     (sequence, key_len, _), parts = np.asarray(work.tokens).T, np.asarray(work.parts)
     assert ((sequence >= 0) & (sequence < 3)).all()
     assert ((key_len >= 0) & (key_len <= shape.max_blocks * shape.block_size)).all()

@@ -13,12 +13,12 @@ import pytest
 from mosaic_rules import BF16
 
 from pagedattn import AttentionSpec
-from pagedattn.backends.mosaic import cut, jobs, kernel, tiles
-from pagedattn.backends.mosaic.latents import pieces
-from pagedattn.backends.mosaic.latents.shape import KEYS
-from pagedattn.backends.mosaic.latents.shape import Shape as Latents
-from pagedattn.backends.mosaic.shape import Shape
-from pagedattn.batch import rising
+from pagedattn.backends.mosaic.dense import kernel, split_kv, tile_tasks, tiles
+from pagedattn.backends.mosaic.dense.kernel_config import Shape
+from pagedattn.backends.mosaic.latents import split_kv as latent_split
+from pagedattn.backends.mosaic.latents.kernel_config import KEYS
+from pagedattn.backends.mosaic.latents.kernel_config import Shape as Latents
+from pagedattn.batch.metadata import rising
 
 BATCHES, HEADS, MAX_BLOCKS = 2000, 2, 120  # of 16 keys
 
@@ -59,14 +59,14 @@ def random_lengths(seed, num_seqs, longest, num_tokens, capacity):
 def plan(shape, starts, seq_lens):
     """The tiles, and of every program the number of its jobs, and these, with some to spare."""
     starts = rising(starts)
-    work = cut.work_of(shape, starts, seq_lens)
+    work = split_kv.work_of(shape, starts, seq_lens)
     numbers = jnp.arange(shape.max_tiles, dtype=jnp.int32)
-    all_tiles = cut.tile_at(shape, starts, seq_lens, numbers)
+    all_tiles = split_kv.tile_at(shape, starts, seq_lens, numbers)
     blocks = tiles.key_blocks(shape, all_tiles)
-    blocks = blocks._replace(count=jnp.where(cut.is_one(shape, all_tiles), blocks.count, 0))
+    blocks = blocks._replace(count=jnp.where(split_kv.is_one(shape, all_tiles), blocks.count, 0))
 
     def of_program(me):
-        mine = cut.cut_tiles(shape, me, work)
+        mine = split_kv.cut_tiles(shape, me, work)
         return mine.count, jax.vmap(lambda i: mine.job_of(i, mine.look_up(i), i))(numbers)
 
     programs = jnp.arange(shape.parts * HEADS, dtype=jnp.int32)
@@ -133,8 +133,8 @@ def test_no_part_has_more_than_its_share(name):
     shape, _, blocks, batch, program, job = planned(name)
     steps = np.zeros((BATCHES, shape.parts * HEADS), int)
     np.add.at(steps, (batch, program), job.blocks.count)
-    cost = np.where(blocks.count > 0, blocks.count + cut.OVERHEAD, 0).sum(axis=1)
-    share = np.maximum(-(-cost // shape.parts), cut.OVERHEAD + cut.FEWEST)
+    cost = np.where(blocks.count > 0, blocks.count + split_kv.OVERHEAD, 0).sum(axis=1)
+    share = np.maximum(-(-cost // shape.parts), split_kv.OVERHEAD + split_kv.FEWEST)
     assert (steps <= share[:, None]).all()
 
 
@@ -163,7 +163,7 @@ def test_each_whole_tile_is_one_job(programs, heads):
         work = tiles.Table(jnp.tile(numbers, len(tiles.Tile._fields)), count[None])
 
         def of_program(me):
-            mine = jobs.whole_tiles(shape, programs, me, work)
+            mine = tile_tasks.whole_tiles(shape, programs, me, work)
             numbers = jnp.arange(300 * heads // programs + 2)
             job = jax.vmap(lambda i: mine.job_of(i, mine.look_up(i), i))(numbers)
             return numbers < mine.count, job.tile.slot, job.head
@@ -193,14 +193,14 @@ LATENTS = {
 @functools.partial(jax.jit, static_argnums=0)
 def pieces_of(shape, starts, seq_lens):
     """The tokens; each part's pieces and their number; the last piece and part of cut tokens."""
-    work = pieces.work_of(shape, rising(starts), seq_lens)
+    work = latent_split.work_of(shape, rising(starts), seq_lens)
     numbers = jnp.arange(shape.num_tokens, dtype=jnp.int32)
 
     def of_part(part):
         count = work.parts[part, 3]
-        found = jax.vmap(lambda i: pieces.piece_at(part, i, work, jnp.int32(0)))(numbers)
-        piece = pieces.piece_at(part, count - 1, work, jnp.int32(0))
-        return count, found, pieces.last_part_of(work, piece.token)
+        found = jax.vmap(lambda i: latent_split.piece_at(part, i, work, jnp.int32(0)))(numbers)
+        piece = latent_split.piece_at(part, count - 1, work, jnp.int32(0))
+        return count, found, latent_split.last_part_of(work, piece.token)
 
     return work.tokens, *jax.vmap(of_part)(jnp.arange(shape.parts, dtype=jnp.int32))
 

@@ -16,9 +16,9 @@ from jax.sharding import Mesh, PartitionSpec
 from mosaic_rules import BF16, hopper
 
 from pagedattn import AttentionSpec
-from pagedattn.backends.mosaic import launch
+from pagedattn._dispatch.call import call_of
+from pagedattn.backends.mosaic.dense import launch
 from pagedattn.backends.mosaic.latents import launch as latents
-from pagedattn.call import call_of
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
 
 HEADS, PAGES = PartitionSpec(None, "heads"), PartitionSpec(None, None, "heads")

@@ -17,7 +17,7 @@ from pagedattn import (
     swap_blocks,
     write_kv,
 )
-from pagedattn.registry import Framework, names
+from pagedattn._dispatch.registry import Framework, names
 
 CACHES = {
     "float32": lambda blocks: init_kv_cache(blocks, 4, 1, 8, jnp.float32),

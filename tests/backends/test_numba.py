@@ -23,21 +23,16 @@ from pagedattn import (
     paged_attention,
     write_kv,
 )
-from pagedattn.features import CACHE_DTYPES, DTYPES
-from pagedattn.registry import can_load
-from pagedattn.testing import (
-    assert_attention_close,
-    batch_of,
-    cache_of,
-    random_problem,
-)
+from pagedattn._dispatch.registry import can_load
+from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
+from pagedattn.testing.features import CACHE_DTYPES, DTYPES
 
 if not can_load("numba") or jax.default_backend() != "cpu":
     pytest.skip("needs numba, and JAX on a CPU", allow_module_level=True)
 
+from pagedattn._kernels.cpu import compiled, thread_pool
 from pagedattn.backends import numba as backend
-from pagedattn.kernels.cpu import compiled, thread_pool
-from pagedattn.kernels.cpu.call import LONGEST
+from pagedattn.backends.numba.support import LONGEST
 
 LARGE = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "block_size": 16}
 
@@ -345,8 +340,8 @@ def test_a_loaded_program_runs_once_its_dtypes_have_been_compiled(tmp_path):
 def test_machine_code_is_kept_on_disk():
     """Another process finds what this one compiled, if no earlier one did, and compiles nothing."""
     compiled.task("bfloat16", "bfloat16"), thread_pool.attention(), thread_pool.worker()
-    count = "\nfrom pagedattn.kernels.cpu.compiled import task\n"
-    count += "from pagedattn.kernels.cpu.thread_pool import attention, worker\n"
+    count = "\nfrom pagedattn._kernels.cpu.compiled import task\n"
+    count += "from pagedattn._kernels.cpu.thread_pool import attention, worker\n"
     count += "kept = task('bfloat16', 'bfloat16'), attention(), worker()\n"
     count += "print([function.cache_hits for function in kept])"
     assert in_a_process(USE + count).stdout.split() == ["[1,", "1,", "1]"]
@@ -409,7 +404,7 @@ def test_processes_may_compile_at_once_and_without_a_folder_to_write_to(tmp_path
     """The smallest function, which is kept as the others are."""
     folders = [str(tmp_path), str(tmp_path), "/proc/nowhere"]
     environments = [os.environ | {"NUMBA_CACHE_DIR": folder} for folder in folders]
-    code = "from pagedattn.kernels.cpu.thread_pool import worker\nassert worker().address"
+    code = "from pagedattn._kernels.cpu.thread_pool import worker\nassert worker().address"
     command = [sys.executable, "-c", code]
     running = [subprocess.Popen(command, env=e, stderr=subprocess.PIPE) for e in environments]
     errors = [process.communicate()[1] for process in running]

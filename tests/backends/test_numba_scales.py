@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tensors import by_torch
 
 from pagedattn import KVCache, paged_attention
-from pagedattn.registry import can_load
+from pagedattn._dispatch.registry import can_load
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
 
 if not can_load("numba") or jax.default_backend() != "cpu":

@@ -24,12 +24,7 @@ from torch_layers import (
 
 from pagedattn import AttentionSpec, InvalidInputError, KVCache, UnsupportedError, alibi_bias
 from pagedattn.testing import assert_attention_close, random_problem, reference_attention
-from pagedattn_torch import (
-    AttentionMetadata,
-    TorchSDPABackend,
-    pack_keys,
-    write_kv_,
-)
+from pagedattn_torch import AttentionMetadata, TorchSDPABackend, pack_keys, write_kv_
 
 pytestmark = pytest.mark.usefixtures("layers")
 PREFILL, CHUNK, DECODE = ([9, 17], [9, 17]), ([5, 8], [9, 17]), ([1, 1], [9, 17])

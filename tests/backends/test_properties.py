@@ -46,8 +46,7 @@ from pagedattn import (
     swap_out,
     write_kv,
 )
-from pagedattn.features import OPTIONS, PHASES
-from pagedattn.registry import wrong_device
+from pagedattn._dispatch.registry import wrong_device
 from pagedattn.testing import (
     assert_attention_close,
     batch_of,
@@ -57,6 +56,7 @@ from pagedattn.testing import (
     random_problem,
     reference_attention,
 )
+from pagedattn.testing.features import OPTIONS, PHASES
 from pagedattn.testing.harness import Cell, cell_problem
 from pagedattn.testing.strategies import (
     BUCKETS,

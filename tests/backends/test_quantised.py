@@ -9,11 +9,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pagedattn import AttentionSpec, KVCache, UnsupportedError, paged_attention, write_kv
-from pagedattn.backend import Backend
+from pagedattn._dispatch.backend import Backend
+from pagedattn._dispatch.registry import Framework, can_load
 from pagedattn.backends import xla
-from pagedattn.features import CACHE_DTYPES
-from pagedattn.registry import Framework, can_load
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
+from pagedattn.testing.features import CACHE_DTYPES
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from cases import SPECS, mixed, run
 from pagedattn_interop import to_torch
 
 from pagedattn import AttentionSpec
-from pagedattn.call import call_of
+from pagedattn._dispatch.call import call_of
 from pagedattn.testing import assert_attention_close, batch_of, cache_of
 from pagedattn_torch import arrays
 from pagedattn_torch.backends import sdpa

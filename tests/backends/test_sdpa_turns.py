@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pagedattn import AttentionSpec
-from pagedattn.call import call_of
+from pagedattn._dispatch.call import call_of
 from pagedattn.testing import batch_of, cache_of, check_backend, random_problem
 from pagedattn_torch.arrays import batch_on
 from pagedattn_torch.backends import sdpa

@@ -21,7 +21,7 @@ from conftest import BACKENDS
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pagedattn import AttentionSpec, KVCache, copy_blocks, paged_attention, swap_blocks, write_kv
-from pagedattn.registry import can_load
+from pagedattn._dispatch.registry import can_load
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
 
 DEVICES = jax.device_count()

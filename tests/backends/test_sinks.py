@@ -16,7 +16,7 @@ from pagedattn import (
     paged_attention,
     ragged_attention,
 )
-from pagedattn.backend import Backend
+from pagedattn._dispatch.backend import Backend
 from pagedattn.backends import xla
 from pagedattn.testing import (
     assert_attention_close,

@@ -24,13 +24,7 @@ from pagedattn.testing import (
     reference_write,
 )
 from pagedattn.testing.strategies import any_phase
-from pagedattn_torch import (
-    copy_blocks_,
-    paged_attention,
-    ragged_attention,
-    swap_blocks_,
-    write_kv_,
-)
+from pagedattn_torch import copy_blocks_, paged_attention, ragged_attention, swap_blocks_, write_kv_
 from pagedattn_torch.arrays import int32
 
 

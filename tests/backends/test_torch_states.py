@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pagedattn import InvalidInputError, KVCache, UnsupportedError
-from pagedattn.registry import Framework, can_load, order
+from pagedattn._dispatch.registry import Framework, can_load, order
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
 from pagedattn_torch import (
     copy_blocks_,

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 from pagedattn import AttentionSpec
-from pagedattn.call import Call
-from pagedattn.kernels.launch import attention_launch, merge_launch, refusals
-from pagedattn.kernels.tiling import MAX_SPLITS, device_of, tiling
-from pagedattn.kernels.widths import power_of_two, widths_of
-from pagedattn.layer import Strides
+from pagedattn._dispatch.call import Call, Strides
+from pagedattn._kernels.triton.launch import attention_launch, merge_launch, refusals
+from pagedattn._kernels.triton.tiling import MAX_SPLITS, device_of, tiling
+from pagedattn._kernels.triton.widths import power_of_two, widths_of
 
 H200 = device_of(132, (9, 0))
 SMALL = device_of(20, (8, 9))
@@ -69,7 +68,7 @@ def test_what_does_not_fit_into_shared_memory_is_refused():
 
 
 def test_launch_arithmetic_loads_no_triton():
-    code = "import pagedattn.kernels.launch, sys; assert 'triton' not in sys.modules"
+    code = "import pagedattn._kernels.triton.launch, sys; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -195,8 +194,8 @@ def test_a_grid_has_a_program_for_every_row_to_merge():
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_a_program_is_machine_code_without_line_numbers(monkeypatch):
     """Compiled for a GPU without one; the launcher's message is a stand-in's."""
+    from pagedattn._kernels.triton.merge import merge_kernel
     from pagedattn.backends.triton import program as programs
-    from pagedattn.kernels.merge import merge_kernel
 
     launcher = mock.Mock(**{"get_compute_capability.return_value": 90})
     launcher.TritonKernelCall.return_value.to_proto.return_value = b"what it wrote;"
@@ -219,8 +218,8 @@ def test_a_program_is_machine_code_without_line_numbers(monkeypatch):
 @pytest.mark.parametrize("sizes", [{}, {"max_query_len": 300}, LATENT_DECODE], ids=str)
 def test_the_attention_kernel_compiles_for_a_gpu(monkeypatch, sizes, cache_dtype):
     """To machine code, without a GPU; the launcher's message is a stand-in's."""
+    from pagedattn._kernels.triton.attention import attention_kernel
     from pagedattn.backends.triton import program as programs
-    from pagedattn.kernels.attention import attention_kernel
 
     launcher = mock.Mock(**{"get_compute_capability.return_value": 90})
     launcher.TritonKernelCall.return_value.to_proto.return_value = b""

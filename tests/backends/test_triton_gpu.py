@@ -168,7 +168,7 @@ def test_bad_values_stay_inside_the_arrays(query_lens):
 
 def test_new_sizes_do_not_recompile():
     def compiled():
-        from pagedattn.kernels.attention import attention_kernel as kernel
+        from pagedattn._kernels.triton.attention import attention_kernel as kernel
 
         return sum(len(cache[0]) for cache in kernel.device_caches.values())
 

@@ -17,26 +17,22 @@ from hypothesis import given
 from pagedattn_interop import to_torch, torch_call
 from pagedattn_interop.backends import bridged
 
-from pagedattn import AttentionSpec, KVCache, quantise, registry
-from pagedattn.call import call_of
-from pagedattn.ragged import cdiv
-from pagedattn.testing import (
-    assert_attention_close,
-    batch_of,
-    cache_of,
-    random_problem,
-    strategies,
-)
+from pagedattn import AttentionSpec, KVCache
+from pagedattn._arrays.namespace import cdiv
+from pagedattn._dispatch import registry
+from pagedattn._dispatch.call import call_of
+from pagedattn.cache import quantise
+from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem, strategies
 from pagedattn_torch import arrays, explain, paged_attention
 from pagedattn_torch.backends import sdpa
 from pagedattn_torch.backends import xformers as kernels
+from pagedattn_torch.backends.gather import gather_pages
 from pagedattn_torch.backends.xformers.fmha import (
     RUNTIME_PACKAGE,
     fmha,
     hidden_flash_attn,
     why_unusable,
 )
-from pagedattn_torch.rectangles import gather_pages
 
 HALF = jnp.dtype("float16")
 ROUTED = {name: spec for name, spec in SPECS.items() if spec.logits_soft_cap is None} | {

@@ -18,11 +18,11 @@ from hypothesis import given
 from triton import knobs
 from triton.runtime import interpreter
 
-from pagedattn import AttentionSpec, KVCache, around
-from pagedattn.call import call_of
-from pagedattn.features import CACHE_DTYPES
-from pagedattn.kernels.tiling import tiling
-from pagedattn.packed import packed_batch
+from pagedattn import AttentionSpec, KVCache
+from pagedattn._dispatch import emulate
+from pagedattn._dispatch.call import call_of
+from pagedattn._kernels.triton.tiling import tiling
+from pagedattn.batch.packed import packed_batch
 from pagedattn.testing import (
     Problem,
     assert_attention_close,
@@ -30,6 +30,7 @@ from pagedattn.testing import (
     random_problem,
     reference_attention,
 )
+from pagedattn.testing.features import CACHE_DTYPES
 from pagedattn.testing.strategies import any_phase
 from pagedattn_torch import paged_attention
 from pagedattn_torch.arrays import batch_on
@@ -103,8 +104,8 @@ def arrays_of(problem: Problem, **changes):
 def run(query, cache, batch, spec, **arrays):
     """The backend, without the checks that come before it."""
     call = call_of(query, cache, batch, spec, return_lse=True, **arrays)
-    given = (backend.plan(call, batch), around.live_tokens(call, batch), arrays)
-    return around.attend(backend.BACKEND, call, query, cache, *given)
+    given = (backend.plan(call, batch), emulate.live_tokens(call, batch), arrays)
+    return emulate.attend(backend.BACKEND, call, query, cache, *given)
 
 
 @pytest.fixture(autouse=True)

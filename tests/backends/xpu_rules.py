@@ -21,7 +21,7 @@ def stand_in_for_xpu(monkeypatch) -> "PagedAttention":
     """Operators in place of the extension's; tensors on the CPU are said to lie on an XPU."""
     operators = PagedAttention()
     monkeypatch.setattr(ipex, "why_unusable", list)
-    monkeypatch.setattr("pagedattn.layer.device_of", lambda array: "xpu")
+    monkeypatch.setattr("pagedattn._dispatch.call.device_of", lambda array: "xpu")
     monkeypatch.setattr(ipex.xpu, "paged_operators", lambda: operators)
     return operators
 

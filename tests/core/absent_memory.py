@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 import pagedattn as pa
 import pagedattn_torch as pt
 from pagedattn import KVCache, PagedAttentionError
-from pagedattn.registry import Framework, can_load
+from pagedattn._dispatch.registry import Framework, can_load
 
 BACKENDS = [name for name in ("sdpa", "numba") if can_load(name, Framework.TORCH)]
 

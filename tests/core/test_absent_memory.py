@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from interpreters import run_forked
 
-from pagedattn.registry import can_load
+from pagedattn._dispatch.registry import can_load
 
 CODE = """
 import sys

@@ -7,8 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pagedattn import AttentionSpec
-from pagedattn.call import Call
-from pagedattn.layer import Strides
+from pagedattn._dispatch.call import Call, Strides
 from pagedattn.testing.oracle import visible_keys
 
 

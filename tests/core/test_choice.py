@@ -25,11 +25,11 @@ from pagedattn import (
     init_kv_cache,
     make_batch,
     paged_attention,
-    registry,
     select_backend,
 )
+from pagedattn._dispatch import registry
+from pagedattn._dispatch.registry import Framework, can_load
 from pagedattn.backends import xla
-from pagedattn.registry import Framework, can_load
 from pagedattn.testing import batch_of, cache_of, harness, random_problem, running
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("rich")
 
 import pagedattn
 from pagedattn.__main__ import main
-from pagedattn.registry import can_load
+from pagedattn._dispatch.registry import can_load
 from pagedattn.report import gather, machine, probe, selfcheck, text
 from pagedattn.report.colour import coloured
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pagedattn import registry
-from pagedattn.backend import AROUND
-from pagedattn.registry import Framework, can_load, load
+from pagedattn._dispatch import registry
+from pagedattn._dispatch.backend import AROUND
+from pagedattn._dispatch.registry import Framework, can_load, load
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

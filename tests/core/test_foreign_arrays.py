@@ -7,8 +7,10 @@ import pytest
 from cases import as_numpy, good_call, random_cache, rows
 
 import pagedattn
-from pagedattn import InvalidInputError, KVCache, validate, validate_writes
-from pagedattn.foreign import takes_any_array
+from pagedattn import InvalidInputError, KVCache
+from pagedattn._arrays.dlpack import takes_any_array
+from pagedattn._dispatch import validate
+from pagedattn.cache import validate as validate_cache
 
 torch = pytest.importorskip("torch")
 HALVES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -108,7 +110,7 @@ def test_shared_by_pointer(name, kind, dtype, monkeypatch):
     arguments = make(dtype)
     given = KINDS[kind](arguments)
     before, seen = pointers(given), []
-    checks = next(module for module in (validate, validate_writes) if hasattr(module, check))
+    checks = next(module for module in (validate, validate_cache) if hasattr(module, check))
     original = getattr(checks, check)
 
     def spy(*arrays, **kwargs):

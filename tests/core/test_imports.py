@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pagedattn import registry
+from pagedattn._dispatch import registry
 
 LAYERS = ("pagedattn", "pagedattn_torch", "pagedattn_interop")
 HEAVY = {"numba", "torch", "triton", "hypothesis", "tvm_ffi", "jax_tvm_ffi", "xformers", "pytest"}
@@ -127,31 +127,49 @@ def module_name(path: Path) -> str:
     return ".".join(("pagedattn", *(part for part in parts if part != "__init__")))
 
 
-CHOICE = {"pagedattn.backend", "pagedattn.registry", "pagedattn.choice", "pagedattn.attention"}
+CHOICE = {
+    "pagedattn._dispatch.backend",
+    "pagedattn._dispatch.registry",
+    "pagedattn._dispatch.select",
+    "pagedattn.attention",
+}
 
 
 def test_values_do_not_reach_the_choice_of_a_backend():
-    values = {"pagedattn.spec", "pagedattn.batch", "pagedattn.cache", "pagedattn.make_batch"}
+    values = {
+        "pagedattn.spec",
+        "pagedattn.batch.metadata",
+        "pagedattn.cache.kv_cache",
+        "pagedattn.batch.make_batch",
+    }
     assert values <= reached_from(values)
     assert not reached_from(values) & CHOICE
     assert reached_from({"pagedattn.attention"}) >= CHOICE
 
 
 def test_arithmetic_does_not_reach_it_either():
-    arithmetic = {"pagedattn.ragged", "pagedattn.visibility", "pagedattn.state", "pagedattn.call"}
+    arithmetic = {
+        "pagedattn.batch.indices",
+        "pagedattn.masks",
+        "pagedattn.merge",
+        "pagedattn._dispatch.call",
+    }
     assert arithmetic <= reached_from(arithmetic)
     assert not reached_from(arithmetic) & CHOICE
 
 
 def test_the_choice_loads_no_backend():
-    reached = reached_from({"pagedattn.choice"})
+    reached = reached_from({"pagedattn._dispatch.select"})
     assert not [name for name in reached if name.startswith("pagedattn.backends")]
+
+
+SHARED = {"__init__", "gradient", "gather", "bias"}  # of several backends
 
 
 def backend_files(package: str) -> dict[str, Path]:
     """The file of each backend below a package's backends, or the first one of its folder."""
     folder = sources(package)[0].parent / "backends"
-    files = {path.stem: path for path in folder.glob("*.py") if path.name != "__init__.py"}
+    files = {path.stem: path for path in folder.glob("*.py") if path.stem not in SHARED}
     return files | {path.parent.name: path for path in folder.glob("*/__init__.py")}
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import pagedattn as pa
-from pagedattn.integers import int32
+from pagedattn._arrays.int32 import int32
 
 
 def pool():

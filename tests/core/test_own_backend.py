@@ -4,8 +4,8 @@ from pathlib import Path
 
 import own_backend
 
-from pagedattn.features import OPTIONS
 from pagedattn.testing import check_backend
+from pagedattn.testing.features import OPTIONS
 
 
 def test_it_is_short():

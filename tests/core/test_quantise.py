@@ -20,10 +20,10 @@ from pagedattn import (
     swap_blocks,
     write_kv,
 )
-from pagedattn.features import CACHE_DTYPES
-from pagedattn.quantise import LARGEST, quantised
-from pagedattn.registry import can_load
+from pagedattn._dispatch.registry import can_load
+from pagedattn.cache.quantise import LARGEST, quantised
 from pagedattn.testing import batch_of, random_problem
+from pagedattn.testing.features import CACHE_DTYPES
 
 torch = pytest.importorskip("torch")
 

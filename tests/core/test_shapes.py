@@ -19,13 +19,13 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = (ROOT, "pagedattn"), (ROOT, "pagedattn_torch"), (ROOT / "interop", "pagedattn_interop")
 LEFT_OUT = {
     "pagedattn.backends.numba": "Numba compiles its source",
-    "pagedattn.kernels.attention": "Triton compiles its source",
-    "pagedattn.kernels.cpu": "Numba compiles its source",
-    "pagedattn.kernels.eight_bits": "Triton compiles its source",
-    "pagedattn.kernels.merge": "Triton compiles its source",
-    "pagedattn.kernels.tile": "Triton compiles its source",
-    "pagedattn.kernels.walk": "Triton compiles its source",
-    "pagedattn.signatures": "beartype cannot read Unpack of a generic TypedDict",
+    "pagedattn._kernels.triton.attention": "Triton compiles its source",
+    "pagedattn._kernels.cpu": "Numba compiles its source",
+    "pagedattn._kernels.triton.eight_bits": "Triton compiles its source",
+    "pagedattn._kernels.triton.merge": "Triton compiles its source",
+    "pagedattn._kernels.triton.tile": "Triton compiles its source",
+    "pagedattn._kernels.triton.online_softmax": "Triton compiles its source",
+    "pagedattn._dispatch.signatures": "beartype cannot read Unpack of a generic TypedDict",
     "pagedattn.testing.strategies": "beartype cannot read Hypothesis' DrawFn",
     "pagedattn_torch.layers.metadata.attention_metadata": "beartype cannot read typing.Self",
 }
@@ -46,7 +46,7 @@ TESTS = [
 ]
 WRONG = """
 import numpy as np
-from pagedattn.ragged import in_range
+from pagedattn.batch.indices import in_range
 
 def test_wrong():
     in_range(np.zeros(3), 4)  # floats, where ids are integers

@@ -14,7 +14,7 @@ import pytest
 
 import pagedattn
 import pagedattn_torch
-from pagedattn import signatures
+from pagedattn._dispatch import signatures
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ["pagedattn", "pagedattn_torch", "pagedattn_interop"]

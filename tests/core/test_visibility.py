@@ -17,8 +17,8 @@ from pagedattn import (
     causal_mask,
     sliding_window_mask,
 )
+from pagedattn.masks import common_key_range, key_range, sees_a_key
 from pagedattn.testing.oracle import visible_keys
-from pagedattn.visibility import common_key_range, key_range, sees_a_key
 
 FRAMEWORKS = {
     "numpy": lambda x: np.asarray(x, np.int32),

@@ -22,7 +22,7 @@ from pagedattn_interop import to_torch, torch_call
 
 import pagedattn as pa
 import pagedattn_torch as pt
-from pagedattn.registry import can_load
+from pagedattn._dispatch.registry import can_load
 from pagedattn.testing import batch_of, cache_of
 
 SECONDS = float(os.environ.get("PAGEDATTN_SOAK", "600"))

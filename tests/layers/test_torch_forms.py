@@ -12,7 +12,8 @@ from layer_routes import ROUTES, Route, route
 from torch_layers import assert_close, assert_same
 from xpu_rules import stand_in_for_xpu
 
-from pagedattn import InvalidInputError, UnsupportedError, registry
+from pagedattn import InvalidInputError, UnsupportedError
+from pagedattn._dispatch import registry
 from pagedattn_torch import IpexAttnBackendImpl, TorchSDPABackendImpl, XFormersImpl
 
 ON_GPU = torch.cuda.is_available()

@@ -34,16 +34,12 @@ from pagedattn import (
     UnsupportedError,
     make_batch,
     paged_attention,
-    registry,
 )
-from pagedattn.call import call_of
+from pagedattn._dispatch import registry
+from pagedattn._dispatch.call import call_of
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
 from pagedattn.testing.strategies import BUCKETS, problems, seeds
-from pagedattn_torch import (
-    AttentionMetadata,
-    AttentionType,
-    IpexAttnBackendImpl,
-)
+from pagedattn_torch import AttentionMetadata, AttentionType, IpexAttnBackendImpl
 from pagedattn_torch import step as torch_step
 from pagedattn_torch.backends import ipex
 

@@ -9,8 +9,8 @@ from cases import SPECS
 from torch_layers import Step, layer_of, step_of
 
 from pagedattn import AttentionSpec, InvalidInputError, KVCache, UnsupportedError
-from pagedattn.call import call_of
-from pagedattn.registry import Framework, record
+from pagedattn._dispatch.call import call_of
+from pagedattn._dispatch.registry import Framework, record
 from pagedattn.testing import assert_attention_close, batch_of, random_problem
 from pagedattn_torch import (
     AttentionMetadata,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch_layers import assert_same, normal
 
 from pagedattn import PagedAttentionError
-from pagedattn.registry import Framework, can_load
+from pagedattn._dispatch.registry import Framework, can_load
 from pagedattn_torch import AttentionImpl, TorchSDPABackendImpl, TorchSDPAMetadata
 from pagedattn_torch.layers import impl, step
 from pagedattn_torch.layers.metadata.contents import watch

@@ -9,12 +9,7 @@ from torch_layers import assert_close, assert_same, layer_of, reference, step_of
 
 from pagedattn import AttentionSpec, InvalidInputError
 from pagedattn.testing import random_problem
-from pagedattn_torch import (
-    AttentionMetadata,
-    IpexAttnBackend,
-    TorchSDPABackend,
-    XFormersBackend,
-)
+from pagedattn_torch import AttentionMetadata, IpexAttnBackend, TorchSDPABackend, XFormersBackend
 
 BACKENDS = [TorchSDPABackend, XFormersBackend, IpexAttnBackend]
 TIGHT = {"atol": 1e-5, "rtol": 1e-5}

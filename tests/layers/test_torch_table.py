@@ -13,10 +13,10 @@ from tensors import tensors
 
 import pagedattn_torch
 from pagedattn import BackendUnavailableError, UnsupportedError, paged_attention
-from pagedattn.features import ARRAYS, ATTENTION_TYPES
+from pagedattn.report.table import FEATURES, Cell, call, cells, grouped, keywords, request, requests
 from pagedattn.report.usable import usable
-from pagedattn.table import FEATURES, Cell, call, cells, grouped, keywords, request, requests
 from pagedattn.testing import Problem, assert_attention_close
+from pagedattn.testing.features import ARRAYS, ATTENTION_TYPES
 
 LAYERS = {
     "sdpa": pagedattn_torch.TorchSDPABackendImpl,

@@ -6,7 +6,6 @@ import pytest
 from cases import SIGNED, SPECS, mixed, replace_spec
 
 from pagedattn import AttentionSpec
-from pagedattn.features import ARRAYS
 from pagedattn.testing import (
     Problem,
     assert_attention_close,
@@ -17,6 +16,7 @@ from pagedattn.testing import (
     reference_write,
     tolerances,
 )
+from pagedattn.testing.features import ARRAYS
 
 DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16)
 LN3 = np.log(3.0)

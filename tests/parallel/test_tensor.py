@@ -20,13 +20,7 @@ from serving.generation import decode_loop, prefill, start
 from some_devices import mesh_over
 from tiny import TINY, tiny_params, tiny_requests
 
-from pagedattn import (
-    AttentionSpec,
-    InvalidInputError,
-    UnsupportedError,
-    init_kv_cache,
-    make_batch,
-)
+from pagedattn import AttentionSpec, InvalidInputError, UnsupportedError, init_kv_cache, make_batch
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
 
 PROMPTS = [list(request.prompt) for request in tiny_requests((5, 9, 3))]

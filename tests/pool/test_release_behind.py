@@ -11,7 +11,7 @@ from cases import assert_same
 from hypothesis import given
 
 import pagedattn as pa
-from pagedattn.ragged import cdiv
+from pagedattn._arrays.namespace import cdiv
 from pagedattn.testing import reference_attention
 
 MAX_SEQS, BLOCK_SIZE, MAX_BLOCKS, NEW, HEAD_DIM = 3, 4, 8, 5, 4

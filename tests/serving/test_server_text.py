@@ -9,13 +9,7 @@ from serving.request import Streamed
 from serving.server.answers import Sample, joined
 from serving.server.detokenise import Detokenizer, Stops
 from serving.server.refusal import Refusal
-from serving.server.text import (
-    Text,
-    _decode_bytes,
-    _encode_bytes,
-    _spell_byte,
-    load_text,
-)
+from serving.server.text import Text, _decode_bytes, _encode_bytes, _spell_byte, load_text
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from pagedattn import InvalidInputError

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ...backend import Backend
-from ...batch import Sequences
-from ...cache import KVCache
-from ...call import Call
-from ...gradient import with_xla_gradient
+from ..._dispatch.backend import Backend
+from ..._dispatch.call import Call
+from ...batch.metadata import Sequences
+from ...cache.kv_cache import KVCache
+from ..gradient import with_xla_gradient
 from . import packed, rectangles
 from .kernel import missing
 

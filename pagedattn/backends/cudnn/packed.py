@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ...batch import Sequences
-from ...cache import KVCache
-from ...call import Call
-from ...ragged import sequence_ids
-from ...state import merge_states
+from ..._dispatch.call import Call
+from ...batch.indices import sequence_ids
+from ...batch.metadata import Sequences
+from ...cache.kv_cache import KVCache
+from ...merge import merge_states
 from .kernel import attention
 from .pages import first_pages
 

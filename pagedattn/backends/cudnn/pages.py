@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ...batch import Sequences
-from ...cache import KVCache
-from ...call import Call
+from ..._dispatch.call import Call
+from ...batch.metadata import Sequences
+from ...cache.kv_cache import KVCache
 
 
 def first_pages(

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ...batch import Sequences
-from ...cache import KVCache
-from ...call import Call
-from ...ragged import cdiv, sequence_ids
-from ...state import merge_states
+from ..._arrays.namespace import cdiv
+from ..._dispatch.call import Call
+from ...batch.indices import sequence_ids
+from ...batch.metadata import Sequences
+from ...cache.kv_cache import KVCache
+from ...merge import merge_states
 from .kernel import attention
 from .pages import first_pages, pages_of
 

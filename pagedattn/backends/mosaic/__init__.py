@@ -4,9 +4,9 @@ One kernel for long queries, one for latent caches. Pages are loaded by TMA, one
 that a cache in blocks of 16 costs what one in a row does.
 """
 
-from ...backend import Backend
-from ...gradient import with_xla_gradient
-from . import launch
+from ..._dispatch.backend import Backend
+from ..gradient import with_xla_gradient
+from .dense import launch
 from .latents import launch as latents
 
 

@@ -11,12 +11,15 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from ...around import attend, scale_of_values
-from ...backend import Backend
-from ...batch import Sequences, in_order
-from ...call import Call
-from ...gradient import with_xla_gradient
-from ...kernels.cpu.call import (
+from ..._arrays.shard_map import axes_of, varying
+from ..._dispatch.backend import Backend
+from ..._dispatch.call import Call
+from ..._dispatch.emulate import attend, scale_of_values
+from ..._dispatch.registry import Framework
+from ...batch.metadata import Sequences, in_order
+from ..gradient import with_xla_gradient
+from .scatter import set_rows
+from .support import (
     HONOURS,
     LONGEST,
     dtype_of,
@@ -29,9 +32,6 @@ from ...kernels.cpu.call import (
     refusals,
     unfit,
 )
-from ...registry import Framework
-from ...tracing import axes_of, varying
-from .rows import set_rows
 from .targets import register_attention
 
 

@@ -2,10 +2,10 @@
 
 from ctypes import sizeof
 
-from ...kernels.cpu.compiled import TASKS
-from ...kernels.cpu.compiling import fast
-from ...kernels.cpu.job import job_at
-from ...kernels.cpu.memory import (
+from ..._kernels.cpu.call_args import job_at
+from ..._kernels.cpu.compiled import TASKS
+from ..._kernels.cpu.compiling import fast
+from ..._kernels.cpu.memory import (
     call_at,
     free,
     get_float32,
@@ -17,8 +17,8 @@ from ...kernels.cpu.memory import (
     put_int64,
     symbol,
 )
-from ...kernels.cpu.plan import JOB_BYTES, begin
-from ...kernels.cpu.work import end, leave
+from ..._kernels.cpu.schedule import JOB_BYTES, begin
+from ..._kernels.cpu.workers import end, leave
 from . import frame as ffi
 
 EXTENSION = ffi.Frame.extension_start.offset

@@ -9,7 +9,7 @@ import functools
 import jax
 from numba import types
 
-from ...kernels.cpu.compiled import CODES, machine_code, sources, task
+from ..._kernels.cpu.compiled import CODES, machine_code, sources, task
 from . import handlers
 
 SET_ROWS = "pagedattn_numba_set_rows"

@@ -9,11 +9,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from ...backend import Backend
-from ...call import Call
-from ...gradient import with_xla_gradient
-from ...kernels.attention import attention_kernel
-from ...kernels.launch import (
+from ..._arrays.shard_map import axes_of, varying
+from ..._dispatch.backend import Backend
+from ..._dispatch.call import Call
+from ..._kernels.triton.attention import attention_kernel
+from ..._kernels.triton.launch import (
     HONOURS,
     Launch,
     attention_launch,
@@ -21,9 +21,9 @@ from ...kernels.launch import (
     refusals,
     starts_in_order,
 )
-from ...kernels.merge import merge_kernel
-from ...kernels.tiling import device_of, tiling
-from ...tracing import axes_of, varying
+from ..._kernels.triton.merge import merge_kernel
+from ..._kernels.triton.tiling import device_of, tiling
+from ..gradient import with_xla_gradient
 from .program import encoded, missing
 
 

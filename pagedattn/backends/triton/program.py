@@ -14,7 +14,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ...kernels.launch import Launch
+from ..._kernels.triton.launch import Launch
 
 # From this version on the launcher takes machine code; older ones take PTX and assemble it.
 TAKES_BINARIES = tuple(map(int, version("jaxlib").split(".")[:3])) >= (0, 11, 2)

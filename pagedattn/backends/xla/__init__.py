@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from ...backend import Backend
-from ...batch import Sequences
-from ...cache import KVCache
-from ...call import Call
-from ...ragged import cdiv, wide_dtype
-from ...tracing import axes_of, varying
-from ...visibility import alibi_bias, visible_mask
+from ..._arrays.namespace import cdiv, wide_dtype
+from ..._arrays.shard_map import axes_of, varying
+from ..._dispatch.backend import Backend
+from ..._dispatch.call import Call
+from ...batch.metadata import Sequences
+from ...cache.kv_cache import KVCache
+from ...masks import alibi_bias, visible_mask
 from .softmax import accumulate, finish, no_key_seen
 from .tiles import Tiles, cut, grouped, rows_of_tokens
 

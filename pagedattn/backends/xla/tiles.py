@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from ...batch import Sequences
-from ...call import Call
-from ...ragged import cdiv, sequence_ids
-from ...visibility import key_range
+from ..._arrays.namespace import cdiv
+from ..._dispatch.call import Call
+from ...batch.indices import sequence_ids
+from ...batch.metadata import Sequences
+from ...masks import key_range
 
 
 class Tiles(NamedTuple):

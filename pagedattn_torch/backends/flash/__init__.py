@@ -21,13 +21,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from pagedattn import KVCache
-from pagedattn.backend import Backend
-from pagedattn.batch import Sequences
-from pagedattn.call import Call
-from pagedattn.integers import rising
-from pagedattn.ragged import arange, namespace
+from pagedattn._arrays.int32 import rising
+from pagedattn._arrays.namespace import arange, namespace
+from pagedattn._dispatch.backend import Backend
+from pagedattn._dispatch.call import Call
+from pagedattn.batch.metadata import Sequences
 
-from ...rectangles import first_keys
+from ..gather import first_keys
 from .forward import forward, why_unusable
 
 HONOURS = frozenset({"scale", "causal", "sliding_window", "logits_soft_cap", "sinks", "return_lse"})
@@ -82,7 +82,7 @@ def page_size(call: Call) -> int:
     """The slots of a page as the kernels see it, which divide a block.
 
     >>> from pagedattn import AttentionSpec
-    >>> from pagedattn.layer import Strides
+    >>> from pagedattn._dispatch.call import Strides
     >>> call = Call(num_tokens=5, num_heads=8, num_kv_heads=2, head_dim=64, num_blocks=9,
     ...             block_size=128, num_seqs=2, max_blocks=3, max_query_len=4, dtype="bfloat16",
     ...             device="cuda", strides=Strides((), (), ()), spec=AttentionSpec())

@@ -7,10 +7,10 @@ they cannot do is refused.
 
 from torch import Tensor
 
-from pagedattn.backend import Backend
-from pagedattn.call import Call
-from pagedattn.ragged import sequence_ids, token_positions
-from pagedattn.visibility import sees_a_key
+from pagedattn._dispatch.backend import Backend
+from pagedattn._dispatch.call import Call
+from pagedattn.batch.indices import sequence_ids, token_positions
+from pagedattn.masks import sees_a_key
 
 from . import cpu, xpu
 from .operators import why_unusable

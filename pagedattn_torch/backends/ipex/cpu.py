@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pagedattn.ragged import arange, cdiv
-from pagedattn.visibility import key_range
+from pagedattn._arrays.namespace import arange, cdiv
+from pagedattn.masks import key_range
 
-from ...bias import slopes_on
+from ..bias import slopes_on
 from .operators import paged_operators
 
 PARTITION = 128  # keys; single_query writes past its buffers unless block_size divides this

@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pagedattn import KVCache
-from pagedattn.call import Call
-from pagedattn.placement import is_dense
+from pagedattn._arrays.devices import is_dense
+from pagedattn._dispatch.call import Call
 
-from ...bias import slopes_on
-from ...rectangles import gather_pages
+from ..bias import slopes_on
+from ..gather import gather_pages
 from .operators import paged_operators
 
 DECODE_BLOCKS, DECODE_HEAD_DIM = (16, 32), 256

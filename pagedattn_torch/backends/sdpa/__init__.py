@@ -17,13 +17,13 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from pagedattn import KVCache
-from pagedattn.backend import Backend
-from pagedattn.batch import Sequences
-from pagedattn.call import Call
+from pagedattn._dispatch.backend import Backend
+from pagedattn._dispatch.call import Call
+from pagedattn.batch.metadata import Sequences
 
 from ...arrays import bits
-from ...bias import bias_at, zeroed
-from ...rectangles import by_group, fold, fold_bias
+from ..bias import bias_at, zeroed
+from ..gather import by_group, fold, fold_bias
 from . import kernels
 from .parts import Hidden, Part, Rectangle, Tile, Turn, rectangles
 

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from pagedattn.call import Call
-from pagedattn.visibility import common_key_range, key_range
+from pagedattn._dispatch.call import Call
+from pagedattn.masks import common_key_range, key_range
 
 
 class Span(NamedTuple):

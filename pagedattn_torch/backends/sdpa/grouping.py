@@ -2,11 +2,11 @@
 
 import torch
 
-from pagedattn.batch import Sequences
-from pagedattn.call import Call
-from pagedattn.ragged import cdiv
+from pagedattn._arrays.namespace import cdiv
+from pagedattn._dispatch.call import Call
+from pagedattn.batch.metadata import Sequences
 
-from ...rectangles import first_blocks
+from ..gather import first_blocks
 from .buckets import Bounds, Bucket, Rows
 
 # On a CPU one more call costs about as much as padding a sequence by so many keys.

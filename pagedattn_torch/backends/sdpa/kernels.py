@@ -10,10 +10,10 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from pagedattn.call import Call
-from pagedattn.ragged import wide_dtype
+from pagedattn._arrays.namespace import wide_dtype
+from pagedattn._dispatch.call import Call
 
-from ...bias import aligned, exact_dtype
+from ..bias import aligned, exact_dtype
 
 
 def choose(call: Call) -> Callable:

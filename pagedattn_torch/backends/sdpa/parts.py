@@ -11,13 +11,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from pagedattn.batch import Sequences
-from pagedattn.call import Call
-from pagedattn.visibility import additive, visible_mask
+from pagedattn._dispatch.call import Call
+from pagedattn.batch.metadata import Sequences
+from pagedattn.masks import additive, visible_mask
 
-from ...bias import alibi
-from ...rectangles import fold_bias
-from ...rows import run_of
+from ...cache import run_of
+from ..bias import alibi
+from ..gather import fold_bias
 from .buckets import Bucket, Span
 from .grouping import make_buckets
 

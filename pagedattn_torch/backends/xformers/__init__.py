@@ -17,13 +17,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pagedattn import KVCache
-from pagedattn.backend import Backend
-from pagedattn.batch import Sequences
-from pagedattn.call import Call
-from pagedattn.visibility import additive, visible_mask
+from pagedattn._dispatch.backend import Backend
+from pagedattn._dispatch.call import Call
+from pagedattn.batch.metadata import Sequences
+from pagedattn.masks import additive, visible_mask
 
-from ...bias import alibi, aligned, bias_at, exact_dtype, zeroed
-from ...rectangles import fold, fold_bias, gather_pages, unfold
+from ..bias import alibi, aligned, bias_at, exact_dtype, zeroed
+from ..gather import fold, fold_bias, gather_pages, unfold
 from .fmha import fmha, why_unusable
 from .masks import packed_mask, paged_mask
 from .rectangle import Rectangle, room_for, tokens_of

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from pagedattn.batch import Sequences
-from pagedattn.call import Call
+from pagedattn._dispatch.call import Call
+from pagedattn.batch.metadata import Sequences
 
 from .fmha import fmha
 

@@ -4,9 +4,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from pagedattn.batch import Sequences
-from pagedattn.call import Call
-from pagedattn.visibility import sees_a_key
+from pagedattn._dispatch.call import Call
+from pagedattn.batch.metadata import Sequences
+from pagedattn.masks import sees_a_key
 
 
 class Rectangle:

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedattn.checks import count, require
-from pagedattn.facts import known
+from pagedattn._arrays.checks import count, require
+from pagedattn._arrays.inspect import known
 
 # What is derived anew from the lengths.
 DERIVED = ("context_lens_tensor", "seq_start_loc", "max_decode_seq_len", "max_prefill_seq_len",

@@ -8,9 +8,9 @@ from typing import Any, Self
 from torch import Tensor
 
 from pagedattn import AttentionSpec, BatchMetadata
-from pagedattn.checks import count, int_array, require
-from pagedattn.facts import shown
-from pagedattn.make_batch import Lengths
+from pagedattn._arrays.checks import count, int_array, require
+from pagedattn._arrays.inspect import shown
+from pagedattn.batch.make_batch import Lengths
 
 from ...arrays import signed, tensor
 from ...uncompiled import require_eager

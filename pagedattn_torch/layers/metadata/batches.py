@@ -4,12 +4,13 @@ from collections.abc import Sequence
 
 import torch
 
-from pagedattn import BatchMetadata, InvalidInputError, make_batch, validate_batch
-from pagedattn.checks import require
-from pagedattn.facts import known
-from pagedattn.make_batch import Lengths
-from pagedattn.packed import packed_batch
-from pagedattn.ragged import token_positions
+from pagedattn import BatchMetadata, InvalidInputError, make_batch
+from pagedattn._arrays.checks import require
+from pagedattn._arrays.inspect import known
+from pagedattn.batch import validate as validate_batch
+from pagedattn.batch.indices import token_positions
+from pagedattn.batch.make_batch import Lengths
+from pagedattn.batch.packed import packed_batch
 
 from ...arrays import int32, tensor
 from ..attention_type import AttentionType

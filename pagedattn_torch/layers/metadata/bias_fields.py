@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from pagedattn.checks import require
-from pagedattn.facts import shown
+from pagedattn._arrays.checks import require
+from pagedattn._arrays.inspect import shown
 
 from ..attention_type import AttentionType
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedattn.memory import is_fake
+from pagedattn._arrays.memory import is_fake
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from pagedattn.checks import flag, is_count, require
-from pagedattn.facts import known, shown
+from pagedattn._arrays.checks import flag, is_count, require
+from pagedattn._arrays.inspect import known, shown
 
 from ...arrays import tensor
 from .bias_fields import check_lists

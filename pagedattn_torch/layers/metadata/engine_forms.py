@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedattn import validate_batch
-from pagedattn.checks import require
-from pagedattn.facts import known
+from pagedattn._arrays.checks import require
+from pagedattn._arrays.inspect import known
+from pagedattn.batch import validate as validate_batch
 
 LENGTHS = ("seq_lens_tensor", "context_lens_tensor", "query_start_loc", "seq_start_loc")
 

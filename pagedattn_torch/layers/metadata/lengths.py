@@ -9,9 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pagedattn import InvalidInputError, validate_batch
-from pagedattn.checks import int_array, require
-from pagedattn.facts import known
+from pagedattn import InvalidInputError
+from pagedattn._arrays.checks import int_array, require
+from pagedattn._arrays.inspect import known
+from pagedattn.batch import validate as validate_batch
 
 from ...arrays import rising
 

@@ -6,17 +6,16 @@ softmax the other keeps the matrix unit at work. Tops of the logits go to and fr
 so that both know them after every step; each sums the weights of its own steps.
 """
 
+import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 from . import softmax
-from .arrive import release
+from .kernel_config import HALF, KEYS, ROWS, TOP, TOTALS, Shape
 from .results import store
-from .shape import HALF, KEYS, ROWS, TOP, TOTALS, Shape
-from .shrink import shrink
-from .softmax import LAYOUT, State
+from .softmax import LAYOUT, State, shrink
 
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]  (not private: its documents name it)
 LOGITS, SUMS = ACC((ROWS, KEYS)), ACC((ROWS, HALF))
@@ -219,3 +218,16 @@ def opaque(value: int):
     room: in local memory.
     """
     return lax.optimization_barrier(jnp.int32(value))
+
+
+def release(barrier):
+    """Arrives at a barrier of a cluster, when all threads of the warpgroup are here.
+
+    Such a barrier counts warpgroups, not threads: one thread arrives for the others.
+    """
+    plgpu.inline_mgpu()(together)()
+    plgpu.barrier_arrive(barrier)
+
+
+def together(_):
+    mgpu.warpgroup_barrier()

@@ -9,11 +9,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ....tracing import traced_apart
+from ...._arrays.shard_map import traced_apart
 from .compute import compute
+from .kernel_config import HALF, KEYS, REST, ROWS, SWIZZLE, VALUE_DIM, Shape
 from .loads import load
-from .pieces import Work, pieces_of_part
-from .shape import HALF, KEYS, REST, ROWS, SWIZZLE, VALUE_DIM, Shape
+from .split_kv import Work, pieces_of_part
 
 
 class Arrays(NamedTuple):

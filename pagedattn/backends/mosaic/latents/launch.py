@@ -4,12 +4,12 @@ import functools
 
 import jax
 
-from ....call import Call
-from ..launch import unsupported_device
+from ...._dispatch.call import Call
+from ..dense.launch import unsupported_device
 from .kernel import attention
+from .kernel_config import HEAD_DIM, KEYS, ROWS, VALUE_DIM, Shape
 from .merge import merge
-from .pieces import work_of
-from .shape import HEAD_DIM, KEYS, ROWS, VALUE_DIM, Shape
+from .split_kv import work_of
 
 HONOURS = ("scale", "causal", "value_dim", "return_lse")
 LEAST_WORK = 16_777_216  # products of a query and a key, from which it is ahead

@@ -9,7 +9,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from .shape import HALF, KEYS, REST, ROWS, VALUE_DIM, Shape
+from .kernel_config import HALF, KEYS, REST, ROWS, VALUE_DIM, Shape
 
 
 def load(shape: Shape, arrays, memory, barriers, pieces, tile):

@@ -12,10 +12,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ....tracing import traced_apart
+from ...._arrays.shard_map import traced_apart
 from ..in_place import unfused
-from .pieces import Work, last_part_of, piece_at
-from .shape import ROWS, VALUE_DIM, Shape
+from .kernel_config import ROWS, VALUE_DIM, Shape
+from .split_kv import Work, last_part_of, piece_at
 
 WARPGROUPS = 4
 HEADS = 4  # of one warpgroup

@@ -6,7 +6,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from .shape import HALF, LSE, ROWS, Shape
+from .kernel_config import HALF, LSE, ROWS, Shape
 from .softmax import wide
 
 

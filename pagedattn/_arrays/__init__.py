@@ -1,0 +1,1 @@
+"""What any array is, of whatever framework: inspected, converted, checked."""

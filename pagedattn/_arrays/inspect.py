@@ -1,0 +1,97 @@
+"""What an array or a dtype is: facts that checks ask for, and others too."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from ..errors import InvalidInputError
+from .memory import require_memory
+
+
+def is_floating(dtype) -> bool:
+    """Whether JAX has this floating dtype; NumPy's long double is one that it has not."""
+    dtype = dtype_of(dtype)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 8
+
+
+def is_integer(dtype) -> bool:
+    """Whether it is an integer dtype of eight bits or more: JAX promotes no smaller ones."""
+    dtype = dtype_of(dtype)
+    return dtype is not None and dtype.kind in "iu"
+
+
+def dtype_name(dtype) -> str:
+    """The name of a NumPy, JAX or torch dtype, alike for all of them."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(dtype) -> np.dtype | None:
+    """A NumPy, JAX or torch dtype as NumPy's, torch's by its name; None if NumPy has none."""
+    if dtype is None or isinstance(dtype, jax.Array | np.ndarray | np.generic):
+        return None  # NumPy would take float64, and an array's own
+    try:
+        return jnp.dtype(dtype_name(dtype) if "torch" in str(dtype) else dtype)
+    except (TypeError, ValueError):
+        return None
+
+
+def describe(array) -> str:
+    if getattr(array, "is_nested", False):  # torch gives no shape of most of these
+        return f"{array.dtype} nested"
+    return f"{array.dtype}{list(array.shape)}"
+
+
+def shown(value) -> str:
+    """A value for an error's text; of arrays only dtype and shape: their values may be unknown."""
+    if isinstance(value, jax.Array | np.ndarray) or hasattr(value, "new_tensor"):
+        return describe(value)
+    if type(value) is list:
+        return f"[{', '.join(map(shown, value))}]"
+    if type(value) is tuple:
+        return f"({', '.join(map(shown, value))}{',' * (len(value) == 1)})"
+    if type(value) is dict:
+        return f"{{{', '.join(f'{key!r}: {shown(item)}' for key, item in value.items())}}}"
+    return repr(value)
+
+
+def is_traced(array) -> bool:
+    """Whether the array is inside jit, grad, vmap or scan, where it has no value yet."""
+    return isinstance(array, Tracer)
+
+
+def known(array) -> np.ndarray | None:
+    """The values of an array; None while it is traced, or where a torch tensor is not on the CPU.
+
+    Reading a tensor from a GPU would wait for it, and is an error in a CUDA graph.
+    """
+    on_device = hasattr(array, "new_tensor") and array.device.type != "cpu"
+    if is_traced(array) or on_device:
+        return None
+    # NumPy reads no tensor that requires gradients.
+    values = read("an array", array.detach() if hasattr(array, "new_tensor") else array)
+    return wide(values) if is_integer(values.dtype) else values
+
+
+def read(name, values) -> np.ndarray:
+    """Values as a NumPy array. Whatever reading a foreign object raises is the caller's error."""
+    require_memory(name, values)
+    try:
+        return np.asarray(values)
+    except jax.errors.TracerArrayConversionError:
+        raise InvalidInputError(
+            f"{name} must be known on the host, but JAX traces it: make batches before the jitted "
+            "function, or inside it with next_batch; jnp.stack makes an array of a list"
+        ) from None
+    except Exception as error:
+        raise InvalidInputError(
+            f"{name} must be an array or a list of one dtype, but the values of this "
+            f"{type(values).__name__} cannot be read: {error}"
+        ) from error
+
+
+def wide(array) -> np.ndarray:
+    """Integers as int64: arithmetic in a narrow or unsigned dtype would wrap."""
+    if array.dtype == np.uint64:
+        array = np.minimum(array, np.uint64(np.iinfo(np.int64).max))
+    return array.astype(np.int64)

@@ -1,0 +1,102 @@
+"""The memory of torch tensors: whether it is there, asked before anything reads it.
+
+The storage of a tensor may be freed while the tensor lives (`untyped_storage().resize_(0)`, as FSDP
+does), or be shorter than the tensor. Fake and functional tensors, meta tensors, and subclasses that
+wrap other tensors have a shape, but no memory. Torch asks nothing of this when it gives an address,
+values or a DLPack capsule, and whoever reads there ends the process.
+"""
+
+import operator
+import sys
+from typing import Any
+
+from ..errors import InvalidInputError
+
+
+def require_dense(name: str, tensor: Any) -> None:
+    """Requires a torch tensor of shape and strides, whose storage holds all of its elements.
+
+    Tensors without memory pass: torch says of their storage what it would hold.
+    """
+    strided = sys.modules["torch"].strided  # loaded, since there is a tensor
+    if tensor.layout is not strided or tensor.is_quantized or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else tensor.layout
+        raise InvalidInputError(
+            f"{name} must be a dense tensor (torch.strided), got {tensor.dtype} {kind}"
+        )
+    try:
+        held = tensor.untyped_storage().nbytes()
+    except NotImplementedError:  # inside torch.vmap and torch.func.grad they have no storage
+        return
+    needed = _bytes_spanned(tensor)
+    if isinstance(held, int) and held < needed:  # it may be a symbol, while torch traces
+        raise InvalidInputError(
+            f"{name} needs {needed} bytes of memory, its storage has {held}: it was freed or cut "
+            "by untyped_storage().resize_; give a tensor whose memory is there"
+        )
+
+
+def address(name: str, tensor: Any) -> int:
+    """Where the first element of a torch tensor lies, for those who read memory by themselves.
+
+    Raises:
+      InvalidInputError: nowhere; tensors without elements are nowhere, too, and lie at 0.
+    """
+    found = _address(tensor)
+    if not found and tensor.numel():
+        raise InvalidInputError(
+            f"{name} must have memory, but this {type(tensor).__name__} has none: it is fake, "
+            "functional, on the meta device, wraps another tensor, or stands for one inside a "
+            "transform of torch.func; give the tensor that holds the values"
+        )
+    return found
+
+
+def require_memory(name: str, value: Any) -> None:
+    """Requires of torch tensors, on whatever device, that their values can be read where they lie.
+
+    Of one, and of those in a list, which are read one by one; anything else passes.
+    """
+    if hasattr(value, "new_tensor"):
+        require_dense(name, value)
+        address(name, value)
+    elif type(value) in (list, tuple) and any(map(_may_hold, {*map(type, value)})):
+        for item in value:
+            require_memory(name, item)
+
+
+def require_alike(**tensors: Any) -> None:
+    """Requires torch tensors that all have memory, or all have none."""
+    fake = {name: is_fake(tensor) for name, tensor in tensors.items() if tensor.numel()}
+    if len({*fake.values()}) > 1:
+        raise InvalidInputError(
+            f"{', '.join(fake)} must all have memory, or all be fake, functional, wrapping or on "
+            f"the meta device: there is none for {', '.join(n for n in fake if fake[n])} only"
+        )
+
+
+def is_fake(tensor: Any) -> bool:
+    """Whether a torch tensor has elements, but no memory."""
+    return not _address(tensor) and tensor.numel() > 0
+
+
+def _may_hold(kind: type) -> bool:
+    return kind in (list, tuple) or hasattr(kind, "new_tensor")
+
+
+def _address(tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # as fake tensors while torch.compile traces, and those of torch.vmap
+        return 0
+
+
+def _bytes_spanned(tensor) -> int:
+    """From the start of the storage to the end of the tensor's last element."""
+    spanned = tensor.nbytes
+    if spanned and not tensor.is_contiguous():
+        strides = tensor.stride()
+        gaps = sum(map(operator.mul, tensor.shape, strides)) - sum(strides)
+        spanned = (1 + gaps) * tensor.element_size()
+    offset = tensor.storage_offset()
+    return spanned + offset * tensor.element_size() if offset and spanned else spanned

@@ -1,0 +1,1 @@
+"""From a call's arguments to the backend that runs it."""

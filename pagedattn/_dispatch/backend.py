@@ -1,0 +1,122 @@
+"""What a backend is."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .._arrays.checks import flag, require
+from .._arrays.inspect import shown
+from ..batch.metadata import Sequences, in_order
+from .call import Call
+
+# What `around` does for a backend without it, and what the backend must honour for that. Scales are
+# no option of a call, but come with a cache: a backend that does not name them never sees any.
+SCALES = "scales"
+AROUND = {"sinks": "return_lse", SCALES: "cache_dtype"}
+# The end of the reason for refusing an option that a backend knows nothing of.
+LACKS = "does not have it"
+
+
+def _nothing(*_) -> list[str]:
+    return []
+
+
+def _require_kind(name, value, kind):
+    expected = getattr(kind, "__name__", str(kind))
+    text = f"a Backend's {name} must be {expected}, got {shown(value)}"
+    require(isinstance(value, kind), text)
+
+
+def _in_order(call: Call, batch: Sequences) -> Sequences:
+    return in_order(batch)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to compute paged attention, on JAX arrays or on torch tensors.
+
+    Fields:
+      name: how callers ask for it.
+      honours: the options it knows, by the names of `AttentionSpec`'s fields and of the keywords
+        of `paged_attention`. A call that asks for any other is refused before anything here runs,
+        unless the library can do it around the backend: `sinks`, where it gives `return_lse`.
+        With `scales`, `run` is given the cache with its `key_scale` and `value_scale`; without,
+        queries and results are multiplied by them around it, float16 ones as float32.
+      run: `run(call, query, cache, plan)` gives `(out, lse)`, of `call.out_shape` and
+        `call.lse_shape`; lse may be None unless `call.return_lse`. Options that are arrays, as
+        `sinks`, are keyword arguments: only those that it honours, and that the call brings.
+        Arguments are validated, and the call is not empty.
+      refusals: `refusals(call)` lists the reasons why it cannot run a call; none means it can.
+      unfit: `unfit(call)` lists the reasons why another backend is likely faster: `backend=None`
+        then passes this one over.
+      plan: `plan(call, batch)` computes what depends on the batch but not on a layer's values;
+        `run` gets it in place of the batch, and all layers of a step share it. By default it is
+        the batch, with starts that never fall.
+      missing: `missing()` lists the packages that it needs and that are not installed, each with
+        the command that installs it.
+      before: the built-in backend that this one precedes when `backend=None` chooses. A backend
+        of a third party that names none runs only when it is named.
+      set_rows: `set_rows(array, indices, rows)` sets rows in place where XLA itself cannot, and
+        returns the array; rows whose index is out of range are dropped. None if it has no such way.
+      takes_out: whether `run` takes the keyword `out`: memory for the results, out and lse (None
+        unless `call.return_lse`), which it may fill and return in place of memory of its own.
+      plans_any: whether `plan` takes arrays of any framework. For a torch backend that JAX calls,
+        XLA then computes it, once for all layers of a program.
+
+    Raises:
+      InvalidInputError: a field is of another kind.
+
+    >>> from pagedattn.backends.xla import BACKEND as XLA
+    >>> mine = Backend("mine", honours=frozenset({"scale"}), run=XLA.run, plan=XLA.plan)
+    >>> str(mine), "alibi_slopes" in mine.honours
+    ('mine', False)
+    """
+
+    name: str
+    honours: frozenset[str]
+    run: Callable[..., tuple[Any, Any]]
+    refusals: Callable[[Call], list[str]] = _nothing
+    unfit: Callable[[Call], list[str]] = _nothing
+    plan: Callable[[Call, Sequences], Any] = _in_order
+    missing: Callable[[], list[str]] = _nothing
+    before: str | None = None
+    set_rows: Callable[..., Any] | None = None
+    takes_out: bool = False
+    plans_any: bool = False
+
+    def __post_init__(self) -> None:
+        _require_kind("name", self.name, str)
+        _require_kind("honours", self.honours, frozenset)
+        _require_kind("before", self.before, str | None)
+        for name in ("run", "refusals", "unfit", "plan", "missing"):
+            _require_kind(name, getattr(self, name), Callable)
+        _require_kind("set_rows", self.set_rows, Callable | None)
+        flag("takes_out", self.takes_out)
+        flag("plans_any", self.plans_any)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def why_not(self, call: Call) -> list[str]:
+        """The reasons why it cannot run a call, options that it does not know first of all."""
+        unknown = [option for option in call.asked if self._lacks(option)]
+        if unknown:
+            return [f"{option}: {self.name} {LACKS}" for option in unknown]
+        return self.refusals(self.own(call))
+
+    def why_passed_over(self, call: Call) -> list[str]:
+        """The reasons why another backend is likely faster for a call that it can run."""
+        return self.unfit(self.own(call))
+
+    def own(self, call: Call) -> Call:
+        """The call as it comes to `run`: without what is done around it."""
+        if call.sinks and "sinks" not in self.honours:
+            call = replace(call, sinks=False, return_lse=True)
+        if call.cache_dtype and call.dtype == "float16" and SCALES not in self.honours:
+            call = replace(
+                call, dtype="float32"
+            )  # float16 has not the range of queries times scales
+        return call
+
+    def _lacks(self, option: str) -> bool:
+        return option not in self.honours and AROUND.get(option) not in self.honours

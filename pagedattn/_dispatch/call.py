@@ -1,0 +1,239 @@
+"""What is known of an attention call before its values: sizes, dtype, device, options.
+
+Backends are chosen by these facts, and launched with them.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .._arrays.devices import device_of, strides_of
+from .._arrays.inspect import dtype_name
+from .._arrays.memory import is_fake
+from .._arrays.namespace import cdiv
+from ..spec import AttentionSpec, set_options
+
+
+class Strides(NamedTuple):
+    """How arrays lie in memory: elements from one index of an axis to the next, for each axis.
+
+    value is empty where a latent cache has none.
+    """
+
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+
+
+class Layer(NamedTuple):
+    """The facts of a layer's own arrays, the query and the cache, that a call depends on.
+
+    value is the shape and dtype of the cache's value; None where a latent cache has none.
+    """
+
+    query_shape: tuple[int, ...]
+    cache_shape: tuple[int, ...]
+    value: tuple[tuple[int, ...], str] | None
+    dtype: str
+    device: str
+    strides: Strides
+    cache_dtype: str | None
+    value_dim: int | None
+    fake_tensors: bool
+
+
+def layer_of(query, cache) -> Layer:
+    """The facts of a layer's arrays, which may be traced."""
+    dtype, cache_dtype = (dtype_name(array.dtype) for array in (query, cache.key))
+    strides = *map(strides_of, (query, *cache.planes)), ()
+    value = cache.value
+    return Layer(
+        query_shape=tuple(query.shape),
+        cache_shape=tuple(cache.key.shape),
+        value=None if value is None else (tuple(value.shape), dtype_name(value.dtype)),
+        dtype=dtype,
+        device=device_of(query),
+        strides=Strides(*strides[:3]),
+        cache_dtype=None if cache_dtype == dtype else cache_dtype,
+        value_dim=value_dim_of(cache),
+        fake_tensors=hasattr(query, "new_tensor") and any(map(is_fake, (query, *cache.planes))),
+    )
+
+
+def value_dim_of(cache) -> int | None:
+    """The columns of the values; None where those are a plane like the keys."""
+    if cache.value is None:
+        return cache.value_dim
+    value_dim = cache.value.shape[-1]
+    return None if value_dim == cache.key.shape[-1] else value_dim
+
+
+# What a caller may ask for beside the spec, and what a cache may: the fields of `Call` that say so.
+KEYWORDS = ("cache_dtype", "value_dim", "fake_tensors", "sinks", "bias", "return_lse")
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Call:
+    """The sizes of one call, where its arrays lie, and what is asked for; hashable.
+
+    Alike for JAX and torch. Whatever follows from these facts is a property here, so that all
+    backends agree on it.
+
+    >>> call = Call(num_tokens=5, num_heads=8, num_kv_heads=2, head_dim=64, num_blocks=9,
+    ...             block_size=4, num_seqs=2, max_blocks=3, max_query_len=4, dtype="bfloat16",
+    ...             device="cpu", strides=Strides((), (), ()), spec=AttentionSpec(sliding_window=5))
+    >>> call.group, call.capacity, call.max_keys, call.asked
+    (4, 12, 8, ('sliding_window',))
+    """
+
+    num_tokens: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_blocks: int
+    block_size: int
+    num_seqs: int
+    max_blocks: int  # entries of a row of the block tables
+    max_query_len: int
+    dtype: str
+    device: str  # "cpu", "cuda", "xpu", "tpu", ...
+    strides: Strides
+    spec: AttentionSpec
+    return_lse: bool = False
+    sinks: bool = False  # whether the call brings them
+    bias: tuple[int, ...] | None = None  # its shape, if the call brings one
+    cache_dtype: str | None = None  # that of a quantised cache; None: the cache is of `dtype`
+    value_dim: int | None = None  # columns of the values, if the cache is latent or not head_dim
+    fake_tensors: bool = False  # torch's that have no memory: fake, functional, meta, wrapped ones
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """The options that the spec or the caller set to something else than their default."""
+        return (*set_options(self.spec), *(name for name in KEYWORDS if getattr(self, name)))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the shapes leave no query that could see a key."""
+        return 0 in (self.num_tokens, self.num_seqs, self.max_blocks, self.num_blocks)
+
+    @property
+    def out_dim(self) -> int:
+        """Columns of the values, and of out."""
+        return self.value_dim or self.head_dim
+
+    @property
+    def out_shape(self) -> tuple[int, int, int]:
+        return self.num_tokens, self.num_heads, self.out_dim
+
+    @property
+    def lse_shape(self) -> tuple[int, int]:
+        return self.num_tokens, self.num_heads
+
+    @property
+    def layer(self) -> Layer:
+        value_shape = (*self.cache_shape[:3], self.out_dim)
+        return Layer(
+            query_shape=(self.num_tokens, self.num_heads, self.head_dim),
+            cache_shape=self.cache_shape,
+            value=(value_shape, self.cache_dtype or self.dtype) if self.strides.value else None,
+            dtype=self.dtype,
+            device=self.device,
+            strides=self.strides,
+            cache_dtype=self.cache_dtype,
+            value_dim=self.value_dim,
+            fake_tensors=self.fake_tensors,
+        )
+
+    @property
+    def cache_shape(self) -> tuple[int, int, int, int]:
+        """The shape of the cache's key."""
+        return self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def itemsize(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def adds_to_logits(self) -> bool:
+        """Whether the logits get more than a mask added: such sums need float32."""
+        return self.spec.alibi_slopes is not None or self.bias is not None
+
+    @property
+    def scale(self) -> float:
+        """The factor on the dot product."""
+        return self.spec.scale_for(self.head_dim)
+
+    @property
+    def longest_query(self) -> int:
+        """The most tokens that one sequence can bring."""
+        return max(1, min(self.max_query_len, self.num_tokens))
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a row of the block tables holds: no sequence has more keys."""
+        return self.max_blocks * self.block_size
+
+    @property
+    def window(self) -> int | None:
+        """The sliding window; None also where it is too wide to hide anything.
+
+        No query stands further behind a key than the first key is behind the last one, and none of
+        cross attention further before a key than its sequence's last query.
+        """
+        widest = self.capacity if self.spec.causal else max(self.capacity, self.longest_query)
+        window = self.spec.sliding_window
+        return None if window is None or window >= widest else window
+
+    @property
+    def max_keys(self) -> int:
+        """The most keys that the queries of one sequence see together.
+
+        The last of them stands at the last key, so a window shows no more without causality.
+        """
+        if self.window is None:
+            return self.capacity
+        return min(self.capacity, self.longest_query + self.window - 1)
+
+    @property
+    def visible_blocks(self) -> int:
+        """The most blocks that `max_keys` adjacent keys lie in, wherever in a block they begin."""
+        return min(self.max_blocks, cdiv(self.max_keys - 1, self.block_size) + 1)
+
+
+def call_of(
+    query, cache, batch, spec: AttentionSpec, return_lse: bool = False, *, sinks=None, bias=None
+) -> Call:
+    """The call of arrays that `validate.attention` has accepted; they may be traced."""
+    layer = layer_of(query, cache)
+    num_tokens, num_heads, head_dim = layer.query_shape
+    num_blocks, block_size, num_kv_heads, _ = layer.cache_shape
+    return Call(
+        num_tokens=num_tokens,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_seqs=batch.num_seqs,
+        max_blocks=batch.max_blocks,
+        max_query_len=batch.max_query_len,
+        dtype=layer.dtype,
+        device=layer.device,
+        strides=layer.strides,
+        spec=spec,
+        return_lse=return_lse,
+        cache_dtype=layer.cache_dtype,
+        value_dim=layer.value_dim,
+        fake_tensors=layer.fake_tensors,
+        **options_of(sinks, bias),
+    )
+
+
+def options_of(sinks=None, bias=None) -> dict[str, Any]:
+    """The fields of a call that say which arrays it brings beside query and cache."""
+    return {"sinks": sinks is not None, "bias": None if bias is None else tuple(bias.shape)}

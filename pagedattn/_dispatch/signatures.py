@@ -1,0 +1,153 @@
+"""The types of the two entry points, of any framework's arrays: the result follows `return_lse`.
+
+And the keywords that they have not.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Generic, Literal, Protocol, TypedDict, TypeVar, Unpack, cast, overload
+
+from ..batch.metadata import BatchMetadata
+from ..cache.kv_cache import KVCache
+from ..errors import InvalidInputError
+from ..spec import AttentionSpec
+from .backend import Backend
+
+A = TypeVar("A")  # the arrays of a framework
+Starts = TypeVar("Starts", contravariant=True)  # what starts may be given as
+S = TypeVar("S")
+Fn = TypeVar("Fn", bound=Callable)
+
+
+def typed_as(signature: type[S]) -> Callable[[Callable], S]:
+    """A decorator: type checkers take the function for one of this signature."""
+    del signature
+    return lambda function: cast(S, function)
+
+
+def without_other_names(function: Fn) -> Fn:
+    """Refuses keywords by which other libraries know an argument, and says what it is here."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        if misnamed := kwargs.keys() & OTHER_NAMES.keys():
+            name = min(misnamed)
+            raise InvalidInputError(f"{name} is no keyword of this function: {OTHER_NAMES[name]}")
+        return function(*args, **kwargs)
+
+    return cast(Fn, call)
+
+
+def _of_spec(field: str) -> str:
+    return f"it belongs to the formula, spec=AttentionSpec({field}=...)"
+
+
+_BIAS = "bias=jnp.where(mask, 0.0, -jnp.inf), [num_tokens, num_heads or 1, max_keys], hides keys"
+OTHER_NAMES = {
+    **{field.name: _of_spec(field.name) for field in fields(AttentionSpec)},
+    **dict.fromkeys(("softmax_scale", "sm_scale"), _of_spec("scale")),
+    **dict.fromkeys(("is_causal",), _of_spec("causal")),
+    **dict.fromkeys(("window_size", "local_window_size", "window"), _of_spec("sliding_window")),
+    **dict.fromkeys(("softcap", "soft_cap", "logits_soft_capping"), _of_spec("logits_soft_cap")),
+    **dict.fromkeys(("mask", "attn_mask", "attention_mask"), _BIAS),
+    "attn_bias": "bias is added to the logits, [num_tokens, num_heads or 1, max_keys]",
+    **dict.fromkeys(("s_aux", "attention_sinks", "learnable_sink"), "sinks is one for each head"),
+    **dict.fromkeys(("return_softmax_lse", "save_residuals"), "return_lse=True gives the lse too"),
+}
+
+
+class Options(TypedDict, Generic[A], total=False):
+    """The keywords of an attention call that do not change what kind of result it gives."""
+
+    backend: str | Backend | None
+    sinks: A | None
+    bias: A | None
+
+
+class PagedAttention(Protocol[A]):
+    """The type of `paged_attention`."""
+
+    @overload
+    def __call__(
+        self,
+        query: A,
+        cache: KVCache,
+        batch: BatchMetadata,
+        spec: AttentionSpec = ...,
+        *,
+        return_lse: Literal[False] = ...,
+        **options: Unpack[Options[A]],
+    ) -> A: ...
+    @overload
+    def __call__(
+        self,
+        query: A,
+        cache: KVCache,
+        batch: BatchMetadata,
+        spec: AttentionSpec = ...,
+        *,
+        return_lse: Literal[True],
+        **options: Unpack[Options[A]],
+    ) -> tuple[A, A]: ...
+    @overload
+    def __call__(
+        self,
+        query: A,
+        cache: KVCache,
+        batch: BatchMetadata,
+        spec: AttentionSpec = ...,
+        *,
+        return_lse: bool,
+        **options: Unpack[Options[A]],
+    ) -> A | tuple[A, A]: ...
+
+
+class RaggedAttention(Protocol[A, Starts]):
+    """The type of `ragged_attention`."""
+
+    @overload
+    def __call__(
+        self,
+        query: A,
+        key: A,
+        value: A,
+        query_start_loc: Starts,
+        key_start_loc: Starts,
+        spec: AttentionSpec = ...,
+        *,
+        max_query_len: int,
+        max_key_len: int,
+        return_lse: Literal[False] = ...,
+        **options: Unpack[Options[A]],
+    ) -> A: ...
+    @overload
+    def __call__(
+        self,
+        query: A,
+        key: A,
+        value: A,
+        query_start_loc: Starts,
+        key_start_loc: Starts,
+        spec: AttentionSpec = ...,
+        *,
+        max_query_len: int,
+        max_key_len: int,
+        return_lse: Literal[True],
+        **options: Unpack[Options[A]],
+    ) -> tuple[A, A]: ...
+    @overload
+    def __call__(
+        self,
+        query: A,
+        key: A,
+        value: A,
+        query_start_loc: Starts,
+        key_start_loc: Starts,
+        spec: AttentionSpec = ...,
+        *,
+        max_query_len: int,
+        max_key_len: int,
+        return_lse: bool,
+        **options: Unpack[Options[A]],
+    ) -> A | tuple[A, A]: ...

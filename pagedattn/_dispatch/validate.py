@@ -1,0 +1,142 @@
+"""Checks of the arguments of attention calls.
+
+Shapes and dtypes are always checked, under jit while tracing. Values are checked only where they
+are known on the host: traced arrays have none yet, and reading a GPU's would wait for it.
+"""
+
+from .._arrays.checks import (
+    an_array,
+    count,
+    flag,
+    int_array,
+    known_sizes,
+    packed,
+    require,
+    start_locs,
+)
+from .._arrays.inspect import describe, dtype_name, is_floating, known
+from ..batch import validate as validate_batch
+from ..cache.validate import dtypes_for, goes_with, kv_cache
+from ..spec import require_spec
+
+
+def attention(query, cache, batch, spec, return_lse) -> None:
+    """Checks shapes, dtypes and, where they are known, values of an attention call."""
+    flag("return_lse", return_lse)
+    kv_cache(cache)
+    validate_batch.fits(batch, cache)
+    require_spec(spec)
+    _query(query, cache.dtype, cache.num_kv_heads, cache.head_dim, spec)
+    require(
+        query.shape[0] == batch.num_tokens,
+        f"query must have the batch's {batch.num_tokens} tokens, got shape {tuple(query.shape)}",
+    )
+    validate_batch.values(batch, cache.num_blocks, spec.sliding_window)
+
+
+def ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens) -> tuple[int, int]:
+    """The bounds as Python's integers."""
+    longest_query = count("max_query_len", max_lens[0], 0)
+    longest_key = count("max_key_len", max_lens[1], 0)
+    an_array("key", key)
+    an_array("value", value)
+    known_sizes("key", key)
+    packed("key", key)
+    packed("value", value)
+    require(
+        key.ndim == value.ndim == 3
+        and key.shape[:2] == value.shape[:2]
+        and key.dtype == value.dtype,
+        "key and value must be [num_keys, num_kv_heads, head_dim] and [num_keys, num_kv_heads, "
+        f"value_dim] of one dtype, got {describe(key)} and {describe(value)}",
+    )
+    require(is_floating(key.dtype), f"key must be floating, got {key.dtype}")
+    require_spec(spec)
+    _query(query, key.dtype, key.shape[1], key.shape[2], spec)
+    arrays = {"query_start_loc": query_start_loc, "key_start_loc": key_start_loc}
+    bounds = ((query.shape[0], longest_query), (key.shape[0], longest_key))
+    for (name, starts), (tokens, longest) in zip(arrays.items(), bounds, strict=True):
+        int_array(name, starts, 1)
+        known_sizes(name, starts)
+        require(len(starts) > 0, f"{name} must be [num_seqs + 1], got no entry")
+        if known(starts) is not None:
+            start_locs(name, known(starts), tokens, longest)
+    require(
+        query_start_loc.shape == key_start_loc.shape,
+        "query_start_loc and key_start_loc must be [num_seqs + 1] both, got "
+        f"{tuple(query_start_loc.shape)} and {tuple(key_start_loc.shape)}",
+    )
+    return longest_query, longest_key
+
+
+def _query(query, dtype, num_kv_heads, head_dim, spec):
+    an_array("query", query)
+    known_sizes("query", query)
+    packed("query", query)
+    require(
+        query.ndim == 3 and query.shape[2] == head_dim,
+        f"query must be [num_tokens, num_heads, head_dim] with head_dim {head_dim}, got "
+        f"{describe(query)}",
+    )
+    require(
+        goes_with(query.dtype, dtype),
+        f"keys and values of {dtype} do not go with a query of {query.dtype}, which must be of "
+        f"{dtypes_for(dtype)}: make the cache with the query's dtype (init_kv_cache(..., "
+        "dtype=query.dtype)), or cast the query",
+    )
+    num_heads = query.shape[1]
+    require(
+        num_heads > 0 and num_kv_heads > 0 and num_heads % num_kv_heads == 0,
+        f"num_heads must be a multiple of num_kv_heads = {num_kv_heads}, got {num_heads}",
+    )
+    slopes = spec.alibi_slopes
+    require(
+        slopes is None or len(slopes) == num_heads,
+        f"alibi_slopes must have one slope for each of the {num_heads} query heads, got "
+        f"{len(slopes or ())}",
+    )
+
+
+def options(query, *, sinks=None, bias=None) -> None:
+    """Requires arrays that fit a query that `validate.attention` has accepted."""
+    if sinks is not None:
+        _sinks(sinks, query.shape[1])
+    if bias is not None:
+        _bias(bias, query)
+
+
+def columns(seq_lens, *, bias=None, **_) -> None:
+    """Requires, where lengths are known, a bias with a column for each key of a sequence."""
+    if bias is None or (lens := known(seq_lens)) is None:
+        return
+    require(
+        lens.max(initial=0) <= bias.shape[2],
+        f"bias must have a column for each key of the longest sequence, got {describe(bias)} and "
+        f"seq_lens {lens}",
+    )
+
+
+def _sinks(sinks, num_heads):
+    an_array("sinks", sinks)
+    require(
+        sinks.shape == (num_heads,) and is_floating(sinks.dtype),
+        f"sinks must be floating [num_heads], one for each of the {num_heads} query heads, got "
+        f"{describe(sinks)}",
+    )
+
+
+def _bias(bias, query):
+    an_array("bias", bias)
+    require(
+        dtype_name(bias.dtype) != "bool",
+        f"bias must be floating, got {describe(bias)}: where True shows a key, "
+        "jnp.where(bias, 0.0, -jnp.inf) is the bias",
+    )
+    num_tokens, num_heads, _ = query.shape
+    fits = bias.ndim == 3 and bias.shape[0] == num_tokens and bias.shape[1] in (1, num_heads)
+    dtypes = ("float32", dtype_name(query.dtype))
+    require(
+        fits and bias.shape[2] > 0 and dtype_name(bias.dtype) in dtypes,
+        f"bias must be [num_tokens, num_heads or 1, max_keys] = [{num_tokens}, {num_heads} or 1, "
+        f"at least 1], float32 or of the query's dtype, got {describe(bias)}",
+    )

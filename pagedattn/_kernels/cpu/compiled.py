@@ -1,0 +1,67 @@
+"""The kernel as machine code: C functions, compiled when first needed, and kept on disk.
+
+Where Numba finds no folder that it may write to, they are compiled in each process. The key on disk
+has the CPU, the versions of Numba and of Python, and `sources()`, since Numba itself looks only at
+the file of the function that is called.
+"""
+
+import functools
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llvmlite import binding
+from numba import cfunc, types
+
+from ...cache.quantise import LARGEST
+from . import workers
+from .compiling import MODE
+from .dtypes import KINDS
+
+PAIRS_OF_DTYPES = [(dtype, dtype) for dtype in KINDS if dtype not in LARGEST]
+PAIRS_OF_DTYPES += [(dtype, held) for held in LARGEST for dtype in ("bfloat16", "float32")]
+CODES = {dtypes: code for code, dtypes in enumerate(PAIRS_OF_DTYPES)}
+TASKS = "pagedattn_tasks"  # the symbol by which machine code finds the addresses of `task`s
+_tasks = np.zeros(len(CODES), np.intp)
+binding.add_symbol(TASKS, _tasks.ctypes.data)
+NUMBER, NOTHING = types.intp, types.void
+
+
+def machine_code(signature, function: Callable) -> Any:
+    """A C function. What a closure holds is part of its key on disk: let it hold `sources()`.
+
+    The functions below do so by comparing an address with it, which is never equal.
+    """
+    try:
+        return cfunc(signature, cache=True, **MODE)(function)
+    except RuntimeError:  # no folder to write to
+        return cfunc(signature, **MODE)(function)
+
+
+@functools.cache
+def sources() -> int:
+    """A number that changes with any of the sources that are compiled."""
+    package = Path(__file__).parents[2]
+    folders = package / "_kernels/cpu", package / "backends/numba"
+    files = sorted(file for folder in folders for file in folder.glob("*.py"))
+    return int(hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12], 16)
+
+
+@functools.cache
+def task(dtype: str, cache_dtype: str):
+    """`void task(job)`: works on a job as long as there is work.
+
+    Query and out are of the cache's dtype, or of bfloat16 or float32 where that has eight bits.
+    """
+    kinds, version = (KINDS[dtype], KINDS[cache_dtype]), sources()
+
+    def task(job):
+        if job != version:
+            workers.work(job, kinds)
+            workers.leave(job)
+
+    compiled = machine_code(NOTHING(NUMBER), task)
+    _tasks[CODES[dtype, cache_dtype]] = compiled.address
+    return compiled

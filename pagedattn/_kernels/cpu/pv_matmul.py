@@ -1,0 +1,175 @@
+"""Sums of value rows, weighted for a few queries at a time."""
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from .bf16_dot import COUNT, are_pairs, as_pairs, counts
+from .compiling import intrinsic
+from .dtypes import dtypes, row_end, row_vector, size_of, widened
+from .simd import (
+    FLOAT,
+    LANES,
+    LINE,
+    SPAN,
+    VECTOR,
+    WORD,
+    add_pairs,
+    along,
+    as_bfloat16,
+    at,
+    fetch,
+    fused,
+    load,
+    picks,
+    spread,
+    store,
+    word,
+)
+
+
+class Widened:
+    """One value row at a time, widened, times weights of float32."""
+
+    keys, count = 1, LANES
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def values(self, builder, take, rows, index, columns):
+        """What `add` takes of columns of the rows, LANES of them in a vector."""
+        starts = (builder.add(index, word(start)) for start in range(0, columns, LANES))
+        return [widened(builder, take(rows[0], start, LANES), self.kind) for start in starts]
+
+    def weight(self, builder, weights, index):
+        place = at(builder, weights, builder.mul(index, word(4)), FLOAT)
+        return spread(builder, builder.load(place))
+
+    def add(self, builder, total, weight, value):
+        return fused(builder, weight, value, total)
+
+
+class Pairs(Widened):
+    """Two rows as bfloat16 at a time, times pairs of weights, rounded to bfloat16 too."""
+
+    keys, count = 2, COUNT
+
+    def values(self, builder, take, rows, index, columns):
+        """The columns of two rows side by side."""
+        most = min(columns, counts(self.kind)[0])
+        vectors = []
+        for start in range(0, columns, most):
+            here = builder.add(index, word(start))
+            halves = [as_pairs(builder, take(row, here, most), self.kind) for row in rows]
+            for pair in zip(*halves, strict=True):
+                vectors += self._side_by_side(builder, *pair)
+        return vectors
+
+    def _side_by_side(self, builder, a, b):
+        halves = [range(start, start + LANES) for start in (0, LANES)]
+        mixed = [[lane + row for lane in half for row in (0, COUNT)] for half in halves]
+        return [builder.shuffle_vector(a, b, picks(lanes)) for lanes in mixed]
+
+    def weight(self, builder, weights, index):
+        number = ir.IntType(32)
+        pair = builder.load(at(builder, weights, builder.mul(index, word(4)), number))
+        return builder.bitcast(spread(builder, pair), ir.VectorType(ir.IntType(16), 2 * LANES))
+
+    def add(self, builder, total, weight, value):
+        return add_pairs(builder, total, weight, value)
+
+
+def way_of(query_kind, kind):
+    return (Pairs if are_pairs(query_kind, kind) else Widened)(kind)
+
+
+def _mix(rows):
+    """Makes the sums of value rows by the weights of `rows` queries."""
+
+    @intrinsic
+    def mix(
+        typing, sums, step, plane, offsets, later, ahead, count, dim, weights, width, kept, kinds
+    ):
+        """`sums[r] = sums[r] * kept[r] + weights[r] @ values`, of values at byte offsets.
+
+        Weights are as `set_weights` leaves them; those past `count` are 0. The values of the plane
+        `later` at the offsets `ahead`, as many, are fetched into the cache meanwhile.
+        """
+
+        def code(context, builder, signature, args):
+            sums, step, plane, offsets, later, ahead, count, dim, weights, width, kept, _ = args
+            query_kind, number = dtypes(signature.args[-1])
+            way, size = way_of(query_kind, number), size_of(number)
+            turns = builder.udiv(builder.add(count, word(way.keys - 1)), word(way.keys))
+
+            def add(index, columns, take):
+                tile = [(r, v) for r in range(rows) for v in range(columns // LANES)]
+                places, totals = {}, {}
+                for r, v in tile:
+                    start = builder.add(sums, builder.mul(step, word(r)))
+                    offset = builder.mul(builder.add(index, word(v * LANES)), word(4))
+                    places[r, v] = at(builder, start, offset, VECTOR)
+                    factor = builder.load(at(builder, kept, word(4 * r), FLOAT))
+                    total = load(builder, places[r, v], 4)
+                    total = builder.fmul(total, spread(builder, factor))
+                    totals[r, v] = cgutils.alloca_once_value(builder, total)
+                with cgutils.for_range(builder, turns) as loop:
+                    starts = []
+                    for key in range(way.keys):
+                        turn = builder.mul(loop.index, word(way.keys))
+                        eight = builder.mul(builder.add(turn, word(key)), word(8))
+                        row = builder.load(at(builder, offsets, eight, WORD))
+                        starts.append(builder.add(plane, row))
+                        coming = builder.add(later, builder.load(at(builder, ahead, eight, WORD)))
+                        for start in range(0, columns, LINE // size):
+                            fetch(builder, coming, builder.add(index, word(start)), size)
+                    values = way.values(builder, take, starts, index, columns)
+                    for r in range(rows):
+                        start = builder.add(weights, builder.mul(width, word(4 * r)))
+                        weight = way.weight(builder, start, loop.index)
+                        for v, value in enumerate(values):
+                            total = way.add(builder, builder.load(totals[r, v]), weight, value)
+                            builder.store(total, totals[r, v])
+                for place in tile:
+                    store(builder, builder.load(totals[place]), places[place], 4)
+
+            def whole(row, index, count):
+                return row_vector(builder, row, index, number, count)
+
+            def end(row, index, count):
+                return row_end(builder, row, index, dim, number, count)
+
+            many, few = SPAN * LANES, way.count
+            stop = along(builder, many, word(0), dim, lambda i: add(i, many, whole))
+            stop = along(builder, few, stop, dim, lambda i: add(i, few, whole))
+            with builder.if_then(builder.icmp_signed("<", stop, dim), likely=False):
+                add(stop, few, end)
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 11, kinds), code
+
+    return mix
+
+
+mix_1, mix_2, mix_4 = map(_mix, (1, 2, 4))
+
+
+@intrinsic
+def set_weights(typing, weights, count, kinds):
+    """Turns a row of float32 weights, whole vectors, into what `mix` takes."""
+
+    def code(context, builder, signature, args):
+        weights, count, _ = args
+
+        def narrow(index):
+            place = builder.mul(index, word(4))
+            numbers = load(builder, at(builder, weights, place, VECTOR), 4)
+            numbers = as_bfloat16(builder, numbers)
+            place = at(builder, weights, builder.mul(index, word(2)), numbers.type)
+            store(builder, numbers, place, 2)
+
+        if way_of(*dtypes(signature.args[-1])).keys > 1:
+            along(builder, LANES, word(0), count, narrow)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, kinds), code

@@ -1,0 +1,102 @@
+"""From logits of a chunk of keys to weights: soft-caps, biases, masks, the online softmax."""
+
+import numpy as np
+
+from .compiling import fast
+from .memory import get_float32, put_float32
+from .scalar_math import exp, tanh
+from .store_row import highest_of
+
+CHUNK = 64  # keys; a multiple of KEYS
+NONE = np.float32(-np.inf)
+ZERO, ONE = np.float32(0), np.float32(1)
+
+
+@fast
+def key_range(job, seq_len, lowest, highest):
+    """The keys that any query from position `lowest` to `highest` may see."""
+    first = max(np.int64(0), lowest - job.window + 1)
+    reach = np.int64(1) if job.causal else job.window
+    return first, max(first, min(seq_len, highest + reach))
+
+
+@fast
+def cap_logits(cap, logits, count):
+    for k in range(count):
+        put_float32(logits, k, cap * tanh(get_float32(logits, k) / cap))
+
+
+@fast
+def add_alibi(slope, logits, position, first, count):
+    for k in range(count):
+        apart = np.float32(np.int32(abs(position - first - k)))
+        put_float32(logits, k, get_float32(logits, k) - slope * apart)
+
+
+@fast
+def add_bias(bias, logits, columns, count):
+    """-inf hides a key, whatever its logit is, as do keys without a column."""
+    held = max(np.int64(0), min(columns, count))
+    for k in range(held):
+        added = get_float32(bias, k)
+        logit = get_float32(logits, k) + added
+        put_float32(logits, k, NONE if added == NONE else logit)
+    for k in range(held, count):
+        put_float32(logits, k, NONE)
+
+
+@fast
+def note_shown(logits, shown):
+    """Which keys some row sees: those where `shown` is not -inf."""
+    for k in range(CHUNK):
+        logit = get_float32(logits, k)
+        put_float32(shown, k, get_float32(shown, k) if logit == NONE else logit)
+
+
+@fast
+def hide(job, logits, position, seq_len, first, count):
+    """-inf at the keys of a chunk that a query may not see."""
+    begin, end = key_range(job, seq_len, position, position)
+    for k in range(min(max(begin - first, 0), count)):
+        put_float32(logits, k, NONE)
+    for k in range(max(end - first, 0), count):
+        put_float32(logits, k, NONE)
+
+
+@fast
+def soften(logits, highest, total, kept, row):
+    """Turns a row's logits into weights; updates its highest logit and its sum of weights."""
+    before = get_float32(highest, row)
+    top = max(before, highest_of(logits, CHUNK))
+    shift = ZERO if top == NONE else top
+    summed = ZERO
+    for k in range(CHUNK):
+        weight = exp(get_float32(logits, k) - shift)
+        put_float32(logits, k, weight)
+        summed += weight
+    factor = ONE if top == before else exp(before - shift)
+    put_float32(highest, row, top)
+    put_float32(total, row, get_float32(total, row) * factor + summed)
+    put_float32(kept, row, factor)
+
+
+@fast
+def mask_and_soften(job, piece, kv_head, first, count, logits, shown, highest, total, kept):
+    """From logits of a chunk and a KV head to weights."""
+    context = piece.seq_len - piece.num_queries
+    for i in range(piece.num_queries):
+        for g in range(job.group):
+            row, head = i * job.group + g, kv_head * job.group + g
+            at = logits + 4 * row * CHUNK
+            if job.soft_cap > ZERO:
+                cap_logits(job.soft_cap, at, count)
+            if job.slopes != 0:
+                add_alibi(get_float32(job.slopes, head), at, context + i, first, count)
+            if job.bias != 0:
+                bias = job.bias + (piece.token + i) * job.bias_token + head * job.bias_head
+                add_bias(bias + 4 * first, at, job.bias_columns - first, count)
+            if piece.num_queries > 1:
+                hide(job, at, context + i, piece.seq_len, first, count)
+            if job.bias != 0:
+                note_shown(at, shown)
+            soften(at, highest, total, kept, row)

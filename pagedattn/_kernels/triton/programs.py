@@ -1,0 +1,142 @@
+"""How much one program computes at a time: rules that were measured, and what a device can hold.
+
+The figures in the rules were measured on an H200 with 132 multiprocessors, in bfloat16.
+"""
+
+from typing import NamedTuple
+
+from ..._dispatch.call import Call
+from .widths import is_wide, widths_of
+
+# Up to this query length each sequence gets a fixed number of tiles; beyond, tiles search theirs.
+SHORT_QUERY = 16
+
+
+class Program(NamedTuple):
+    """The rows and keys that one program computes at a time, and its warps and pipeline stages."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def is_short(call: Call) -> bool:
+    """Whether each sequence gets a fixed number of tiles."""
+    return call.longest_query <= SHORT_QUERY
+
+
+def in_eight_bits(call: Call) -> bool:
+    """Whether eight_bits.py can read the cache: values are pairs of columns, products float16."""
+    eight = call.cache_dtype is not None and call.dtype != "float32"
+    return eight and not is_wide(call) and not widths_of(call).latent and call.out_dim % 2 == 0
+
+
+def short_program(call: Call, programs: int, rows: int, num_sms: int):
+    """The program, the most splits of the keys, and the fewest keys of a split.
+
+    `programs` is their number without splits. If these fill the device, splits serve only to even
+    out sequences of different lengths; they are long then, since each one costs writing a partial
+    result and reading it in the merge.
+    """
+    crowd = _crowd(call, programs, rows, num_sms)
+    one_wave = 3 * num_sms // programs  # three programs of four warps share a multiprocessor
+    if crowd.whole:
+        splits, min_keys, program = 1, 64, _whole_program(call, crowd, rows)
+    elif crowd.crowded or crowd.uneven:
+        # Many splits may get no keys: a thousand empty programs cost about a microsecond. Sequences
+        # of 4096 tokens are cut in three: then 512 or 256 programs fill whole waves.
+        splits, min_keys = 64 * num_sms // programs, 88 * rows
+        program = Program(rows, keys=128, num_warps=4, num_stages=3)
+    elif call.max_keys >= 256 * one_wave:
+        splits, min_keys = one_wave, 128
+        program = Program(rows, keys=128, num_warps=4, num_stages=4 if in_eight_bits(call) else 3)
+        if splits == 1 and not in_eight_bits(call):
+            # Two on each multiprocessor: smaller steps, of which more are under way.
+            program = program._replace(keys=64, num_stages=5)
+    else:
+        # So few keys that most of the time goes into starting the programs: as many as fit into one
+        # wave, which is four a multiprocessor.
+        splits, min_keys = 4 * num_sms // programs, 64
+        program = Program(rows, keys=32, num_warps=4, num_stages=3)
+    return _in_registers(program, call), splits, min_keys
+
+
+class Crowd(NamedTuple):
+    """What the number of programs, one a sequence and KV head, means for a device."""
+
+    crowded: bool  # several for each multiprocessor
+    many: bool  # so many that it matters little which of them end last
+    uneven: bool  # fewer: if their lengths differ, a part of the device waits for the longest
+    whole: bool  # the keys of a sequence are not split
+
+
+def _crowd(call: Call, programs: int, rows: int, num_sms: int) -> Crowd:
+    """`many` and `uneven` were measured for small tiles on caches in the query's dtype alone."""
+    crowded = programs >= 2 * num_sms
+    measured = rows <= 16 and not in_eight_bits(call)
+    many = measured and programs >= 5 * num_sms
+    some = measured and 3 * num_sms < 2 * programs and not many
+    uneven = some and call.max_keys > 2048
+    nearly_a_wave = 3 * num_sms <= 4 * programs <= 4 * num_sms
+    whole = call.max_keys <= 4096 and (crowded or nearly_a_wave) and not uneven
+    return Crowd(crowded, many, uneven, whole)
+
+
+def _whole_program(call: Call, crowd: Crowd, rows: int) -> Program:
+    """Small programs side by side; or, if few, one on each multiprocessor with more stages."""
+    if crowd.many or call.head_dim <= 64 or not crowd.crowded:
+        sizes = {"keys": 128, "num_warps": 4}
+    else:
+        sizes = {"keys": 64, "num_warps": 2}
+    # What takes half the memory has room for more stages.
+    stages = 5 if in_eight_bits(call) or not crowd.crowded else 3
+    return Program(rows, **sizes, num_stages=stages)
+
+
+def _in_registers(program: Program, call: Call) -> Program:
+    """The program with fewer keys a step, where rows or head_dim leave fewer registers for them."""
+    if program.rows > 32:
+        program = program._replace(keys=min(program.keys, 64), num_warps=4, num_stages=3)
+    keys = program.keys // 2 if call.head_dim > 128 else program.keys
+    return program._replace(keys=max(16, keys))
+
+
+def long_program(call: Call, programs: int, rows: int, num_sms: int):
+    """As `short_program`; arithmetic takes the time here, so splits only fill the device.
+
+    Where they do, two programs a multiprocessor hide each other's latencies.
+    """
+    warps = 8 if rows > 128 or (call.head_dim > 128 and rows > 64) else 4
+    splits = 2 * num_sms // programs if 2 * programs <= num_sms else 1
+    return Program(rows, 64, warps, 3), splits, 512
+
+
+def wide_program(call: Call, programs: int, rows: int, num_sms: int):
+    """As `short_program`, for keys and values that fill shared memory and the registers."""
+    if rows < 64:
+        return Program(rows, keys=32, num_warps=4, num_stages=3), 2 * num_sms // programs, 256
+    # Eight warps share what is summed, 64 rows of 512 columns; one program a multiprocessor.
+    keys, num_stages = (64, 2) if widths_of(call).latent else (32, 3)
+    return Program(rows, keys, 8, num_stages), num_sms // programs, 256
+
+
+def fitting(program: Program, call: Call, shared_bytes: int) -> Program:
+    """The program with fewer keys a step, if the pipeline would not fit into shared memory."""
+    if call.itemsize > 2:
+        program = program._replace(
+            keys=16 if call.head_dim > 128 else 32, num_warps=4, num_stages=2
+        )
+    # Not every stage holds keys: one looks up their blocks, and with short queries one more is
+    # the step being computed.
+    short = is_short(call) and not is_wide(call)
+    copies = max(1, program.num_stages - (2 if short else 1))
+    while program.keys > 16 and held(program.keys, copies, program.rows, call) > shared_bytes:
+        program = program._replace(keys=program.keys // 2)
+    return program
+
+
+def held(keys: int, copies: int, rows: int, call: Call) -> int:
+    """Bytes of shared memory: keys and values of `copies` steps, and the queries of the rows."""
+    columns = widths_of(call)
+    return (copies * keys * columns.loaded + rows * columns.query) * call.itemsize

@@ -1,0 +1,101 @@
+"""How the rows and keys of a call are cut up among the programs of a device.
+
+The figures of `tile_rows` were measured as those of programs.py were.
+"""
+
+from typing import NamedTuple
+
+from ..._arrays.namespace import cdiv
+from ..._dispatch.call import Call
+from .programs import Program, fitting, is_short, long_program, short_program, wide_program
+from .widths import is_wide, power_of_two
+
+MAX_SPLITS = 128  # a program of the merge holds all parts of a row at once
+# KiB of shared memory that one program can have, by compute capability; others have 99.
+SHARED_KILOBYTES = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
+ROOMY = 160 << 10  # bytes of shared memory that hold 64 of the widest queries beside their keys
+
+
+class Device(NamedTuple):
+    """The limits of a device that launches depend on."""
+
+    num_sms: int
+    shared_bytes: int
+
+
+class Tiling(NamedTuple):
+    """How the rows and keys of a call are cut up among programs."""
+
+    program: Program
+    heads: int  # query heads of a tile
+    head_tiles: int  # tiles that cover the heads of a group
+    tokens: int  # tokens of a tile
+    tiles_a_seq: int  # tiles given to each sequence; 0: tiles find their sequence by search
+    num_tiles: int
+    splits: int
+    min_steps: int  # steps of keys below which a split is not split further
+
+
+def device_of(num_sms: int, capability: tuple[int, int]) -> Device:
+    """The limits of a device, by its number of multiprocessors and its compute capability."""
+    kilobytes = SHARED_KILOBYTES.get(capability[0] * 10 + capability[1], 99)
+    return Device(num_sms, kilobytes << 10)
+
+
+def tiling(call: Call, device: Device) -> Tiling:
+    """How a call is cut up for a device."""
+    rows = tile_rows(call, device)
+    heads = min(call.group, rows)
+    head_tiles = cdiv(call.group, heads)
+    tokens = rows // heads
+    if is_short(call):
+        tiles_a_seq = cdiv(call.longest_query, tokens)
+        busy = call.num_seqs * tiles_a_seq
+        # A few more tiles store the rows of the padding tokens.
+        num_tiles = busy + min(8, cdiv(call.num_tokens, tokens))
+    else:
+        tiles_a_seq, busy = 0, cdiv(call.num_tokens, tokens)
+        # `find_sequence` wastes at most one tile a sequence, and counts padding as a sequence.
+        num_tiles = call.num_tokens // tokens + call.num_seqs + 1
+    programs = max(1, busy * head_tiles * call.num_kv_heads)
+    choose = wide_program if is_wide(call) else short_program if is_short(call) else long_program
+    program, splits, min_keys = choose(call, programs, rows, device.num_sms)
+    program = fitting(program, call, device.shared_bytes)
+    return Tiling(
+        program=program,
+        heads=heads,
+        head_tiles=head_tiles,
+        tokens=tokens,
+        tiles_a_seq=tiles_a_seq,
+        num_tiles=num_tiles,
+        splits=without_empty(
+            min(splits, MAX_SPLITS, cdiv(call.max_keys, min_keys)),
+            cdiv(call.max_keys, program.keys),
+        ),
+        min_steps=max(1, min_keys // program.keys),
+    )
+
+
+def without_empty(splits: int, steps: int) -> int:
+    """The splits, at most so many, that get steps if each gets as many whole steps as the longest.
+
+    >>> without_empty(33, 128)  # 4 each; the merge of 33 would be one of 64
+    32
+    """
+    splits, steps = max(1, splits), max(1, steps)
+    return cdiv(steps, cdiv(steps, splits))
+
+
+def tile_rows(call: Call, device: Device) -> int:
+    """Rows of a tile: more rows share each key that is loaded, but each takes registers."""
+    if is_wide(call) and device.shared_bytes < ROOMY:
+        most = 32
+    elif is_wide(call) or is_short(call):
+        most = 64
+    elif call.num_tokens >= 1024 * call.num_seqs and 64 < call.head_dim <= 128:
+        most = 256  # long prefills; in a mixed batch smaller tiles overlap better
+    else:
+        most = 128
+    if call.itemsize > 2:
+        most = min(32, most // 2)  # no tensor cores: rows gain little
+    return max(16, min(most, power_of_two(call.group * call.longest_query)))

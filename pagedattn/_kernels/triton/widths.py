@@ -1,0 +1,83 @@
+"""How the columns of keys and values are cut into tiles, whose widths are powers of two."""
+
+from typing import NamedTuple
+
+from ..._dispatch.call import Call
+
+# The widest keys and values: those of latent caches, and of the widest heads in use.
+MAX_HEAD_DIM = 576
+MAX_VALUE_DIM = 512
+# Up to this width keys are padded to one power of two; wider ones are cut into two.
+ONE_TILE = 256
+
+
+class Widths(NamedTuple):
+    """Columns of the tiles of one step of keys.
+
+    Fields:
+      dims: of the keys' first tile, which in a latent cache holds the values.
+      rest: of the keys' second tile; 0 where the first one has all columns.
+      value_dims: of the values' tile.
+      latent: whether that is the keys' first tile.
+    """
+
+    dims: int
+    rest: int
+    value_dims: int
+    latent: bool
+
+    @property
+    def query(self) -> int:
+        return self.dims + self.rest
+
+    @property
+    def loaded(self) -> int:
+        """Columns that are loaded for each key."""
+        return self.query + (0 if self.latent else self.value_dims)
+
+
+def widths_of(call: Call) -> Widths:
+    """The tiles of a call.
+
+    A latent cache's first tile is at least half of its keys, and holds all values.
+    """
+    latent = call.value_dim is not None and not call.strides.value
+    value_dims = tile_width(call.out_dim)
+    dims = tile_width(call.head_dim)
+    if latent or call.head_dim > ONE_TILE:
+        dims = max(16, power_of_two(call.head_dim + 1) // 2, value_dims if latent else 0)
+    rest = tile_width(call.head_dim - dims) if dims < call.head_dim else 0
+    return Widths(dims, rest, dims if latent else value_dims, latent)
+
+
+def is_wide(call: Call) -> bool:
+    """Whether keys or values are wider than those that the other rules were measured with."""
+    return max(call.head_dim, widths_of(call).value_dims) > ONE_TILE
+
+
+def refusals(call: Call) -> list[str]:
+    """Why the kernels cannot run a call, by its widths."""
+    reasons = []
+    if call.head_dim > MAX_HEAD_DIM:
+        reasons.append(f"head_dim must be at most {MAX_HEAD_DIM}, got {call.head_dim}")
+    if call.out_dim > MAX_VALUE_DIM:
+        reasons.append(f"value_dim must be at most {MAX_VALUE_DIM}, got {call.out_dim}")
+    return reasons
+
+
+def tile_width(columns: int) -> int:
+    """The least width of a tile that holds some columns; products need 16.
+
+    >>> [tile_width(n) for n in (1, 16, 80, 512)]
+    [16, 16, 128, 512]
+    """
+    return max(16, power_of_two(columns))
+
+
+def power_of_two(length: int) -> int:
+    """The least power of two that is not below a length.
+
+    >>> [power_of_two(n) for n in (1, 2, 3, 80, 128)]
+    [1, 2, 4, 128, 128]
+    """
+    return 1 << max(0, length - 1).bit_length()

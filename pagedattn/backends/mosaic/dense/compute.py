@@ -1,0 +1,208 @@
+"""The warpgroups that multiply, in turn: one's softmax runs while the other's products do.
+
+Within a warpgroup the products of the next keys are issued before those of the last values: the
+matrix unit always has work.
+"""
+
+import functools
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from . import scores
+from .kernel_config import WARPGROUP, Shape
+from .results import join_or_leave, store
+from .scores import LAYOUT, Softmax
+from .tiles import has_rows
+
+ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]  (not private: its documents name it)
+
+
+def compute(shape: Shape, arrays, memory, barriers, work, warpgroup):
+    plgpu.set_max_registers(232, action="increase")
+
+    @pl.when(warpgroup == 1)
+    def let_the_first_begin():
+        plgpu.barrier_arrive(barriers.turn.at[0])
+
+    def walk_of(job):
+        return Walk(shape, arrays, memory, barriers, warpgroup, job)
+
+    def results(walk, out, state):
+        job, slot = walk.job, walk.query_slot
+        where = shape, arrays, memory, job.tile, job.head, slot, warpgroup
+        if job.piece is None:
+            store(*where, out, state)
+        else:
+            join_or_leave(
+                shape, arrays, job, warpgroup, out, state, functools.partial(store, *where)
+            )
+
+    def release(index):
+        """The next queries may be loaded to where results were, once those are on their way."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        slot = lax.rem(index, jnp.int32(shape.query_slots))
+        plgpu.barrier_arrive(barriers.query_free.at[slot])
+
+    def begin(job):
+        return walk_of(job).first() if shape.query_slots > 1 else ()
+
+    def tile_into_next(job, following, has_next, started):
+        """The products of the next tile's first keys run beside those of this one's last values."""
+        walk = walk_of(job)
+        out, state, weights = walk.middle(*started)
+        pl.when(job.index > 0)(lambda: release(job.index - 1))
+
+        def with_next():
+            return walk.last_beside(walk_of(following), out, weights)
+
+        out, started = lax.cond(
+            has_next, with_next, lambda: (walk.last(out, weights), (weights, state))
+        )
+        results(walk, out, state)
+        return started
+
+    def tile_alone(job, following, has_next, started):
+        walk = walk_of(job)
+        out, state, weights = walk.middle(*walk.first())
+        results(walk, walk.last(out, weights), state)
+        release(job.index)
+        return started
+
+    work(begin, tile_into_next if shape.query_slots > 1 else tile_alone)
+    plgpu.wait_smem_to_gmem(0)
+
+
+class Walk:
+    """The steps of one tile in one warpgroup."""
+
+    def __init__(self, shape, arrays, memory, barriers, warpgroup, job):
+        self.shape, self.memory, self.barriers, self.warpgroup = shape, memory, barriers, warpgroup
+        self.job, self.blocks, self.done = job, job.blocks, job.done
+        self.rows = scores.rows_of(shape, job.tile, arrays.slopes, job.head, warpgroup)
+        self.query_slot = lax.rem(job.index, jnp.int32(shape.query_slots))
+        self.query = memory.query.at[self.query_slot, warpgroup]
+
+    def key_slot(self, step):
+        return lax.rem(self.done + step, jnp.int32(self.shape.key_stages))
+
+    def value_slot(self, step):
+        return lax.rem(self.done + step, jnp.int32(self.shape.value_stages))
+
+    def middle(self, weights, state):
+        """The results of all steps, but for the values of the last."""
+        size = (WARPGROUP, self.shape.head_dim)
+        carry = plgpu.layout_cast(jnp.zeros(size, jnp.float32), LAYOUT), state, weights
+        computes = has_rows(self.shape, self.job.tile, self.warpgroup)
+        begin = jnp.where(computes, jnp.int32(1), self.blocks.count)
+        lax.fori_loop(jnp.int32(1), begin, self.leave_out, None)
+        for end, masked in self.stretches():
+            step = functools.partial(self.step, masked=masked)
+            carry = lax.fori_loop(begin, end, step, carry)
+            begin = jnp.maximum(begin, end)
+        return carry
+
+    def leave_out(self, step, _):
+        """A step of which this warpgroup has no rows: the matrix unit is left to the other one."""
+        self.await_keys_and_turn(step)
+        self.pass_turn()
+        plgpu.barrier_arrive(self.barriers.key_free.at[self.key_slot(step)])
+        before = self.value_slot(step - 1)
+        plgpu.barrier_wait(self.barriers.value_full.at[before])
+        plgpu.barrier_arrive(self.barriers.value_free.at[before])
+
+    def stretches(self):
+        """Up to which step keys are hidden from some rows, then seen by all, then hidden again."""
+        last, count, full_begin, full_end = self.blocks
+        seen = jnp.clip(last - full_end + 1, 1, count)
+        if self.shape.spec.sliding_window is None:
+            return (seen, True), (count, False)
+        hidden = jnp.clip(last - full_begin + 1, seen, count)
+        return (seen, True), (hidden, False), (count, True)
+
+    def first(self):
+        """The weights of the first step."""
+        step = jnp.int32(0)
+        plgpu.barrier_wait(self.barriers.query_full.at[self.query_slot])
+        self.await_keys_and_turn(step)
+
+        def products(x_ref):
+            self.multiply_keys(x_ref, step)
+            self.pass_turn()
+            return x_ref[...]
+
+        x = pl.run_scoped(products, ACC((WARPGROUP, self.shape.keys)))
+        plgpu.barrier_arrive(self.barriers.key_free.at[self.key_slot(step)])
+        weights, state, _ = scores.weigh(self.shape, self.logits(step, x, True), no_weights())
+        return weights.astype(self.memory.query.dtype), state
+
+    def step(self, step, carry, masked):
+        out, state, weights = carry
+        out, (weights, state, kept) = self.beside(self, step, state, masked, out, weights)
+        return out * scores.wide(kept, out), state, weights.astype(self.memory.query.dtype)
+
+    def last_beside(self, following, out, weights):
+        """The results, and the weights of the first step of the tile that follows."""
+        plgpu.barrier_wait(self.barriers.query_full.at[following.query_slot])
+        count, step = self.blocks.count, jnp.int32(0)
+        new = self.beside(following, step, no_weights(), True, out, weights, count)
+        out, (weights, state, _) = new
+        return out, (weights.astype(self.memory.query.dtype), state)
+
+    def beside(self, walk, step, state, masked, out, weights, position=None):
+        """Weights times the values before a position, beside the weights of a step of a walk."""
+        before = (step if position is None else position) - 1
+        walk.await_keys_and_turn(step)
+
+        def products(x_ref, out_ref):
+            walk.multiply_keys(x_ref, step)
+            out_ref[...] = out
+            self.multiply_values(out_ref, weights, before)
+            self.pass_turn()
+            x = plgpu.wgmma_accumulator_load(x_ref, wait_n=1)
+            plgpu.barrier_arrive(self.barriers.key_free.at[walk.key_slot(step)])
+            new = scores.weigh(self.shape, walk.logits(step, x, masked), state)
+            return out_ref[...], lax.optimization_barrier(new)
+
+        size = (WARPGROUP, self.shape.head_dim)
+        accumulators = ACC((WARPGROUP, self.shape.keys)), ACC(size)
+        result = pl.run_scoped(products, *accumulators)
+        plgpu.barrier_arrive(self.barriers.value_free.at[self.value_slot(before)])
+        return result
+
+    def last(self, out, weights):
+        step = self.blocks.count - 1
+
+        def products(out_ref):
+            self.multiply_values(out_ref, weights, step)
+
+        out = pl.run_state(products)(ACC.init(out))
+        plgpu.barrier_arrive(self.barriers.value_free.at[self.value_slot(step)])
+        return out
+
+    def logits(self, step, x, masked):
+        block = self.blocks.last - step
+        x = scores.logits(self.shape, self.rows, block, x)
+        return scores.only_visible(self.shape, self.rows, block, x) if masked else x
+
+    def await_keys_and_turn(self, step):
+        plgpu.barrier_wait(self.barriers.key_full.at[self.key_slot(step)])
+        plgpu.barrier_wait(self.barriers.turn.at[self.warpgroup])
+
+    def multiply_keys(self, x_ref, step):
+        keys = self.memory.key.at[self.key_slot(step)]
+        plgpu.wgmma(x_ref, self.query, keys.transpose((1, 0)))
+
+    def multiply_values(self, out_ref, weights, step):
+        slot = self.value_slot(step)
+        plgpu.barrier_wait(self.barriers.value_full.at[slot])
+        plgpu.wgmma(out_ref, weights, self.memory.value.at[slot])
+
+    def pass_turn(self):
+        plgpu.barrier_arrive(self.barriers.turn.at[1 - self.warpgroup])
+
+
+def no_weights():
+    return Softmax(scores.row_vector(-jnp.inf), scores.row_vector(0.0))

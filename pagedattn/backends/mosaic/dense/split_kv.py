@@ -1,0 +1,127 @@
+"""Short queries: the keys of all sequences in a row, cut into parts of equal cost.
+
+Each head of keys has as many programs as there are parts, and the programs of a part read the same
+pages at the same time. A part is a stretch of that row, so it has some whole tiles and, at its
+ends, pieces of tiles that it shares with its neighbours. A sequence has one tile, for its queries
+are short; padding has as many as it fills.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from .kernel_config import Shape
+from .tile_tasks import Job, Jobs, Piece
+from .tiles import Tile, cdiv, key_blocks, num_units
+
+OVERHEAD = 1  # what a piece costs beside its steps, in steps
+FEWEST = 2  # steps that are worth a piece of their own
+
+
+class Work(NamedTuple):
+    """As `int32` arrays in the device's memory."""
+
+    query_start_loc: Any
+    seq_lens: Any
+    starts: Any  # [max_tiles + 1]: where each tile begins in the row, and where the row ends
+    parts: Any  # [parts, 2]: the first tile of each part, and the one behind its last
+
+
+def work_of(shape: Shape, query_start_loc, seq_lens) -> Work:
+    """The whole work: sums alone, so that XLA needs few kernels for it."""
+    lengths = query_start_loc.astype(jnp.int32), seq_lens.astype(jnp.int32)
+    number = jnp.arange(shape.max_tiles, dtype=jnp.int32)
+    tile = tile_at(shape, *lengths, number)
+    cost = key_blocks(shape, tile).count + OVERHEAD
+    cost = jnp.where(is_one(shape, tile), cost, 0)
+    before = number[None, :] < jnp.arange(shape.max_tiles + 1, dtype=jnp.int32)[:, None]
+    starts = jnp.sum(jnp.where(before, cost[None, :], 0), axis=1, dtype=jnp.int32)
+    return Work(*lengths, starts, parts_of(shape, starts))
+
+
+def parts_of(shape: Shape, starts):
+    """The tiles of each part: from, and up to."""
+    share = share_of(shape, starts[-1])
+    begin = jnp.arange(shape.parts, dtype=jnp.int32)[:, None] * share
+    end = jnp.minimum(begin + share, starts[-1])
+    first = jnp.sum(starts[None, 1:] <= begin, axis=1, dtype=jnp.int32)
+    behind = jnp.sum(starts[None, :-1] + OVERHEAD < end, axis=1, dtype=jnp.int32)
+    return jnp.stack([first, behind], axis=1)
+
+
+def tile_at(shape: Shape, query_start_loc, seq_lens, number) -> Tile:
+    """A tile by its number, which is that of its sequence; behind those, a tile of padding."""
+    of_sequence = lengths_at(shape, query_start_loc, seq_lens, number)
+    return tile_of(shape, number, *of_sequence)
+
+
+def tile_of(shape: Shape, number, begin, query_len, key_len) -> Tile:
+    sequence = jnp.minimum(number, shape.num_seqs)
+    first_unit = (number - sequence) * shape.units
+    return Tile(sequence, begin, query_len, key_len, first_unit, number)
+
+
+def lengths_at(shape: Shape, query_start_loc, seq_lens, number):
+    """begin, query_len and key_len of the sequence of a tile, inside their arrays."""
+    sequence = jnp.minimum(number, shape.num_seqs)
+
+    def start(i):
+        known = jnp.clip(query_start_loc[jnp.minimum(i, shape.num_seqs)], 0, shape.num_tokens)
+        return jnp.where(i > shape.num_seqs, shape.num_tokens, known)
+
+    begin = start(sequence)
+    query_len = jnp.maximum(start(sequence + 1) - begin, 0)
+    keys = seq_lens[jnp.minimum(sequence, shape.num_seqs - 1)]
+    keys = jnp.clip(keys, 0, shape.max_blocks * shape.block_size)
+    keys = jnp.where((sequence < shape.num_seqs) & (query_len > 0), keys, 0)
+    return begin, query_len, keys
+
+
+def is_one(shape: Shape, tile: Tile):
+    """Whether there is such a tile: every sequence has one, padding as many as it fills."""
+    return (tile.sequence < shape.num_seqs) | (tile.first_unit < num_units(shape, tile.query_len))
+
+
+def cut_tiles(shape: Shape, me, work: Work) -> Jobs:
+    """The jobs of a program.
+
+    The last part is that of the first programs: a part waits for those behind it, so that programs
+    wait for none that start after them. (GPUs start blocks in the order of their numbers, although
+    CUDA does not promise it.)
+    """
+    part = shape.parts - 1 - lax.div(me, jnp.int32(shape.num_kv_heads))
+    head = lax.rem(me, jnp.int32(shape.num_kv_heads))
+    share = share_of(shape, work.starts[shape.max_tiles])
+    first, behind = work.parts[part, 0], work.parts[part, 1]
+
+    def look_up(index):
+        number = jnp.minimum(first + index, shape.max_tiles - 1)
+        of_sequence = lengths_at(shape, *work[:2], number)
+        return of_sequence, work.starts[number]
+
+    def job_of(index, found, done):
+        of_sequence, start = found
+        number = jnp.minimum(first + index, shape.max_tiles - 1)
+        tile = tile_of(shape, number, *of_sequence)
+        blocks, piece = piece_of(shape, part, share, tile, start)
+        return Job(index, tile, blocks, head, done, piece)
+
+    return Jobs(jnp.maximum(behind - first, 0), look_up, job_of)
+
+
+def share_of(shape: Shape, total):
+    """The cost of a part."""
+    return jnp.maximum(cdiv(total, shape.parts), OVERHEAD + FEWEST)
+
+
+def piece_of(shape: Shape, part, share, tile: Tile, start):
+    """The steps of a tile that lie in a part, and who has the others."""
+    blocks = key_blocks(shape, tile)
+    first_step = start + OVERHEAD
+    begin = jnp.clip(part * share - first_step, 0, blocks.count)
+    end = jnp.clip((part + 1) * share - first_step, 0, blocks.count)
+    last = lax.div(first_step + blocks.count - 1, share)
+    piece = Piece(part, (begin == 0) & (end < blocks.count), last, begin > 0)
+    first_block = blocks.last - blocks.count + 1
+    return blocks._replace(last=first_block + end - 1, count=end - begin), piece

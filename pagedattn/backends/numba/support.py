@@ -1,0 +1,96 @@
+"""What the kernel can do, and a call's options as it takes them."""
+
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from ..._arrays.namespace import namespace
+from ..._dispatch.backend import SCALES, Backend
+from ..._dispatch.call import ITEM_BYTES, Call
+from ..._dispatch.registry import Framework, can_load, load
+from ..._kernels.cpu.call_args import NO_WINDOW
+from ..._kernels.cpu.dtypes import UNITS
+from ...batch.metadata import Sequences
+
+HONOURS = frozenset(
+    {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
+    | {"cache_dtype", "value_dim", "bias", "return_lse", SCALES}
+)
+DTYPES = "bfloat16", "float16", "float32"
+LONGEST = 32  # the most queries of a sequence that the kernel computes; others are `long_ones`
+
+
+def refusals(call: Call) -> list[str]:
+    """Why the kernel cannot run a call."""
+    if call.dtype in DTYPES:
+        return []
+    return [f"it computes {', '.join(DTYPES)}, not {call.dtype}"]
+
+
+def cache_dtype_of(call: Call) -> str:
+    return call.cache_dtype or call.dtype
+
+
+def dtype_of(call: Call) -> str:
+    """That of the query and out, as the kernel takes them."""
+    return call.dtype if call.cache_dtype is None or call.dtype == "bfloat16" else "float32"
+
+
+def dtypes_of(call: Call) -> tuple[str, str]:
+    """Those of the query and of the cache, which say what machine code runs."""
+    return dtype_of(call), cache_dtype_of(call)
+
+
+def itemsizes(call: Call) -> tuple[int, int]:
+    """Bytes of a number of the query and out, and of one of the cache."""
+    own = ITEM_BYTES[dtype_of(call)]
+    return own, 1 if call.cache_dtype else own
+
+
+def numbers(call: Call) -> np.ndarray:
+    """scale, soft-cap (0: none), unit of the values, and the slopes of ALiBi if there are any."""
+    slopes, unit = call.spec.alibi_slopes or (), UNITS.get(cache_dtype_of(call), 1.0)
+    facts = call.scale * unit, call.spec.logits_soft_cap or 0.0, unit
+    return np.asarray([*facts, *slopes], np.float32)
+
+
+def options(call: Call, threads: int, brings: Iterable[bool]) -> np.ndarray:
+    """The integers of a call, in the order in which `describe` of the numba backend reads them.
+
+    `brings` says which arrays it brings, of a bias and the scales of keys and of values.
+    """
+    window = NO_WINDOW if call.window is None else call.window
+    facts = call.spec.causal, window, LONGEST, threads, *itemsizes(call)
+    return np.asarray([*facts, *brings], np.int64)
+
+
+def num_threads() -> int:
+    """`OMP_NUM_THREADS`, or else the number of CPUs that this process may run on."""
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if asked.isdecimal() and int(asked) > 0:
+        return int(asked)
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def unfit(call: Call) -> list[str]:
+    """Why another backend is likely faster: with many queries a sequence, by matrix products."""
+    if call.longest_query <= LONGEST or call.num_tokens < call.num_seqs * call.longest_query:
+        return []
+    return [f"no sequence of fewer than {LONGEST + 1} queries is likely: products are faster"]
+
+
+def partner(call: Call, framework: Framework) -> Backend:
+    """The backend that computes sequences of more queries than LONGEST."""
+    names = ("sdpa", "xla") if framework is Framework.JAX else ("sdpa",)
+    backends = [load(name, framework) for name in names if can_load(name, framework)]
+    fit = (b for b in backends if not (b.why_not(call) or b.why_passed_over(call)))
+    return next(fit, backends[-1])
+
+
+def long_ones(batch: Sequences) -> Sequences:
+    """The batch, in which short queries see no key: another backend spends no work on them."""
+    short = batch.query_lens <= LONGEST
+    return replace(batch, seq_lens=namespace(short).where(short, 0, batch.seq_lens))

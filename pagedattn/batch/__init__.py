@@ -1,0 +1,1 @@
+"""A step's batch: block tables, lengths, and which token is whose."""

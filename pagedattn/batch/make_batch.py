@@ -1,0 +1,108 @@
+"""Batches from lists: built, validated and padded on the host."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Integer
+
+from .._arrays.checks import distinct_slots
+from . import validate
+from .indices import PAD_SLOT, sequence_ids, token_positions
+from .metadata import BatchMetadata
+
+Lengths = Sequence[int] | Integer[Any, "n"]
+
+
+def make_batch(
+    query_lens: Lengths,
+    context_lens: Lengths | None,
+    block_tables: Sequence[Lengths] | Integer[Any, "num_seqs max_blocks"],
+    *,
+    block_size: int,
+    key_lens: Lengths | None = None,
+    pad_tokens: int | None = None,
+    pad_seqs: int | None = None,
+    pad_blocks: int | None = None,
+    max_query_len: int | None = None,
+) -> BatchMetadata[Array]:
+    """Builds and validates a batch on the host from lists or arrays.
+
+    Args:
+      query_lens: new tokens of each sequence.
+      context_lens: tokens of each sequence that the cache holds already.
+      block_tables: a row of block ids for each sequence (rows may differ in length), or an array.
+      block_size: tokens a block.
+      key_lens: the number of keys of each sequence, given instead of `context_lens` (then None)
+        when all keys are in the cache already. The context is `key_len - query_len`, and all slots
+        are -1: this batch writes nothing. It serves cross attention, whose keys another batch has
+        written, in tables of their own; and attending again to written tokens, for which
+        sequences may share even their last blocks.
+      pad_tokens, pad_seqs, pad_blocks: lengths of the token axis, of the sequence axis and of a
+        table row after padding; None pads nothing. Few distinct values mean few compilations.
+      max_query_len: the static bound on query lengths; None takes the longest, rounded up to a
+        power of two, so that close lengths share a program.
+
+    Returns:
+      a `BatchMetadata` of int32 JAX arrays; padding tokens have slot -1 and position 0, padding
+      sequences have no queries and no keys, padding entries of tables are -1.
+
+    Raises:
+      InvalidInputError: lengths that are not non-negative integers, lists of different lengths,
+        a table row too short for its sequence, a used block id below 0, two tokens with one
+        slot, a padding too small.
+
+    >>> batch = make_batch([3, 1], [0, 4], [[7], [2, 5]], block_size=4)
+    >>> batch.slot_mapping.tolist(), batch.positions.tolist()
+    ([28, 29, 30, 20], [0, 1, 2, 4])
+    >>> again = make_batch([1, 1], None, [[2, 5], [2, 5]], key_lens=[6, 6], block_size=4)
+    >>> again.slot_mapping.tolist(), again.positions.tolist()
+    ([-1, -1], [5, 5])
+    """
+    query_lens = validate.lengths("query_lens", query_lens)
+    seq_lens = _seq_lens(query_lens, context_lens, key_lens)
+    block_size = validate.block_size(block_size)
+    tables = validate.tables(block_tables, seq_lens, block_size)
+    starts = np.append(0, np.cumsum(query_lens))
+    seq_ids = sequence_ids(starts, int(starts[-1]))
+    positions = token_positions(starts, seq_lens, len(seq_ids))
+    slots = _slots(tables, seq_ids, positions, block_size, written=key_lens is not None)
+    num_seqs = validate.padding("pad_seqs", len(query_lens), pad_seqs)
+    num_tokens = validate.padding("pad_tokens", len(seq_ids), pad_tokens)
+    max_blocks = validate.padding("pad_blocks", tables.shape[1], pad_blocks)
+    return BatchMetadata(
+        block_tables=_padded(tables, (num_seqs, max_blocks), -1),
+        seq_lens=_padded(seq_lens, (num_seqs,), 0),
+        query_start_loc=_padded(starts, (num_seqs + 1,), len(seq_ids)),
+        slot_mapping=_padded(slots, (num_tokens,), PAD_SLOT),
+        positions=_padded(positions, (num_tokens,), 0),
+        block_size=block_size,
+        max_query_len=_bound(query_lens.max(initial=1), max_query_len),
+    )
+
+
+def _seq_lens(query_lens, context_lens, key_lens):
+    if key_lens is not None:
+        return validate.lengths("key_lens", key_lens, like=query_lens)
+    return query_lens + validate.lengths("context_lens", context_lens, like=query_lens)
+
+
+def _slots(tables, seq_ids, positions, block_size, *, written):
+    if written:
+        return np.full(len(seq_ids), PAD_SLOT)
+    slots = tables[seq_ids, positions // block_size] * block_size + positions % block_size
+    distinct_slots(slots)
+    return slots
+
+
+def _bound(longest, max_query_len):
+    if max_query_len is None:
+        return 1 << (int(longest) - 1).bit_length()
+    return validate.padding("max_query_len", int(longest), max_query_len)
+
+
+def _padded(array, shape, fill) -> Array:
+    padded = np.full(shape, fill, np.int32)
+    padded[tuple(slice(length) for length in array.shape)] = array
+    return jnp.asarray(padded)

@@ -1,0 +1,1 @@
+"""The paged cache: its planes, its scales, and the checks of both."""

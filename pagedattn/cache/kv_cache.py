@@ -1,0 +1,161 @@
+"""The paged cache of one layer."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Shaped
+
+from .._arrays.checks import count
+from .._arrays.inspect import dtype_of
+from .._arrays.typing import ArrayT
+from . import validate
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVCache(Generic[ArrayT]):
+    """Keys and values of one layer, each `[num_blocks, block_size, num_kv_heads, head_dim]`.
+
+    A pytree of two arrays of one floating dtype, or quantised ones: float8_e4m3fn, float8_e5m2 or
+    int8, which stand for `key * key_scale` and `value * value_scale`. Token t of a sequence whose
+    block table row is `row` stands at `key[row[t // block_size], t % block_size]`. The arrays may
+    be JAX's or torch's. Functions of `pagedattn` read torch's memory without a copy, never write to
+    it, and return JAX's arrays.
+
+    The values may have another number of columns than the keys: the last axis of `value`. A latent
+    cache (DeepSeek's MLA) holds one array: `value` is None, and the values are the first
+    `value_dim` columns of the keys.
+
+    Fields, besides key and value:
+      key_scale, value_scale: of quantised planes, floating: one number, or one for each KV head,
+        `[num_kv_heads]`. None is 1. A latent cache has the key_scale for both.
+      value_dim: the columns of a latent cache that are values; static. None where `value` has them.
+
+    >>> cache = KVCache(jnp.zeros((4, 16, 2, 64)), jnp.zeros((4, 16, 2, 64)))
+    >>> cache.num_slots, cache.head_dim
+    (64, 64)
+    """
+
+    key: Shaped[ArrayT, "num_blocks block_size num_kv_heads head_dim"]
+    value: Shaped[ArrayT, "num_blocks block_size num_kv_heads value_dim"] | None
+    key_scale: Float[ArrayT, "*heads"] | None = None
+    value_scale: Float[ArrayT, "*value_heads"] | None = None
+    value_dim: int | None = field(default=None, metadata={"static": True})
+
+    def with_planes(self, key: ArrayT, value: ArrayT | None = None) -> "KVCache[ArrayT]":
+        """The cache with other planes, and the same scales and value_dim."""
+        return replace(self, key=key, value=value)
+
+    @property
+    def planes(self) -> tuple[ArrayT, ...]:
+        """The arrays that hold the tokens: key and value, or the key of a latent cache."""
+        return (self.key,) if self.value is None else (self.key, self.value)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.key.shape[0]
+
+    @property
+    def block_size(self) -> int:
+        return self.key.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.key.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.key.shape[3]
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def dtype(self) -> Any:
+        return self.key.dtype
+
+
+def init_kv_cache(
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: DTypeLike = jnp.bfloat16,
+    *,
+    key_scale: Float[Array, "*heads"] | float | None = None,
+    value_scale: Float[Array, "*value_heads"] | float | None = None,
+    value_dim: int | None = None,
+) -> KVCache[Array]:
+    """A cache of zeros: key and value `[num_blocks, block_size, num_kv_heads, head_dim]`.
+
+    Args:
+      dtype: floating, or quantised: float8_e4m3fn, float8_e5m2, int8.
+      key_scale, value_scale: what quantised keys and values are multiplied by when they are read;
+        a number, or one for each KV head. About the largest key or value, over the largest that
+        the dtype holds (448, 57344, 127).
+      value_dim: the last axis of the value, where it is not head_dim. For one array with the
+        values among the keys' columns there is `init_latent_cache`.
+
+    Raises:
+      InvalidInputError: num_blocks is negative or another size below 1, the dtype is neither
+        floating nor int8, scales are not positive or for a cache that is not quantised, or there
+        would be more slots than int32 counts.
+
+    >>> init_kv_cache(4, 16, 2, 64).key.shape
+    (4, 16, 2, 64)
+    """
+    shape = (num_blocks, block_size, num_kv_heads, head_dim)
+    shape = validate.cache_shape(shape, dtype)
+    value_dim = shape[3] if value_dim is None else count("value_dim", value_dim)
+    key, value = _zeros(shape, dtype), _zeros((*shape[:3], value_dim), dtype)
+    cache = KVCache(key, value, _scale(key_scale), _scale(value_scale))
+    validate.scales(cache)
+    return cache
+
+
+def init_latent_cache(
+    num_blocks: int,
+    block_size: int,
+    head_dim: int,
+    value_dim: int,
+    dtype: DTypeLike = jnp.bfloat16,
+    *,
+    num_kv_heads: int = 1,
+    key_scale: Float[Array, "*heads"] | float | None = None,
+) -> KVCache[Array]:
+    """A latent cache of zeros: one array, of whose columns the first `value_dim` are the values.
+
+    For multi-head latent attention (MLA) with absorbed projections. DeepSeek-V3 has 512 columns of
+    latents, which are keys and values, and 64 of rotary keys: head_dim 576 and value_dim 512.
+
+    Args:
+      dtype, key_scale: as in `init_kv_cache`; the scale is that of keys and values.
+
+    Returns:
+      `KVCache(key, None, key_scale, value_dim=value_dim)`, key being
+      `[num_blocks, block_size, num_kv_heads, head_dim]`.
+
+    Raises:
+      InvalidInputError: as `init_kv_cache`, or value_dim is above head_dim.
+
+    >>> cache = init_latent_cache(4, 16, 576, 512)
+    >>> cache.key.shape, cache.value, cache.value_dim
+    ((4, 16, 1, 576), None, 512)
+    """
+    shape = validate.cache_shape((num_blocks, block_size, num_kv_heads, head_dim), dtype)
+    value_dim = count("value_dim", value_dim)
+    cache = KVCache(_zeros(shape, dtype), None, _scale(key_scale), value_dim=value_dim)
+    validate.kv_cache(cache)
+    return cache
+
+
+def _zeros(shape, dtype):
+    return jnp.zeros(shape, dtype_of(dtype))  # torch's dtypes too
+
+
+def _scale(scale):
+    return jnp.asarray(scale, jnp.float32) if isinstance(scale, float | int) else scale

@@ -1,0 +1,267 @@
+"""Checks of a cache, and of what is written to it or copied in it, made before anything is written.
+
+Shapes and dtypes are always checked, values where they are known on the host.
+"""
+
+import operator
+
+import numpy as np
+
+from .._arrays.checks import (
+    MAX_SLOTS,
+    an_array,
+    distinct_slots,
+    ids,
+    int_array,
+    is_count,
+    known_sizes,
+    packed,
+    require,
+)
+from .._arrays.inspect import describe, is_floating, is_integer, known, shown
+from .quantise import LARGEST, largest
+
+
+def cache_shape(shape, dtype) -> tuple[int, ...]:
+    """The sizes as Python's integers."""
+    num_blocks, *others = shape
+    fit = is_count(num_blocks, 0) and all(map(is_count, others))
+    require(
+        fit and num_blocks * others[0] <= MAX_SLOTS,
+        "num_blocks must be an integer of at least 0, block_size, num_kv_heads and head_dim above "
+        f"0, and num_blocks * block_size must fit int32, got {[*map(shown, shape)]}",
+    )
+    require(
+        is_floating(dtype) or largest(dtype) is not None,
+        f"a cache's dtype must be floating or int8, such as jnp.bfloat16, got {shown(dtype)}",
+    )
+    return tuple(map(operator.index, shape))
+
+
+def kv_cache(cache) -> None:
+    """Requires a key, and a value that fits it or the number of its columns that are values."""
+    require(
+        not hasattr(cache, "get_value"),
+        f"cache must be a KVCache, got {type(cache).__name__}, a variable that holds one: its "
+        ".get_value() is the cache. The page on layers keeps it out of the module, so that it can "
+        "be donated",
+    )
+    require(
+        hasattr(cache, "key") and hasattr(cache, "value"),
+        f"cache must be a KVCache, got {type(cache).__name__}; KVCache(key, value) makes one of "
+        "two arrays",
+    )
+    key = cache.key
+    an_array("the cache's key", key)
+    known_sizes("the cache's key", key)
+    require(
+        key.ndim == 4,
+        "a cache's key must be [num_blocks, block_size, num_kv_heads, head_dim], got "
+        f"{describe(key)}",
+    )
+    cache_shape(tuple(key.shape), key.dtype)
+    value_plane(cache)
+    scales(cache)
+
+
+def scales(cache) -> None:
+    """Requires scales of quantised caches only, one or one for each KV head, above 0."""
+    for name in ("key_scale", "value_scale"):
+        scale = getattr(cache, name, None)
+        if scale is not None:
+            _scale(f"the cache's {name}", scale, cache)
+
+
+def _scale(name, scale, cache):
+    an_array(name, scale)
+    shapes = ((), (cache.num_kv_heads,))
+    require(
+        tuple(scale.shape) in shapes and is_floating(scale.dtype),
+        f"{name} must be one floating number, or [num_kv_heads] = {shapes[1]}, got "
+        f"{describe(scale)}",
+    )
+    require(
+        largest(cache.dtype) is not None,
+        f"{name} is for a cache of {', '.join(LARGEST)}, this one is {cache.dtype}",
+    )
+    values = known(scale)
+    require(
+        values is None or bool((np.isfinite(values) & (values > 0)).all()),
+        f"{name} must be above 0, got {values}",
+    )
+
+
+def goes_with(dtype, cache_dtype) -> bool:
+    """Whether queries, keys and values of a dtype go with a cache: its own, or if quantised any."""
+    if largest(cache_dtype) is None:
+        return dtype == cache_dtype
+    return is_floating(dtype) and largest(dtype) is None
+
+
+def dtypes_for(cache_dtype) -> str:
+    if largest(cache_dtype) is None:
+        return f"the cache's dtype {cache_dtype}"
+    return f"a floating dtype of 16 bits or more, which a cache of {cache_dtype} goes with"
+
+
+def value_plane(cache) -> None:
+    """Requires a value plane that fits the key, or in a latent cache the number of its columns."""
+    given = getattr(cache, "value_dim", None)
+    if cache.value is None:
+        _latent(given, cache)
+    else:
+        an_array("the cache's value", cache.value)
+        _plane(cache.value, given, cache.key)
+
+
+def _plane(value, given, key):
+    require(
+        value.ndim == 4 and value.shape[:3] == key.shape[:3] and value.dtype == key.dtype,
+        "a cache's key and value must be [num_blocks, block_size, num_kv_heads, head_dim] and "
+        f"[..., value_dim] of one dtype, got {describe(key)} and {describe(value)}",
+    )
+    value_dim = value.shape[3]
+    require(value_dim > 0, f"a cache's value must have a column at least, got {describe(value)}")
+    require(
+        given is None or (is_static_count(given) and given == value_dim),
+        f"value_dim of a cache with a value is its last axis, {value_dim}: leave it out, got "
+        f"{shown(given)}",
+    )
+
+
+def _latent(value_dim, cache):
+    head_dim = cache.key.shape[3]
+    require(
+        is_static_count(value_dim) and value_dim <= head_dim,
+        "a cache without a value needs value_dim, the number of its key's columns that are values: "
+        f"a Python integer from 1 to head_dim = {head_dim}, got {shown(value_dim)}",
+    )
+    require(
+        getattr(cache, "value_scale", None) is None,
+        "value_scale must be None in a latent cache: its values are columns of its keys, whose "
+        "scale is key_scale",
+    )
+
+
+def no_value(value) -> None:
+    """Requires that no values are given to be written to a latent cache."""
+    require(
+        value is None,
+        "value must be None for a latent cache, whose values are columns of its keys, got "
+        f"{shown(value)}",
+    )
+
+
+def same_blocks(src_cache, dst_cache) -> None:
+    """Requires caches of which a block of one can be a block of the other."""
+    require(
+        _block(src_cache) == _block(dst_cache) and src_cache.dtype == dst_cache.dtype,
+        "the caches must agree in block_size, num_kv_heads, head_dim, value_dim and dtype, got "
+        f"{' and '.join(map(_described, (src_cache, dst_cache)))}",
+    )
+
+
+def _block(cache):
+    latent = cache.value is None
+    return [tuple(plane.shape[1:]) for plane in cache.planes], latent and cache.value_dim
+
+
+def _described(cache) -> str:
+    if cache.value is None:
+        return f"{describe(cache.key)} of value_dim {cache.value_dim}"
+    return f"{describe(cache.key)} with {describe(cache.value)}"
+
+
+def is_static_count(value, least=1) -> bool:
+    """Whether a value is an integer of Python's or NumPy's, of at least `least`: no array."""
+    return isinstance(value, int | np.integer) and is_count(value, least)
+
+
+def write(cache, key, value, slot_mapping) -> None:
+    kv_cache(cache)
+    int_array("slot_mapping", slot_mapping, 1)
+    known_sizes("slot_mapping", slot_mapping)
+    _rows("key", "[num_tokens, num_kv_heads, head_dim]", key, cache.key, "num_tokens")
+    if cache.value is None:
+        no_value(value)
+    else:
+        shape = "[num_tokens, num_kv_heads, value_dim]"
+        _rows("value", shape, value, cache.value, key.shape[0])
+    require(
+        slot_mapping.shape[0] == key.shape[0],
+        f"slot_mapping must have a slot for each of the {key.shape[0]} tokens of key, got "
+        f"{slot_mapping.shape[0]}; -1 writes nothing",
+    )
+    slots(slot_mapping, cache.num_slots)
+
+
+def slots(slot_mapping, num_slots) -> None:
+    """Requires slots of the cache, or -1, each once, where they are known."""
+    slots = known(slot_mapping)
+    if slots is not None:
+        ids("slot_mapping", slots[slots != -1], num_slots, "slots", ", or -1 for no write")
+        distinct_slots(slots)
+
+
+def _rows(name, axes, rows, plane, num_tokens):
+    an_array(name, rows)
+    known_sizes(name, rows)
+    packed(name, rows)
+    fits = rows.ndim == 3 and rows.shape[1:] == plane.shape[2:]
+    fits = fits and num_tokens in ("num_tokens", rows.shape[0])
+    require(
+        fits and goes_with(rows.dtype, plane.dtype),
+        f"{name} must be {axes} = [{num_tokens}, {plane.shape[2]}, {plane.shape[3]}] of "
+        f"{dtypes_for(plane.dtype)}, got {describe(rows)}",
+    )
+
+
+def block_copies(src_cache, dst_cache, src, dst) -> None:
+    kv_cache(src_cache)
+    kv_cache(dst_cache)
+    same_blocks(src_cache, dst_cache)
+    for name in ("key_scale", "value_scale"):
+        _same_scales(name, getattr(src_cache, name, None), getattr(dst_cache, name, None))
+    int_array("src", src, 1)
+    int_array("dst", dst, 1)
+    known_sizes("src", src)
+    require(
+        src.shape == dst.shape,
+        f"src and dst must be equally long, got {tuple(src.shape)}, {tuple(dst.shape)}",
+    )
+    _known_copies(known(src), known(dst), src_cache.num_blocks, dst_cache.num_blocks)
+
+
+def _same_scales(name, src, dst):
+    """Blocks are copied as they are held, so they must stand for the same in both caches."""
+    if src is dst:
+        return
+    values = [None if scale is None else known(scale) for scale in (src, dst)]
+    equal = (src is None) == (dst is None) and src.shape == dst.shape
+    if equal and not any(value is None for value in values):
+        equal = (values[0] == values[1]).all()
+    require(equal, f"the caches must agree in {name}, got {values[0]} and {values[1]}")
+
+
+def _known_copies(src, dst, num_src, num_dst):
+    if src is not None:
+        ids("src", src[src != -1], num_src, "blocks", ", or -1 for no copy")
+    if dst is not None:
+        ids("dst", dst[dst != -1], num_dst, "blocks", ", or -1 for no copy")
+    if src is not None and dst is not None:
+        written = dst[(src != -1) & (dst != -1)]
+        twice = len(np.unique(written)) < len(written)
+        require(not twice, f"dst names a block twice: {written.tolist()}")
+
+
+def fill(cache, blocks, value) -> None:
+    kv_cache(cache)
+    int_array("blocks", blocks, getattr(blocks, "ndim", 1))
+    known_sizes("blocks", blocks)
+    dtype = getattr(value, "dtype", None)
+    number = isinstance(value, float | int) or getattr(value, "ndim", 1) == 0
+    number = number and (dtype is None or is_floating(dtype) or is_integer(dtype))
+    require(number, f"value must be one number, got {shown(value)}")
+    values = known(blocks)
+    if values is not None:
+        ids("blocks", values[values != -1], cache.num_blocks, "blocks", ", or -1")

@@ -1,0 +1,163 @@
+"""What each backend can do on this machine: feature x backend x attention type, from `explain`."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from .._arrays.namespace import cdiv
+from .._dispatch.backend import LACKS
+from ..attention import explain
+from ..batch.make_batch import make_batch
+from ..batch.packed import packed_batch
+from ..cache.kv_cache import KVCache
+from ..spec import AttentionSpec
+from ..testing.features import (
+    ATTENTION_TYPES,
+    DTYPES,
+    OPTIONS,
+    PHASES,
+    arrays_of,
+    cache_of,
+    spec_of,
+)
+
+NUM_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 64, 16
+# Options named by what they set. Not causality: that follows from the type of attention.
+SPECS = [name for name, fields in OPTIONS.items() if name in fields]
+OF_DECODERS = ("prefill", "chunked prefill", "decode")
+KV_HEADS = {"grouped queries": 2, "multi-query": 1}
+FEATURES = ("plain", *OF_DECODERS, *SPECS, *KV_HEADS, "lse", *DTYPES)
+
+
+class Request(NamedTuple):
+    """One attention call, described by lengths and options; `call` makes its arrays."""
+
+    feature: str
+    attn_type: str
+    lengths: tuple[tuple[int, int], ...]
+    paged: bool
+    spec: AttentionSpec
+    num_kv_heads: int
+    dtype: str
+    return_lse: bool
+    arrays: tuple[str, ...]
+    cache_dtype: str | None = None
+    value_dim: int | None = None
+    latent: bool = False
+
+
+class Cell(NamedTuple):
+    """One answer of the table: no reasons means yes."""
+
+    request: Request
+    backend: str
+    reasons: list[str]
+
+
+def requests() -> list[Request]:
+    """Every feature with every type of attention that has it."""
+    return [
+        request(feature, attn_type)
+        for feature in FEATURES
+        for attn_type, kind in ATTENTION_TYPES.items()
+        if feature not in PHASES or feature in kind.phases
+    ]
+
+
+def request(feature: str, attn_type: str) -> Request:
+    kind = ATTENTION_TYPES[attn_type]
+    options = feature if feature in OPTIONS else "plain"
+    return Request(
+        feature,
+        attn_type,
+        PHASES[feature if feature in PHASES else kind.phases[-1]],
+        kind.paged,
+        spec_of(options, NUM_HEADS, causal=attn_type == "decoder"),
+        KV_HEADS.get(feature, NUM_HEADS),
+        feature if feature in DTYPES else "bfloat16",
+        feature == "lse",
+        arrays_of(options),
+        **cache_of(options),
+    )
+
+
+def call(request: Request, normal: Callable = jnp.zeros) -> tuple:
+    """query, cache, batch and spec of a request; `normal(shape, dtype)` makes the values."""
+    query_lens, key_lens = zip(*request.lengths, strict=True)
+    rows = (request.num_kv_heads, HEAD_DIM)
+    query = normal((sum(query_lens), NUM_HEADS, HEAD_DIM), request.dtype)
+    if request.paged:
+        counts = [cdiv(n, BLOCK_SIZE) for n in key_lens]
+        tables = [list(range(sum(counts[:s]), sum(counts[: s + 1]))) for s in range(len(counts))]
+        batch = make_batch(query_lens, None, tables, key_lens=key_lens, block_size=BLOCK_SIZE)
+        shape = (sum(counts), BLOCK_SIZE, *rows)
+    else:
+        starts = jnp.cumsum(jnp.array((0, *query_lens)))
+        batch = packed_batch(len(query), starts, starts, max(query_lens), max(key_lens))
+        shape = (sum(key_lens), 1, *rows)
+    return query, _cache(request, shape, normal), batch, request.spec
+
+
+def _cache(request: Request, shape: tuple[int, ...], normal: Callable) -> KVCache:
+    columns = (HEAD_DIM,) if request.latent else (HEAD_DIM, request.value_dim or HEAD_DIM)
+    planes = [normal((*shape[:3], width), request.dtype) for width in columns]
+    if request.cache_dtype is not None:
+        planes = [plane.astype(request.cache_dtype) for plane in planes]
+    return (
+        KVCache(planes[0], None, value_dim=request.value_dim)
+        if request.latent
+        else KVCache(*planes)
+    )
+
+
+def keywords(request: Request, normal: Callable = jnp.zeros) -> dict:
+    """The keyword arguments of a request."""
+    num_tokens, max_keys = (sum(lens) for lens in zip(*request.lengths, strict=True))
+    shapes = {"sinks": (NUM_HEADS,), "bias": (num_tokens, 1, max_keys)}
+    arrays = {name: normal(shapes[name], "float32") for name in request.arrays}
+    return {"return_lse": request.return_lse} | arrays
+
+
+def cells(explain: Callable = explain) -> list[Cell]:
+    """All cells of the table: what `explain` answers to each request."""
+    return [
+        Cell(request, backend, reasons)
+        for request in requests()
+        for backend, reasons in explain(*call(request), **keywords(request)).items()
+    ]
+
+
+def grouped(cells: Sequence[Cell]) -> tuple[list[tuple[str, ...]], dict[str, int]]:
+    """The table for a screen: rows of texts with a heading, and the numbers of the reasons.
+
+    Features with the same answers share a row, and backends that refuse everything have no column.
+    A feature works partly where some types of attention are refused. That a backend knows nothing
+    of an option is no reason with a number.
+
+    >>> rows, notes = grouped([Cell(request("lse", "decoder"), "xla", []),
+    ...                        Cell(request("lse", "encoder"), "xla", ["no time"]),
+    ...                        Cell(request("lse", "decoder"), "ipex", ["no lse"])])
+    >>> rows, notes
+    ([('feature', 'xla'), ('lse', 'partly 1')], {'no time': 1})
+    """
+    backends = [*dict.fromkeys(cell.backend for cell in cells if not cell.reasons)]
+    notes: dict[str, int] = {}
+    by_answers: dict[tuple[str, ...], list[str]] = {}
+    for feature in dict.fromkeys(cell.request.feature for cell in cells):
+        asked = [cell for cell in cells if cell.request.feature == feature]
+        answers = tuple(_answer([c for c in asked if c.backend == b], notes) for b in backends)
+        by_answers.setdefault(answers, []).append(feature)
+    rows = [(", ".join(features), *answers) for answers, features in by_answers.items()]
+    return [("feature", *backends), *rows], notes
+
+
+def _answer(cells: Sequence[Cell], notes: dict[str, int]) -> str:
+    """What one backend answers for one feature."""
+    refused = [cell for cell in cells if cell.reasons]
+    if not refused:
+        return "yes"
+    reasons = {reason: None for cell in refused for reason in cell.reasons}
+    told = [reason for reason in reasons if not reason.endswith(LACKS)]
+    numbers = ",".join(str(notes.setdefault(reason, len(notes) + 1)) for reason in told)
+    return f"{'no' if len(refused) == len(cells) else 'partly'} {numbers}".strip()
