@@ -15,7 +15,7 @@ from pagedattn.extend import Backend, Call, Sequences, positions, sequence_ids
 from pagedattn.testing import check_backend
 
 # A call that asks for another option is refused before any function here is called.
-HONOURS = frozenset({"scale", "causal", "sliding_window", "alibi_slopes", "return_lse"})
+SUPPORTS = frozenset({"scale", "causal", "sliding_window", "alibi_slopes", "return_lse"})
 MOST_KEYS = 1 << 14
 
 
@@ -52,7 +52,7 @@ def gathered(call: Call, plane: jax.Array, tables: jax.Array) -> jax.Array:
     return jnp.repeat(pages.astype(float), call.group, axis=2)
 
 
-BACKEND = Backend("gathered", HONOURS, run, refusals)
+BACKEND = Backend("gathered", SUPPORTS, run, refusals)
 
 if __name__ == "__main__":
     check_backend(BACKEND)

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Integer
 
 from ._arrays.devices import on_one_device, require_no_explicit_axes
 from ._arrays.dlpack import takes_any_array
-from ._arrays.int32 import rising
+from ._arrays.int32 import nondecreasing
 from ._arrays.shard_map import varying_alike
 from ._dispatch import emulate, select, validate
 from ._dispatch.backend import Backend
@@ -80,7 +80,7 @@ def paged_attention(
 
     Raises:
       InvalidInputError: arguments that do not fit together; outside jit also bad values.
-      UnsupportedError: the backend cannot honour the call.
+      UnsupportedError: the backend cannot run the call.
       BackendUnavailableError: the backend is unknown or needs a package.
 
     >>> from pagedattn import init_kv_cache, make_batch, write_kv
@@ -103,7 +103,7 @@ def _given(**options):
 
 
 def _run(backend: Backend, call, query, cache, batch, options):
-    plan, live = backend.plan(backend.own(call), batch), emulate.live_tokens(call, batch)
+    plan, live = backend.plan(backend.native_call(call), batch), emulate.live_tokens(call, batch)
     return emulate.attend(backend, call, query, cache, plan, live, options)
 
 
@@ -221,7 +221,7 @@ def ragged_attention(
     """
     max_lens = (max_query_len, max_key_len)
     max_lens = validate.ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens)
-    starts = rising(query_start_loc), rising(key_start_loc)
+    starts = nondecreasing(query_start_loc), nondecreasing(key_start_loc)
     batch = packed_batch(query.shape[0], *starts, *max_lens)
     cache = packed_cache(key, value)
     options = {"backend": backend, "return_lse": return_lse, "sinks": sinks, "bias": bias}

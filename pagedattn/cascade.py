@@ -12,7 +12,7 @@ from ._dispatch.backend import Backend
 from .attention import Lse, Query, Sinks, paged_attention
 from .batch import validate as validate_batch
 from .batch.indices import PAD_SLOT
-from .batch.metadata import BatchMetadata, in_order, sequences_of
+from .batch.metadata import BatchMetadata, nondecreasing_starts, sequences_of
 from .cache.kv_cache import KVCache
 from .errors import UnsupportedError
 from .merge import merge_states
@@ -89,7 +89,7 @@ def split_prefix(batch: BatchMetadata) -> tuple[BatchMetadata, BatchMetadata]:
     ([4], [1, 3], [1, 2])
     """
     validate_batch.shapes(batch)
-    sequences = in_order(sequences_of(batch))
+    sequences = nondecreasing_starts(sequences_of(batch))
     blocks, count = _shared_blocks(sequences, batch.block_size)
     length = count * batch.block_size
     num_tokens = sequences.query_start_loc[-1:]

@@ -10,7 +10,7 @@ class InvalidInputError(PagedAttentionError, ValueError):
 
 
 class UnsupportedError(PagedAttentionError, NotImplementedError):
-    """A backend cannot honour an option of this call; the text names the option."""
+    """A backend does not support an option of this call; the text names the option."""
 
 
 class BackendUnavailableError(PagedAttentionError, ImportError):

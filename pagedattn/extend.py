@@ -1,6 +1,6 @@
 """What the author of a backend imports.
 
-A backend is a `Backend` record: its name, the options that it honours, and functions of a `Call`,
+A backend is a `Backend` record: its name, the options that it supports, and functions of a `Call`,
 the facts of a call that are known before its values. `examples/own_backend.py` is a whole one.
 """
 

@@ -19,6 +19,7 @@ from ._arrays.dlpack import as_jax
 from ._arrays.inspect import describe, dtype_name, is_floating, is_integer
 from ._arrays.memory import require_alike
 from ._arrays.namespace import as_dtype, namespace
+from ._arrays.typing import is_torch
 from .errors import UnsupportedError
 from .spec import AttentionSpec, require_spec, set_options, slopes_of, window_of
 
@@ -174,10 +175,10 @@ def _checked(query, key):
     """Arrays that can be subtracted: of one framework, signed, in the machine's byte order."""
     query, key = _positions("query_positions", query), _positions("key_positions", key)
     require(
-        hasattr(query, "new_tensor") == hasattr(key, "new_tensor"),
+        is_torch(query) == is_torch(key),
         "query_positions and key_positions must both be torch tensors, or neither",
     )
-    if hasattr(query, "new_tensor"):
+    if is_torch(query):
         require_alike(query_positions=query, key_positions=key)
     leading = zip(query.shape[-2::-1], key.shape[-2::-1], strict=False)
     require(
@@ -204,7 +205,7 @@ def _positions(name, array) -> Any:
 
 def _known_kind(name, array) -> Any:
     """The array; one with DLPack alone as NumPy's or JAX's over its memory."""
-    known = isinstance(array, jax.Array | np.ndarray | np.generic) or hasattr(array, "new_tensor")
+    known = isinstance(array, jax.Array | np.ndarray | np.generic) or is_torch(array)
     return array if known else as_jax(name, array)
 
 
@@ -218,7 +219,7 @@ def _slopes(slopes, positions):
         f"slopes must be numbers [num_heads], got {describe(slopes)}",
     )
     require(
-        hasattr(positions, "new_tensor") or not hasattr(slopes, "new_tensor"),
+        is_torch(positions) or not is_torch(slopes),
         "slopes must be of the positions' framework, got a torch tensor",
     )
     return _known_kind("slopes", slopes)
@@ -235,6 +236,6 @@ def _float32(array: Shaped[Any, "*n"]) -> Float32[Any, "*n"]:
 
 def _float32_like(array, values) -> Any:
     # torch's operators take no NumPy array; NumPy's and JAX's do.
-    if hasattr(array, "new_tensor"):
-        return values if hasattr(values, "new_tensor") else array.new_tensor(values)
+    if is_torch(array):
+        return values if is_torch(values) else array.new_tensor(values)
     return _float32(values) if hasattr(values, "ndim") else np.asarray(values, np.float32)

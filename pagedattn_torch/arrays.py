@@ -57,7 +57,7 @@ def batch_on(batch: BatchMetadata, device) -> BatchMetadata:
     return dataclasses.replace(batch, **arrays)
 
 
-def rising(starts: Tensor) -> Tensor:
+def nondecreasing(starts: Tensor) -> Tensor:
     """Starts that never fall: zeros behind the last sequence become its end. Others as they are."""
     return starts.cummax(0).values if starts.ndim and _is_integer(starts) else starts
 

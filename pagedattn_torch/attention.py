@@ -19,10 +19,10 @@ from pagedattn.batch.packed import packed_batch, packed_cache
 
 from .arrays import (
     int32,
+    nondecreasing,
     on_device_of,
     require_beside,
     require_tensors,
-    rising,
     tensor,
     with_dense_rows,
 )
@@ -168,7 +168,7 @@ def ragged_attention(
     key_start_loc = int32(tensor("key_start_loc", key_start_loc, query.device))
     max_lens = (max_query_len, max_key_len)
     max_lens = validate.ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens)
-    starts = rising(query_start_loc), rising(key_start_loc)
+    starts = nondecreasing(query_start_loc), nondecreasing(key_start_loc)
     batch = packed_batch(query.shape[0], *starts, *max_lens)
     cache = packed_cache(with_dense_rows(key), with_dense_rows(value))
     options = {"backend": backend, "return_lse": return_lse, "sinks": sinks, "bias": bias}

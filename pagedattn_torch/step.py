@@ -143,7 +143,7 @@ def prepare(
     call, sequences = described(query, cache, batch, spec, return_lse, **options)
     with on_device_of(query):
         chosen = select.select(backend, call, Framework.TORCH)
-        plan = None if call.is_empty else chosen.plan(chosen.own(call), sequences)
+        plan = None if call.is_empty else chosen.plan(chosen.native_call(call), sequences)
         return Step(call, chosen, plan, sequences, emulate.live_tokens(call, sequences))
 
 

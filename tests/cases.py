@@ -14,7 +14,7 @@ from pagedattn.testing.features import signed_slopes, spec_of
 from pagedattn.testing.running import attend_with_lse
 from pagedattn.testing.tolerances import arguments
 
-# The options that a backend may refuse; any other must honour every one.
+# The options that a backend may refuse; any other must support every one.
 REFUSING = {
     "ipex": (
         *("alibi_slopes", "bias", "cache_dtype", "return_lse", "sinks", "sliding_window"),
@@ -87,7 +87,7 @@ def beside(problem: Problem) -> list[str]:
     return [*problem.arrays, *["cache_dtype"] * quantised, *["value_dim"] * other_values]
 
 
-def honoured(problem: Problem, backend: str) -> Problem:
+def supported(problem: Problem, backend: str) -> Problem:
     """The problem without the fields of its spec that the backend refuses."""
     query = jnp.asarray(problem.query)
     reasons = " ".join(explain(query, cache_of(problem), batch_of(problem), problem.spec)[backend])

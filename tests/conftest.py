@@ -69,7 +69,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
-# Those that honour every spec, and those that do not. What they may refuse is in `cases.REFUSING`.
+# Those that support every spec, and those that do not. What they may refuse is in `cases.REFUSING`.
 # Others have test files of their own.
 EVERY_SPEC = {"cpu": ("xla", "sdpa", "numba"), "gpu": ("xla", "sdpa", "triton")}
 SOME_SPECS = {"cpu": ("ipex",), "gpu": ()}

@@ -51,7 +51,7 @@ def bridged(backend: Backend) -> Backend:
         backend,
         run=with_xla_gradient(run),
         refusals=lambda call: _not_shared(call) or backend.refusals(call),
-        unfit=lambda call: [*backend.unfit(call), *_too_little_work(call)],
+        slower_because=lambda call: [*backend.slower_because(call), *_too_little_work(call)],
         plan=lambda call, batch: batch,
         set_rows=set_rows,
     )

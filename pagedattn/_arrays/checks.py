@@ -9,6 +9,7 @@ import numpy as np
 from ..errors import InvalidInputError
 from .inspect import describe, is_integer, is_traced, read, shown, wide
 from .memory import require_dense, require_memory
+from .typing import is_torch
 
 MAX_SLOTS = np.iinfo(np.int32).max
 
@@ -103,7 +104,7 @@ def an_array(name, array) -> None:
     """Requires an array: JAX's, traced or not, NumPy's, or any other with DLPack."""
     if is_traced(array):
         return
-    if hasattr(array, "new_tensor") and not isinstance(array, type):
+    if is_torch(array) and not isinstance(array, type):
         require_dense(name, array)
     known_kinds = isinstance(array, jax.Array | np.ndarray | np.generic)
     foreign = hasattr(array, "__dlpack__") and not isinstance(array, type)

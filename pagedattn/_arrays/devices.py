@@ -12,6 +12,7 @@ import jax
 from ..errors import UnsupportedError
 from .checks import require
 from .inspect import is_traced
+from .typing import is_torch
 
 Fn = TypeVar("Fn", bound=Callable)
 
@@ -56,7 +57,7 @@ def require_no_explicit_axes(**arrays) -> None:
 
 def _placed(leaf) -> set | None:
     """The devices that an array is bound to; None if JAX may move it, and for other values."""
-    if hasattr(leaf, "new_tensor"):
+    if is_torch(leaf):
         return {leaf.device}
     bound = isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.committed
     return leaf.sharding.device_set if bound else None
@@ -68,7 +69,7 @@ def _listed(devices) -> str:
 
 def device_of(array) -> str:
     """The kind of device an array lies on; of a traced array, the kind of the default device."""
-    if hasattr(array, "new_tensor"):
+    if is_torch(array):
         return array.device.type
     if is_traced(array):
         # JAX makes the attributes of its configuration when it starts.
@@ -85,7 +86,7 @@ def strides_of(array) -> tuple[int, ...]:
     >>> strides_of(jax.numpy.zeros((2, 3, 4)))
     (12, 4, 1)
     """
-    if hasattr(array, "new_tensor"):
+    if is_torch(array):
         return array.stride()
     inwards = itertools.accumulate(reversed(array.shape[1:]), operator.mul, initial=1)
     return tuple(inwards)[::-1] if array.ndim else ()

@@ -7,6 +7,7 @@ from jax.core import Tracer
 
 from ..errors import InvalidInputError
 from .memory import require_memory
+from .typing import is_torch
 
 
 def is_floating(dtype) -> bool:
@@ -44,7 +45,7 @@ def describe(array) -> str:
 
 def shown(value) -> str:
     """A value for an error's text; of arrays only dtype and shape: their values may be unknown."""
-    if isinstance(value, jax.Array | np.ndarray) or hasattr(value, "new_tensor"):
+    if isinstance(value, jax.Array | np.ndarray) or is_torch(value):
         return describe(value)
     if type(value) is list:
         return f"[{', '.join(map(shown, value))}]"
@@ -65,11 +66,11 @@ def known(array) -> np.ndarray | None:
 
     Reading a tensor from a GPU would wait for it, and is an error in a CUDA graph.
     """
-    on_device = hasattr(array, "new_tensor") and array.device.type != "cpu"
+    on_device = is_torch(array) and array.device.type != "cpu"
     if is_traced(array) or on_device:
         return None
     # NumPy reads no tensor that requires gradients.
-    values = read("an array", array.detach() if hasattr(array, "new_tensor") else array)
+    values = read("an array", array.detach() if is_torch(array) else array)
     return wide(values) if is_integer(values.dtype) else values
 
 

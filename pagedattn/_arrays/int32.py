@@ -10,6 +10,7 @@ from jaxtyping import Array, Int, Integer
 
 from .checks import int_array, of_list, require
 from .inspect import known, read
+from .typing import is_torch
 
 INT32 = np.iinfo(np.int32)
 
@@ -51,14 +52,14 @@ def int32(values: Integer[Any, "*n"]) -> Int[Array, "*n"]:
     return jnp.where(fits, jnp.asarray(narrow), -1)
 
 
-def rising(starts: Integer[Any, "n"]) -> Integer[Any, "n"]:
+def nondecreasing(starts: Integer[Any, "n"]) -> Integer[Any, "n"]:
     """Starts of sequences as int32 that never fall; torch's keep their dtype.
 
     Zeros that pad the starts behind the last sequence become the end of that sequence.
 
-    >>> rising(jnp.array([0, 3, 4, 0, 0])).tolist()
+    >>> nondecreasing(jnp.array([0, 3, 4, 0, 0])).tolist()
     [0, 3, 4, 4, 4]
     """
-    if hasattr(starts, "new_tensor"):
+    if is_torch(starts):
         return starts.cummax(0).values
     return jax.lax.cummax(int32(starts))

@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 from ..errors import InvalidInputError
+from .typing import is_torch
 
 
 def require_dense(name: str, tensor: Any) -> None:
@@ -57,7 +58,7 @@ def require_memory(name: str, value: Any) -> None:
 
     Of one, and of those in a list, which are read one by one; anything else passes.
     """
-    if hasattr(value, "new_tensor"):
+    if is_torch(value):
         require_dense(name, value)
         address(name, value)
     elif type(value) in (list, tuple) and any(map(_may_hold, {*map(type, value)})):
@@ -81,7 +82,7 @@ def is_fake(tensor: Any) -> bool:
 
 
 def _may_hold(kind: type) -> bool:
-    return kind in (list, tuple) or hasattr(kind, "new_tensor")
+    return kind in (list, tuple) or is_torch(kind)
 
 
 def _address(tensor) -> int:

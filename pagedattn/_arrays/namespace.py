@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Integer, Shaped
 
+from .typing import is_torch
+
 
 def cdiv(count, size):
     """`count / size`, rounded up; for integers and for arrays of any framework.
@@ -24,7 +26,7 @@ def namespace(array) -> ModuleType:
     >>> namespace(np.arange(3)) is np
     True
     """
-    if hasattr(array, "new_tensor"):
+    if is_torch(array):
         return sys.modules["torch"]  # loaded already, since a tensor exists
     return np if isinstance(array, np.ndarray | np.generic | int | float) else jnp
 
@@ -43,7 +45,7 @@ def wide_dtype(array):
 
 def as_dtype(array, dtype):
     """An array of any framework in a dtype. It stays on its device, whatever torch's default is."""
-    if hasattr(array, "new_tensor"):
+    if is_torch(array):
         return array.to(dtype)  # torch.asarray would move it
     return namespace(array).asarray(array, dtype=dtype)
 
@@ -54,7 +56,7 @@ def arange(count: int, like: Shaped[Any, "..."]) -> Int[Any, "{count}"]:
     >>> arange(3, np.zeros(1))
     array([0, 1, 2], dtype=int32)
     """
-    on_device = {"device": like.device} if hasattr(like, "new_tensor") else {}
+    on_device = {"device": like.device} if is_torch(like) else {}
     return namespace(like).arange(count, dtype=namespace(like).int32, **on_device)
 
 

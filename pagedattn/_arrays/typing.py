@@ -19,3 +19,13 @@ else:  # typing has defaults from Python 3.13 on
     from typing import TypeVar
 
     ArrayT = TypeVar("ArrayT")
+
+
+def is_torch(value: object) -> bool:
+    """Whether a value is a torch tensor, or a class of them, without importing torch.
+
+    >>> import numpy as np
+    >>> is_torch(np.zeros(3))
+    False
+    """
+    return hasattr(value, "new_tensor")

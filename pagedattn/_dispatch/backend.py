@@ -6,13 +6,13 @@ from typing import Any
 
 from .._arrays.checks import flag, require
 from .._arrays.inspect import shown
-from ..batch.metadata import Sequences, in_order
+from ..batch.metadata import Sequences, nondecreasing_starts
 from .call import Call
 
-# What `around` does for a backend without it, and what the backend must honour for that. Scales are
-# no option of a call, but come with a cache: a backend that does not name them never sees any.
+# What `emulate` does for a backend without it, and what the backend must support for that. Scales
+# are no option of a call, but come with a cache: a backend that does not name them never sees any.
 SCALES = "scales"
-AROUND = {"sinks": "return_lse", SCALES: "cache_dtype"}
+EMULATED = {"sinks": "return_lse", SCALES: "cache_dtype"}
 # The end of the reason for refusing an option that a backend knows nothing of.
 LACKS = "does not have it"
 
@@ -27,8 +27,8 @@ def _require_kind(name, value, kind):
     require(isinstance(value, kind), text)
 
 
-def _in_order(call: Call, batch: Sequences) -> Sequences:
-    return in_order(batch)
+def _nondecreasing_starts(call: Call, batch: Sequences) -> Sequences:
+    return nondecreasing_starts(batch)
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,18 @@ class Backend:
 
     Fields:
       name: how callers ask for it.
-      honours: the options it knows, by the names of `AttentionSpec`'s fields and of the keywords
+      supports: the options it knows, by the names of `AttentionSpec`'s fields and of the keywords
         of `paged_attention`. A call that asks for any other is refused before anything here runs,
         unless the library can do it around the backend: `sinks`, where it gives `return_lse`.
         With `scales`, `run` is given the cache with its `key_scale` and `value_scale`; without,
         queries and results are multiplied by them around it, float16 ones as float32.
       run: `run(call, query, cache, plan)` gives `(out, lse)`, of `call.out_shape` and
         `call.lse_shape`; lse may be None unless `call.return_lse`. Options that are arrays, as
-        `sinks`, are keyword arguments: only those that it honours, and that the call brings.
+        `sinks`, are keyword arguments: only those that it supports, and that the call brings.
         Arguments are validated, and the call is not empty.
       refusals: `refusals(call)` lists the reasons why it cannot run a call; none means it can.
-      unfit: `unfit(call)` lists the reasons why another backend is likely faster: `backend=None`
-        then passes this one over.
+      slower_because: `slower_because(call)` lists the reasons why another backend is likely faster:
+        `backend=None` then passes this one over.
       plan: `plan(call, batch)` computes what depends on the batch but not on a layer's values;
         `run` gets it in place of the batch, and all layers of a step share it. By default it is
         the batch, with starts that never fall.
@@ -67,17 +67,17 @@ class Backend:
       InvalidInputError: a field is of another kind.
 
     >>> from pagedattn.backends.xla import BACKEND as XLA
-    >>> mine = Backend("mine", honours=frozenset({"scale"}), run=XLA.run, plan=XLA.plan)
-    >>> str(mine), "alibi_slopes" in mine.honours
+    >>> mine = Backend("mine", supports=frozenset({"scale"}), run=XLA.run, plan=XLA.plan)
+    >>> str(mine), "alibi_slopes" in mine.supports
     ('mine', False)
     """
 
     name: str
-    honours: frozenset[str]
+    supports: frozenset[str]
     run: Callable[..., tuple[Any, Any]]
     refusals: Callable[[Call], list[str]] = _nothing
-    unfit: Callable[[Call], list[str]] = _nothing
-    plan: Callable[[Call, Sequences], Any] = _in_order
+    slower_because: Callable[[Call], list[str]] = _nothing
+    plan: Callable[[Call, Sequences], Any] = _nondecreasing_starts
     missing: Callable[[], list[str]] = _nothing
     before: str | None = None
     set_rows: Callable[..., Any] | None = None
@@ -86,9 +86,9 @@ class Backend:
 
     def __post_init__(self) -> None:
         _require_kind("name", self.name, str)
-        _require_kind("honours", self.honours, frozenset)
+        _require_kind("supports", self.supports, frozenset)
         _require_kind("before", self.before, str | None)
-        for name in ("run", "refusals", "unfit", "plan", "missing"):
+        for name in ("run", "refusals", "slower_because", "plan", "missing"):
             _require_kind(name, getattr(self, name), Callable)
         _require_kind("set_rows", self.set_rows, Callable | None)
         flag("takes_out", self.takes_out)
@@ -99,24 +99,24 @@ class Backend:
 
     def why_not(self, call: Call) -> list[str]:
         """The reasons why it cannot run a call, options that it does not know first of all."""
-        unknown = [option for option in call.asked if self._lacks(option)]
+        unknown = [option for option in call.set_options if self._lacks(option)]
         if unknown:
             return [f"{option}: {self.name} {LACKS}" for option in unknown]
-        return self.refusals(self.own(call))
+        return self.refusals(self.native_call(call))
 
     def why_passed_over(self, call: Call) -> list[str]:
         """The reasons why another backend is likely faster for a call that it can run."""
-        return self.unfit(self.own(call))
+        return self.slower_because(self.native_call(call))
 
-    def own(self, call: Call) -> Call:
+    def native_call(self, call: Call) -> Call:
         """The call as it comes to `run`: without what is done around it."""
-        if call.sinks and "sinks" not in self.honours:
+        if call.sinks and "sinks" not in self.supports:
             call = replace(call, sinks=False, return_lse=True)
-        if call.cache_dtype and call.dtype == "float16" and SCALES not in self.honours:
+        if call.cache_dtype and call.dtype == "float16" and SCALES not in self.supports:
             call = replace(
                 call, dtype="float32"
             )  # float16 has not the range of queries times scales
         return call
 
     def _lacks(self, option: str) -> bool:
-        return option not in self.honours and AROUND.get(option) not in self.honours
+        return option not in self.supports and EMULATED.get(option) not in self.supports

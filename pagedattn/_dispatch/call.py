@@ -10,6 +10,7 @@ from .._arrays.devices import device_of, strides_of
 from .._arrays.inspect import dtype_name
 from .._arrays.memory import is_fake
 from .._arrays.namespace import cdiv
+from .._arrays.typing import is_torch
 from ..spec import AttentionSpec, set_options
 
 
@@ -55,7 +56,7 @@ def layer_of(query, cache) -> Layer:
         strides=Strides(*strides[:3]),
         cache_dtype=None if cache_dtype == dtype else cache_dtype,
         value_dim=value_dim_of(cache),
-        fake_tensors=hasattr(query, "new_tensor") and any(map(is_fake, (query, *cache.planes))),
+        fake_tensors=is_torch(query) and any(map(is_fake, (query, *cache.planes))),
     )
 
 
@@ -82,7 +83,7 @@ class Call:
     >>> call = Call(num_tokens=5, num_heads=8, num_kv_heads=2, head_dim=64, num_blocks=9,
     ...             block_size=4, num_seqs=2, max_blocks=3, max_query_len=4, dtype="bfloat16",
     ...             device="cpu", strides=Strides((), (), ()), spec=AttentionSpec(sliding_window=5))
-    >>> call.group, call.capacity, call.max_keys, call.asked
+    >>> call.group, call.capacity, call.max_keys, call.set_options
     (4, 12, 8, ('sliding_window',))
     """
 
@@ -107,7 +108,7 @@ class Call:
     fake_tensors: bool = False  # torch's that have no memory: fake, functional, meta, wrapped ones
 
     @property
-    def asked(self) -> tuple[str, ...]:
+    def set_options(self) -> tuple[str, ...]:
         """The options that the spec or the caller set to something else than their default."""
         return (*set_options(self.spec), *(name for name in KEYWORDS if getattr(self, name)))
 

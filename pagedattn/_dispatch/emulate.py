@@ -7,6 +7,7 @@ from typing import Any
 from jaxtyping import Bool, Float
 
 from .._arrays.namespace import arange, as_dtype, namespace, wide_dtype
+from .._arrays.typing import is_torch
 from ..batch.metadata import Sequences
 from ..cache.kv_cache import KVCache
 from ..cache.quantise import scaled
@@ -17,21 +18,21 @@ from .call import Call
 def attend(
     backend: Backend, call: Call, query, cache, plan, live: Any, options: Mapping[str, Any]
 ) -> tuple[Any, Any]:
-    """out and lse of a call by a backend, which is asked for what it honours.
+    """out and lse of a call by a backend, which is asked for what it supports.
 
     Args:
-      plan: what the backend planned for `backend.own(call)`.
+      plan: what the backend planned for `backend.native_call(call)`.
       live: `live_tokens` of the call.
       options: the arrays that the call brings beside query and cache, by their keywords.
     """
-    own, dtype = backend.own(call), query.dtype
-    query = query if own.dtype == call.dtype else as_dtype(query, wide_dtype(query))
-    honoured = {name: array for name, array in options.items() if getattr(own, name)}
-    run = backend.run if SCALES in backend.honours else partial(_with_scales, backend.run, live)
-    out, lse = run(own, query, cache, plan, **honoured)
-    if own.sinks != call.sinks:
+    native, dtype = backend.native_call(call), query.dtype
+    query = query if native.dtype == call.dtype else as_dtype(query, wide_dtype(query))
+    supported = {name: array for name, array in options.items() if getattr(native, name)}
+    run = backend.run if SCALES in backend.supports else partial(_with_scales, backend.run, live)
+    out, lse = run(native, query, cache, plan, **supported)
+    if native.sinks != call.sinks:
         out, lse = with_sinks(out, lse, options["sinks"], live)
-    return out if own.dtype == call.dtype else as_dtype(out, dtype), lse
+    return out if native.dtype == call.dtype else as_dtype(out, dtype), lse
 
 
 def _with_scales(run: Callable, live, call: Call, query, cache: KVCache, plan, **options):
@@ -65,7 +66,7 @@ def live_tokens(call: Call, batch: Sequences) -> Bool[Any, "num_tokens"] | None:
     Sinks do, and gradients of scales, which torch's tensors do not have.
     """
     starts = batch.query_start_loc
-    if not call.sinks and (call.cache_dtype is None or hasattr(starts, "new_tensor")):
+    if not call.sinks and (call.cache_dtype is None or is_torch(starts)):
         return None
     return arange(call.num_tokens, starts) < starts.max()
 

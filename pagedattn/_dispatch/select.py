@@ -15,7 +15,7 @@ def select(name: str | Backend | None, call: Call, framework: Framework) -> Back
     Raises:
       InvalidInputError: it is neither a name nor a Backend nor None.
       BackendUnavailableError: it is unknown, or a package is missing.
-      UnsupportedError: it cannot honour the call, or none can; the text has the reasons.
+      UnsupportedError: it cannot run the call, or none can; the text has the reasons.
     """
     if name is None:
         return _first_fit(call, framework)
@@ -84,7 +84,7 @@ def explain(call: Call, framework: Framework) -> Explanation:
     """What every backend says to a call."""
     reasons = {name: why_not(name, call, framework) for name in registry.names(framework)}
     usable = [name for name in registry.order(framework) if not reasons[name]]
-    unfit = {name: load(name, framework).why_passed_over(call) for name in usable}
-    choice = next((name for name in usable if not unfit[name]), None)
+    slower_because = {name: load(name, framework).why_passed_over(call) for name in usable}
+    choice = next((name for name in usable if not slower_because[name]), None)
     before = usable[: usable.index(choice)] if choice else usable
-    return Explanation(reasons, choice, {name: unfit[name] for name in before})
+    return Explanation(reasons, choice, {name: slower_because[name] for name in before})

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 
 from .._dispatch import emulate
-from ..batch.metadata import in_order
+from ..batch.metadata import nondecreasing_starts
 from . import xla
 
 
@@ -24,7 +24,7 @@ def with_xla_gradient(run: Callable) -> Callable:
 
         def backward(arrays, cotangents):
             *differentiated, batch = arrays
-            plan, live = in_order(batch), emulate.live_tokens(call, batch)
+            plan, live = nondecreasing_starts(batch), emulate.live_tokens(call, batch)
 
             def replay(query, cache, options):
                 replayed = emulate.attend(xla.BACKEND, call, query, cache, plan, live, options)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool
 from .._arrays.devices import on_one_device
 from .._arrays.dlpack import takes_any_array
 from .._arrays.inspect import is_traced
-from .._arrays.int32 import int32, rising
+from .._arrays.int32 import int32, nondecreasing
 from .._arrays.namespace import cdiv, in_range
 from ..cache import validate as validate_cache
 from ..cache.kv_cache import KVCache
@@ -70,7 +70,7 @@ def _first(bad, *arrays):
 
 
 def _of_starts(batch) -> Checks:
-    starts, risen = int32(batch.query_start_loc), rising(batch.query_start_loc)
+    starts, risen = int32(batch.query_start_loc), nondecreasing(batch.query_start_loc)
     later = jnp.flip(jax.lax.cummax(jnp.flip((starts != 0).astype(jnp.int32))))  # any but padding
     falls = (starts < risen) & (later > 0)
     text = "query_start_loc must rise from 0 to at most {count}: it has {start} at {at}"

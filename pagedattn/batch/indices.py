@@ -8,7 +8,7 @@ from jaxtyping import Array, Int, Integer
 from .._arrays.checks import MAX_SLOTS, an_array, count, int_array, of_list, require, start_locs
 from .._arrays.devices import on_one_device
 from .._arrays.inspect import known
-from .._arrays.int32 import int32, int32_array, rising
+from .._arrays.int32 import int32, int32_array, nondecreasing
 from .._arrays.namespace import arange, as_dtype, in_range, namespace
 
 PAD_SLOT = -1
@@ -113,7 +113,7 @@ def _starts(name, array):
     values = known(array)
     if values is not None:
         start_locs(name, values, MAX_SLOTS, MAX_SLOTS)
-    return rising(array)
+    return nondecreasing(array)
 
 
 def _checked_positions(query_start_loc, seq_lens, num_tokens):

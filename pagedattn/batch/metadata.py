@@ -6,7 +6,7 @@ from typing import Any, Generic
 import jax
 from jaxtyping import Integer
 
-from .._arrays.int32 import int32, rising
+from .._arrays.int32 import int32, nondecreasing
 from .._arrays.typing import ArrayT
 
 
@@ -84,12 +84,12 @@ def sequences_of(batch: BatchMetadata) -> Sequences:
     return Sequences(tables, lens, int32(batch.query_start_loc))
 
 
-def in_order(batch: Sequences) -> Sequences:
+def nondecreasing_starts(batch: Sequences) -> Sequences:
     """The same sequences with starts that never fall: those padded with 0 become the end.
 
     >>> import numpy as np
     >>> batch = Sequences(np.zeros((3, 1)), np.array([3, 1, 0]), np.array([0, 3, 4, 0]))
-    >>> in_order(batch).query_start_loc.tolist()
+    >>> nondecreasing_starts(batch).query_start_loc.tolist()
     [0, 3, 4, 4]
     """
-    return replace(batch, query_start_loc=rising(batch.query_start_loc))
+    return replace(batch, query_start_loc=nondecreasing(batch.query_start_loc))

@@ -18,7 +18,7 @@ from .._arrays.checks import (
     static,
 )
 from .._arrays.inspect import known, shown
-from .._arrays.int32 import rising
+from .._arrays.int32 import nondecreasing
 from .._arrays.namespace import cdiv, namespace
 from ..cache.validate import is_static_count
 from ..errors import InvalidInputError
@@ -104,7 +104,7 @@ def first_columns(block_size, seq_lens, starts, window):
     xp = namespace(seq_lens)
     if window is None:
         return xp.zeros_like(seq_lens)
-    starts = np.maximum.accumulate(starts) if xp is np else rising(starts)
+    starts = np.maximum.accumulate(starts) if xp is np else nondecreasing(starts)
     query_lens = xp.diff(starts)
     context_lens = seq_lens - query_lens
     first, _ = key_range(context_lens, context_lens, seq_lens, False, window)

@@ -19,20 +19,20 @@ from pagedattn._dispatch.call import Call
 from pagedattn._dispatch.emulate import attend, scale_of_values
 from pagedattn._dispatch.registry import Framework
 from pagedattn._kernels.cpu import compiled, thread_pool
-from pagedattn._kernels.cpu.call_args import JOB, NO_WINDOW
+from pagedattn._kernels.cpu.call_args import CALL_ARGS, NO_WINDOW
 from pagedattn.backends.numba.support import (
-    HONOURS,
     LONGEST,
+    SUPPORTS,
     dtype_of,
     dtypes_of,
     itemsizes,
     long_ones,
     partner,
-    unfit,
+    slower_because,
 )
 from pagedattn.backends.numba.support import numbers as numbers_of
 from pagedattn.backends.numba.support import refusals as refusals_of
-from pagedattn.batch.metadata import Sequences, in_order
+from pagedattn.batch.metadata import Sequences, nondecreasing_starts
 
 from ..uncompiled import require_unrecorded
 
@@ -41,12 +41,12 @@ class Plan(NamedTuple):
     """What the layers of a step share.
 
     Fields:
-      job: the struct that the kernel takes, without the addresses of a layer's arrays.
+      call: the struct that the kernel takes, without the addresses of a layer's arrays.
       kept: the arrays whose addresses it has.
       partner: the backend of long queries, and its plan; None if there are none.
     """
 
-    job: np.ndarray
+    args: np.ndarray
     kept: tuple[Any, ...]
     partner: tuple[Backend, Any] | None
 
@@ -63,14 +63,14 @@ def plan(call: Call, batch: Sequences) -> Plan:
     arrays = batch.block_tables, batch.seq_lens, batch.query_start_loc
     tables, lens, starts = (array.contiguous() for array in arrays)
     numbers = numbers_of(call)
-    job = np.zeros(1, JOB)
-    _fill(job, _addresses(tables=tables, seq_lens=lens, starts=starts))
-    _fill(job, _sizes(call) | _strides(call) | _options(call, numbers))
+    args = np.zeros(1, CALL_ARGS)
+    _fill(args, _addresses(tables=tables, seq_lens=lens, starts=starts))
+    _fill(args, _sizes(call) | _strides(call) | _options(call, numbers))
     other = None
     if call.longest_query > LONGEST:
         backend = partner(call, Framework.TORCH)
-        other = backend, backend.plan(call, long_ones(in_order(batch)))
-    return Plan(job, (tables, lens, starts, numbers), other)
+        other = backend, backend.plan(call, long_ones(nondecreasing_starts(batch)))
+    return Plan(args, (tables, lens, starts, numbers), other)
 
 
 def run(call: Call, query: Tensor, cache: KVCache, plan: Plan, *, bias: Tensor | None = None):
@@ -85,27 +85,27 @@ def run(call: Call, query: Tensor, cache: KVCache, plan: Plan, *, bias: Tensor |
         backend, prepared = plan.partner
         out, lse = attend(backend, call, query, cache, prepared, None, {"bias": bias})
         out = out.to(dtype)
-    job, value = plan.job.copy(), cache.key if cache.value is None else cache.value
-    _fill(job, _addresses(query=given, key=cache.key, value=value, out=out))
-    job["lse"] = 0 if lse is None else address("lse", lse)
+    args, value = plan.args.copy(), cache.key if cache.value is None else cache.value
+    _fill(args, _addresses(query=given, key=cache.key, value=value, out=out))
+    args["lse"] = 0 if lse is None else address("lse", lse)
     if bias is not None:
         bias = bias.to(torch.float32).contiguous()
-        _fill(job, _bias(bias))
+        _fill(args, _bias(bias))
     scales = {"key_scale": cache.key_scale, "value_scale": scale_of_values(cache)}
     scales = {name: scale.float() for name, scale in scales.items() if scale is not None}
     for name, scale in scales.items():
-        _fill(job, _scale(name, scale))
+        _fill(args, _scale(name, scale))
     task = compiled.task(*dtypes_of(call)).address
-    thread_pool.attention().ctypes(thread_pool.pool(), job.ctypes.data, task)
+    thread_pool.attention().ctypes(thread_pool.pool(), args.ctypes.data, task)
     return out.to(query.dtype), lse
 
 
-BACKEND = Backend("numba", HONOURS, run, refusals, unfit=unfit, plan=plan)
+BACKEND = Backend("numba", SUPPORTS, run, refusals, slower_because=slower_because, plan=plan)
 
 
-def _fill(job: np.ndarray, fields: Mapping[str, Any]) -> None:
+def _fill(args: np.ndarray, fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
-        job[name] = value
+        args[name] = value
 
 
 def _addresses(**tensors: Tensor) -> dict[str, int]:

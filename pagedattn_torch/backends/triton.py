@@ -68,7 +68,7 @@ def run(call: Call, query: Tensor, cache, plan: Plan, *, sinks: Tensor | None = 
     return outs
 
 
-BACKEND = Backend("triton", launch.HONOURS, run, refusals, plan=plan)
+BACKEND = Backend("triton", launch.SUPPORTS, run, refusals, plan=plan)
 
 
 def _start(kernel, arrays, plan: Launch, outs):

@@ -34,7 +34,7 @@ def cache_dtype(name) -> torch.dtype | None:
 
 def require_quantised(backend: str) -> None:
     """Requires a backend that reads quantised caches, by what it declares."""
-    if "cache_dtype" not in record(backend, Framework.TORCH).honours:
+    if "cache_dtype" not in record(backend, Framework.TORCH).supports:
         raise UnsupportedError(
             f"kv_cache_dtype must be 'auto' for layers of {backend!r}, which reads no quantised "
             "cache; XFormersImpl and TorchSDPABackendImpl do"

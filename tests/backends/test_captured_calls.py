@@ -76,7 +76,7 @@ def test_nothing_is_copied_from_the_host(backend, name, arrays, device, monkeypa
     batch = batch_on(batch_on(batch_of(problem), "cpu"), device)
     call = replace(call_of(query, cache, batch, problem.spec, True, **options), device="cuda")
     chosen = import_module(f"pagedattn_torch.backends.{backend}").BACKEND
-    if not {*call.asked} <= {*chosen.honours}:
+    if not {*call.set_options} <= {*chosen.supports}:
         pytest.skip(f"{backend} refuses it")
     with NothingFromTheHost():
         chosen.run(call, query, cache, chosen.plan(call, batch), **options)

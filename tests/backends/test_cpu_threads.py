@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 pytest.importorskip("numba")
 
 from pagedattn._kernels.cpu import compiled, schedule, thread_pool, workers
-from pagedattn._kernels.cpu.call_args import COUNTERS, JOB, NO_WINDOW, PIECE, offset
+from pagedattn._kernels.cpu.call_args import CALL_ARGS, COUNTERS, NO_WINDOW, WORK_ITEM, offset
 
 LINE = 128  # bytes: the longest cache line of the CPUs that JAX runs on, Apple's
 KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE = 2, 2, 64, 16
@@ -35,7 +35,7 @@ class Call:
         num_tokens = max(1, int(self.starts[-1]))
         self.query = np.zeros((num_tokens, KV_HEADS * GROUP, HEAD_DIM), np.float32)
         self.out = np.full_like(self.query, 7)
-        self.struct = np.zeros(1, JOB)
+        self.struct = np.zeros(1, CALL_ARGS)
         head = 4 * HEAD_DIM
         fields = {
             **{name: getattr(self, name).ctypes.data for name in ARRAYS},
@@ -73,28 +73,37 @@ def test_what_threads_write_lies_in_cache_lines_of_its_own(batch, threads):
     """Counters, states and structs begin at a line and overlap no other, whatever the batch is."""
     call = Call(batch, threads)
     address = schedule.begin(call.struct.ctypes.data)
-    job = struct_at(address, JOB)
-    places = [address + at * PIECE.itemsize for at in range(job["num_pieces"])]
-    pieces = [struct_at(int(job["pieces"]) + place - address, PIECE) for place in places]
-    cut = [piece for piece in pieces if piece["parts"] > 1]
+    args = struct_at(address, CALL_ARGS)
+    places = [address + at * WORK_ITEM.itemsize for at in range(args["num_items"])]
+    first_item = [
+        struct_at(int(args["first_item"]) + place - address, WORK_ITEM) for place in places
+    ]
+    cut = [work_item for work_item in first_item if work_item["parts"] > 1]
     counters = {address + offset(name) for name in COUNTERS}
-    counters |= {int(piece["finished"]) for piece in cut}
-    states = [int(piece["state"]) for piece in cut]
-    written = [(at, 8) for at in counters] + [(at, int(job["state_bytes"])) for at in states]
-    read = [(address, offset(COUNTERS[0])), (int(job["pieces"]), len(pieces) * PIECE.itemsize)]
+    counters |= {int(work_item["finished"]) for work_item in cut}
+    states = [int(work_item["state"]) for work_item in cut]
+    written = [(at, 8) for at in counters] + [(at, int(args["state_bytes"])) for at in states]
+    read = [
+        (address, offset(COUNTERS[0])),
+        (int(args["first_item"]), len(first_item) * WORK_ITEM.itemsize),
+    ]
     owner = {}
     for number, (start, size) in enumerate(written + read):
         assert start % LINE == 0
         for line in range(start // LINE, -(-(start + size) // LINE)):
             assert owner.setdefault(line, number) == number
-    assert all(piece["state"] == piece["finished"] == 0 for piece in pieces if piece["parts"] == 1)
-    finish(address, job)
+    assert all(
+        work_item["state"] == work_item["finished"] == 0
+        for work_item in first_item
+        if work_item["parts"] == 1
+    )
+    finish(address, args)
     assert not call.out[: call.starts[-1]].any()
 
 
-def finish(address: int, job: np.ndarray) -> None:
-    """Works as all the threads that the job waits for, one after the other."""
-    for _ in range(int(job["threads"])):
+def finish(address: int, args: np.ndarray) -> None:
+    """Works as all the threads that the call waits for, one after the other."""
+    for _ in range(int(args["threads"])):
         compiled.task("float32", "float32").ctypes(address)
     workers.end(address)
 
@@ -103,12 +112,12 @@ def test_long_sequences_were_cut():
     """The property above saw counters and states."""
     call = Call([(1, 20000), (1, 20000)], 4)
     address = schedule.begin(call.struct.ctypes.data)
-    job = struct_at(address, JOB)
-    assert struct_at(int(job["pieces"]), PIECE)["parts"] > 1
-    finish(address, job)
+    args = struct_at(address, CALL_ARGS)
+    assert struct_at(int(args["first_item"]), WORK_ITEM)["parts"] > 1
+    finish(address, args)
 
 
-@pytest.mark.parametrize("kind", [JOB, PIECE], ids=["JOB", "PIECE"])
+@pytest.mark.parametrize("kind", [CALL_ARGS, WORK_ITEM], ids=["JOB", "PIECE"])
 def test_structs_are_multiples_of_a_line(kind):
     assert kind.itemsize % LINE == 0
 

@@ -171,25 +171,25 @@ def test_refuses_float32_and_odd_heads(monkeypatch):
     assert "head_dim" in reasons
 
 
-def unfit(query_lens, seq_lens, spec=SPECS["plain"], **kwargs):
+def slower_because(query_lens, seq_lens, spec=SPECS["plain"], **kwargs):
     shapes = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 8, "block_size": 64}
     problem = random_problem(query_lens, seq_lens, spec, **shapes, **kwargs)
-    return " ".join(cudnn.unfit(call_of(*arrays_of(problem), spec)))
+    return " ".join(cudnn.slower_because(call_of(*arrays_of(problem), spec)))
 
 
 def test_is_chosen_for_long_queries_of_like_lengths():
-    assert unfit([8192, 8000], [8192, 8192]) == ""
-    assert unfit([2048], [16384], max_query_len=2048) == ""
-    assert unfit([6000], [6000], pad_tokens=8192) == ""
-    assert unfit([8192], [8192], AttentionSpec(sliding_window=1024)) == ""
+    assert slower_because([8192, 8000], [8192, 8192]) == ""
+    assert slower_because([2048], [16384], max_query_len=2048) == ""
+    assert slower_because([6000], [6000], pad_tokens=8192) == ""
+    assert slower_because([8192], [8192], AttentionSpec(sliding_window=1024)) == ""
 
 
 def test_is_not_chosen_where_gathering_costs_more():
-    assert "short" in unfit([1] * 8, [900] * 8)
-    assert "short" in unfit([128] * 4, [500] * 4)
-    assert "little work" in unfit([2048], [2048])
-    assert "mixed" in unfit([6000] + [1] * 8, [6000] + [500] * 8)
-    assert "window" in unfit([2048], [20000], AttentionSpec(sliding_window=9000))
+    assert "short" in slower_because([1] * 8, [900] * 8)
+    assert "short" in slower_because([128] * 4, [500] * 4)
+    assert "little work" in slower_because([2048], [2048])
+    assert "mixed" in slower_because([6000] + [1] * 8, [6000] + [500] * 8)
+    assert "window" in slower_because([2048], [20000], AttentionSpec(sliding_window=9000))
 
 
 def test_jax_still_has_what_we_call():

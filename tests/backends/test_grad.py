@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SPECS, assert_same, attend_with_any_lse, honoured, mixed, random_cache, rows
+from cases import SPECS, assert_same, attend_with_any_lse, mixed, random_cache, rows, supported
 from conftest import BACKENDS, PARTIAL
 
 from pagedattn import (
@@ -42,7 +42,7 @@ both_in_jit = jax.jit(both, static_argnames=("spec", "backend"))
 
 def arguments(problem, backend):
     """Those of `loss`: arrays, and what is static."""
-    problem = honoured(problem, backend)
+    problem = supported(problem, backend)
     rng = np.random.default_rng(5)
     shapes = problem.query.shape, problem.query.shape[:2]
     weights = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]

@@ -46,7 +46,7 @@ def check(problem, layout=lambda cache: cache):
     return out
 
 
-def in_order(*order):
+def nondecreasing_starts(*order):
     """A layout by `empty_kv_cache`, NaN in all that is not copied."""
 
     def place(cache):
@@ -77,15 +77,19 @@ def halves(cache):
 
 
 LAYOUTS = {
-    "logical": in_order(*LOGICAL),
-    "heads before slots": in_order(*BY_HEAD),
-    "slots last": in_order(*SLOTS_LAST),
-    "slots before blocks": in_order(0, 2, 1, 3, 4),
+    "logical": nondecreasing_starts(*LOGICAL),
+    "heads before slots": nondecreasing_starts(*BY_HEAD),
+    "slots last": nondecreasing_starts(*SLOTS_LAST),
+    "slots before blocks": nondecreasing_starts(0, 2, 1, 3, 4),
     "one of three layers": one_layer,
     "keys and values by block": interleaved,
     "with gaps": spaced,
-    "values unlike keys": lambda cache: KVCache(cache.key, in_order(*BY_HEAD)(cache).value),
-    "keys unlike values": lambda cache: KVCache(in_order(*BY_HEAD)(cache).key, cache.value),
+    "values unlike keys": lambda cache: KVCache(
+        cache.key, nondecreasing_starts(*BY_HEAD)(cache).value
+    ),
+    "keys unlike values": lambda cache: KVCache(
+        nondecreasing_starts(*BY_HEAD)(cache).key, cache.value
+    ),
 }
 PHASES = {
     "decode": ([1, 1, 0, 1, 1], [300, 7, 9, 129, 1]),

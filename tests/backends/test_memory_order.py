@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SPECS, attend_with_any_lse, honoured, mixed, run
+from cases import SPECS, attend_with_any_lse, mixed, run, supported
 from conftest import MODES
 from jax.experimental.layout import Format, Layout
 
@@ -23,7 +23,7 @@ def lying(array, order):
 @pytest.mark.parametrize("order", [*itertools.permutations(range(3))], ids=str)
 @pytest.mark.parametrize("name", ["plain", "all"])  # a kernel for each
 def test_of_a_query(backend, name, order, mode):
-    problem = honoured(mixed(SPECS[name]), backend)
+    problem = supported(mixed(SPECS[name]), backend)
     query = lying(jnp.asarray(problem.query), order)
     check(problem, backend, mode, query, cache_of(problem), batch_of(problem))
 
@@ -40,14 +40,14 @@ PAIRS = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", PAIRS)
 def test_of_a_cache(backend, name, mode):
-    problem = honoured(mixed(SPECS["all"]), backend)
+    problem = supported(mixed(SPECS["all"]), backend)
     cache = KVCache(*map(lying, cache_of(problem).planes, PAIRS[name]))
     check(problem, backend, mode, jnp.asarray(problem.query), cache, batch_of(problem))
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_of_block_tables(backend, mode):
-    problem = honoured(mixed(SPECS["all"]), backend)
+    problem = supported(mixed(SPECS["all"]), backend)
     batch = jax.tree.map(lambda array: lying(array, range(array.ndim)[::-1]), batch_of(problem))
     check(problem, backend, mode, jnp.asarray(problem.query), cache_of(problem), batch)
 

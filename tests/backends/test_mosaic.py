@@ -15,7 +15,7 @@ from mosaic_rules import BF16, hopper
 from pagedattn import AttentionSpec, KVCache, explain, init_kv_cache, make_batch, paged_attention
 from pagedattn._dispatch.call import call_of
 from pagedattn.backends.mosaic.dense import launch, results, tiles
-from pagedattn.backends.mosaic.dense.kernel_config import ROWS, UNIT, WARPGROUP, Shape
+from pagedattn.backends.mosaic.dense.kernel_config import ROWS, UNIT, WARPGROUP, KernelConfig
 from pagedattn.backends.mosaic.dense.launch import attend
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
 
@@ -37,15 +37,15 @@ BATCHES = (
 )
 
 
-def shape_of(query_lens, spec, *, group=4, head_dim=128, pad=0, block_size=16):
+def config_of(query_lens, spec, *, group=4, head_dim=128, pad=0, block_size=16):
     num_tokens = max(UNIT, sum(query_lens) + pad)
     sizes = num_tokens, 2 * group, 2, head_dim, 999, block_size, len(query_lens), 64
-    return Shape(*sizes, spec, with_lse=True)
+    return KernelConfig(*sizes, spec, with_lse=True)
 
 
-def tiles_of(shape, query_lens, seq_lens):
+def tiles_of(config, query_lens, seq_lens):
     """The tiles as rows of integers."""
-    table, count = tiles_in_jit(shape, *lengths(query_lens, seq_lens))
+    table, count = tiles_in_jit(config, *lengths(query_lens, seq_lens))
     return [tiles.Tile(*map(int, row)) for row in np.asarray(table)[: int(count[0])]]
 
 
@@ -54,20 +54,20 @@ def lengths(query_lens, seq_lens):
     return jnp.asarray(starts, jnp.int32), jnp.asarray(seq_lens, jnp.int32)
 
 
-def rows_of(shape, tile):
+def rows_of(config, tile):
     """Row, token in its sequence and query head in its group, of the rows that hold a token."""
-    units = -(-tile.query_len // UNIT) * shape.group
+    units = -(-tile.query_len // UNIT) * config.group
     for row in range(ROWS):
         unit = min(tile.first_unit + row // UNIT, units - 1)
-        start = min(unit // shape.group * UNIT, max(tile.query_len - UNIT, 0))
+        start = min(unit // config.group * UNIT, max(tile.query_len - UNIT, 0))
         token = start + row % UNIT
         if token < tile.query_len:
-            yield row, token, unit % shape.group
+            yield row, token, unit % config.group
 
 
-def blocks_of(shape, tile):
+def blocks_of(config, tile):
     scalars = tiles.Tile(*map(np.int32, tile))
-    return tiles.KeyBlocks(*map(int, key_blocks_in_jit(shape, scalars)))
+    return tiles.KeyBlocks(*map(int, key_blocks_in_jit(config, scalars)))
 
 
 @pytest.mark.parametrize(("group", "pad"), [(1, 40), (3, 5), (4, 0), (20, 5)])
@@ -77,32 +77,32 @@ def test_tiles_hold_every_token(query_lens, seq_lens, group, pad):
 
     Warpgroups without rows hold none of them.
     """
-    shape = shape_of(query_lens, AttentionSpec(), group=group, pad=pad)
-    written = np.full((shape.max_tiles, 2, ROWS), np.nan, np.float32)
-    seen = np.zeros((shape.num_tokens, group), bool)
-    found = tiles_of(shape, query_lens, seq_lens)
+    config = config_of(query_lens, AttentionSpec(), group=group, pad=pad)
+    written = np.full((config.max_tiles, 2, ROWS), np.nan, np.float32)
+    seen = np.zeros((config.num_tokens, group), bool)
+    found = tiles_of(config, query_lens, seq_lens)
     for tile in found:
-        computed = [has_rows_in_jit(shape, tiles.Tile(*map(np.int32, tile)), i) for i in (0, 1)]
-        for row, token, member in rows_of(shape, tile):
+        computed = [has_rows_in_jit(config, tiles.Tile(*map(np.int32, tile)), i) for i in (0, 1)]
+        for row, token, member in rows_of(config, tile):
             if not computed[row // WARPGROUP]:
                 continue
             seen[tile.begin + token, member] = True
             written[tile.slot, :, row] = tile.begin + token + member / 32 + np.array([0, 0.5])
-    steps = [blocks_of(shape, tile).count for tile in found]
+    steps = [blocks_of(config, tile).count for tile in found]
     assert seen.all()
     assert steps == sorted(steps, reverse=True)
     head = np.arange(2 * group)
-    want = np.arange(shape.num_tokens)[:, None] + head % group / 32 + head // group / 2
-    got = by_token_in_jit(shape, *lengths(query_lens, seq_lens), jnp.asarray(written))
+    want = np.arange(config.num_tokens)[:, None] + head % group / 32 + head // group / 2
+    got = by_token_in_jit(config, *lengths(query_lens, seq_lens), jnp.asarray(written))
     np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize(("query_len", "want"), [(1, False), (16, False), (17, True), (300, True)])
 def test_the_second_warpgroup_rests_in_short_tiles(query_len, want):
-    shape = shape_of([query_len], AttentionSpec())
-    (tile, *_) = tiles_of(shape, [query_len], [300])
-    assert tiles.has_rows(shape, tile, 0)
-    assert tiles.has_rows(shape, tile, 1) == want
+    config = config_of([query_len], AttentionSpec())
+    (tile, *_) = tiles_of(config, [query_len], [300])
+    assert tiles.has_rows(config, tile, 0)
+    assert tiles.has_rows(config, tile, 1) == want
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -110,34 +110,34 @@ def test_the_second_warpgroup_rests_in_short_tiles(query_len, want):
 @pytest.mark.parametrize(("query_lens", "seq_lens"), BATCHES)
 def test_key_blocks(query_lens, seq_lens, window, causal):
     """Those visited hold all visible keys, and no whole block in front or behind is wasted."""
-    shape = shape_of(query_lens, AttentionSpec(causal=causal, sliding_window=window), pad=9)
-    for tile in tiles_of(shape, query_lens, seq_lens):
-        last, count, full_begin, full_end = blocks_of(shape, tile)
+    config = config_of(query_lens, AttentionSpec(causal=causal, sliding_window=window), pad=9)
+    for tile in tiles_of(config, query_lens, seq_lens):
+        last, count, full_begin, full_end = blocks_of(config, tile)
         position = tile.key_len - tile.query_len
-        position = position + np.array([token for _, token, _ in rows_of(shape, tile)])
-        key = np.arange(tile.key_len + 2 * shape.keys)
+        position = position + np.array([token for _, token, _ in rows_of(config, tile)])
+        key = np.arange(tile.key_len + 2 * config.keys)
         apart = position[:, None] - key
         visible = (key < tile.key_len) & ((apart >= 0) | (not causal))
         visible &= abs(apart) < (window or 1 << 20)
-        visited = (key // shape.keys > last - count) & (key // shape.keys <= last)
-        common = (key // shape.keys >= full_begin) & (key // shape.keys < full_end)
+        visited = (key // config.keys > last - count) & (key // config.keys <= last)
+        common = (key // config.keys >= full_begin) & (key // config.keys < full_end)
         assert not visible[:, ~visited].any()
         assert visible[:, common].all()
         ends = {block for block in (last, last - count + 1) if visible.any()}
-        assert all(visible[:, key // shape.keys == block].any() for block in ends)
+        assert all(visible[:, key // config.keys == block].any() for block in ends)
         assert visible.any() or count == 1
 
 
 @pytest.mark.parametrize("starts", [[-5, 30, 10**6, 7], [0, 0, 0, 0], [9, 3, 2, 1]])
 def test_bad_lengths_stay_inside_the_arrays(starts):
-    shape = shape_of([20, 10, 3], WINDOW)
+    config = config_of([20, 10, 3], WINDOW)
     seq_lens = jnp.array([10**6, -3, 2**31 - 1], jnp.int32)
-    table, count = tiles_in_jit(shape, jnp.array(starts, jnp.int32), seq_lens)
+    table, count = tiles_in_jit(config, jnp.array(starts, jnp.int32), seq_lens)
     rows = np.asarray(table)[: int(count[0])]
-    assert 0 <= int(count[0]) <= shape.max_tiles
+    assert 0 <= int(count[0]) <= config.max_tiles
     assert (rows[:, 1] >= 0).all()
-    assert (rows[:, 1] + rows[:, 2] <= shape.num_tokens).all()
-    assert (rows[:, 3] <= shape.max_blocks * shape.block_size).all()
+    assert (rows[:, 1] + rows[:, 2] <= config.num_tokens).all()
+    assert (rows[:, 3] <= config.max_blocks * config.block_size).all()
 
 
 def refusals(head_dim=128, block_size=16, dtype=jnp.bfloat16):
@@ -179,7 +179,7 @@ def test_refuses_other_devices():
 
 def placed(query, cache):
     """Arrays of those shapes, which lie somewhere."""
-    return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), (query, cache))
+    return jax.tree.map(lambda config: jnp.zeros(config.shape, config.dtype), (query, cache))
 
 
 def lower(spec=SPECS["plain"], *, head_dim=128, block_size=16, dtype=jnp.bfloat16, heads=(4, 2)):

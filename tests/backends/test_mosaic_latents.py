@@ -1,4 +1,4 @@
-"""Latent caches on Hopper: how their work is cut, on the CPU; programs up to the GPU's assembler.
+"""Latent caches on Hopper: how their work is split, on the CPU; programs up to the GPU's assembler.
 
 On a Hopper GPU their results too, by the oracle.
 """
@@ -21,7 +21,7 @@ from pagedattn import (
 )
 from pagedattn._dispatch.call import call_of
 from pagedattn.backends.mosaic.latents import launch, split_kv
-from pagedattn.backends.mosaic.latents.kernel_config import KEYS, Shape
+from pagedattn.backends.mosaic.latents.kernel_config import KEYS, KernelConfig
 from pagedattn.backends.mosaic.latents.launch import attend
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
 
@@ -29,27 +29,27 @@ LENGTHS = [0, 1, 15, 16, 17, 63, 64, 65, 4096, 1000]
 VERIFY = [3, 2, 0, 1, 4], [70, 2, 9, 300, 129]
 
 
-def shape_of(num_tokens, num_seqs, *, programs=132, heads=128, **spec):
-    return Shape(
+def config_of(num_tokens, num_seqs, *, programs=132, heads=128, **spec):
+    return KernelConfig(
         num_tokens, heads, 9, 16, num_seqs, 10**4, AttentionSpec(**spec), programs=programs
     )
 
 
-def work_of(shape, query_lens, seq_lens):
+def schedule_of(config, query_lens, seq_lens):
     starts = np.append(0, np.cumsum(query_lens))
     lengths = jnp.asarray(starts, jnp.int32), jnp.asarray(seq_lens, jnp.int32)
-    return split_kv.work_of(shape, *lengths)
+    return split_kv.schedule_of(config, *lengths)
 
 
-def every_piece(shape, work):
-    """The pieces of each part, as a program finds them, but for the steps before them."""
-    parts, most = jnp.arange(shape.parts), int(work.parts[:, 3].max())
-    find = jax.vmap(split_kv.piece_at, (None, 0, None, None))
+def every_item(config, schedule):
+    """The work items of each part, as a program finds them, but for the steps before them."""
+    parts, most = jnp.arange(config.parts), int(schedule.parts[:, 3].max())
+    find = jax.vmap(split_kv.item_at, (None, 0, None, None))
     find = jax.jit(jax.vmap(find, (0, None, None, None)))
-    found = np.stack(find(parts, jnp.arange(most), work, jnp.int32(0)), axis=-1)
+    found = np.stack(find(parts, jnp.arange(most), schedule, jnp.int32(0)), axis=-1)
     return [
-        [split_kv.Piece(*map(int, piece)) for piece in row[:count]]
-        for row, count in zip(found, np.asarray(work.parts[:, 3]), strict=True)
+        [split_kv.WorkItem(*map(int, work_item)) for work_item in row[:count]]
+        for row, count in zip(found, np.asarray(schedule.parts[:, 3]), strict=True)
     ]
 
 
@@ -62,38 +62,38 @@ def every_piece(shape, work):
 def test_each_key_is_in_one_piece(query_lens, seq_lens, programs):
     """Of each token, padding too; partial results have a slot of their own; parts are alike."""
     num_tokens = sum(query_lens) + 3
-    shape = shape_of(num_tokens, len(query_lens), programs=programs)
-    work = work_of(shape, query_lens, seq_lens)
-    found = every_piece(shape, work)
+    config = config_of(num_tokens, len(query_lens), programs=programs)
+    schedule = schedule_of(config, query_lens, seq_lens)
+    found = every_item(config, schedule)
     seen, slots = np.zeros((num_tokens, 2**17), int), []
-    for piece in (piece for part in found for piece in part):
-        end = min(piece.limit, (piece.last + 1) * KEYS)
-        seen[piece.token, max(0, (piece.last - piece.steps + 1) * KEYS) : end] += 1
-        assert piece.steps % 2 == 0
-        slots += [piece.slot] * (piece.slot >= 0)
+    for work_item in (work_item for part in found for work_item in part):
+        end = min(work_item.limit, (work_item.last + 1) * KEYS)
+        seen[work_item.token, max(0, (work_item.last - work_item.steps + 1) * KEYS) : end] += 1
+        assert work_item.steps % 2 == 0
+        slots += [work_item.slot] * (work_item.slot >= 0)
     position = np.concatenate(
         [np.arange(k - q, k) for q, k in zip(query_lens, seq_lens, strict=True)]
     )
     want = np.zeros_like(seen)
     for token, last in enumerate(position):
         want[token, : last + 1] = 1
-    tokens = {piece.token for part in found for piece in part}
+    tokens = {work_item.token for part in found for work_item in part}
     assert tokens == set(range(num_tokens))
     np.testing.assert_array_equal(np.minimum(seen, 1), want)
     assert len(set(slots)) == len(slots)
-    assert all(0 <= slot < shape.slots for slot in slots)
-    steps = [sum(piece.steps for piece in part) for part in found]
+    assert all(0 <= slot < config.slots for slot in slots)
+    steps = [sum(work_item.steps for work_item in part) for part in found]
     assert max(steps) <= max(1.2 * sum(steps) / len(steps) + 8, 64)
 
 
 @pytest.mark.parametrize("starts", [[-5, 30, 10**6, 7], [0, 0, 0, 0], [9, 3, 2, 1]])
 def test_bad_lengths_stay_inside_the_arrays(starts):
-    shape = shape_of(33, 3)
+    config = config_of(33, 3)
     seq_lens = jnp.array([10**6, -3, 2**31 - 1], jnp.int32)
-    work = split_kv.work_of(shape, jnp.array(starts, jnp.int32), seq_lens)
-    (sequence, key_len, _), parts = np.asarray(work.tokens).T, np.asarray(work.parts)
+    schedule = split_kv.schedule_of(config, jnp.array(starts, jnp.int32), seq_lens)
+    (sequence, key_len, _), parts = np.asarray(schedule.tokens).T, np.asarray(schedule.parts)
     assert ((sequence >= 0) & (sequence < 3)).all()
-    assert ((key_len >= 0) & (key_len <= shape.max_blocks * shape.block_size)).all()
+    assert ((key_len >= 0) & (key_len <= config.max_blocks * config.block_size)).all()
     assert (parts[parts[:, 3] > 0, 2:].sum(axis=1) <= 33).all()
 
 
@@ -143,8 +143,8 @@ def test_refusals(bad, named):
 )
 def test_what_it_is_not_fit_for(other, named):
     call = dataclasses.replace(call_with(), num_tokens=64, num_seqs=64, max_blocks=128)
-    assert launch.unfit(call) == []
-    (reason,) = launch.unfit(dataclasses.replace(call, **other))
+    assert launch.slower_because(call) == []
+    (reason,) = launch.slower_because(dataclasses.replace(call, **other))
     assert named in reason
 
 
@@ -163,7 +163,7 @@ def test_values_in_a_plane_of_their_own_are_refused():
     ],
 )
 def test_lowers(heads, block_size, spec):
-    """The call as XLA would hand it to the GPU's assembler: attention, and the merge of pieces."""
+    """The call as XLA would hand it to the GPU's assembler: attention, and the merge."""
     cache = init_latent_cache(9, block_size, head_dim=576, value_dim=512, dtype=jnp.bfloat16)
     query = jnp.zeros((3, heads, 576), jnp.bfloat16)
     batch = make_batch([1, 2], [20, 0], [[2, 1], [0]], block_size=block_size)

@@ -13,11 +13,11 @@ from cases import (
     REFUSING,
     SPECS,
     attend_with_any_lse,
-    honoured,
     may_refuse,
     mixed,
     replace_spec,
     run,
+    supported,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -159,7 +159,7 @@ def test_order_of_sequences(backend, problem, data):
 
 def test_padding(backend, mode):
     """More padding of every kind, of any content, changes nothing and stays empty."""
-    tight = honoured(random_problem([6, 7, 1], [6, 19, 22], SPECS["all"]), backend)
+    tight = supported(random_problem([6, 7, 1], [6, 19, 22], SPECS["all"]), backend)
     wide = random_problem(
         [6, 7, 1, 0, 0],
         [6, 19, 22, 0, 0],
@@ -230,7 +230,7 @@ def test_queries_that_see_nothing_through_a_window_wider_than_the_table(backend,
 
 
 def test_grouped_queries_are_repeated_kv_heads(backend):
-    grouped = honoured(mixed(SPECS["all"]), backend)
+    grouped = supported(mixed(SPECS["all"]), backend)
     repeated = grouped.replace(
         key_cache=np.repeat(grouped.key_cache, 2, axis=2),
         value_cache=np.repeat(grouped.value_cache, 2, axis=2),
@@ -340,7 +340,7 @@ def test_chunking(backend, name, totals, cuts, seed):
         [rng.standard_normal((n, heads, 16)).astype(np.float32) for n in totals]
         for heads in (4, 2, 2)
     )
-    spec = honoured(mixed(SPECS[name]), backend).spec
+    spec = supported(mixed(SPECS[name]), backend).spec
     if not sum(totals):
         return
     schedules = {
@@ -419,7 +419,7 @@ def test_ragged_attention_is_paged_attention(backend, mode, name):
     key[17:] = value[17:] = query[13:] = np.nan  # padding on both sides
     starts = [np.concatenate([[0], np.cumsum(n)]).astype(np.int32) for n in (query_lens, key_lens)]
     call = RAGGED if mode == "jit" else ragged_attention
-    spec = honoured(mixed(SPECS[name]), backend).spec
+    spec = supported(mixed(SPECS[name]), backend).spec
     return_lse = not may_refuse(backend, "return_lse")
     sizes = {"max_query_len": 8, "max_key_len": 16}
     arrays = [jnp.asarray(x) for x in (query, key, value, *starts)]
@@ -463,7 +463,7 @@ def test_alibi_is_exact_at_100k_tokens(backend, dtype):
 @given(dtype=dtypes(), seed=seeds())
 def test_identical_values_average_to_themselves(backend, dtype, seed):
     """With one value everywhere the weights must sum to one, whatever they are."""
-    problem = honoured(mixed(SPECS["all"], dtype=dtype, seed=seed), backend)
+    problem = supported(mixed(SPECS["all"], dtype=dtype, seed=seed), backend)
     value = np.where(np.isnan(problem.value_cache), problem.value_cache, 1).astype(dtype)
     out, lse = run(problem.replace(value_cache=value), backend)
     seen = np.isfinite(lse)
@@ -528,7 +528,7 @@ def test_no_keys_at_all_give_nothing():
 def test_starts_padded_with_zeros(backend, mode, name, data):
     """Behind the last sequence, as engines for TPUs have them, starts may be 0."""
     problem = data.draw(problems(**FLOAT32, spec=SPECS[name]))
-    spec = honoured(problem, backend).spec
+    spec = supported(problem, backend).spec
     batch = batch_of(problem)
     zeros = functools.partial(jnp.pad, pad_width=(0, 2))
     padded = dataclasses.replace(
@@ -546,7 +546,7 @@ def test_starts_padded_with_zeros(backend, mode, name, data):
 @pytest.mark.parametrize("name", ["plain", "all"])
 def test_ragged_starts_padded_with_zeros(backend, mode, name):
     rng = np.random.default_rng(0)
-    spec = honoured(mixed(SPECS[name]), backend).spec
+    spec = supported(mixed(SPECS[name]), backend).spec
     return_lse = not may_refuse(backend, "return_lse")
     arrays = [jnp.asarray(rng.standard_normal((9, h, 16)), jnp.float32) for h in (4, 2, 2)]
     starts = jnp.array([0, 4, 4, 9]), jnp.array([0, 2, 5, 9])

@@ -148,7 +148,7 @@ def test_scales_are_given_to_a_backend_that_names_them_and_to_no_other(named):
         return jnp.ones(call.out_shape), None
 
     problem = mixed(cache_dtype="int8").replace(key_scale=np.float32(2), value_scale=np.float32(3))
-    backend = Backend("own", xla.HONOURS | ({"scales"} if named else set()), own)
+    backend = Backend("own", xla.SUPPORTS | ({"scales"} if named else set()), own)
     query = jnp.asarray(problem.query)
     out = paged_attention(query, cache_of(problem), batch_of(problem), backend=backend)
     ((got, *scales),) = given
@@ -158,7 +158,7 @@ def test_scales_are_given_to_a_backend_that_names_them_and_to_no_other(named):
 
 
 def test_a_backend_that_cannot_widen_its_loads_refuses_by_name():
-    poor = Backend("poor", xla.HONOURS - {"cache_dtype"}, xla.run)
+    poor = Backend("poor", xla.SUPPORTS - {"cache_dtype"}, xla.run)
     problem = mixed(cache_dtype="float8_e5m2")
     with pytest.raises(UnsupportedError, match="cache_dtype: poor does not have it"):
         run(problem, poor, "eager")

@@ -115,13 +115,13 @@ def test_a_backend_that_names_them_is_given_them():
         given.append((call.sinks, call.return_lse, sinks.dtype))
         return xla.run(call, query, cache, batch)
 
-    backend = Backend("own", xla.HONOURS | {"sinks"}, own)
+    backend = Backend("own", xla.SUPPORTS | {"sinks"}, own)
     paged_attention(*good_call(), backend=backend, sinks=jnp.zeros(4, jnp.bfloat16))
     assert given == [(True, False, jnp.bfloat16)]
 
 
 def test_without_lse_they_are_refused_by_name():
-    poor = Backend("poor", xla.HONOURS - {"return_lse"}, xla.run)
+    poor = Backend("poor", xla.SUPPORTS - {"return_lse"}, xla.run)
     with pytest.raises(UnsupportedError, match="sinks: poor does not have it"):
         paged_attention(*good_call(), backend=poor, sinks=jnp.zeros(4))
     assert explain(*good_call(), sinks=jnp.zeros(4))["xla"] == []

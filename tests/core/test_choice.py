@@ -121,7 +121,7 @@ def run(call, query, cache, batch, **options):
         return jnp.full_like(query, 7.0), None
     return xla.run(call, query, cache, batch, **options)
 
-BACKEND = Backend("picky", xla.HONOURS - {"logits_soft_cap"}, run, before=BEFORE)
+BACKEND = Backend("picky", xla.SUPPORTS - {"logits_soft_cap"}, run, before=BEFORE)
 """
 
 
@@ -309,7 +309,7 @@ def test_check_backend_compares_shapes_first(monkeypatch, text, jit):
 @pytest.mark.parametrize("framework", [f for f in Framework if can_load("triton", f)])
 def test_the_tests_let_triton_refuse_only_what_it_does_not_know(framework):
     """Else what it has learnt would go on to be skipped."""
-    assert not set(REFUSING["triton"]) & registry.load("triton", framework).honours
+    assert not set(REFUSING["triton"]) & registry.load("triton", framework).supports
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the rule is about CPUs")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pagedattn._dispatch import registry
-from pagedattn._dispatch.backend import AROUND
+from pagedattn._dispatch.backend import EMULATED
 from pagedattn._dispatch.registry import Framework, can_load, load
 
 ROOT = Path(__file__).parents[2]
@@ -130,6 +130,8 @@ def test_the_table_of_options_is_that_of_the_records():
     assert {"xla", "sdpa"} <= set(records())
     for name, record in records().items():
         said = {option: row[name] for option, row in table.items()}
-        assert record.honours == {o for o, text in said.items() if text not in ("no", "around it")}
-        around = {option for option, by in AROUND.items() if by in record.honours} - record.honours
+        assert record.supports == {o for o, text in said.items() if text not in ("no", "around it")}
+        around = {
+            option for option, by in EMULATED.items() if by in record.supports
+        } - record.supports
         assert around == {option for option, text in said.items() if text == "around it"}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import SPECS, attend_with_any_lse, honoured, mixed, random_cache, rows, run
+from cases import SPECS, attend_with_any_lse, mixed, random_cache, rows, run, supported
 from conftest import BACKENDS
 from jax.sharding import AxisType, PartitionSpec
 
@@ -38,7 +38,7 @@ TABLES = np.arange(24)[::-1].reshape(4, 6)  # counting downward
 @pytest.fixture
 def spec(backend):
     """All that a backend can do at once."""
-    return honoured(mixed(EVERYTHING), backend).spec
+    return supported(mixed(EVERYTHING), backend).spec
 
 
 def counted(function, **options):

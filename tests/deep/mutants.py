@@ -182,13 +182,13 @@ MUTANTS = {
         "tests/core/test_quantise.py -k saturates and jit",
     ),
     "numba: a key's scale left out": Mutant(
-        "scale = job.scale * factor(job.key_scale, job.key_scale_head, head)",
-        "scale = job.scale",
+        "scale = args.scale * factor(args.key_scale, args.key_scale_head, head)",
+        "scale = args.scale",
         "tests/backends/test_numba_scales.py -k anything",
     ),
     "numba: the first head's scale for the values of all": Mutant(
-        "factor(job.value_scale, job.value_scale_head, kv_head)",
-        "factor(job.value_scale, job.value_scale_head, 0)",
+        "factor(args.value_scale, args.value_scale_head, kv_head)",
+        "factor(args.value_scale, args.value_scale_head, 0)",
         "tests/backends/test_numba_scales.py -k anything",
     ),
     "mosaic: a part that begins one step late": Mutant(

@@ -212,8 +212,8 @@ def batched(made, max_batch_tokens: int) -> list[list[int]]:
         continuous_batching_config=engine,
         progress_bar=False,
     )
-    in_order = sorted(done, key=lambda name: int(name.split("_")[-1]))
-    return [done[name].generated_tokens for name in in_order]
+    nondecreasing_starts = sorted(done, key=lambda name: int(name.split("_")[-1]))
+    return [done[name].generated_tokens for name in nondecreasing_starts]
 
 
 @functools.cache

@@ -1,5 +1,9 @@
-"""Paged attention compiled for the CPU at hand by Numba: decode and short queries, pages in place.
+"""Paged attention on the CPU at hand, half of it a generator of LLVM IR, half compiled by Numba.
 
-Nothing here knows a framework, Python, or the GIL: arrays are addresses and strides in a `JOB`.
-A job is cut into pieces of work, which whichever threads come along claim from a counter.
+The products, the softmax's vectors and the conversions of numbers are intrinsics: functions that
+write LLVM IR for the vectors that the CPU has. What calls them is Python that Numba compiles: the
+walk over pages, the schedule, the threads. It computes decode and short queries, pages in place.
+
+Nothing here knows a framework or the GIL: arrays are addresses and strides in `CALL_ARGS`.
+A call is cut into work items, which whichever threads come along claim from a counter.
 """

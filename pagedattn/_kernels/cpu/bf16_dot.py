@@ -7,40 +7,38 @@ one table of 128 bytes in registers, the upper ones in another.
 import ml_dtypes
 import numpy as np
 from llvmlite import ir
-from numba import types
 
-from .dtypes import UNITS
+from .dtypes import BFLOAT16, EIGHT_BITS, INT8, UNITS
 from .simd import LANES, LINE, LOOK_UPS, PAIRS, looked_up, picks
 
-NAMES = {types.uint8: "float8_e4m3fn", types.uint32: "float8_e5m2", types.int8: "int8"}
 COUNT = 2 * LANES  # bfloat16 in a vector
 SIGN = 0x80
 UPPER_OF_LEAST = 0xC3  # the upper byte of -128; the lower one is 0
 
 
-def are_pairs(query_kind, kind):
-    """Whether queries and a cache of these kinds are multiplied as pairs of bfloat16, exactly."""
-    if query_kind != types.uint16:
+def are_pairs(query_dtype, dtype):
+    """Whether queries and a cache of these dtypes are multiplied as pairs of bfloat16, exactly."""
+    if query_dtype != BFLOAT16:
         return False
-    return PAIRS if kind == types.uint16 else LOOK_UPS and kind in NAMES
+    return PAIRS if dtype == BFLOAT16 else LOOK_UPS and dtype in EIGHT_BITS
 
 
-def counts(kind):
+def counts(dtype):
     """How many numbers of a cache's row are best made bfloat16 at a time, and at least."""
-    return (LINE, COUNT) if kind in NAMES else (COUNT,)
+    return (LINE, COUNT) if dtype in EIGHT_BITS else (COUNT,)
 
 
-def as_pairs(builder, numbers, kind):
-    """Vectors of bfloat16, in order, of COUNT or LINE numbers of a kind."""
-    if kind == types.uint16:
+def as_pairs(builder, numbers, dtype):
+    """Vectors of bfloat16, in order, of COUNT or LINE numbers of a dtype."""
+    if dtype == BFLOAT16:
         return [numbers]
     given = numbers.type.count
     if given < LINE:
         numbers = builder.shuffle_vector(numbers, numbers, picks([*range(given)] * 2))
-    sizes = _sizes(builder, numbers) if kind == types.int8 else numbers
-    lower, upper = (looked_up(builder, table, sizes) for table in _tables(NAMES[kind]))
+    sizes = _sizes(builder, numbers) if dtype == INT8 else numbers
+    lower, upper = (looked_up(builder, table, sizes) for table in _tables(dtype.name))
     upper = builder.or_(upper, builder.and_(numbers, _all(SIGN)))
-    if kind == types.int8:
+    if dtype == INT8:
         is_least = builder.icmp_signed("==", numbers, _all(SIGN))
         upper = builder.select(is_least, _all(UPPER_OF_LEAST), upper)
     vectors = []

@@ -1,4 +1,4 @@
-"""The structs that threads share: one call, and a piece of its work.
+"""The structs that threads share: the arguments of a call, and an item of its work.
 
 A processor adds to a counter at once only where it lies in one cache line: elsewhere ARM ends the
 process (SIGBUS), and Linux puts a thread to sleep for 10 ms at each access on Intel CPUs that
@@ -37,18 +37,18 @@ OPTIONS = (
     "longest",  # sequences with more queries are left to somebody else
     "threads",  # that may work on it
 )
-WORK = (
-    "num_pieces",
-    "pieces",  # the address of the first
-    "partials",  # the address of the counters and states of sequences in several pieces
+SCHEDULE = (
+    "num_items",
+    "first_item",  # the address of the first work item
+    "partials",  # the address of the counters and states of sequences in several work items
     "state_bytes",  # of one of these states
     "row_bytes",  # of a row of float32, of a query or of sums
     "rows",  # the most of a state
 )
 COUNTERS = (  # to which several threads add
     "users",  # who may still look at this struct: the last one frees it
-    "claimed",  # pieces that somebody has begun
-    "done",  # pieces that are finished
+    "claimed",  # work items that somebody has begun
+    "done",  # work items that are finished
 )
 NUMBERS = (
     "scale",
@@ -71,27 +71,27 @@ def struct(fields: Sequence[tuple[str, str]], counters: Sequence[str] = ()) -> n
     return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": size})
 
 
-INTEGERS = (*ADDRESSES, *SIZES, *STRIDES, *OPTIONS, *WORK)
-JOB = struct(
+INTEGERS = (*ADDRESSES, *SIZES, *STRIDES, *OPTIONS, *SCHEDULE)
+CALL_ARGS = struct(
     [(name, "i8") for name in INTEGERS] + [(name, "f4") for name in NUMBERS], counters=COUNTERS
 )
-PIECE_FIELDS = (
+WORK_ITEM_FIELDS = (
     "seq",
     "token",  # its sequence's first token
     "num_queries",
     "seq_len",
     "first",  # its first key
     "last",  # the key after its last one
-    "part",  # its number among the pieces of its sequence
+    "part",  # its number among the work items of its sequence
     "parts",
-    # Those of a sequence in several pieces; 0 if there is one.
+    # Those of a sequence in several work items; 0 if there is one.
     "state",  # the address of its part's state
     "finished",  # the address of the counter of finished parts
 )
-PIECE = struct([(name, "i8") for name in PIECE_FIELDS])
+WORK_ITEM = struct([(name, "i8") for name in WORK_ITEM_FIELDS])
 NO_WINDOW = 1 << 40
 
-job_type, piece_type = from_dtype(JOB), from_dtype(PIECE)
+call_args_type, work_item_type = from_dtype(CALL_ARGS), from_dtype(WORK_ITEM)
 
 
 def record_at(kind):
@@ -107,9 +107,9 @@ def record_at(kind):
     return record
 
 
-job_at, piece_at = record_at(job_type), record_at(piece_type)
+args_at, work_item_at = record_at(call_args_type), record_at(work_item_type)
 
 
-def offset(name: str, struct: Any = JOB) -> int:
+def offset(name: str, struct: Any = CALL_ARGS) -> int:
     """Where a field of a struct lies."""
     return struct.fields[name][1]

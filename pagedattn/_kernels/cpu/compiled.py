@@ -18,9 +18,9 @@ from numba import cfunc, types
 from ...cache.quantise import LARGEST
 from . import workers
 from .compiling import MODE
-from .dtypes import KINDS
+from .dtypes import DTYPES
 
-PAIRS_OF_DTYPES = [(dtype, dtype) for dtype in KINDS if dtype not in LARGEST]
+PAIRS_OF_DTYPES = [(dtype, dtype) for dtype in DTYPES if dtype not in LARGEST]
 PAIRS_OF_DTYPES += [(dtype, held) for held in LARGEST for dtype in ("bfloat16", "float32")]
 CODES = {dtypes: code for code, dtypes in enumerate(PAIRS_OF_DTYPES)}
 TASKS = "pagedattn_tasks"  # the symbol by which machine code finds the addresses of `task`s
@@ -51,16 +51,16 @@ def sources() -> int:
 
 @functools.cache
 def task(dtype: str, cache_dtype: str):
-    """`void task(job)`: works on a job as long as there is work.
+    """`void task(args)`: works on a call as long as there is work.
 
     Query and out are of the cache's dtype, or of bfloat16 or float32 where that has eight bits.
     """
-    kinds, version = (KINDS[dtype], KINDS[cache_dtype]), sources()
+    dtypes, version = (DTYPES[dtype], DTYPES[cache_dtype]), sources()
 
-    def task(job):
-        if job != version:
-            workers.work(job, kinds)
-            workers.leave(job)
+    def task(args):
+        if args != version:
+            workers.work(args, dtypes)
+            workers.leave(args)
 
     compiled = machine_code(NOTHING(NUMBER), task)
     _tasks[CODES[dtype, cache_dtype]] = compiled.address

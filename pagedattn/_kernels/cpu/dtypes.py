@@ -1,62 +1,78 @@
-"""The kinds of numbers that a cache holds: their sizes, and float32 made of them and back.
+"""The dtypes of queries and caches: their sizes, and float32 made of their numbers and back.
 
-Numba hands a kind on as a type. Where NumPy lacks one, an integer stands for it.
+Compiled functions are handed a pair of `Dtype` on, that of the query and that of the cache: Numba
+sees a type for each, so it compiles a kernel for each pair.
 """
 
-import numpy as np
+from dataclasses import dataclass
+
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.extending import models, register_model, typeof_impl
 
 from . import float16
 from .simd import BYTE, FLOAT, LANES, PAIRS, along, as_bfloat16, at, load, store, word
 
-BFLOAT16, E4M3, E5M2 = np.uint16, np.uint8, np.uint32
-KINDS = {
-    "bfloat16": BFLOAT16,
-    "float16": np.float16,
-    "float32": np.float32,
-    "float8_e4m3fn": E4M3,
-    "float8_e5m2": E5M2,
-    "int8": np.int8,
-}
-# In memory.
-TYPES = {
-    types.uint16: ir.IntType(16),
-    types.float16: ir.HalfType(),
-    types.float32: FLOAT,
-    types.uint8: BYTE,
-    types.uint32: BYTE,
-    types.int8: BYTE,
-}
-SIZES = {types.uint16: 2, types.float16: 2, types.float32: 4}  # in bytes; the others have one
+# In memory; dtypes of eight bits are bytes.
+TYPES = {"bfloat16": ir.IntType(16), "float16": ir.HalfType(), "float32": FLOAT}
+SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class Dtype:
+    """A dtype of the query or the cache; NumPy itself lacks most of them."""
+
+    name: str
+
+    @property
+    def memory(self) -> ir.Type:
+        """The type of a number in memory."""
+        return TYPES.get(self.name, BYTE)
+
+    @property
+    def size(self) -> int:
+        """Bytes of a number."""
+        return SIZES.get(self.name, 1)
+
+
+class DtypeType(types.Dummy):
+    """What Numba sees of a `Dtype`: no value, only which one it is."""
+
+    def __init__(self, dtype: Dtype) -> None:
+        self.dtype = dtype
+        super().__init__(name=f"{type(self).__name__}({dtype.name})")
+
+
+register_model(DtypeType)(models.OpaqueModel)
+typeof_impl.register(Dtype)(lambda dtype, context: DtypeType(dtype))
+
+BFLOAT16, FLOAT16, FLOAT32 = map(Dtype, ("bfloat16", "float16", "float32"))
+E4M3, E5M2, INT8 = map(Dtype, ("float8_e4m3fn", "float8_e5m2", "int8"))
+DTYPES = {dtype.name: dtype for dtype in (BFLOAT16, FLOAT16, FLOAT32, E4M3, E5M2, INT8)}
+EIGHT_BITS = E4M3, E5M2, INT8
 # `widened` gives numbers of e4m3 without the last of their factors, which is left to the sums.
 UNITS = {"float8_e4m3fn": 256.0}
 
 
-def dtypes(kinds):
-    """The kinds of the query and of the cache, of the pair of them that Numba hands on."""
-    return [kind.dtype for kind in kinds]
+def pair_of(dtypes) -> list[Dtype]:
+    """The dtypes of the query and of the cache, of the type of the pair that Numba hands on."""
+    return [marker.dtype for marker in dtypes]
 
 
-def size_of(kind):
-    """Bytes of a number."""
-    return SIZES.get(kind, 1)
-
-
-def widened(builder, numbers, kind):
+def widened(builder, numbers, dtype):
     """A vector of numbers of the cache as float32, but for their factor in `UNITS`."""
     wide = ir.VectorType(FLOAT, numbers.type.count)
-    if kind == types.float32:
+    if dtype == FLOAT32:
         return numbers
-    if kind == types.float16:
+    if dtype == FLOAT16:
         return float16.widened(builder, numbers)
-    if kind == types.int8:
+    if dtype == INT8:
         return builder.sitofp(numbers, wide)
-    if kind == types.uint16:
+    if dtype == BFLOAT16:
         return _shifted(builder, numbers, ir.IntType(32), wide, 16)
     bits = ir.VectorType(ir.IntType(16), numbers.type.count)
-    half = _e4m3 if kind == types.uint8 else _e5m2
+    half = _e4m3 if dtype == E4M3 else _e5m2
     return float16.widened(builder, half(builder, numbers, bits))
 
 
@@ -83,15 +99,15 @@ def _e4m3(builder, numbers, bits):
     return builder.bitcast(builder.or_(placed, carry), ir.VectorType(ir.HalfType(), bits.count))
 
 
-def _all(kind, number):
-    return ir.Constant(kind, [number] * kind.count)
+def _all(vector, number):
+    return ir.Constant(vector, [number] * vector.count)
 
 
-def narrowed(builder, numbers, kind):
-    """A vector of float32 as numbers of a floating kind, rounded to even."""
-    if kind == types.uint16:
+def narrowed(builder, numbers, dtype):
+    """A vector of float32 as numbers of a floating dtype, rounded to even."""
+    if dtype == BFLOAT16:
         return (as_bfloat16 if PAIRS else _bfloat16)(builder, numbers)
-    if kind == types.float16:
+    if dtype == FLOAT16:
         return float16.narrowed(builder, numbers)
     return numbers
 
@@ -107,16 +123,16 @@ def _bfloat16(builder, numbers):
     return builder.trunc(builder.select(is_nan, quiet, rounded), half)
 
 
-def row_vector(builder, row, index, kind, count=LANES):
+def row_vector(builder, row, index, dtype, count=LANES):
     """Numbers of a row of the cache from `index` on, as they are."""
-    size = size_of(kind)
-    numbers = ir.VectorType(TYPES[kind], count)
+    size = dtype.size
+    numbers = ir.VectorType(dtype.memory, count)
     return load(builder, at(builder, row, builder.mul(index, word(size)), numbers), size)
 
 
-def row_end(builder, row, index, end, kind, count=LANES):
+def row_end(builder, row, index, end, dtype, count=LANES):
     """The last numbers of a row, and zeros: nothing past the row is read."""
-    numbers, size = ir.VectorType(TYPES[kind], count), word(size_of(kind))
+    numbers, size = ir.VectorType(dtype.memory, count), word(dtype.size)
     room = cgutils.alloca_once(builder, numbers)
     builder.store(ir.Constant(numbers, None), room)
     source = at(builder, row, builder.mul(index, size), BYTE)
@@ -125,22 +141,22 @@ def row_end(builder, row, index, end, kind, count=LANES):
     return builder.load(room)
 
 
-def put_vector(builder, row, index, numbers, kind):
+def put_vector(builder, row, index, numbers, dtype):
     """Writes numbers to a row from `index` on."""
-    size = size_of(kind)
+    size = dtype.size
     place = at(builder, row, builder.mul(index, word(size)), numbers.type)
     store(builder, numbers, place, size)
 
 
-def put_end(builder, row, index, end, numbers, kind):
+def put_end(builder, row, index, end, numbers, dtype):
     """Writes the last numbers of a row, and nothing past it."""
-    size = word(size_of(kind))
+    size = word(dtype.size)
     room = cgutils.alloca_once_value(builder, numbers)
     target = at(builder, row, builder.mul(index, size), BYTE)
     cgutils.raw_memcpy(builder, target, room, builder.mul(builder.sub(end, index), size), 1)
 
 
-def each(builder, kind, dim, counts, body):
+def each(builder, dtype, dim, counts, body):
     """`body(index, take)` along a row, where `take(row)` gives numbers from there on.
 
     They are as many as the first count says as long as there are, then the next; at the end zeros
@@ -148,10 +164,10 @@ def each(builder, kind, dim, counts, body):
     """
 
     def whole(count):
-        return lambda index: body(index, lambda row: row_vector(builder, row, index, kind, count))
+        return lambda index: body(index, lambda row: row_vector(builder, row, index, dtype, count))
 
     stop = word(0)
     for count in counts:
         stop = along(builder, count, stop, dim, whole(count))
     with builder.if_then(builder.icmp_signed("<", stop, dim), likely=False):
-        body(stop, lambda row: row_end(builder, row, stop, dim, kind, counts[-1]))
+        body(stop, lambda row: row_end(builder, row, stop, dim, dtype, counts[-1]))

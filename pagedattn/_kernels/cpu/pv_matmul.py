@@ -6,7 +6,7 @@ from numba.core import cgutils
 
 from .bf16_dot import COUNT, are_pairs, as_pairs, counts
 from .compiling import intrinsic
-from .dtypes import dtypes, row_end, row_vector, size_of, widened
+from .dtypes import pair_of, row_end, row_vector, widened
 from .simd import (
     FLOAT,
     LANES,
@@ -33,13 +33,13 @@ class Widened:
 
     keys, count = 1, LANES
 
-    def __init__(self, kind):
-        self.kind = kind
+    def __init__(self, dtype):
+        self.dtype = dtype
 
     def values(self, builder, take, rows, index, columns):
         """What `add` takes of columns of the rows, LANES of them in a vector."""
         starts = (builder.add(index, word(start)) for start in range(0, columns, LANES))
-        return [widened(builder, take(rows[0], start, LANES), self.kind) for start in starts]
+        return [widened(builder, take(rows[0], start, LANES), self.dtype) for start in starts]
 
     def weight(self, builder, weights, index):
         place = at(builder, weights, builder.mul(index, word(4)), FLOAT)
@@ -56,11 +56,11 @@ class Pairs(Widened):
 
     def values(self, builder, take, rows, index, columns):
         """The columns of two rows side by side."""
-        most = min(columns, counts(self.kind)[0])
+        most = min(columns, counts(self.dtype)[0])
         vectors = []
         for start in range(0, columns, most):
             here = builder.add(index, word(start))
-            halves = [as_pairs(builder, take(row, here, most), self.kind) for row in rows]
+            halves = [as_pairs(builder, take(row, here, most), self.dtype) for row in rows]
             for pair in zip(*halves, strict=True):
                 vectors += self._side_by_side(builder, *pair)
         return vectors
@@ -79,16 +79,16 @@ class Pairs(Widened):
         return add_pairs(builder, total, weight, value)
 
 
-def way_of(query_kind, kind):
-    return (Pairs if are_pairs(query_kind, kind) else Widened)(kind)
+def way_of(query_dtype, dtype):
+    return (Pairs if are_pairs(query_dtype, dtype) else Widened)(dtype)
 
 
-def _mix(rows):
+def _pv(rows):
     """Makes the sums of value rows by the weights of `rows` queries."""
 
     @intrinsic
-    def mix(
-        typing, sums, step, plane, offsets, later, ahead, count, dim, weights, width, kept, kinds
+    def pv(
+        typing, sums, step, plane, offsets, later, ahead, count, dim, weights, width, kept, dtypes
     ):
         """`sums[r] = sums[r] * kept[r] + weights[r] @ values`, of values at byte offsets.
 
@@ -98,8 +98,8 @@ def _mix(rows):
 
         def code(context, builder, signature, args):
             sums, step, plane, offsets, later, ahead, count, dim, weights, width, kept, _ = args
-            query_kind, number = dtypes(signature.args[-1])
-            way, size = way_of(query_kind, number), size_of(number)
+            query_dtype, number = pair_of(signature.args[-1])
+            way, size = way_of(query_dtype, number), number.size
             turns = builder.udiv(builder.add(count, word(way.keys - 1)), word(way.keys))
 
             def add(index, columns, take):
@@ -146,17 +146,17 @@ def _mix(rows):
                 add(stop, few, end)
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 11, kinds), code
+        return types.void(*[types.intp] * 11, dtypes), code
 
-    return mix
+    return pv
 
 
-mix_1, mix_2, mix_4 = map(_mix, (1, 2, 4))
+pv_1, pv_2, pv_4 = map(_pv, (1, 2, 4))
 
 
 @intrinsic
-def set_weights(typing, weights, count, kinds):
-    """Turns a row of float32 weights, whole vectors, into what `mix` takes."""
+def set_weights(typing, weights, count, dtypes):
+    """Turns a row of float32 weights, whole vectors, into what `pv_1` and its like take."""
 
     def code(context, builder, signature, args):
         weights, count, _ = args
@@ -168,8 +168,8 @@ def set_weights(typing, weights, count, kinds):
             place = at(builder, weights, builder.mul(index, word(2)), numbers.type)
             store(builder, numbers, place, 2)
 
-        if way_of(*dtypes(signature.args[-1])).keys > 1:
+        if way_of(*pair_of(signature.args[-1])).keys > 1:
             along(builder, LANES, word(0), count, narrow)
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.intp, kinds), code
+    return types.void(types.intp, types.intp, dtypes), code

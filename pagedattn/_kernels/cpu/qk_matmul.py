@@ -1,13 +1,11 @@
 """Logits: products of a few queries and a few keys at a time."""
 
-from typing import Any
-
 from numba import types
 from numba.core import cgutils
 
 from .bf16_dot import COUNT, are_pairs, as_pairs, counts
 from .compiling import intrinsic
-from .dtypes import dtypes, each, put_vector, row_vector, size_of, widened
+from .dtypes import BFLOAT16, FLOAT32, each, pair_of, put_vector, row_vector, widened
 from .simd import (
     KEYS,
     LANES,
@@ -27,31 +25,31 @@ from .simd import (
 
 
 class Products:
-    """How queries and keys of two kinds are multiplied: in float32, or as pairs of bfloat16."""
+    """How queries and keys of two dtypes are multiplied: in float32, or as pairs of bfloat16."""
 
-    def __init__(self, query_kind, kind):
-        self.kind = kind
-        self.pairs = are_pairs(query_kind, kind)
+    def __init__(self, query_dtype, dtype):
+        self.dtype = dtype
+        self.pairs = are_pairs(query_dtype, dtype)
         self.count = COUNT if self.pairs else LANES
-        self.counts = counts(kind) if self.pairs else (LANES,)  # of keys at a time
-        self.query_kind: Any = types.uint16 if self.pairs else types.float32
+        self.counts = counts(dtype) if self.pairs else (LANES,)  # of keys at a time
+        self.query_dtype = BFLOAT16 if self.pairs else FLOAT32
 
-    def operands(self, builder, numbers, kind):
+    def operands(self, builder, numbers, dtype):
         """Numbers of the cache or the query as they are multiplied: vectors of `count` each."""
         if self.pairs:
-            return as_pairs(builder, numbers, kind)
-        return [widened(builder, numbers, kind)]
+            return as_pairs(builder, numbers, dtype)
+        return [widened(builder, numbers, dtype)]
 
     def add(self, builder, total, a, b):
         """The total plus the products, LANES sums."""
         return add_pairs(builder, total, a, b) if self.pairs else fused(builder, a, b, total)
 
 
-def _dots(rows):
+def _qk(rows):
     """Makes the products of `rows` queries and KEYS keys."""
 
     @intrinsic
-    def dots(typing, query, step, plane, offsets, ahead, dim, scale, logits, width, kinds):
+    def qk(typing, query, step, plane, offsets, ahead, dim, scale, logits, width, dtypes):
         """Logits `[rows, KEYS]`, `width` apart, of queries and of keys at byte offsets.
 
         The keys at the offsets `ahead`, as many, are fetched into the cache meanwhile.
@@ -59,7 +57,7 @@ def _dots(rows):
 
         def code(context, builder, signature, args):
             query, step, plane, offsets, ahead, dim, scale, logits, width, _ = args
-            products = Products(*dtypes(signature.args[-1]))
+            products = Products(*pair_of(signature.args[-1]))
             tile = [(r, k) for r in range(rows) for k in range(KEYS)]
             totals = {at_: cgutils.alloca_once_value(builder, ZEROS) for at_ in tile}
             words = [word(8 * k) for k in range(KEYS)]
@@ -70,25 +68,25 @@ def _dots(rows):
             starts = [builder.add(query, builder.mul(step, word(r))) for r in range(rows)]
 
             def add(index, take):
-                taken = [products.operands(builder, take(key), products.kind) for key in keys]
+                taken = [products.operands(builder, take(key), products.dtype) for key in keys]
                 for part, vectors in enumerate(zip(*taken, strict=True)):
                     here = builder.add(index, word(part * products.count))
                     for r, start in enumerate(starts):
-                        row = row_vector(builder, start, here, products.query_kind, products.count)
+                        row = row_vector(builder, start, here, products.query_dtype, products.count)
                         for k, key in enumerate(vectors):
                             total = products.add(builder, builder.load(totals[r, k]), row, key)
                             builder.store(total, totals[r, k])
 
-            fetch_rows(builder, later, builder.mul(dim, word(size_of(products.kind))))
-            each(builder, products.kind, dim, products.counts, add)
+            fetch_rows(builder, later, builder.mul(dim, word(products.dtype.size)))
+            each(builder, products.dtype, dim, products.counts, add)
             found = [builder.load(totals[at_]) for at_ in tile]
             _store_tile(builder, found, rows, scale, logits, width)
             return context.get_dummy_value()
 
         arguments = [types.intp] * 6 + [types.float32] + [types.intp] * 2
-        return types.void(*arguments, kinds), code
+        return types.void(*arguments, dtypes), code
 
-    return dots
+    return qk
 
 
 def fetch_rows(builder, rows, row_bytes):
@@ -137,23 +135,23 @@ def _halved(builder, a, b, segment, lanes):
     return builder.fadd(low, high)
 
 
-dots_1, dots_2, dots_4 = map(_dots, (1, 2, 4))
+qk_1, qk_2, qk_4 = map(_qk, (1, 2, 4))
 
 
 @intrinsic
-def set_query(typing, source, row, dim, kinds):
-    """A row of queries as `dots` takes it, with zeros up to a whole vector."""
+def set_query(typing, source, row, dim, dtypes):
+    """A row of queries as `qk_1` takes it, with zeros up to a whole vector."""
 
     def code(context, builder, signature, args):
         source, row, dim, _ = args
-        given, kind = dtypes(signature.args[-1])
-        products = Products(given, kind)
+        given, dtype = pair_of(signature.args[-1])
+        products = Products(given, dtype)
 
         def put(index, take):
             (numbers,) = products.operands(builder, take(source), given)
-            put_vector(builder, row, index, numbers, products.query_kind)
+            put_vector(builder, row, index, numbers, products.query_dtype)
 
         each(builder, given, dim, (products.count,), put)
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.intp, types.intp, kinds), code
+    return types.void(types.intp, types.intp, types.intp, dtypes), code

@@ -1,97 +1,99 @@
-"""A call cut into pieces of about as many keys each, so that all threads have as much to do."""
+"""A call split into work items of about as many keys each, so that threads have equal work."""
 
 import numpy as np
 
-from .call_args import APART, JOB, PIECE, job_at, piece_at
+from .call_args import APART, CALL_ARGS, WORK_ITEM, args_at, work_item_at
 from .compiling import fast
 from .memory import aligned_alloc, get_int32, memcpy, memset, put_float32, put_int64
 from .simd import LANES
 from .softmax import CHUNK, NONE, key_range
 
-PIECES = 4  # for each thread, if there are keys enough
-LEAST_BYTES = 1 << 18  # of keys and values in a piece of a longer sequence
+ITEMS = 4  # for each thread, if there are keys enough
+LEAST_BYTES = 1 << 18  # of keys and values in a work item of a longer sequence
 BYTES_OF_A_THREAD = 1 << 18  # with fewer of them for each, fewer threads are faster
-JOB_BYTES, PIECE_BYTES = JOB.itemsize, PIECE.itemsize
+CALL_ARGS_BYTES, WORK_ITEM_BYTES = CALL_ARGS.itemsize, WORK_ITEM.itemsize
 
 
 @fast
 def begin(call):
-    """The address of a job with the fields of a call, and its pieces.
+    """The address of new arguments with the fields of the given ones, and of their work items.
 
     Its users are as many threads as may work on it, and whoever asked for it.
     """
-    given = job_at(call)
+    given = args_at(call)
     columns = 2 * LANES  # a multiple of what any product takes at a time
     row_bytes = 4 * columns * -(-max(given.head_dim, given.value_dim) // columns)
     keys, most_queries = measure(given)
     token_bytes = bytes_of_token(given)
     threads = min(given.threads, 1 + keys * token_bytes // BYTES_OF_A_THREAD)
-    size = piece_keys(keys, threads, token_bytes)
-    num_pieces, num_cut, num_states = count_pieces(given, size)
+    size = item_keys(keys, threads, token_bytes)
+    num_items, num_cut, num_states = count_items(given, size)
     rows = most_queries * given.num_kv_heads * given.group
     state_bytes = APART * -(-rows * (row_bytes + 8) // APART)
-    pieces_bytes, partials_bytes = num_pieces * PIECE_BYTES, num_cut * APART
+    items_bytes, partials_bytes = num_items * WORK_ITEM_BYTES, num_cut * APART
     partials_bytes += num_states * state_bytes
-    address = aligned_alloc(APART, JOB_BYTES + pieces_bytes + partials_bytes)
-    memcpy(address, call, JOB_BYTES)
-    job = job_at(address)
-    job.threads = max(1, min(threads, num_pieces))
-    job.users, job.claimed, job.done, job.num_pieces = job.threads + 1, 0, 0, num_pieces
-    job.pieces = address + JOB_BYTES
-    job.partials = job.pieces + pieces_bytes
-    job.state_bytes, job.row_bytes, job.rows = state_bytes, row_bytes, rows
-    set_pieces(job, size)
+    address = aligned_alloc(APART, CALL_ARGS_BYTES + items_bytes + partials_bytes)
+    memcpy(address, call, CALL_ARGS_BYTES)
+    args = args_at(address)
+    args.threads = max(1, min(threads, num_items))
+    args.users, args.claimed, args.done, args.num_items = args.threads + 1, 0, 0, num_items
+    args.first_item = address + CALL_ARGS_BYTES
+    args.partials = args.first_item + items_bytes
+    args.state_bytes, args.row_bytes, args.rows = state_bytes, row_bytes, rows
+    set_items(args, size)
     return address
 
 
 @fast
-def bytes_of_token(job):
+def bytes_of_token(args):
     """What is read of the cache for one key; a latent cache has its values among the keys."""
-    columns = job.head_dim if job.value == job.key else job.head_dim + job.value_dim
-    return job.num_kv_heads * columns * job.cache_itemsize
+    columns = args.head_dim if args.value == args.key else args.head_dim + args.value_dim
+    return args.num_kv_heads * columns * args.cache_itemsize
 
 
 @fast
-def sequence(job, seq, token):
+def sequence(args, seq, token):
     """A sequence's first token, number of tokens and length; the one before ends at `token`."""
-    token = min(max(token, np.int64(get_int32(job.starts, seq))), job.num_tokens)
-    end = min(max(token, np.int64(get_int32(job.starts, seq + 1))), job.num_tokens)
-    seq_len = min(max(np.int64(get_int32(job.seq_lens, seq)), 0), job.max_blocks * job.block_size)
+    token = min(max(token, np.int64(get_int32(args.starts, seq))), args.num_tokens)
+    end = min(max(token, np.int64(get_int32(args.starts, seq + 1))), args.num_tokens)
+    seq_len = min(
+        max(np.int64(get_int32(args.seq_lens, seq)), 0), args.max_blocks * args.block_size
+    )
     return token, end - token, seq_len
 
 
 @fast
-def keys_of(job, num_queries, seq_len):
+def keys_of(args, num_queries, seq_len):
     """The range of keys that the queries of a sequence see."""
     context = seq_len - num_queries
-    return key_range(job, seq_len, context, context + num_queries - 1)
+    return key_range(args, seq_len, context, context + num_queries - 1)
 
 
 @fast
-def is_ours(job, num_queries):
-    return num_queries > 0 and num_queries <= job.longest
+def is_ours(args, num_queries):
+    return num_queries > 0 and num_queries <= args.longest
 
 
 @fast
-def measure(job):
+def measure(args):
     """The number of keys to read, and the most queries of a sequence."""
     token, keys, most = np.int64(0), np.int64(0), np.int64(1)
-    for seq in range(job.num_seqs):
-        token, num_queries, seq_len = sequence(job, seq, token)
+    for seq in range(args.num_seqs):
+        token, num_queries, seq_len = sequence(args, seq, token)
         token += num_queries
-        if is_ours(job, num_queries):
-            first, last = keys_of(job, num_queries, seq_len)
+        if is_ours(args, num_queries):
+            first, last = keys_of(args, num_queries, seq_len)
             keys += last - first
             most = max(most, num_queries)
     return keys, most
 
 
 @fast
-def piece_keys(keys, threads, token_bytes):
-    """The most keys of a piece; one thread takes whole sequences."""
+def item_keys(keys, threads, token_bytes):
+    """The most keys of a work item; one thread takes whole sequences."""
     if threads <= 1:
         return max(keys, np.int64(1))
-    size = max(keys // (threads * PIECES), LEAST_BYTES // token_bytes)
+    size = max(keys // (threads * ITEMS), LEAST_BYTES // token_bytes)
     return CHUNK * (1 + size // CHUNK)
 
 
@@ -101,57 +103,57 @@ def parts_of(first, last, size):
 
 
 @fast
-def count_pieces(job, size):
-    """The number of pieces, of sequences in several, and of the pieces of these."""
-    token, pieces, cut, states = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
-    for seq in range(job.num_seqs):
-        token, num_queries, seq_len = sequence(job, seq, token)
+def count_items(args, size):
+    """The number of work items, of sequences in several, and of the work items of these."""
+    token, first_item, cut, states = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
+    for seq in range(args.num_seqs):
+        token, num_queries, seq_len = sequence(args, seq, token)
         token += num_queries
-        if is_ours(job, num_queries):
-            first, last = keys_of(job, num_queries, seq_len)
+        if is_ours(args, num_queries):
+            first, last = keys_of(args, num_queries, seq_len)
             parts = parts_of(first, last, size)
-            pieces += parts
+            first_item += parts
             if parts > 1:
                 cut, states = cut + 1, states + parts
-    return pieces, cut, states
+    return first_item, cut, states
 
 
 @fast
-def set_pieces(job, size):
-    """Writes the pieces, and the rows that no sequence owns."""
-    token, at, free = np.int64(0), job.pieces, job.partials
-    for seq in range(job.num_seqs):
+def set_items(args, size):
+    """Writes the work items, and the rows that no sequence owns."""
+    token, at, free = np.int64(0), args.first_item, args.partials
+    for seq in range(args.num_seqs):
         end = token
-        token, num_queries, seq_len = sequence(job, seq, end)
-        clear_rows(job, end, token)
-        if is_ours(job, num_queries):
-            first, last = keys_of(job, num_queries, seq_len)
+        token, num_queries, seq_len = sequence(args, seq, end)
+        clear_rows(args, end, token)
+        if is_ours(args, num_queries):
+            first, last = keys_of(args, num_queries, seq_len)
             parts = parts_of(first, last, size)
             finished, state = np.int64(0), np.int64(0)
             if parts > 1:
                 finished, state = free, free + APART
                 put_int64(finished, 0, 0)
-                free = state + parts * job.state_bytes
+                free = state + parts * args.state_bytes
             for part in range(parts):
-                piece = piece_at(at)
-                piece.seq, piece.token = seq, token
-                piece.num_queries, piece.seq_len = num_queries, seq_len
-                piece.first = first + part * size
-                piece.last = min(last, first + (part + 1) * size)
-                piece.part, piece.parts = part, parts
-                piece.state, piece.finished = state, finished
-                at += PIECE_BYTES
-                state += job.state_bytes if parts > 1 else 0
+                work_item = work_item_at(at)
+                work_item.seq, work_item.token = seq, token
+                work_item.num_queries, work_item.seq_len = num_queries, seq_len
+                work_item.first = first + part * size
+                work_item.last = min(last, first + (part + 1) * size)
+                work_item.part, work_item.parts = part, parts
+                work_item.state, work_item.finished = state, finished
+                at += WORK_ITEM_BYTES
+                state += args.state_bytes if parts > 1 else 0
         token += num_queries
-    clear_rows(job, token, job.num_tokens)
+    clear_rows(args, token, args.num_tokens)
 
 
 @fast
-def clear_rows(job, first, last):
+def clear_rows(args, first, last):
     """out 0 and lse -inf."""
-    heads = job.num_kv_heads * job.group
-    row_bytes = heads * job.value_dim * job.itemsize
-    memset(job.out + first * row_bytes, 0, (last - first) * row_bytes)
-    if job.lse != 0:
+    heads = args.num_kv_heads * args.group
+    row_bytes = heads * args.value_dim * args.itemsize
+    memset(args.out + first * row_bytes, 0, (last - first) * row_bytes)
+    if args.lse != 0:
         for i in range(first * heads, last * heads):
-            put_float32(job.lse, i, NONE)
+            put_float32(args.lse, i, NONE)

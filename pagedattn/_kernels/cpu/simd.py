@@ -1,6 +1,6 @@
 """Vectors of float32 as wide as the CPU at hand has them, and loops along memory in LLVM.
 
-LLVM does not find the forms of `dots` and `mix` from loops over numbers: accumulators that stay in
+LLVM does not find the forms of `qk_1` and `pv_1` from loops over numbers: accumulators that stay in
 registers, each key widened once for several rows, and sums across vectors by one tree of shuffles.
 """
 

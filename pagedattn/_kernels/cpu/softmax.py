@@ -13,10 +13,10 @@ ZERO, ONE = np.float32(0), np.float32(1)
 
 
 @fast
-def key_range(job, seq_len, lowest, highest):
+def key_range(args, seq_len, lowest, highest):
     """The keys that any query from position `lowest` to `highest` may see."""
-    first = max(np.int64(0), lowest - job.window + 1)
-    reach = np.int64(1) if job.causal else job.window
+    first = max(np.int64(0), lowest - args.window + 1)
+    reach = np.int64(1) if args.causal else args.window
     return first, max(first, min(seq_len, highest + reach))
 
 
@@ -54,9 +54,9 @@ def note_shown(logits, shown):
 
 
 @fast
-def hide(job, logits, position, seq_len, first, count):
+def hide(args, logits, position, seq_len, first, count):
     """-inf at the keys of a chunk that a query may not see."""
-    begin, end = key_range(job, seq_len, position, position)
+    begin, end = key_range(args, seq_len, position, position)
     for k in range(min(max(begin - first, 0), count)):
         put_float32(logits, k, NONE)
     for k in range(max(end - first, 0), count):
@@ -81,22 +81,22 @@ def soften(logits, highest, total, kept, row):
 
 
 @fast
-def mask_and_soften(job, piece, kv_head, first, count, logits, shown, highest, total, kept):
+def mask_and_soften(args, work_item, kv_head, first, count, logits, shown, highest, total, kept):
     """From logits of a chunk and a KV head to weights."""
-    context = piece.seq_len - piece.num_queries
-    for i in range(piece.num_queries):
-        for g in range(job.group):
-            row, head = i * job.group + g, kv_head * job.group + g
+    context = work_item.seq_len - work_item.num_queries
+    for i in range(work_item.num_queries):
+        for g in range(args.group):
+            row, head = i * args.group + g, kv_head * args.group + g
             at = logits + 4 * row * CHUNK
-            if job.soft_cap > ZERO:
-                cap_logits(job.soft_cap, at, count)
-            if job.slopes != 0:
-                add_alibi(get_float32(job.slopes, head), at, context + i, first, count)
-            if job.bias != 0:
-                bias = job.bias + (piece.token + i) * job.bias_token + head * job.bias_head
-                add_bias(bias + 4 * first, at, job.bias_columns - first, count)
-            if piece.num_queries > 1:
-                hide(job, at, context + i, piece.seq_len, first, count)
-            if job.bias != 0:
+            if args.soft_cap > ZERO:
+                cap_logits(args.soft_cap, at, count)
+            if args.slopes != 0:
+                add_alibi(get_float32(args.slopes, head), at, context + i, first, count)
+            if args.bias != 0:
+                bias = args.bias + (work_item.token + i) * args.bias_token + head * args.bias_head
+                add_bias(bias + 4 * first, at, args.bias_columns - first, count)
+            if work_item.num_queries > 1:
+                hide(args, at, context + i, work_item.seq_len, first, count)
+            if args.bias != 0:
                 note_shown(at, shown)
             soften(at, highest, total, kept, row)

@@ -5,17 +5,17 @@ from numba import types
 from numba.core import cgutils
 
 from .compiling import intrinsic
-from .dtypes import dtypes, narrowed, put_end, put_vector
+from .dtypes import narrowed, pair_of, put_end, put_vector
 from .simd import LANES, VECTOR, along, at, load, picks, spread, word
 
 
 @intrinsic
-def narrow_row(typing, row, scale, out, dim, kinds):
+def narrow_row(typing, row, scale, out, dim, dtypes):
     """`out = row * scale`, rounded to even; a row has whole vectors of float32, `out` may not."""
 
     def code(context, builder, signature, args):
         row, scale, out, dim, _ = args
-        number, factor = dtypes(signature.args[-1])[0], spread(builder, scale)
+        number, factor = pair_of(signature.args[-1])[0], spread(builder, scale)
 
         def rounded(index):
             numbers = load(builder, at(builder, row, builder.mul(index, word(4)), VECTOR), 4)
@@ -29,7 +29,7 @@ def narrow_row(typing, row, scale, out, dim, kinds):
             put_end(builder, out, stop, dim, rounded(stop), number)
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.float32, types.intp, types.intp, kinds), code
+    return types.void(types.intp, types.float32, types.intp, types.intp, dtypes), code
 
 
 @intrinsic

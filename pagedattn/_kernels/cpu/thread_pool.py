@@ -11,7 +11,7 @@ import numpy as np
 from numba import from_dtype, types
 
 from . import schedule, workers
-from .call_args import APART, job_at, record_at, struct
+from .call_args import APART, args_at, record_at, struct
 from .compiled import NUMBER, machine_code, sources
 from .compiling import fast
 from .memory import aligned_alloc, call_at, free, get_int64, malloc, memset, put_int64, system
@@ -29,7 +29,7 @@ POOL = struct(
 # Behind the struct; no system's are larger.
 MUTEX, CONDITION = POOL.itemsize, POOL.itemsize + APART
 POOL_BYTES = CONDITION + APART
-TASK, JOB = 1, 2  # the words of an invitation, after the address of the next one
+TASK, CALL_ARGS = 1, 2  # the words of an invitation, after the address of the next one
 INVITATION_BYTES = 24
 
 pool_at = record_at(from_dtype(POOL))
@@ -70,7 +70,7 @@ def take(pool):
 
 @fast
 def follow(invitation):
-    call_at(get_int64(invitation, TASK), get_int64(invitation, JOB))
+    call_at(get_int64(invitation, TASK), get_int64(invitation, CALL_ARGS))
     free(invitation)
 
 
@@ -114,15 +114,15 @@ def add_threads(address):
 
 
 @fast
-def invite(address, task, job, count):
-    """Has `count` threads run `task(job)` when they can, or this one where none can be started."""
+def invite(address, task, args, count):
+    """Has `count` threads run `task(call)` when they can, or this one where none can be started."""
     pool = pool_at(address)
     lock(address + MUTEX)
     for _ in range(count):
         invitation = malloc(INVITATION_BYTES)
         put_int64(invitation, 0, pool.first)
         put_int64(invitation, TASK, task)
-        put_int64(invitation, JOB, job)
+        put_int64(invitation, CALL_ARGS, args)
         pool.first, pool.invitations = invitation, pool.invitations + 1
     add_threads(address)
     alone, most = pool.threads == 0, 2 * count > pool.idle
@@ -140,7 +140,7 @@ def invite(address, task, job, count):
 def attend(pool, call, task):
     """A whole call: threads of the pool work on it, and this one, which waits for them."""
     address = schedule.begin(call)
-    helpers = job_at(address).threads - 1
+    helpers = args_at(address).threads - 1
     if helpers > 0:
         invite(pool, task, address, helpers)
     call_at(task, address)

@@ -4,7 +4,7 @@ import math
 from typing import Any, NamedTuple
 
 from ..._dispatch.call import Call
-from ...batch.metadata import Sequences, in_order
+from ...batch.metadata import Sequences, nondecreasing_starts
 from . import widths
 from .programs import held, in_eight_bits, is_short
 from .tiling import Tiling, device_of
@@ -13,7 +13,7 @@ from .widths import power_of_two, widths_of
 DTYPES = ("float16", "bfloat16", "float32")
 E4M3 = (8, 9)  # the compute capability from which Triton reads float8_e4m3fn
 # The options that the kernels know.
-HONOURS = frozenset(
+SUPPORTS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
     | {"cache_dtype", "value_dim", "sinks", "return_lse"}
 )
@@ -52,7 +52,7 @@ def starts_in_order(call: Call, batch: Sequences) -> Sequences:
     Where each sequence is given tiles, the kernel itself takes padding with 0 for the end, and
     nothing need run before it.
     """
-    return batch if is_short(call) else in_order(batch)
+    return batch if is_short(call) else nondecreasing_starts(batch)
 
 
 def attention_launch(call: Call, tiles: Tiling, table_stride: int) -> Launch:

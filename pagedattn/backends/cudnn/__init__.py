@@ -19,17 +19,17 @@ from . import packed, rectangles
 from .kernel import missing
 
 DTYPES = ("bfloat16", "float16")
-# Limits of `unfit`, measured (docs/results): beyond them the rectangles cost more than they save.
+# Limits of `slower_because`, measured (docs/results): rectangles cost more beyond them.
 SHORTEST = 2048  # query tokens, under which reading pages in place is as fast as gathering them
 LEAST_WORK = 1 << 25  # query tokens x keys, under which launching is not worth it
 MOST_PADDING = 2  # rows of the rectangle for each token of the batch
-HONOURS = frozenset({"scale", "causal", "sliding_window", "return_lse"})
+SUPPORTS = frozenset({"scale", "causal", "sliding_window", "return_lse"})
 
 
 def refusals(call: Call) -> list[str]:
-    """Why cuDNN cannot honour a call.
+    """Why cuDNN cannot run a call.
 
-    Soft-cap and ALiBi are not in `HONOURS`: XLA has no way to cuDNN's soft-cap, and to its ALiBi
+    Soft-cap and ALiBi are not in `SUPPORTS`: XLA has no way to cuDNN's soft-cap, and to its ALiBi
     only one for a single family of slopes.
     """
     reasons = _missing()
@@ -42,7 +42,7 @@ def refusals(call: Call) -> list[str]:
     return reasons
 
 
-def unfit(call: Call) -> list[str]:
+def slower_because(call: Call) -> list[str]:
     """Why another backend is likely faster, judged by shapes: the rule of `backend=None`.
 
     Where Mosaic does not run, cuDNN's kernels are the fastest that JAX brings along; but the keys
@@ -88,7 +88,7 @@ def run(
     return jax.lax.switch(way, ways, query, cache, batch)
 
 
-BACKEND = Backend("cudnn", HONOURS, with_xla_gradient(run), refusals, unfit)
+BACKEND = Backend("cudnn", SUPPORTS, with_xla_gradient(run), refusals, slower_because)
 
 
 def _missing() -> list[str]:

@@ -16,8 +16,8 @@ def _kernel(call):
 
 BACKEND = Backend(
     "mosaic",
-    launch.HONOURS | {"value_dim"},
+    launch.SUPPORTS | {"value_dim"},
     with_xla_gradient(lambda call, *arrays: _kernel(call).run(call, *arrays)),
     lambda call: _kernel(call).refusals(call),
-    lambda call: _kernel(call).unfit(call),
+    lambda call: _kernel(call).slower_because(call),
 )

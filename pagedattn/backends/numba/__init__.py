@@ -16,12 +16,12 @@ from ..._dispatch.backend import Backend
 from ..._dispatch.call import Call
 from ..._dispatch.emulate import attend, scale_of_values
 from ..._dispatch.registry import Framework
-from ...batch.metadata import Sequences, in_order
+from ...batch.metadata import Sequences, nondecreasing_starts
 from ..gradient import with_xla_gradient
 from .scatter import set_rows
 from .support import (
-    HONOURS,
     LONGEST,
+    SUPPORTS,
     dtype_of,
     dtypes_of,
     long_ones,
@@ -30,14 +30,14 @@ from .support import (
     options,
     partner,
     refusals,
-    unfit,
+    slower_because,
 )
 from .targets import register_attention
 
 
 def plan(call: Call, batch: Sequences) -> Sequences:
     """The kernel itself takes starts that fall for those before them."""
-    return batch if call.longest_query <= LONGEST else in_order(batch)
+    return batch if call.longest_query <= LONGEST else nondecreasing_starts(batch)
 
 
 def run(call: Call, query, cache, batch: Sequences, *, bias=None, threads: int | None = None):
@@ -78,10 +78,10 @@ def _of_long_ones(call, query, cache, batch, bias):
 
 BACKEND = Backend(
     "numba",
-    HONOURS,
+    SUPPORTS,
     with_xla_gradient(run),
     refusals,
-    unfit=unfit,
+    slower_because=slower_because,
     plan=plan,
     set_rows=set_rows,
 )

@@ -2,7 +2,7 @@
 
 from ctypes import sizeof
 
-from ..._kernels.cpu.call_args import job_at
+from ..._kernels.cpu.call_args import args_at
 from ..._kernels.cpu.compiled import TASKS
 from ..._kernels.cpu.compiling import fast
 from ..._kernels.cpu.memory import (
@@ -17,7 +17,7 @@ from ..._kernels.cpu.memory import (
     put_int64,
     symbol,
 )
-from ..._kernels.cpu.schedule import JOB_BYTES, begin
+from ..._kernels.cpu.schedule import CALL_ARGS_BYTES, begin
 from ..._kernels.cpu.workers import end, leave
 from . import frame as ffi
 
@@ -65,75 +65,78 @@ def asks_for_metadata(frame):
 
 
 @fast
-def describe(frame, job):
-    """Fills a job from a frame: arrays and sizes from its buffers, options from its attributes."""
+def describe(frame, args):
+    """Fills a call from a frame: arrays and sizes from its buffers, options from its attributes."""
     query, key = item(frame, ARGUMENTS, 0), item(frame, ARGUMENTS, 1)
     value, tables = item(frame, ARGUMENTS, 2), item(frame, ARGUMENTS, 3)
-    job.query, job.key, job.value = at(query, DATA), at(key, DATA), at(value, DATA)
-    job.tables = at(tables, DATA)
-    job.seq_lens = at(item(frame, ARGUMENTS, 4), DATA)
-    job.starts = at(item(frame, ARGUMENTS, 5), DATA)
-    job.out = at(item(frame, RESULTS, 0), DATA)
-    job.lse = 0
+    args.query, args.key, args.value = at(query, DATA), at(key, DATA), at(value, DATA)
+    args.tables = at(tables, DATA)
+    args.seq_lens = at(item(frame, ARGUMENTS, 4), DATA)
+    args.starts = at(item(frame, ARGUMENTS, 5), DATA)
+    args.out = at(item(frame, RESULTS, 0), DATA)
+    args.lse = 0
     if at(frame, NUM_RESULTS) > 1:
-        job.lse = at(item(frame, RESULTS, 1), DATA)
-    job.num_tokens, num_heads = get_int64(at(query, DIMS), 0), get_int64(at(query, DIMS), 1)
+        args.lse = at(item(frame, RESULTS, 1), DATA)
+    args.num_tokens, num_heads = get_int64(at(query, DIMS), 0), get_int64(at(query, DIMS), 1)
     cache, out = at(key, DIMS), at(item(frame, RESULTS, 0), DIMS)
-    job.num_blocks, job.block_size = get_int64(cache, 0), get_int64(cache, 1)
-    job.num_kv_heads, job.head_dim = get_int64(cache, 2), get_int64(cache, 3)
-    job.value_dim = get_int64(out, 2)
-    job.group = num_heads // job.num_kv_heads
-    job.num_seqs, job.max_blocks = get_int64(at(tables, DIMS), 0), get_int64(at(tables, DIMS), 1)
+    args.num_blocks, args.block_size = get_int64(cache, 0), get_int64(cache, 1)
+    args.num_kv_heads, args.head_dim = get_int64(cache, 2), get_int64(cache, 3)
+    args.value_dim = get_int64(out, 2)
+    args.group = num_heads // args.num_kv_heads
+    args.num_seqs, args.max_blocks = get_int64(at(tables, DIMS), 0), get_int64(at(tables, DIMS), 1)
     numbers, integers = item(frame, ATTRIBUTES, 0), item(frame, ATTRIBUTES, 1)
     floats, count = at(numbers, ARRAY_DATA), at(numbers, ARRAY_SIZE)
-    job.scale, job.soft_cap = get_float32(floats, 0), get_float32(floats, 1)
-    job.unit = get_float32(floats, 2)
-    job.slopes = floats + 12 if count > 3 else 0
+    args.scale, args.soft_cap = get_float32(floats, 0), get_float32(floats, 1)
+    args.unit = get_float32(floats, 2)
+    args.slopes = floats + 12 if count > 3 else 0
     options = at(integers, ARRAY_DATA)
-    job.causal, job.window = get_int64(options, 0), get_int64(options, 1)
-    job.longest, job.threads = get_int64(options, 2), get_int64(options, 3)
-    job.itemsize, job.cache_itemsize = get_int64(options, 4), get_int64(options, 5)
-    set_dense_strides(job, get_int64(at(value, DIMS), 3))
-    set_arrays_beside(job, frame, options + 48)
+    args.causal, args.window = get_int64(options, 0), get_int64(options, 1)
+    args.longest, args.threads = get_int64(options, 2), get_int64(options, 3)
+    args.itemsize, args.cache_itemsize = get_int64(options, 4), get_int64(options, 5)
+    set_dense_strides(args, get_int64(at(value, DIMS), 3))
+    set_arrays_beside(args, frame, options + 48)
 
 
 @fast
-def set_arrays_beside(job, frame, brings):
+def set_arrays_beside(args, frame, brings):
     """The arrays that not all calls bring; they follow the others."""
-    job.bias, job.key_scale, job.value_scale = 0, 0, 0
+    args.bias, args.key_scale, args.value_scale = 0, 0, 0
     index = 6
     if get_int64(brings, 0) != 0:
-        set_bias(job, item(frame, ARGUMENTS, index))
+        set_bias(args, item(frame, ARGUMENTS, index))
         index += 1
     if get_int64(brings, 1) != 0:
         scale = item(frame, ARGUMENTS, index)
-        job.key_scale, job.key_scale_head = at(scale, DATA), 4 * min(1, at(scale, RANK))
+        args.key_scale, args.key_scale_head = at(scale, DATA), 4 * min(1, at(scale, RANK))
         index += 1
     if get_int64(brings, 2) != 0:
         scale = item(frame, ARGUMENTS, index)
-        job.value_scale, job.value_scale_head = at(scale, DATA), 4 * min(1, at(scale, RANK))
+        args.value_scale, args.value_scale_head = at(scale, DATA), 4 * min(1, at(scale, RANK))
 
 
 @fast
-def set_dense_strides(job, value_columns):
+def set_dense_strides(args, value_columns):
     """XLA's arrays are dense."""
-    job.query_head = job.head_dim * job.itemsize
-    job.query_token = job.query_head * job.num_kv_heads * job.group
-    job.key_head = job.head_dim * job.cache_itemsize
-    job.value_head = value_columns * job.cache_itemsize
-    job.key_slot = job.key_head * job.num_kv_heads
-    job.value_slot = job.value_head * job.num_kv_heads
-    job.key_block, job.value_block = job.key_slot * job.block_size, job.value_slot * job.block_size
-    job.table_row = 4 * job.max_blocks
+    args.query_head = args.head_dim * args.itemsize
+    args.query_token = args.query_head * args.num_kv_heads * args.group
+    args.key_head = args.head_dim * args.cache_itemsize
+    args.value_head = value_columns * args.cache_itemsize
+    args.key_slot = args.key_head * args.num_kv_heads
+    args.value_slot = args.value_head * args.num_kv_heads
+    args.key_block, args.value_block = (
+        args.key_slot * args.block_size,
+        args.value_slot * args.block_size,
+    )
+    args.table_row = 4 * args.max_blocks
 
 
 @fast
-def set_bias(job, bias):
+def set_bias(args, bias):
     """A bias of one head is that of all."""
     heads, columns = get_int64(at(bias, DIMS), 1), get_int64(at(bias, DIMS), 2)
-    job.bias, job.bias_columns = at(bias, DATA), columns
-    job.bias_token = 4 * heads * columns
-    job.bias_head = 4 * columns if heads > 1 else 0
+    args.bias, args.bias_columns = at(bias, DATA), columns
+    args.bias_token = 4 * heads * columns
+    args.bias_head = 4 * columns if heads > 1 else 0
 
 
 @fast
@@ -144,20 +147,20 @@ def attention(frame, code):
     """
     if asks_for_metadata(frame):
         return 0
-    call = malloc(JOB_BYTES)
-    describe(frame, job_at(call))
-    job, task = begin(call), get_int64(tasks(), code)
+    call = malloc(CALL_ARGS_BYTES)
+    describe(frame, args_at(call))
+    args, task = begin(call), get_int64(tasks(), code)
     free(call)
-    invite(frame, job, task)
-    call_at(task, job)
-    end(job)
+    invite(frame, args, task)
+    call_at(task, args)
+    end(args)
     return 0
 
 
 @fast
-def invite(frame, job, task):
-    """Hands the job to XLA's thread pool. Whoever comes late finds no work, and harms nothing."""
-    helpers = job_at(job).threads - 1
+def invite(frame, args, task):
+    """Hands the call to XLA's thread pool. Whoever comes late finds no work, and harms nothing."""
+    helpers = args_at(args).threads - 1
     if helpers == 0:
         return
     api, request = at(frame, API), malloc(SCHEDULE_BYTES)  # a `ffi.Schedule`
@@ -165,12 +168,12 @@ def invite(frame, job, task):
     put_int64(request, 1, 0)
     put_int64(request, 2, at(frame, CONTEXT))
     put_int64(request, 3, task)
-    put_int64(request, 4, job)
+    put_int64(request, 4, args)
     for _ in range(helpers):
         error = call_at(at(api, SCHEDULE), request)
-        if error != 0:  # this helper will not come: it leaves the job here
+        if error != 0:  # this helper will not come: it leaves the call here
             destroy(api, error)
-            leave(job)
+            leave(args)
     free(request)
 
 

@@ -14,7 +14,7 @@ from ..._kernels.cpu.call_args import NO_WINDOW
 from ..._kernels.cpu.dtypes import UNITS
 from ...batch.metadata import Sequences
 
-HONOURS = frozenset(
+SUPPORTS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
     | {"cache_dtype", "value_dim", "bias", "return_lse", SCALES}
 )
@@ -75,7 +75,7 @@ def num_threads() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-def unfit(call: Call) -> list[str]:
+def slower_because(call: Call) -> list[str]:
     """Why another backend is likely faster: with many queries a sequence, by matrix products."""
     if call.longest_query <= LONGEST or call.num_tokens < call.num_seqs * call.longest_query:
         return []

@@ -14,7 +14,7 @@ from ..._dispatch.backend import Backend
 from ..._dispatch.call import Call
 from ..._kernels.triton.attention import attention_kernel
 from ..._kernels.triton.launch import (
-    HONOURS,
+    SUPPORTS,
     Launch,
     attention_launch,
     merge_launch,
@@ -50,7 +50,7 @@ def run(call: Call, query, cache, batch, *, sinks=None):
 
 BACKEND = Backend(
     "triton",
-    HONOURS,
+    SUPPORTS,
     with_xla_gradient(run),
     lambda call: refusals(call, _capability()),
     plan=starts_in_order,

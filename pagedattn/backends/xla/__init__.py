@@ -51,11 +51,11 @@ def run(
     return out, jnp.where(live[:, None], lse[rows], -jnp.inf)
 
 
-HONOURS = frozenset(
+SUPPORTS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
     | {"cache_dtype", "value_dim", "bias", "return_lse"}
 )
-BACKEND = Backend("xla", HONOURS, run)
+BACKEND = Backend("xla", SUPPORTS, run)
 
 
 def _by_size(attend, tiles: Tiles):

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from pagedattn import KVCache
-from pagedattn._arrays.int32 import rising
+from pagedattn._arrays.int32 import nondecreasing
 from pagedattn._arrays.namespace import arange, namespace
 from pagedattn._dispatch.backend import Backend
 from pagedattn._dispatch.call import Call
@@ -30,7 +30,9 @@ from pagedattn.batch.metadata import Sequences
 from ..gather import first_keys
 from .forward import forward, why_unusable
 
-HONOURS = frozenset({"scale", "causal", "sliding_window", "logits_soft_cap", "sinks", "return_lse"})
+SUPPORTS = frozenset(
+    {"scale", "causal", "sliding_window", "logits_soft_cap", "sinks", "return_lse"}
+)
 HALVES = ("bfloat16", "float16")
 HEAD_DIMS = {9: (64, 128, 192, 256), 10: (64, 128), 11: (64, 128)}  # by the GPU's generation
 ALIGNED = 8  # elements in 16 bytes
@@ -74,7 +76,7 @@ def _bad_strides(call: Call) -> list[str]:
     return reasons
 
 
-def unfit(call: Call) -> list[str]:
+def slower_because(call: Call) -> list[str]:
     return ["it is not measured to be ahead of the backends behind it"]
 
 
@@ -98,7 +100,7 @@ def page_size(call: Call) -> int:
 def plan(call: Call, batch: Sequences) -> Plan:
     """Of arrays of any framework."""
     # Inside jit nobody has checked the batch: nothing in it may lead out of the arrays.
-    starts = rising(_clipped(batch.query_start_loc, call.num_tokens))
+    starts = nondecreasing(_clipped(batch.query_start_loc, call.num_tokens))
     lens = _clipped(batch.seq_lens, call.capacity)
     if call.window is None:
         tables = _pages(call, batch)
@@ -173,10 +175,10 @@ def run(
 
 BACKEND = Backend(
     "flash",
-    HONOURS,
+    SUPPORTS,
     run,
     refusals,
-    unfit=unfit,
+    slower_because=slower_because,
     plan=plan,
     missing=lambda: why_unusable(),
     takes_out=True,

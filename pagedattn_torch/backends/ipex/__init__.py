@@ -15,13 +15,13 @@ from pagedattn.masks import sees_a_key
 from . import cpu, xpu
 from .operators import why_unusable
 
-HONOURS = frozenset({"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"})
+SUPPORTS = frozenset({"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"})
 DTYPES = {"cpu": ("float32", "bfloat16", "float16"), "xpu": ("bfloat16", "float16")}
 DEVICES = {"cpu": cpu, "xpu": xpu}
 
 
 def refusals(call: Call) -> list[str]:
-    """Why the extension cannot honour a call."""
+    """Why the extension cannot run a call."""
     reasons = DEVICES[call.device].refusals(call)
     if call.dtype not in DTYPES[call.device]:
         takes = ", ".join(DTYPES[call.device])
@@ -29,10 +29,10 @@ def refusals(call: Call) -> list[str]:
     return reasons
 
 
-def unfit(call: Call) -> list[str]:
+def slower_because(call: Call) -> list[str]:
     """Why `backend=None` takes another one: always, so that only who names it depends on it."""
     reasons = ["Intel has archived the extension in favour of PyTorch, which sdpa runs on"]
-    return [*reasons, *DEVICES[call.device].unfit(call)]
+    return [*reasons, *DEVICES[call.device].slower_because(call)]
 
 
 def lacks_alibi(call: Call) -> bool:
@@ -51,7 +51,7 @@ def run(
 
 
 BACKEND = Backend(
-    "ipex", HONOURS, run, refusals, unfit, missing=lambda: why_unusable(), takes_out=True
+    "ipex", SUPPORTS, run, refusals, slower_because, missing=lambda: why_unusable(), takes_out=True
 )
 
 

@@ -41,7 +41,7 @@ def refusals(call) -> list[str]:
     return reasons
 
 
-def unfit(call) -> list[str]:
+def slower_because(call) -> list[str]:
     return []
 
 

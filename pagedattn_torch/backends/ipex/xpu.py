@@ -48,7 +48,7 @@ def refusals(call: Call) -> list[str]:
     return reasons
 
 
-def unfit(call: Call) -> list[str]:
+def slower_because(call: Call) -> list[str]:
     reasons = ["on an XPU it has never been run: it is written from the extension's source"]
     if call.block_size > 1 and not (_decodes(call) or _in_pages(call)):
         reasons.append(

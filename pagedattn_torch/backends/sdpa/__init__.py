@@ -27,7 +27,7 @@ from ..gather import by_group, fold, fold_bias
 from . import kernels
 from .parts import Hidden, Part, Rectangle, Tile, Turn, rectangles
 
-HONOURS = frozenset(
+SUPPORTS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
     | {"cache_dtype", "value_dim", "fake_tensors", "bias", "return_lse"}
 )
@@ -89,7 +89,7 @@ def run(
     return result[: call.num_tokens], None if lse is None else lse[: call.num_tokens]
 
 
-BACKEND = Backend("sdpa", HONOURS, run, plan=plan, takes_out=True)
+BACKEND = Backend("sdpa", SUPPORTS, run, plan=plan, takes_out=True)
 
 
 def _dtype(call) -> torch.dtype:

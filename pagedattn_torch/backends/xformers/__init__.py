@@ -28,7 +28,7 @@ from .fmha import fmha, why_unusable
 from .masks import packed_mask, paged_mask
 from .rectangle import Rectangle, room_for, tokens_of
 
-HONOURS = frozenset(
+SUPPORTS = frozenset(
     {"scale", "causal", "sliding_window", "alibi_slopes", "cache_dtype", "bias", "return_lse"}
 )
 HALVES = ("bfloat16", "float16")
@@ -80,7 +80,7 @@ def route(call: Call) -> str:
     return "packed"
 
 
-BACKEND = Backend("xformers", HONOURS, run, refusals, missing=lambda: why_unusable())
+BACKEND = Backend("xformers", SUPPORTS, run, refusals, missing=lambda: why_unusable())
 
 
 def _paged(call, query, cache, batch):

@@ -14,7 +14,7 @@ from pagedattn.batch.packed import packed_batch
 
 from ...arrays import int32, tensor
 from ..attention_type import AttentionType
-from .lengths import in_order
+from .lengths import nondecreasing_starts
 
 
 def paged(meta, block_size: int, attn_type: AttentionType) -> BatchMetadata:
@@ -100,7 +100,7 @@ def _packed_sides(meta, attn_type):
 
 def decoder_fields(batch: BatchMetadata, num_prefills, num_prefill_tokens) -> dict:
     """The fields of metadata that follow from a batch of the decoder's tokens."""
-    starts = in_order(int32(tensor("query_start_loc", batch.query_start_loc)))
+    starts = nondecreasing_starts(int32(tensor("query_start_loc", batch.query_start_loc)))
     if num_prefills is None:
         several = (starts.diff() > 1).nonzero()
         num_prefills = int(several[-1]) + 1 if len(several) else 0

@@ -8,7 +8,7 @@ from pagedattn._arrays.inspect import known, shown
 from ...arrays import tensor
 from .bias_fields import check_lists
 from .engine_forms import cut_contexts
-from .lengths import agreed, both_forms, bound, in_order, span_lengths, start_locs
+from .lengths import agreed, both_forms, bound, nondecreasing_starts, span_lengths, start_locs
 
 COUNTS = ("num_prefills", "num_prefill_tokens", "num_decode_tokens")
 BOUNDS = (
@@ -81,7 +81,7 @@ def encoder_side(meta) -> dict:
     new = meta.encoder_query_start_loc
     if new is None:
         new = starts if count is None else starts.clamp(max=count)
-    new = in_order(new)
+    new = nondecreasing_starts(new)
     _check_encoder_tokens(listed, span_lengths(new))
     return {
         "encoder_seq_lens": listed,
@@ -124,7 +124,7 @@ def _padded_starts(meta, num_seqs):
 
     Zeros behind the last sequence are padding, too.
     """
-    starts = in_order(meta.query_start_loc)
+    starts = nondecreasing_starts(meta.query_start_loc)
     missing = num_seqs + 1 - len(starts)
     if not meta.use_cuda_graph or missing <= 0 or not len(starts):
         return starts

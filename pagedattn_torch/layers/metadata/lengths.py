@@ -14,7 +14,7 @@ from pagedattn._arrays.checks import int_array, require
 from pagedattn._arrays.inspect import known
 from pagedattn.batch import validate as validate_batch
 
-from ...arrays import rising
+from ...arrays import nondecreasing
 
 
 def start_locs(lengths: Tensor) -> Tensor:
@@ -26,17 +26,17 @@ def start_locs(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
-def in_order(starts: Tensor) -> Tensor:
+def nondecreasing_starts(starts: Tensor) -> Tensor:
     """Starts of which zeros behind the last sequence become its end.
 
     The same tensor where there are none, and where values are not read: graphs hold on to it.
 
-    >>> in_order(torch.tensor([0, 3, 4, 0]))
+    >>> nondecreasing_starts(torch.tensor([0, 3, 4, 0]))
     tensor([0, 3, 4, 4])
     """
     values = known(starts)
     falls = values is not None and values.ndim == 1 and (values[1:] < values[:-1]).any()
-    return rising(starts) if falls else starts
+    return nondecreasing(starts) if falls else starts
 
 
 def both_forms(name: str, listed: Sequence[int] | None, tensor: Tensor | None, device):

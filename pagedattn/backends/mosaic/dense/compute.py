@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import scores
-from .kernel_config import WARPGROUP, Shape
+from .kernel_config import WARPGROUP, KernelConfig
 from .results import join_or_leave, store
 from .scores import LAYOUT, Softmax
 from .tiles import has_rows
@@ -20,40 +20,40 @@ from .tiles import has_rows
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]  (not private: its documents name it)
 
 
-def compute(shape: Shape, arrays, memory, barriers, work, warpgroup):
+def compute(config: KernelConfig, arrays, memory, barriers, schedule, warpgroup):
     plgpu.set_max_registers(232, action="increase")
 
     @pl.when(warpgroup == 1)
     def let_the_first_begin():
         plgpu.barrier_arrive(barriers.turn.at[0])
 
-    def walk_of(job):
-        return Walk(shape, arrays, memory, barriers, warpgroup, job)
+    def walk_of(task):
+        return Walk(config, arrays, memory, barriers, warpgroup, task)
 
     def results(walk, out, state):
-        job, slot = walk.job, walk.query_slot
-        where = shape, arrays, memory, job.tile, job.head, slot, warpgroup
-        if job.piece is None:
+        task, slot = walk.task, walk.query_slot
+        where = config, arrays, memory, task.tile, task.head, slot, warpgroup
+        if task.work_item is None:
             store(*where, out, state)
         else:
             join_or_leave(
-                shape, arrays, job, warpgroup, out, state, functools.partial(store, *where)
+                config, arrays, task, warpgroup, out, state, functools.partial(store, *where)
             )
 
     def release(index):
         """The next queries may be loaded to where results were, once those are on their way."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        slot = lax.rem(index, jnp.int32(shape.query_slots))
+        slot = lax.rem(index, jnp.int32(config.query_slots))
         plgpu.barrier_arrive(barriers.query_free.at[slot])
 
-    def begin(job):
-        return walk_of(job).first() if shape.query_slots > 1 else ()
+    def begin(task):
+        return walk_of(task).first() if config.query_slots > 1 else ()
 
-    def tile_into_next(job, following, has_next, started):
+    def tile_into_next(task, following, has_next, started):
         """The products of the next tile's first keys run beside those of this one's last values."""
-        walk = walk_of(job)
+        walk = walk_of(task)
         out, state, weights = walk.middle(*started)
-        pl.when(job.index > 0)(lambda: release(job.index - 1))
+        pl.when(task.index > 0)(lambda: release(task.index - 1))
 
         def with_next():
             return walk.last_beside(walk_of(following), out, weights)
@@ -64,38 +64,43 @@ def compute(shape: Shape, arrays, memory, barriers, work, warpgroup):
         results(walk, out, state)
         return started
 
-    def tile_alone(job, following, has_next, started):
-        walk = walk_of(job)
+    def tile_alone(task, following, has_next, started):
+        walk = walk_of(task)
         out, state, weights = walk.middle(*walk.first())
         results(walk, walk.last(out, weights), state)
-        release(job.index)
+        release(task.index)
         return started
 
-    work(begin, tile_into_next if shape.query_slots > 1 else tile_alone)
+    schedule(begin, tile_into_next if config.query_slots > 1 else tile_alone)
     plgpu.wait_smem_to_gmem(0)
 
 
 class Walk:
     """The steps of one tile in one warpgroup."""
 
-    def __init__(self, shape, arrays, memory, barriers, warpgroup, job):
-        self.shape, self.memory, self.barriers, self.warpgroup = shape, memory, barriers, warpgroup
-        self.job, self.blocks, self.done = job, job.blocks, job.done
-        self.rows = scores.rows_of(shape, job.tile, arrays.slopes, job.head, warpgroup)
-        self.query_slot = lax.rem(job.index, jnp.int32(shape.query_slots))
+    def __init__(self, config, arrays, memory, barriers, warpgroup, task):
+        self.config, self.memory, self.barriers, self.warpgroup = (
+            config,
+            memory,
+            barriers,
+            warpgroup,
+        )
+        self.task, self.blocks, self.done = task, task.blocks, task.done
+        self.rows = scores.rows_of(config, task.tile, arrays.slopes, task.head, warpgroup)
+        self.query_slot = lax.rem(task.index, jnp.int32(config.query_slots))
         self.query = memory.query.at[self.query_slot, warpgroup]
 
     def key_slot(self, step):
-        return lax.rem(self.done + step, jnp.int32(self.shape.key_stages))
+        return lax.rem(self.done + step, jnp.int32(self.config.key_stages))
 
     def value_slot(self, step):
-        return lax.rem(self.done + step, jnp.int32(self.shape.value_stages))
+        return lax.rem(self.done + step, jnp.int32(self.config.value_stages))
 
     def middle(self, weights, state):
         """The results of all steps, but for the values of the last."""
-        size = (WARPGROUP, self.shape.head_dim)
+        size = (WARPGROUP, self.config.head_dim)
         carry = plgpu.layout_cast(jnp.zeros(size, jnp.float32), LAYOUT), state, weights
-        computes = has_rows(self.shape, self.job.tile, self.warpgroup)
+        computes = has_rows(self.config, self.task.tile, self.warpgroup)
         begin = jnp.where(computes, jnp.int32(1), self.blocks.count)
         lax.fori_loop(jnp.int32(1), begin, self.leave_out, None)
         for end, masked in self.stretches():
@@ -117,7 +122,7 @@ class Walk:
         """Up to which step keys are hidden from some rows, then seen by all, then hidden again."""
         last, count, full_begin, full_end = self.blocks
         seen = jnp.clip(last - full_end + 1, 1, count)
-        if self.shape.spec.sliding_window is None:
+        if self.config.spec.sliding_window is None:
             return (seen, True), (count, False)
         hidden = jnp.clip(last - full_begin + 1, seen, count)
         return (seen, True), (hidden, False), (count, True)
@@ -133,9 +138,9 @@ class Walk:
             self.pass_turn()
             return x_ref[...]
 
-        x = pl.run_scoped(products, ACC((WARPGROUP, self.shape.keys)))
+        x = pl.run_scoped(products, ACC((WARPGROUP, self.config.keys)))
         plgpu.barrier_arrive(self.barriers.key_free.at[self.key_slot(step)])
-        weights, state, _ = scores.weigh(self.shape, self.logits(step, x, True), no_weights())
+        weights, state, _ = scores.weigh(self.config, self.logits(step, x, True), no_weights())
         return weights.astype(self.memory.query.dtype), state
 
     def step(self, step, carry, masked):
@@ -163,11 +168,11 @@ class Walk:
             self.pass_turn()
             x = plgpu.wgmma_accumulator_load(x_ref, wait_n=1)
             plgpu.barrier_arrive(self.barriers.key_free.at[walk.key_slot(step)])
-            new = scores.weigh(self.shape, walk.logits(step, x, masked), state)
+            new = scores.weigh(self.config, walk.logits(step, x, masked), state)
             return out_ref[...], lax.optimization_barrier(new)
 
-        size = (WARPGROUP, self.shape.head_dim)
-        accumulators = ACC((WARPGROUP, self.shape.keys)), ACC(size)
+        size = (WARPGROUP, self.config.head_dim)
+        accumulators = ACC((WARPGROUP, self.config.keys)), ACC(size)
         result = pl.run_scoped(products, *accumulators)
         plgpu.barrier_arrive(self.barriers.value_free.at[self.value_slot(before)])
         return result
@@ -184,8 +189,8 @@ class Walk:
 
     def logits(self, step, x, masked):
         block = self.blocks.last - step
-        x = scores.logits(self.shape, self.rows, block, x)
-        return scores.only_visible(self.shape, self.rows, block, x) if masked else x
+        x = scores.logits(self.config, self.rows, block, x)
+        return scores.only_visible(self.config, self.rows, block, x) if masked else x
 
     def await_keys_and_turn(self, step):
         plgpu.barrier_wait(self.barriers.key_full.at[self.key_slot(step)])

@@ -12,9 +12,9 @@ from jax import lax
 from ...._arrays.shard_map import traced_apart
 from ..in_place import unfused
 from .compute import compute
-from .kernel_config import UNIT, WARPGROUP, Shape
+from .kernel_config import UNIT, WARPGROUP, KernelConfig
 from .loads import WARPS, load
-from .split_kv import Work, cut_tiles
+from .split_kv import Schedule, cut_tiles
 from .tile_tasks import visit_all, whole_tiles
 from .tiles import Table
 
@@ -26,11 +26,11 @@ class Arrays(NamedTuple):
     key: Any
     value: Any
     tables: Any
-    work: Any  # the tiles: a Work or a Table
+    schedule: Any  # the tiles: a Schedule or a Table
     slopes: Any
     out: Any
     lse: Any
-    part_out: Any = None  # of the first piece of each part: sums of weighted values,
+    part_out: Any = None  # of the first item of each part: sums of weighted values,
     part_state: Any = None  # the largest logits and the sums of weights
     finished: Any = None  # semaphores: whether the two are there
 
@@ -38,7 +38,7 @@ class Arrays(NamedTuple):
 class Memory(NamedTuple):
     """In a multiprocessor's memory."""
 
-    query: Any  # a warpgroup's rows as a matrix, and as units of pieces as wide as the swizzle
+    query: Any  # a warpgroup's rows as a matrix, and as units of columns as wide as the swizzle
     units: Any
     key: Any
     value: Any
@@ -64,21 +64,30 @@ class Barriers(NamedTuple):
     turn: Any
 
 
-def attention(shape: Shape, programs: int, query, key, value, tables, work: Work | Table, slopes):
+def attention(
+    config: KernelConfig,
+    programs: int,
+    query,
+    key,
+    value,
+    tables,
+    schedule: Schedule | Table,
+    slopes,
+):
     """out `[num_tokens, num_heads, head_dim]` and lse `f32[max_tiles, num_kv_heads, 2, 64]`."""
 
     def body(query, key, value, tables, *refs):
-        work_refs, (slopes, *results) = refs[: len(work)], refs[len(work) :]
-        arrays = Arrays(query, key, value, tables, type(work)(*work_refs), slopes, *results)
-        arrays = arrays._replace(finished=semaphores(shape))
-        scratch = memory_of(shape, query.dtype), barriers_of(shape)
-        run = functools.partial(program, shape, programs, arrays)
+        work_refs, (slopes, *results) = refs[: len(schedule)], refs[len(schedule) :]
+        arrays = Arrays(query, key, value, tables, type(schedule)(*work_refs), slopes, *results)
+        arrays = arrays._replace(finished=semaphores(config))
+        scratch = memory_of(config, query.dtype), barriers_of(config)
+        run = functools.partial(program, config, programs, arrays)
         pl.run_scoped(run, *scratch, collective_axes="wg")
 
     kernel = plgpu.kernel(
         body,
-        out_type=results_of(shape, query),
-        grid=(shape.parts * shape.num_kv_heads or programs,),
+        out_type=results_of(config, query),
+        grid=(config.parts * config.num_kv_heads or programs,),
         grid_names=("program",),
         num_threads=3,
         thread_name="wg",
@@ -86,87 +95,87 @@ def attention(shape: Shape, programs: int, query, key, value, tables, work: Work
             approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
         ),
     )
-    if shape.parts:
+    if config.parts:
         kernel = unfused(kernel)  # for its semaphores
-    out, lse, *_ = traced_apart(kernel, query, key, value, tables, *work, slopes)
+    out, lse, *_ = traced_apart(kernel, query, key, value, tables, *schedule, slopes)
     return out, lse
 
 
-def results_of(shape: Shape, query):
+def results_of(config: KernelConfig, query):
     """out and lse, and with cut keys room for the partial results that parts leave to others.
 
     Room for both warpgroups: the second has rows of a tile too small for it, if lengths in jit say
     that a sequence has more queries than `max_query_len`.
     """
-    lse = (shape.max_tiles if shape.with_lse else 1, shape.num_kv_heads, 2, WARPGROUP)
+    lse = (config.max_tiles if config.with_lse else 1, config.num_kv_heads, 2, WARPGROUP)
     results = [
         jax.ShapeDtypeStruct(query.shape, query.dtype),
         jax.ShapeDtypeStruct(lse, jnp.float32),
     ]
-    if shape.parts:
-        rows = shape.parts, shape.num_kv_heads, 2
-        results.append(jax.ShapeDtypeStruct((*rows, WARPGROUP, shape.head_dim), jnp.float32))
+    if config.parts:
+        rows = config.parts, config.num_kv_heads, 2
+        results.append(jax.ShapeDtypeStruct((*rows, WARPGROUP, config.head_dim), jnp.float32))
         results.append(jax.ShapeDtypeStruct((*rows, 2, WARPGROUP), jnp.float32))
     return tuple(results)
 
 
-def semaphores(shape: Shape):
+def semaphores(config: KernelConfig):
     """One for each partial result, 0 when the kernel starts."""
-    if not shape.parts:
+    if not config.parts:
         return None
-    count = shape.parts, shape.num_kv_heads, 2
+    count = config.parts, config.num_kv_heads, 2
     return pl.get_global(plgpu.SemaphoreType.REGULAR(count))
 
 
-def memory_of(shape: Shape, dtype) -> Scratch:
-    columns = shape.swizzle // 2
-    transforms = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(shape.swizzle)
+def memory_of(config: KernelConfig, dtype) -> Scratch:
+    columns = config.swizzle // 2
+    transforms = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(config.swizzle)
 
     def tiled(*sizes):
-        return plgpu.SMEM((*sizes, shape.head_dim), dtype, transforms=transforms)
+        return plgpu.SMEM((*sizes, config.head_dim), dtype, transforms=transforms)
 
     def by_rows(*sizes):
-        pieces = *sizes[:-1], sizes[-1] // UNIT, shape.head_dim // columns, UNIT, columns
-        return plgpu.SMEM(pieces, dtype, transforms=transforms[1:])
+        work_items = *sizes[:-1], sizes[-1] // UNIT, config.head_dim // columns, UNIT, columns
+        return plgpu.SMEM(work_items, dtype, transforms=transforms[1:])
 
-    queries = shape.query_slots, 2, WARPGROUP
+    queries = config.query_slots, 2, WARPGROUP
     return Scratch(
         plgpu.RefUnion(tiled(*queries), by_rows(*queries)),
-        tiled(shape.key_stages, shape.keys),
+        tiled(config.key_stages, config.keys),
         plgpu.RefUnion(
-            tiled(shape.value_stages, shape.keys), by_rows(shape.value_stages, shape.keys)
+            tiled(config.value_stages, config.keys), by_rows(config.value_stages, config.keys)
         ),
         plgpu.SMEM((2, WARPGROUP), jnp.float32),
     )
 
 
-def barriers_of(shape: Shape) -> Barriers:
+def barriers_of(config: KernelConfig) -> Barriers:
     def barrier(arrivals, slots):
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots)
 
-    full = max(shape.pages, WARPS)  # a warp without pages arrives, too: none falls behind the ring
-    keys = barrier(full, shape.key_stages), barrier(2, shape.key_stages)
-    values = barrier(full, shape.value_stages), barrier(2, shape.value_stages)
-    edge = min(shape.block_size, shape.keys) * shape.head_dim * 2 // shape.swizzle
-    loads = shape.units * shape.head_dim * 2 // shape.swizzle
-    queries = barrier(loads, shape.query_slots), barrier(2, shape.query_slots)
+    full = max(config.pages, WARPS)  # a warp without pages arrives, too: none falls behind the ring
+    keys = barrier(full, config.key_stages), barrier(2, config.key_stages)
+    values = barrier(full, config.value_stages), barrier(2, config.value_stages)
+    edge = min(config.block_size, config.keys) * config.head_dim * 2 // config.swizzle
+    loads = config.units * config.head_dim * 2 // config.swizzle
+    queries = barrier(loads, config.query_slots), barrier(2, config.query_slots)
     return Barriers(*queries, *keys, *values, barrier(edge, 1), barrier(1, 2))
 
 
-def program(shape: Shape, programs: int, arrays: Arrays, memory: Any, barriers):
+def program(config: KernelConfig, programs: int, arrays: Arrays, memory: Any, barriers):
     warpgroup = lax.axis_index("wg")
     memory = Memory._make([*memory.queries, memory.key, *memory.values, memory.lse])
     me = lax.axis_index("program")
-    if shape.parts:
-        jobs = functools.partial(cut_tiles, shape, me, arrays.work)
+    if config.parts:
+        tasks = functools.partial(cut_tiles, config, me, arrays.schedule)
     else:
-        jobs = functools.partial(whole_tiles, shape, programs, me, arrays.work)
-    work = functools.partial(visit_all, jobs)
+        tasks = functools.partial(whole_tiles, config, programs, me, arrays.schedule)
+    schedule = functools.partial(visit_all, tasks)
 
     @pl.when(warpgroup < 2)
     def computing():
-        compute(shape, arrays, memory, barriers, work, warpgroup)
+        compute(config, arrays, memory, barriers, schedule, warpgroup)
 
     @pl.when(warpgroup == 2)
     def loading():
-        load(shape, arrays, memory, barriers, work)
+        load(config, arrays, memory, barriers, schedule)

@@ -13,7 +13,7 @@ UNITS = ROWS // UNIT  # units in a tile of queries, at most
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class KernelConfig:
     """What is static: array sizes, the formula, and how the work is cut."""
 
     num_tokens: int
@@ -74,7 +74,7 @@ class Shape:
         return max(1, whole + sequences * (1 + cdiv((UNIT - 1) * self.group, ROWS)))
 
 
-def piece(shape: Shape, index: int) -> slice:
+def columns(config: KernelConfig, index: int) -> slice:
     """The columns of a head that one load or store of a unit moves: as wide as the swizzle."""
-    width = shape.swizzle // 2
+    width = config.swizzle // 2
     return slice(index * width, (index + 1) * width)

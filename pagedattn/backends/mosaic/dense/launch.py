@@ -10,11 +10,11 @@ from ...._arrays.namespace import cdiv
 from ...._dispatch.call import Call
 from . import split_kv
 from .kernel import attention
-from .kernel_config import UNIT, UNITS, Shape
+from .kernel_config import UNIT, UNITS, KernelConfig
 from .results import by_token
 from .tiles import tiles_of
 
-HONOURS = frozenset(
+SUPPORTS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes", "return_lse"}
 )
 DTYPES = ("bfloat16", "float16")
@@ -35,14 +35,14 @@ def refusals(call: Call) -> list[str]:
     return _unsupported_sizes(call) + _unsupported_cap(call) + unsupported_device()
 
 
-def unfit(call: Call) -> list[str]:
+def slower_because(call: Call) -> list[str]:
     """Why another backend is likely faster: the rule of `backend=None`, measured on an H200."""
     reasons = []
     if call.longest_query < LONG and not _is_large(call) and not _is_uneven(call):
         reasons.append(f"short queries: max_query_len is {call.longest_query}, below {LONG}")
     if call.head_dim != MEASURED_HEAD_DIM:
         reasons.append(f"measured ahead with head_dim {MEASURED_HEAD_DIM}, got {call.head_dim}")
-    options = [option for option in call.asked if option not in ("scale", "return_lse")]
+    options = [option for option in call.set_options if option not in ("scale", "return_lse")]
     return reasons + [f"not measured ahead with {option}" for option in options]
 
 
@@ -99,18 +99,20 @@ def run(call: Call, query, cache, batch):
 @functools.partial(jax.jit, static_argnames=("call", "programs"))
 def attend(call: Call, query, cache, batch, programs):
     """`run` for a GPU of so many multiprocessors, wherever this is traced."""
-    shape = shape_of(call, programs)
-    query = jnp.pad(query, ((0, shape.num_tokens - call.num_tokens), (0, 0), (0, 0)))
+    config = config_of(call, programs)
+    query = jnp.pad(query, ((0, config.num_tokens - call.num_tokens), (0, 0), (0, 0)))
     lengths = batch.query_start_loc, batch.seq_lens
-    work = split_kv.work_of(shape, *lengths) if shape.parts else tiles_of(shape, *lengths)
+    schedule = (
+        split_kv.schedule_of(config, *lengths) if config.parts else tiles_of(config, *lengths)
+    )
     slopes = jnp.asarray(call.spec.alibi_slopes or (0.0,), jnp.float32)
     arrays = query, cache.key, cache.value, batch.block_tables
-    out, lse = attention(shape, programs, *arrays, work, slopes)
+    out, lse = attention(config, programs, *arrays, schedule, slopes)
     tokens = slice(call.num_tokens)
-    return out[tokens], by_token(shape, *lengths, lse)[tokens] if call.return_lse else None
+    return out[tokens], by_token(config, *lengths, lse)[tokens] if call.return_lse else None
 
 
-def shape_of(call: Call, programs: int) -> Shape:
+def config_of(call: Call, programs: int) -> KernelConfig:
     """The call's sizes; its queries are padded to one unit at least, and its window may be off.
 
     Keys are cut where the queries of every sequence fit into one tile.
@@ -118,11 +120,11 @@ def shape_of(call: Call, programs: int) -> Shape:
     sizes = call.num_heads, call.num_kv_heads, call.head_dim, call.num_blocks, call.block_size
     spec = dataclasses.replace(call.spec, sliding_window=call.window)
     num_tokens = max(UNIT, call.num_tokens)
-    shape = Shape(num_tokens, *sizes, call.num_seqs, call.max_blocks, spec, call.return_lse)
+    config = KernelConfig(num_tokens, *sizes, call.num_seqs, call.max_blocks, spec, call.return_lse)
     units = cdiv(call.longest_query, UNIT) * call.group
     if units > UNITS:
-        return shape
-    return dataclasses.replace(shape, units=units, parts=num_parts(call, programs))
+        return config
+    return dataclasses.replace(config, units=units, parts=num_parts(call, programs))
 
 
 def num_parts(call: Call, programs: int) -> int:

@@ -12,51 +12,51 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...._arrays.namespace import cdiv
-from .kernel_config import UNIT, WARPGROUP, Shape, piece
+from .kernel_config import UNIT, WARPGROUP, KernelConfig, columns
 from .tiles import first_key, num_units, token_of
 
 WARPS = 4
 
 
-def load(shape: Shape, arrays, memory, barriers, work):
+def load(config: KernelConfig, arrays, memory, barriers, schedule):
     """Fills the rings for every tile of this program, in the order in which they are consumed."""
     plgpu.set_max_registers(40, action="decrease")
 
     @plgpu.warp_map
     def one_of_four(warp):
-        def load_tile(job, following, has_next, started):
-            _load_queries(shape, arrays, memory, barriers, job, warp)
-            Loads(shape, arrays, memory, barriers, warp, job).all()
+        def load_tile(task, following, has_next, started):
+            _load_queries(config, arrays, memory, barriers, task, warp)
+            Loads(config, arrays, memory, barriers, warp, task).all()
             return started
 
-        work(lambda job: (), load_tile)
+        schedule(lambda task: (), load_tile)
 
 
-def _load_queries(shape, arrays, memory, barriers, job, warp):
-    index, tile, head = job.index, job.tile, job.head
-    slot = lax.rem(index, jnp.int32(shape.query_slots))
+def _load_queries(config, arrays, memory, barriers, task, warp):
+    index, tile, head = task.index, task.tile, task.head
+    slot = lax.rem(index, jnp.int32(config.query_slots))
 
-    @pl.when(index >= shape.query_slots)
+    @pl.when(index >= config.query_slots)
     def wait_for_room():
         plgpu.barrier_wait(barriers.query_free.at[slot])
 
-    last = num_units(shape, tile.query_len) - 1
-    mine = cdiv(shape.units, WARPS)
+    last = num_units(config, tile.query_len) - 1
+    mine = cdiv(config.units, WARPS)
 
     def load_unit(place):
         unit = jnp.minimum(tile.first_unit + place, last)
-        token = tile.begin + token_of(tile.query_len, lax.div(unit, jnp.int32(shape.group)))
-        member = head * shape.group + lax.rem(unit, jnp.int32(shape.group))
+        token = tile.begin + token_of(tile.query_len, lax.div(unit, jnp.int32(config.group)))
+        member = head * config.group + lax.rem(unit, jnp.int32(config.group))
         half, row = lax.div(place, WARPGROUP // UNIT), lax.rem(place, WARPGROUP // UNIT)
         for j in range(memory.units.shape[3]):
-            rows = arrays.query.at[pl.ds(token, UNIT), member, piece(shape, j)]
+            rows = arrays.query.at[pl.ds(token, UNIT), member, columns(config, j)]
             room = memory.units.at[slot, half, row, j]
             plgpu.copy_gmem_to_smem(rows, room, barriers.query_full.at[slot])
 
     for i in range(mine):
         place = warp * mine + i
-        if shape.units % WARPS:
-            pl.when(place < shape.units)(functools.partial(load_unit, place))
+        if config.units % WARPS:
+            pl.when(place < config.units)(functools.partial(load_unit, place))
         else:
             load_unit(place)
 
@@ -64,12 +64,12 @@ def _load_queries(shape, arrays, memory, barriers, job, warp):
 class Loads:
     """The keys and values of one tile, by one warp."""
 
-    def __init__(self, shape, arrays, memory, barriers, warp, job):
-        self.shape, self.arrays, self.memory, self.barriers = shape, arrays, memory, barriers
-        self.warp, self.tile, self.blocks = warp, job.tile, job.blocks
-        self.head, self.done = job.head, job.done
-        self.rows = min(shape.block_size, shape.keys)
-        self.mine = cdiv(shape.pages, WARPS)
+    def __init__(self, config, arrays, memory, barriers, warp, task):
+        self.config, self.arrays, self.memory, self.barriers = config, arrays, memory, barriers
+        self.warp, self.tile, self.blocks = warp, task.tile, task.blocks
+        self.head, self.done = task.head, task.done
+        self.rows = min(config.block_size, config.keys)
+        self.mine = cdiv(config.pages, WARPS)
 
     def all(self):
         """Keys are a step ahead of values, as their use is."""
@@ -92,18 +92,18 @@ class Loads:
 
     def begin(self, step, i):
         """The position of the first key of a page."""
-        return (self.blocks.last - step) * self.shape.keys + self.page(i) * self.rows
+        return (self.blocks.last - step) * self.config.keys + self.page(i) * self.rows
 
     def ids(self, step):
         return [self.block_id(jnp.maximum(self.begin(step, i), 0)) for i in range(self.mine)]
 
     def block_id(self, begin):
         """One past the cache for what no query sees: TMA fills it with zeros."""
-        shape, tile = self.shape, self.tile
-        index = jnp.minimum(lax.div(begin, jnp.int32(shape.block_size)), shape.max_blocks - 1)
-        row = jnp.minimum(tile.sequence, shape.num_seqs - 1)
-        seen = (begin < tile.key_len) & (begin + self.rows > first_key(shape, tile))
-        return jnp.where(seen, self.arrays.tables[row, index], shape.num_blocks)
+        config, tile = self.config, self.tile
+        index = jnp.minimum(lax.div(begin, jnp.int32(config.block_size)), config.max_blocks - 1)
+        row = jnp.minimum(tile.sequence, config.num_seqs - 1)
+        seen = (begin < tile.key_len) & (begin + self.rows > first_key(config, tile))
+        return jnp.where(seen, self.arrays.tables[row, index], config.num_blocks)
 
     def slot(self, free, step, slots):
         """The slot of a step, once what was there is no longer needed."""
@@ -116,65 +116,65 @@ class Loads:
         return slot
 
     def keys(self, step, ids):
-        slot = self.slot(self.barriers.key_free, step, self.shape.key_stages)
+        slot = self.slot(self.barriers.key_free, step, self.config.key_stages)
         room, full = self.memory.key.at[slot], self.barriers.key_full.at[slot]
         self.arrive_without_pages(full)
         for i, block in enumerate(ids):
             load = functools.partial(self.whole_page, self.arrays.key, room, full, step, i, block)
-            pl.when(self.page(i) < self.shape.pages)(load)
+            pl.when(self.page(i) < self.config.pages)(load)
 
     def arrive_without_pages(self, full):
         """A warp without pages arrives too, so that no ring turns twice while it is behind.
 
         It waits by the parity of a phase, so it would take the phase after the next for its own.
         """
-        if self.shape.pages < WARPS:
-            pl.when(self.warp >= self.shape.pages)(lambda: plgpu.barrier_arrive(full))
+        if self.config.pages < WARPS:
+            pl.when(self.warp >= self.config.pages)(lambda: plgpu.barrier_arrive(full))
 
     def source(self, array, step, block):
         """The part of a block that one load brings: all of it, or the keys of a step."""
-        if (parts := self.shape.block_size // self.shape.keys) <= 1:
+        if (parts := self.config.block_size // self.config.keys) <= 1:
             return array.at[block, :, self.head]
         part = lax.rem(jnp.maximum(self.blocks.last - step, 0), jnp.int32(parts))
-        return array.at[block, pl.ds(part * self.shape.keys, self.shape.keys), self.head]
+        return array.at[block, pl.ds(part * self.config.keys, self.config.keys), self.head]
 
     def whole_page(self, array, room, full, step, i, block):
-        page = self.page(i) if self.shape.pages > 1 else 0
+        page = self.page(i) if self.config.pages > 1 else 0
         target = room.at[pl.ds(page * self.rows, self.rows)]
         plgpu.copy_gmem_to_smem(self.source(array, step, block), target, full)
 
     def values(self, step, ids):
-        slot = self.slot(self.barriers.value_free, step, self.shape.value_stages)
+        slot = self.slot(self.barriers.value_free, step, self.config.value_stages)
         room, full = self.memory.value.at[slot], self.barriers.value_full.at[slot]
         self.arrive_without_pages(full)
         edges = self.edges(step)
         for i, block in enumerate(ids):
             load = functools.partial(self.whole_page, self.arrays.value, room, full, step, i, block)
-            pl.when((self.page(i) < self.shape.pages) & is_whole(edges, self.page(i)))(load)
+            pl.when((self.page(i) < self.config.pages) & is_whole(edges, self.page(i)))(load)
         for page, inside in edges:
             rows = functools.partial(self.page_by_rows, slot, full, step, page)
             pl.when(inside)(rows)
 
     def edges(self, step):
         """The pages of a step of which queries see only a part, and whether there are such."""
-        first, end = first_key(self.shape, self.tile), self.tile.key_len
+        first, end = first_key(self.config, self.tile), self.tile.key_len
         edges = [self.edge(step, end)]
-        if self.shape.spec.sliding_window is not None:
+        if self.config.spec.sliding_window is not None:
             page, inside = self.edge(step, first)
             edges.append((page, inside & is_whole(edges, page)))
         return edges
 
     def edge(self, step, position):
         rows = jnp.int32(self.rows)
-        page = lax.div(position, rows) - (self.blocks.last - step) * self.shape.pages
-        inside = (page >= 0) & (page < self.shape.pages) & (lax.rem(position, rows) > 0)
+        page = lax.div(position, rows) - (self.blocks.last - step) * self.config.pages
+        inside = (page >= 0) & (page < self.config.pages) & (lax.rem(position, rows) > 0)
         return page, inside
 
     def page_by_rows(self, slot, full, step, page):
         """Zeros for the values that no query sees: a weight of 0 leaves NaN as it is."""
-        begin = (self.blocks.last - step) * self.shape.keys + page * self.rows
+        begin = (self.blocks.last - step) * self.config.keys + page * self.rows
         block = self.block_id(begin)
-        first = lax.rem(begin, jnp.int32(self.shape.block_size))
+        first = lax.rem(begin, jnp.int32(self.config.block_size))
 
         def load_row(i, _):
             row = i * WARPS + self.warp
@@ -188,11 +188,13 @@ class Loads:
             plgpu.barrier_arrive(full)
 
     def row(self, slot, target, block, source, position):
-        seen = (position >= first_key(self.shape, self.tile)) & (position < self.tile.key_len)
-        block = jnp.where(seen, block, self.shape.num_blocks)
+        seen = (position >= first_key(self.config, self.tile)) & (position < self.tile.key_len)
+        block = jnp.where(seen, block, self.config.num_blocks)
         room = self.memory.value_rows.at[slot, lax.div(target, UNIT)]
         for j in range(room.shape[0]):
-            values = self.arrays.value.at[block, pl.ds(source, 1), self.head, piece(self.shape, j)]
+            values = self.arrays.value.at[
+                block, pl.ds(source, 1), self.head, columns(self.config, j)
+            ]
             target_row = room.at[j, pl.ds(lax.rem(target, UNIT), 1)]
             plgpu.copy_gmem_to_smem(values, target_row, self.barriers.edge)
 

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import scores
-from .kernel_config import ROWS, UNIT, WARPGROUP, Shape, piece
+from .kernel_config import ROWS, UNIT, WARPGROUP, KernelConfig, columns
 from .scores import LAYOUT, Softmax
 from .tiles import Tile, counts_of, has_rows, num_units, sequences, token_of
 
 
-def store(shape: Shape, arrays, memory, tile: Tile, head, slot, warpgroup, out, state):
+def store(config: KernelConfig, arrays, memory, tile: Tile, head, slot, warpgroup, out, state):
     """Results pass through the memory of the tile's queries, which is free by then."""
     some = state.total > 0
     share = jnp.where(some, 1 / jnp.where(some, state.total, 1.0), 0.0)
@@ -27,77 +27,77 @@ def store(shape: Shape, arrays, memory, tile: Tile, head, slot, warpgroup, out, 
 
     @pl.when(whole)
     def units():
-        _store_units(shape, arrays, tile, head, warpgroup, staged)
+        _store_units(config, arrays, tile, head, warpgroup, staged)
 
     @pl.when(jnp.logical_not(whole))
     def rows():
-        _store_rows(shape, arrays, tile, head, warpgroup, staged)
+        _store_rows(config, arrays, tile, head, warpgroup, staged)
 
-    if shape.with_lse:
-        _store_lse(shape, arrays, memory, tile, head, warpgroup, state)
-
-
-def _place(shape, tile, head, unit):
-    token = token_of(tile.query_len, lax.div(unit, jnp.int32(shape.group)))
-    return tile.begin + token, head * shape.group + lax.rem(unit, jnp.int32(shape.group))
+    if config.with_lse:
+        _store_lse(config, arrays, memory, tile, head, warpgroup, state)
 
 
-def _store_units(shape, arrays, tile, head, warpgroup, staged):
-    last = num_units(shape, tile.query_len) - 1
+def _place(config, tile, head, unit):
+    token = token_of(tile.query_len, lax.div(unit, jnp.int32(config.group)))
+    return tile.begin + token, head * config.group + lax.rem(unit, jnp.int32(config.group))
+
+
+def _store_units(config, arrays, tile, head, warpgroup, staged):
+    last = num_units(config, tile.query_len) - 1
     for i in range(WARPGROUP // UNIT):
         unit = tile.first_unit + warpgroup * (WARPGROUP // UNIT) + i
 
         @pl.when(unit <= last)
         def unit_of_rows(i=i, unit=unit):
-            token, member = _place(shape, tile, head, unit)
+            token, member = _place(config, tile, head, unit)
             for j in range(staged.shape[1]):
-                rows = arrays.out.at[pl.ds(token, UNIT), member, piece(shape, j)]
+                rows = arrays.out.at[pl.ds(token, UNIT), member, columns(config, j)]
                 plgpu.copy_smem_to_gmem(staged.at[i, j], rows)
 
 
-def _store_rows(shape, arrays, tile, head, warpgroup, staged):
+def _store_rows(config, arrays, tile, head, warpgroup, staged):
     first = tile.first_unit + warpgroup * (WARPGROUP // UNIT)
-    count = jnp.clip(num_units(shape, tile.query_len) - first, 0, WARPGROUP // UNIT)
+    count = jnp.clip(num_units(config, tile.query_len) - first, 0, WARPGROUP // UNIT)
 
     def row(i, _):
         unit, offset = lax.div(i, tile.query_len), lax.rem(i, tile.query_len)
-        token, member = _place(shape, tile, head, first + unit)
+        token, member = _place(config, tile, head, first + unit)
         for j in range(staged.shape[1]):
-            target = arrays.out.at[pl.ds(token + offset, 1), member, piece(shape, j)]
+            target = arrays.out.at[pl.ds(token + offset, 1), member, columns(config, j)]
             plgpu.copy_smem_to_gmem(staged.at[unit, j, pl.ds(offset, 1)], target)
 
     lax.fori_loop(0, count * tile.query_len, row, None)
 
 
-def _store_lse(shape, arrays, memory, tile, head, warpgroup, state):
+def _store_lse(config, arrays, memory, tile, head, warpgroup, state):
     staged = memory.lse.at[warpgroup]
     staged[...] = (state.top + jnp.log2(state.total)) * math.log(2)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(staged, arrays.lse.at[tile.slot, head, warpgroup])
 
 
-def by_token(shape: Shape, query_start_loc, seq_lens, lse):
+def by_token(config: KernelConfig, query_start_loc, seq_lens, lse):
     """`f32[num_tokens, num_heads]` from `f32[max_tiles, num_kv_heads, 2, 64]`."""
-    begins, query_lens, _ = sequences(shape, query_start_loc, seq_lens)
-    token = jnp.arange(shape.num_tokens, dtype=jnp.int32)
+    begins, query_lens, _ = sequences(config, query_start_loc, seq_lens)
+    token = jnp.arange(config.num_tokens, dtype=jnp.int32)
     seq = jnp.sum(token[:, None] >= (begins + query_lens)[None, :], axis=1, dtype=jnp.int32)
     seq = jnp.minimum(seq, len(begins) - 1)
     index = token - begins[seq]
     block = lax.div(index, jnp.int32(UNIT))
     row = index - token_of(query_lens[seq], block)
-    head = jnp.arange(shape.num_heads, dtype=jnp.int32)
-    unit = block[:, None] * shape.group + head % shape.group
-    slot = first_tile(shape, query_lens, seq)[:, None] + unit // shape.units
-    place = unit % shape.units * UNIT + row[:, None]
-    tiles = lse.reshape(shape.max_tiles, shape.num_kv_heads, ROWS)
-    return tiles.at[slot, head // shape.group, place].get(mode="clip")
+    head = jnp.arange(config.num_heads, dtype=jnp.int32)
+    unit = block[:, None] * config.group + head % config.group
+    slot = first_tile(config, query_lens, seq)[:, None] + unit // config.units
+    place = unit % config.units * UNIT + row[:, None]
+    tiles = lse.reshape(config.max_tiles, config.num_kv_heads, ROWS)
+    return tiles.at[slot, head // config.group, place].get(mode="clip")
 
 
-def first_tile(shape: Shape, query_lens, seq):
+def first_tile(config: KernelConfig, query_lens, seq):
     """The number of the first tile of each of some sequences."""
-    if shape.parts:
+    if config.parts:
         return seq
-    counts = counts_of(shape, query_lens)
+    counts = counts_of(config, query_lens)
     return (jnp.cumsum(counts) - counts)[seq]
 
 
@@ -106,25 +106,25 @@ INDEX = inspect.signature(plgpu.load).parameters.get("idx")
 ALL = ((),) if INDEX and INDEX.default is INDEX.empty else ()
 
 
-def join_or_leave(shape: Shape, arrays, job, warpgroup, out, state: Softmax, store):
-    """Stores the results of a tile that begins with a job, leaves those of another to its tile."""
-    out, state = with_the_rest(shape, arrays, job, warpgroup, out, state)
+def join_or_leave(config: KernelConfig, arrays, task, warpgroup, out, state: Softmax, store):
+    """Stores the results of a tile that begins with a task, leaves those of another to its tile."""
+    out, state = with_the_rest(config, arrays, task, warpgroup, out, state)
 
-    @pl.when(jnp.logical_not(job.piece.is_rest))
+    @pl.when(jnp.logical_not(task.work_item.is_rest))
     def whole():
         store(out, state)
 
-    @pl.when(job.piece.is_rest)
+    @pl.when(task.work_item.is_rest)
     def rest():
-        leave(shape, arrays, job, warpgroup, out, state)
+        leave(config, arrays, task, warpgroup, out, state)
 
 
-def leave(shape: Shape, arrays, job, warpgroup, out, state: Softmax):
-    """Leaves the sums of a piece for the part in which its tile begins."""
+def leave(config: KernelConfig, arrays, task, warpgroup, out, state: Softmax):
+    """Leaves the sums of a work item for the part in which its tile begins."""
 
-    @pl.when(has_rows(shape, job.tile, warpgroup))
+    @pl.when(has_rows(config, task.tile, warpgroup))
     def rows():
-        place = job.piece.part, job.head, warpgroup
+        place = task.work_item.part, task.head, warpgroup
         arrays.part_out.at[place][...] = out
         for i, values in enumerate(state):
             arrays.part_state.at[*place, i][...] = values
@@ -132,21 +132,21 @@ def leave(shape: Shape, arrays, job, warpgroup, out, state: Softmax):
         plgpu.semaphore_signal(arrays.finished.at[place], memory_scope="gpu")
 
 
-def with_the_rest(shape: Shape, arrays, job, warpgroup, out, state: Softmax):
-    """The sums of a piece, and of those behind it if its tile goes on in other parts."""
+def with_the_rest(config: KernelConfig, arrays, task, warpgroup, out, state: Softmax):
+    """The sums of a work item, and of those behind it if its tile goes on in other parts."""
 
     def join(part, carry):
-        place = part, job.head, warpgroup
+        place = part, task.head, warpgroup
         plgpu.semaphore_wait(arrays.finished.at[place], memory_scope="gpu")
         top, total = (load(arrays.part_state.at[*place, i], LAYOUT.reduce(1)) for i in range(2))
         other_out = load(arrays.part_out.at[place], LAYOUT)
         out, state = carry
         return joined(out, state, other_out, Softmax(top, total))
 
-    piece = job.piece
-    waits = piece.goes_on & has_rows(shape, job.tile, warpgroup)
-    end = jnp.where(waits, piece.last, piece.part) + 1
-    return lax.fori_loop(piece.part + 1, end, join, (out, state))
+    work_item = task.work_item
+    waits = work_item.goes_on & has_rows(config, task.tile, warpgroup)
+    end = jnp.where(waits, work_item.last, work_item.part) + 1
+    return lax.fori_loop(work_item.part + 1, end, join, (out, state))
 
 
 def load(ref, layout):

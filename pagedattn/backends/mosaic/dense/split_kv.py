@@ -2,8 +2,8 @@
 
 Each head of keys has as many programs as there are parts, and the programs of a part read the same
 pages at the same time. A part is a stretch of that row, so it has some whole tiles and, at its
-ends, pieces of tiles that it shares with its neighbours. A sequence has one tile, for its queries
-are short; padding has as many as it fills.
+ends, work items: stretches of tiles that it shares with its neighbours. A sequence has one tile,
+for its queries are short; padding has as many as it fills.
 """
 
 from typing import Any, NamedTuple
@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from .kernel_config import Shape
-from .tile_tasks import Job, Jobs, Piece
+from .kernel_config import KernelConfig
+from .tile_tasks import TileTask, TileTasks, WorkItem
 from .tiles import Tile, cdiv, key_blocks, num_units
 
-OVERHEAD = 1  # what a piece costs beside its steps, in steps
-FEWEST = 2  # steps that are worth a piece of their own
+OVERHEAD = 1  # what a work item costs beside its steps, in steps
+FEWEST = 2  # steps that are worth a work item of their own
 
 
-class Work(NamedTuple):
+class Schedule(NamedTuple):
     """As `int32` arrays in the device's memory."""
 
     query_start_loc: Any
@@ -28,100 +28,100 @@ class Work(NamedTuple):
     parts: Any  # [parts, 2]: the first tile of each part, and the one behind its last
 
 
-def work_of(shape: Shape, query_start_loc, seq_lens) -> Work:
-    """The whole work: sums alone, so that XLA needs few kernels for it."""
+def schedule_of(config: KernelConfig, query_start_loc, seq_lens) -> Schedule:
+    """The schedule: sums alone, so that XLA needs few kernels for it."""
     lengths = query_start_loc.astype(jnp.int32), seq_lens.astype(jnp.int32)
-    number = jnp.arange(shape.max_tiles, dtype=jnp.int32)
-    tile = tile_at(shape, *lengths, number)
-    cost = key_blocks(shape, tile).count + OVERHEAD
-    cost = jnp.where(is_one(shape, tile), cost, 0)
-    before = number[None, :] < jnp.arange(shape.max_tiles + 1, dtype=jnp.int32)[:, None]
+    number = jnp.arange(config.max_tiles, dtype=jnp.int32)
+    tile = tile_at(config, *lengths, number)
+    cost = key_blocks(config, tile).count + OVERHEAD
+    cost = jnp.where(is_one(config, tile), cost, 0)
+    before = number[None, :] < jnp.arange(config.max_tiles + 1, dtype=jnp.int32)[:, None]
     starts = jnp.sum(jnp.where(before, cost[None, :], 0), axis=1, dtype=jnp.int32)
-    return Work(*lengths, starts, parts_of(shape, starts))
+    return Schedule(*lengths, starts, parts_of(config, starts))
 
 
-def parts_of(shape: Shape, starts):
+def parts_of(config: KernelConfig, starts):
     """The tiles of each part: from, and up to."""
-    share = share_of(shape, starts[-1])
-    begin = jnp.arange(shape.parts, dtype=jnp.int32)[:, None] * share
+    share = share_of(config, starts[-1])
+    begin = jnp.arange(config.parts, dtype=jnp.int32)[:, None] * share
     end = jnp.minimum(begin + share, starts[-1])
     first = jnp.sum(starts[None, 1:] <= begin, axis=1, dtype=jnp.int32)
     behind = jnp.sum(starts[None, :-1] + OVERHEAD < end, axis=1, dtype=jnp.int32)
     return jnp.stack([first, behind], axis=1)
 
 
-def tile_at(shape: Shape, query_start_loc, seq_lens, number) -> Tile:
+def tile_at(config: KernelConfig, query_start_loc, seq_lens, number) -> Tile:
     """A tile by its number, which is that of its sequence; behind those, a tile of padding."""
-    of_sequence = lengths_at(shape, query_start_loc, seq_lens, number)
-    return tile_of(shape, number, *of_sequence)
+    of_sequence = lengths_at(config, query_start_loc, seq_lens, number)
+    return tile_of(config, number, *of_sequence)
 
 
-def tile_of(shape: Shape, number, begin, query_len, key_len) -> Tile:
-    sequence = jnp.minimum(number, shape.num_seqs)
-    first_unit = (number - sequence) * shape.units
+def tile_of(config: KernelConfig, number, begin, query_len, key_len) -> Tile:
+    sequence = jnp.minimum(number, config.num_seqs)
+    first_unit = (number - sequence) * config.units
     return Tile(sequence, begin, query_len, key_len, first_unit, number)
 
 
-def lengths_at(shape: Shape, query_start_loc, seq_lens, number):
+def lengths_at(config: KernelConfig, query_start_loc, seq_lens, number):
     """begin, query_len and key_len of the sequence of a tile, inside their arrays."""
-    sequence = jnp.minimum(number, shape.num_seqs)
+    sequence = jnp.minimum(number, config.num_seqs)
 
     def start(i):
-        known = jnp.clip(query_start_loc[jnp.minimum(i, shape.num_seqs)], 0, shape.num_tokens)
-        return jnp.where(i > shape.num_seqs, shape.num_tokens, known)
+        known = jnp.clip(query_start_loc[jnp.minimum(i, config.num_seqs)], 0, config.num_tokens)
+        return jnp.where(i > config.num_seqs, config.num_tokens, known)
 
     begin = start(sequence)
     query_len = jnp.maximum(start(sequence + 1) - begin, 0)
-    keys = seq_lens[jnp.minimum(sequence, shape.num_seqs - 1)]
-    keys = jnp.clip(keys, 0, shape.max_blocks * shape.block_size)
-    keys = jnp.where((sequence < shape.num_seqs) & (query_len > 0), keys, 0)
+    keys = seq_lens[jnp.minimum(sequence, config.num_seqs - 1)]
+    keys = jnp.clip(keys, 0, config.max_blocks * config.block_size)
+    keys = jnp.where((sequence < config.num_seqs) & (query_len > 0), keys, 0)
     return begin, query_len, keys
 
 
-def is_one(shape: Shape, tile: Tile):
+def is_one(config: KernelConfig, tile: Tile):
     """Whether there is such a tile: every sequence has one, padding as many as it fills."""
-    return (tile.sequence < shape.num_seqs) | (tile.first_unit < num_units(shape, tile.query_len))
+    return (tile.sequence < config.num_seqs) | (tile.first_unit < num_units(config, tile.query_len))
 
 
-def cut_tiles(shape: Shape, me, work: Work) -> Jobs:
-    """The jobs of a program.
+def cut_tiles(config: KernelConfig, me, schedule: Schedule) -> TileTasks:
+    """The tasks of a program.
 
     The last part is that of the first programs: a part waits for those behind it, so that programs
     wait for none that start after them. (GPUs start blocks in the order of their numbers, although
     CUDA does not promise it.)
     """
-    part = shape.parts - 1 - lax.div(me, jnp.int32(shape.num_kv_heads))
-    head = lax.rem(me, jnp.int32(shape.num_kv_heads))
-    share = share_of(shape, work.starts[shape.max_tiles])
-    first, behind = work.parts[part, 0], work.parts[part, 1]
+    part = config.parts - 1 - lax.div(me, jnp.int32(config.num_kv_heads))
+    head = lax.rem(me, jnp.int32(config.num_kv_heads))
+    share = share_of(config, schedule.starts[config.max_tiles])
+    first, behind = schedule.parts[part, 0], schedule.parts[part, 1]
 
     def look_up(index):
-        number = jnp.minimum(first + index, shape.max_tiles - 1)
-        of_sequence = lengths_at(shape, *work[:2], number)
-        return of_sequence, work.starts[number]
+        number = jnp.minimum(first + index, config.max_tiles - 1)
+        of_sequence = lengths_at(config, *schedule[:2], number)
+        return of_sequence, schedule.starts[number]
 
-    def job_of(index, found, done):
+    def task_of(index, found, done):
         of_sequence, start = found
-        number = jnp.minimum(first + index, shape.max_tiles - 1)
-        tile = tile_of(shape, number, *of_sequence)
-        blocks, piece = piece_of(shape, part, share, tile, start)
-        return Job(index, tile, blocks, head, done, piece)
+        number = jnp.minimum(first + index, config.max_tiles - 1)
+        tile = tile_of(config, number, *of_sequence)
+        blocks, work_item = item_of(config, part, share, tile, start)
+        return TileTask(index, tile, blocks, head, done, work_item)
 
-    return Jobs(jnp.maximum(behind - first, 0), look_up, job_of)
+    return TileTasks(jnp.maximum(behind - first, 0), look_up, task_of)
 
 
-def share_of(shape: Shape, total):
+def share_of(config: KernelConfig, total):
     """The cost of a part."""
-    return jnp.maximum(cdiv(total, shape.parts), OVERHEAD + FEWEST)
+    return jnp.maximum(cdiv(total, config.parts), OVERHEAD + FEWEST)
 
 
-def piece_of(shape: Shape, part, share, tile: Tile, start):
+def item_of(config: KernelConfig, part, share, tile: Tile, start):
     """The steps of a tile that lie in a part, and who has the others."""
-    blocks = key_blocks(shape, tile)
+    blocks = key_blocks(config, tile)
     first_step = start + OVERHEAD
     begin = jnp.clip(part * share - first_step, 0, blocks.count)
     end = jnp.clip((part + 1) * share - first_step, 0, blocks.count)
     last = lax.div(first_step + blocks.count - 1, share)
-    piece = Piece(part, (begin == 0) & (end < blocks.count), last, begin > 0)
+    work_item = WorkItem(part, (begin == 0) & (end < blocks.count), last, begin > 0)
     first_block = blocks.last - blocks.count + 1
-    return blocks._replace(last=first_block + end - 1, count=end - begin), piece
+    return blocks._replace(last=first_block + end - 1, count=end - begin), work_item

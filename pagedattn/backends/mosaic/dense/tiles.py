@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from .kernel_config import UNIT, WARPGROUP, Shape
+from .kernel_config import UNIT, WARPGROUP, KernelConfig
 
 
 class Tile(NamedTuple):
@@ -40,33 +40,33 @@ def cdiv(a, b: int):
     return lax.div(a + (b - 1), jnp.int32(b))
 
 
-def tiles_of(shape: Shape, query_start_loc, seq_lens) -> Table:
+def tiles_of(config: KernelConfig, query_start_loc, seq_lens) -> Table:
     """The tiles of all sequences and of the padding."""
-    begins, query_lens, key_lens = sequences(shape, query_start_loc, seq_lens)
-    counts = counts_of(shape, query_lens)
+    begins, query_lens, key_lens = sequences(config, query_start_loc, seq_lens)
+    counts = counts_of(config, query_lens)
     ends = jnp.cumsum(counts)
-    slots = jnp.arange(shape.max_tiles, dtype=jnp.int32)
+    slots = jnp.arange(config.max_tiles, dtype=jnp.int32)
     owner = jnp.sum(slots[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
     seq = jnp.minimum(owner, len(counts) - 1)
-    first_unit = (slots - (ends - counts)[seq]) * shape.units
+    first_unit = (slots - (ends - counts)[seq]) * config.units
     tiles = Tile(seq, begins[seq], query_lens[seq], key_lens[seq], first_unit, slots)
-    steps = jnp.where(slots < ends[-1], key_blocks(shape, tiles).count, -1)
+    steps = jnp.where(slots < ends[-1], key_blocks(config, tiles).count, -1)
     order = jnp.argsort(-steps)
     table = jnp.stack(tiles, axis=1).astype(jnp.int32)[order]
-    return Table(table, jnp.minimum(ends[-1:], shape.max_tiles).astype(jnp.int32))
+    return Table(table, jnp.minimum(ends[-1:], config.max_tiles).astype(jnp.int32))
 
 
-def counts_of(shape: Shape, query_lens):
+def counts_of(config: KernelConfig, query_lens):
     """Tiles of each sequence, for each head of keys."""
-    return cdiv(num_units(shape, query_lens), shape.units)
+    return cdiv(num_units(config, query_lens), config.units)
 
 
-def sequences(shape: Shape, query_start_loc, seq_lens):
+def sequences(config: KernelConfig, query_start_loc, seq_lens):
     """begin, query_len and key_len of each sequence and of the padding, inside their arrays."""
-    starts = jnp.clip(query_start_loc, 0, shape.num_tokens).astype(jnp.int32)
-    starts = jnp.append(starts, shape.num_tokens).astype(jnp.int32)
+    starts = jnp.clip(query_start_loc, 0, config.num_tokens).astype(jnp.int32)
+    starts = jnp.append(starts, config.num_tokens).astype(jnp.int32)
     query_lens = jnp.maximum(starts[1:] - starts[:-1], 0)
-    key_lens = jnp.clip(seq_lens, 0, shape.max_blocks * shape.block_size).astype(jnp.int32)
+    key_lens = jnp.clip(seq_lens, 0, config.max_blocks * config.block_size).astype(jnp.int32)
     return starts[:-1], query_lens, jnp.append(key_lens, 0).astype(jnp.int32)
 
 
@@ -87,35 +87,35 @@ def token_of(query_len, block):
     return jnp.minimum(block * UNIT, jnp.maximum(query_len - UNIT, 0))
 
 
-def num_units(shape: Shape, query_len):
-    return cdiv(query_len, UNIT) * shape.group
+def num_units(config: KernelConfig, query_len):
+    return cdiv(query_len, UNIT) * config.group
 
 
-def has_rows(shape: Shape, tile: Tile, warpgroup):
+def has_rows(config: KernelConfig, tile: Tile, warpgroup):
     """Whether any row of a warpgroup is of its own: the second has none in a decode's tile."""
     first = tile.first_unit + warpgroup * (WARPGROUP // UNIT)
-    return first < num_units(shape, tile.query_len)
+    return first < num_units(config, tile.query_len)
 
 
-def key_blocks(shape: Shape, tile: Tile) -> KeyBlocks:
+def key_blocks(config: KernelConfig, tile: Tile) -> KeyBlocks:
     """Every tile has one step at least, so that a row without keys needs no program of its own."""
-    last_unit = jnp.minimum(tile.first_unit + shape.units, num_units(shape, tile.query_len)) - 1
-    context, group = tile.key_len - tile.query_len, jnp.int32(shape.group)
+    last_unit = jnp.minimum(tile.first_unit + config.units, num_units(config, tile.query_len)) - 1
+    context, group = tile.key_len - tile.query_len, jnp.int32(config.group)
     first = context + token_of(tile.query_len, lax.div(tile.first_unit, group))
     last = context + token_of(tile.query_len, lax.div(last_unit, group)) + UNIT - 1
     last = jnp.minimum(last, tile.key_len - 1)
-    begin, end = reach(shape, first, last, tile.key_len)
-    block = lax.div(begin, jnp.int32(shape.keys))
-    last_block = jnp.maximum(cdiv(end, shape.keys) - 1, block)
-    full_begin, full_end = common(shape, first, last, tile.key_len)
-    full_end = lax.div(full_end, jnp.int32(shape.keys))
-    return KeyBlocks(last_block, last_block - block + 1, cdiv(full_begin, shape.keys), full_end)
+    begin, end = reach(config, first, last, tile.key_len)
+    block = lax.div(begin, jnp.int32(config.keys))
+    last_block = jnp.maximum(cdiv(end, config.keys) - 1, block)
+    full_begin, full_end = common(config, first, last, tile.key_len)
+    full_end = lax.div(full_end, jnp.int32(config.keys))
+    return KeyBlocks(last_block, last_block - block + 1, cdiv(full_begin, config.keys), full_end)
 
 
-def reach(shape: Shape, first, last, key_len):
+def reach(config: KernelConfig, first, last, key_len):
     """The keys that some position from `first` to `last` may see: from, and up to."""
-    window, begin, end = shape.spec.sliding_window, 0 * first, key_len
-    if shape.spec.causal:
+    window, begin, end = config.spec.sliding_window, 0 * first, key_len
+    if config.spec.causal:
         end = jnp.minimum(end, last + 1)
     elif window is not None:
         end = jnp.minimum(end, last + window)
@@ -125,10 +125,10 @@ def reach(shape: Shape, first, last, key_len):
     return jnp.minimum(begin, end), end
 
 
-def common(shape: Shape, first, last, key_len):
+def common(config: KernelConfig, first, last, key_len):
     """The keys that all positions from `first` to `last` see: from, and up to."""
-    window, begin, end = shape.spec.sliding_window, 0 * first, key_len
-    if shape.spec.causal:
+    window, begin, end = config.spec.sliding_window, 0 * first, key_len
+    if config.spec.causal:
         end = jnp.minimum(end, first + 1)
     elif window is not None:
         end = jnp.minimum(end, first + window)
@@ -137,8 +137,8 @@ def common(shape: Shape, first, last, key_len):
     return begin, jnp.maximum(end, 0)
 
 
-def first_key(shape: Shape, tile: Tile):
+def first_key(config: KernelConfig, tile: Tile):
     """The first key that some query of the tile's sequence sees."""
-    if (window := shape.spec.sliding_window) is None:
+    if (window := config.spec.sliding_window) is None:
         return jnp.int32(0)
     return jnp.maximum(tile.key_len - tile.query_len - (window - 1), 0)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import softmax
-from .kernel_config import HALF, KEYS, ROWS, TOP, TOTALS, Shape
+from .kernel_config import HALF, KEYS, ROWS, TOP, TOTALS, KernelConfig
 from .results import store
 from .softmax import LAYOUT, State, shrink
 
@@ -21,19 +21,19 @@ ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]  (not private: its 
 LOGITS, SUMS = ACC((ROWS, KEYS)), ACC((ROWS, HALF))
 
 
-def compute(shape: Shape, arrays, memory, barriers, pieces, tile, me: int):
+def compute(config: KernelConfig, arrays, memory, barriers, work_items, tile, me: int):
     plgpu.set_max_registers(240, action="increase")
 
-    def visit(piece, index, _):
+    def visit(work_item, index, _):
         plgpu.barrier_wait(barriers.query_full)
-        out, state = Walk(shape, memory, barriers, piece, me).all()
+        out, state = Walk(config, memory, barriers, work_item, me).all()
         state = with_both_totals(memory, barriers, me, state)
-        store(shape, arrays, memory, piece, tile, me, out, state)
+        store(config, arrays, memory, work_item, tile, me, out, state)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(barriers.query_free)
         return ()
 
-    pieces(visit, ())
+    work_items(visit, ())
     plgpu.wait_smem_to_gmem(0)
     release(barriers.last)
     plgpu.barrier_wait(barriers.last)
@@ -49,17 +49,17 @@ def with_both_totals(memory, barriers, me: int, state: State) -> State:
 
 
 class Walk:
-    """The steps of one piece in one warpgroup: 0, 2, ... or 1, 3, ..."""
+    """The steps of one work item in one warpgroup: 0, 2, ... or 1, 3, ..."""
 
-    def __init__(self, shape: Shape, memory, barriers, piece, me: int):
-        self.shape, self.memory, self.barriers = shape, memory, barriers
-        self.piece, self.me, self.other = piece, me, 1 - me
+    def __init__(self, config: KernelConfig, memory, barriers, work_item, me: int):
+        self.config, self.memory, self.barriers = config, memory, barriers
+        self.work_item, self.me, self.other = work_item, me, 1 - me
 
     def all(self):
         """Sums of weighted values, and the state after the last step."""
         zeros = plgpu.layout_cast(jnp.zeros((ROWS, HALF), jnp.float32), LAYOUT)
         none = State(softmax.row_vector(-jnp.inf), softmax.row_vector(0.0))
-        pairs = lax.div(self.piece.steps, jnp.int32(2))
+        pairs = lax.div(self.work_item.steps, jnp.int32(2))
         if self.me == 1:
             carry = self.odd(jnp.int32(0), (zeros, none), masked=True)
             return lax.fori_loop(jnp.int32(1), pairs, self.odd, carry)
@@ -183,19 +183,19 @@ class Walk:
         return result
 
     def weigh(self, x, step, state, masked):
-        return softmax.weigh(self.shape, self.visible(x, step) if masked else x, state)
+        return softmax.weigh(self.config, self.visible(x, step) if masked else x, state)
 
     def values_free(self, slot):
         return self.barriers.values_free.at[self.me, slot]
 
     def visible(self, x, step):
-        hidden = self.piece.limit - (self.piece.last - step) * KEYS
+        hidden = self.work_item.limit - (self.work_item.last - step) * KEYS
         column = plgpu.broadcasted_iota(jnp.int32, (ROWS, KEYS), 1, layout=LAYOUT)
         return jnp.where(column < hidden, x, -jnp.inf)
 
     def hide_values(self, step):
         """Zeros for the values that no query sees: a weight of 0 leaves NaN as it is."""
-        inside = self.piece.limit - (self.piece.last - step) * KEYS
+        inside = self.work_item.limit - (self.work_item.last - step) * KEYS
 
         @pl.when((inside > 0) & (inside < KEYS))
         def zeros():

@@ -11,9 +11,9 @@ from jax import lax
 
 from ...._arrays.shard_map import traced_apart
 from .compute import compute
-from .kernel_config import HALF, KEYS, REST, ROWS, SWIZZLE, VALUE_DIM, Shape
+from .kernel_config import HALF, KEYS, REST, ROWS, SWIZZLE, VALUE_DIM, KernelConfig
 from .loads import load
-from .split_kv import Work, pieces_of_part
+from .split_kv import Schedule, items_of_part
 
 
 class Arrays(NamedTuple):
@@ -54,26 +54,26 @@ class Barriers(NamedTuple):
     last: Any  # nobody of a cluster leaves before the others are done with its memory
 
 
-def attention(shape: Shape, query, latents, tables, work: Work):
-    """out, lse `f32[num_tokens, tiles, 64]`, and the partial results of pieces in their slots."""
+def attention(config: KernelConfig, query, latents, tables, schedule: Schedule):
+    """out, lse `f32[num_tokens, tiles, 64]`, and partial results in their slots."""
 
     def body(*refs):
-        run = functools.partial(program, shape, Arrays(*refs))
-        scratch = memory_of(query.dtype), barriers_of(shape)
+        run = functools.partial(program, config, Arrays(*refs))
+        scratch = memory_of(query.dtype), barriers_of(config)
         pl.run_scoped(run, *scratch, collective_axes="wg")
 
-    rows = shape.num_heads, VALUE_DIM
+    rows = config.num_heads, VALUE_DIM
     kernel = plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((shape.num_tokens, *rows), query.dtype),
-            jax.ShapeDtypeStruct((shape.num_tokens, shape.tiles, ROWS), jnp.float32),
-            jax.ShapeDtypeStruct((2, shape.slots, *rows), query.dtype),
-            jax.ShapeDtypeStruct((shape.slots, shape.tiles, ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((config.num_tokens, *rows), query.dtype),
+            jax.ShapeDtypeStruct((config.num_tokens, config.tiles, ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((2, config.slots, *rows), query.dtype),
+            jax.ShapeDtypeStruct((config.slots, config.tiles, ROWS), jnp.float32),
         ),
-        grid=(shape.parts, shape.tiles // shape.cluster),
+        grid=(config.parts, config.tiles // config.cluster),
         grid_names=("part", "group"),
-        cluster=(shape.cluster,),
+        cluster=(config.cluster,),
         cluster_names=("mate",),
         num_threads=3,
         thread_name="wg",
@@ -81,7 +81,7 @@ def attention(shape: Shape, query, latents, tables, work: Work):
             approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
         ),
     )
-    return traced_apart(kernel, query, latents, tables, *work)
+    return traced_apart(kernel, query, latents, tables, *schedule)
 
 
 def memory_of(dtype) -> Memory:
@@ -100,7 +100,7 @@ def memory_of(dtype) -> Memory:
     )
 
 
-def barriers_of(shape: Shape) -> Barriers:
+def barriers_of(config: KernelConfig) -> Barriers:
     def barrier(arrivals, *slots):
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots or 1)
 
@@ -112,9 +112,9 @@ def barriers_of(shape: Shape) -> Barriers:
     return Barriers(
         barrier(3),
         barrier(2),
-        barrier(shape.pages, 2, 2),
+        barrier(config.pages, 2, 2),
         shared(1, 2, 2),
-        barrier(shape.pages, 2),
+        barrier(config.pages, 2),
         shared(1, 2),
         barrier(1, 2),
         barrier(1),
@@ -123,18 +123,18 @@ def barriers_of(shape: Shape) -> Barriers:
     )
 
 
-def program(shape: Shape, arrays: Arrays, memory: Memory, barriers: Barriers):
+def program(config: KernelConfig, arrays: Arrays, memory: Memory, barriers: Barriers):
     warpgroup, part = lax.axis_index("wg"), lax.axis_index("part")
-    tile = lax.axis_index("group") * shape.cluster + lax.axis_index("mate")
-    work = Work(arrays.tokens, arrays.parts)
-    pieces = functools.partial(pieces_of_part, shape, part, work)
+    tile = lax.axis_index("group") * config.cluster + lax.axis_index("mate")
+    schedule = Schedule(arrays.tokens, arrays.parts)
+    work_items = functools.partial(items_of_part, config, part, schedule)
 
     for half in range(2):
 
         @pl.when(warpgroup == half)
         def computing(half=half):
-            compute(shape, arrays, memory, barriers, pieces, tile, half)
+            compute(config, arrays, memory, barriers, work_items, tile, half)
 
     @pl.when(warpgroup == 2)
     def loading():
-        load(shape, arrays, memory, barriers, pieces, tile)
+        load(config, arrays, memory, barriers, work_items, tile)

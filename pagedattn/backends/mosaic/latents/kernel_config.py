@@ -12,12 +12,12 @@ HALF = VALUE_DIM // 2  # the columns that one warpgroup sums
 REST = HEAD_DIM - VALUE_DIM
 SWIZZLE = 128  # bytes
 TOP, TOTALS, LSE = 0, (1, 2), 3  # places among the vectors that warpgroups share
-OVERHEAD = 4  # what a piece costs beside its steps, in steps
-FEWEST = 4  # steps that are worth a piece of their own
+OVERHEAD = 4  # what a work item costs beside its steps, in steps
+FEWEST = 4  # steps that are worth a work item of their own
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class KernelConfig:
     """What is static: array sizes, the formula, and among how many programs the work is cut."""
 
     num_tokens: int

@@ -7,11 +7,11 @@ import jax
 from ...._dispatch.call import Call
 from ..dense.launch import unsupported_device
 from .kernel import attention
-from .kernel_config import HEAD_DIM, KEYS, ROWS, VALUE_DIM, Shape
+from .kernel_config import HEAD_DIM, KEYS, ROWS, VALUE_DIM, KernelConfig
 from .merge import merge
-from .split_kv import work_of
+from .split_kv import schedule_of
 
-HONOURS = ("scale", "causal", "value_dim", "return_lse")
+SUPPORTS = ("scale", "causal", "value_dim", "return_lse")
 LEAST_WORK = 16_777_216  # products of a query and a key, from which it is ahead
 MEASURED_HEADS = 128
 FEWEST_KEYS = 1024
@@ -23,7 +23,7 @@ def refusals(call: Call) -> list[str]:
     return _unsupported(call) + unsupported_device()
 
 
-def unfit(call: Call) -> list[str]:
+def slower_because(call: Call) -> list[str]:
     """Why another backend is likely faster: the rule of `backend=None`, measured on an H200."""
     reasons = []
     if call.longest_query > 1:
@@ -40,7 +40,7 @@ def unfit(call: Call) -> list[str]:
 
 
 def _unsupported(call) -> list[str]:
-    options = [option for option in call.asked if option not in HONOURS]
+    options = [option for option in call.set_options if option not in SUPPORTS]
     reasons = [f"{option}: not with values among the keys' columns" for option in options]
     if call.strides.value:
         reasons.append("value_dim: values of another width must be columns of the keys")
@@ -71,13 +71,13 @@ def run(call: Call, query, cache, batch):
 @functools.partial(jax.jit, static_argnames=("call", "programs"))
 def attend(call: Call, query, cache, batch, programs):
     """`run` for a GPU of so many multiprocessors, wherever this is traced."""
-    shape = shape_of(call, programs)
-    work = work_of(shape, batch.query_start_loc, batch.seq_lens)
-    results = attention(shape, query, cache.key, batch.block_tables, work)
-    out, lse = merge(shape, work, *results)
+    config = config_of(call, programs)
+    schedule = schedule_of(config, batch.query_start_loc, batch.seq_lens)
+    results = attention(config, query, cache.key, batch.block_tables, schedule)
+    out, lse = merge(config, schedule, *results)
     return out, lse.reshape(call.lse_shape) if call.return_lse else None
 
 
-def shape_of(call: Call, programs: int) -> Shape:
+def config_of(call: Call, programs: int) -> KernelConfig:
     sizes = call.num_tokens, call.num_heads, call.num_blocks, call.block_size
-    return Shape(*sizes, call.num_seqs, call.max_blocks, call.spec, programs)
+    return KernelConfig(*sizes, call.num_seqs, call.max_blocks, call.spec, programs)

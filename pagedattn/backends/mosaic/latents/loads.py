@@ -9,10 +9,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from .kernel_config import HALF, KEYS, REST, ROWS, VALUE_DIM, Shape
+from .kernel_config import HALF, KEYS, REST, ROWS, VALUE_DIM, KernelConfig
 
 
-def load(shape: Shape, arrays, memory, barriers, pieces, tile):
+def load(config: KernelConfig, arrays, memory, barriers, work_items, tile):
     plgpu.set_max_registers(24, action="decrease")
 
     @plgpu.warp_map
@@ -27,22 +27,22 @@ def load(shape: Shape, arrays, memory, barriers, pieces, tile):
                     (memory.values.at[half, i], full.at[half, i], free.at[half, i])
                     for i in range(2)
                 ]
-                load_keys(shape, arrays, pieces, columns, rooms)
+                load_keys(config, arrays, work_items, columns, rooms)
 
         @pl.when(warp == 2)
         def rest():
             full, free = barriers.rest_full, barriers.rest_free
             rooms = [(memory.rest.at[i], full.at[i], free.at[i]) for i in range(2)]
             columns = slice(VALUE_DIM, VALUE_DIM + REST)
-            load_keys(shape, arrays, pieces, columns, rooms)
+            load_keys(config, arrays, work_items, columns, rooms)
 
         @pl.when(warp == 3)
         def queries():
-            load_queries(arrays, memory, barriers, pieces, tile)
+            load_queries(arrays, memory, barriers, work_items, tile)
 
 
-def load_queries(arrays, memory, barriers, pieces, tile):
-    def visit(piece, index, _):
+def load_queries(arrays, memory, barriers, work_items, tile):
+    def visit(work_item, index, _):
         @pl.when(index > 0)
         def wait_for_room():
             plgpu.barrier_wait(barriers.query_free)
@@ -50,7 +50,7 @@ def load_queries(arrays, memory, barriers, pieces, tile):
         rows = pl.ds(tile * ROWS, ROWS)
 
         def columns(begin, size):
-            return arrays.query.at[piece.token, rows, pl.ds(begin, size)]
+            return arrays.query.at[work_item.token, rows, pl.ds(begin, size)]
 
         full = barriers.query_full
         plgpu.copy_gmem_to_smem(columns(VALUE_DIM, REST), memory.query_rest.at[0], full)
@@ -58,21 +58,21 @@ def load_queries(arrays, memory, barriers, pieces, tile):
             plgpu.copy_gmem_to_smem(columns(half * HALF, HALF), memory.query.at[half], full)
         return ()
 
-    pieces(visit, ())
+    work_items(visit, ())
 
 
-def load_keys(shape: Shape, arrays, pieces, columns, rooms):
+def load_keys(config: KernelConfig, arrays, work_items, columns, rooms):
     """Some columns of the keys of every step, into the rooms of even and of odd steps in turn."""
-    size = min(shape.block_size, KEYS)
+    size = min(config.block_size, KEYS)
 
-    def visit(piece, index, _):
+    def visit(work_item, index, _):
         def load_step(step, ids, room, full, free):
-            @pl.when(piece.done + step >= 2)
+            @pl.when(work_item.done + step >= 2)
             def wait_for_room():
                 plgpu.barrier_wait(free)
 
             for page, block in enumerate(ids):
-                rows = source(shape, piece, step, block)
+                rows = source(config, work_item, step, block)
                 target = room.at[pl.ds(page * size, size)]
                 keys = arrays.latents.at[*rows, 0, columns]
                 plgpu.copy_gmem_to_smem(keys, target, full, collective_axes="mate")
@@ -80,36 +80,37 @@ def load_keys(shape: Shape, arrays, pieces, columns, rooms):
         def pair(i, ids):
             for slot in range(2):
                 step = 2 * i + slot
-                new = block_ids(shape, arrays, piece, step + 1)
+                new = block_ids(config, arrays, work_item, step + 1)
                 load_step(step, ids, *rooms[slot])
                 ids = new
             return ids
 
-        first = block_ids(shape, arrays, piece, jnp.int32(0))
-        lax.fori_loop(0, lax.div(piece.steps, jnp.int32(2)), pair, first)
+        first = block_ids(config, arrays, work_item, jnp.int32(0))
+        lax.fori_loop(0, lax.div(work_item.steps, jnp.int32(2)), pair, first)
         return ()
 
-    pieces(visit, ())
+    work_items(visit, ())
 
 
-def source(shape: Shape, piece, step, block):
+def source(config: KernelConfig, work_item, step, block):
     """Block and rows of a page of a step: the whole block, or the keys of a step."""
-    if (parts := shape.block_size // KEYS) <= 1:
+    if (parts := config.block_size // KEYS) <= 1:
         return block, slice(None)
-    part = lax.rem(jnp.maximum(piece.last - step, 0), jnp.int32(parts))
+    part = lax.rem(jnp.maximum(work_item.last - step, 0), jnp.int32(parts))
     return block, pl.ds(part * KEYS, KEYS)
 
 
-def block_ids(shape: Shape, arrays, piece, step):
+def block_ids(config: KernelConfig, arrays, work_item, step):
     """The pages of a step; one past the cache for what is hidden: TMA fills it with zeros."""
-    begin = (piece.last - step) * KEYS
+    begin = (work_item.last - step) * KEYS
     return [
-        block_id(shape, arrays, piece, begin + i * shape.block_size) for i in range(shape.pages)
+        block_id(config, arrays, work_item, begin + i * config.block_size)
+        for i in range(config.pages)
     ]
 
 
-def block_id(shape: Shape, arrays, piece, begin):
-    index = lax.div(jnp.maximum(begin, 0), jnp.int32(shape.block_size))
-    index = jnp.minimum(index, shape.max_blocks - 1)
-    seen = (begin >= 0) & (begin < piece.limit)
-    return jnp.where(seen, arrays.tables[piece.sequence, index], shape.num_blocks)
+def block_id(config: KernelConfig, arrays, work_item, begin):
+    index = lax.div(jnp.maximum(begin, 0), jnp.int32(config.block_size))
+    index = jnp.minimum(index, config.max_blocks - 1)
+    seen = (begin >= 0) & (begin < work_item.limit)
+    return jnp.where(seen, arrays.tables[work_item.sequence, index], config.num_blocks)

@@ -1,4 +1,4 @@
-"""Joins the partial results of tokens whose keys were cut into pieces, in place.
+"""Joins the partial results of tokens whose keys were cut into work items, in place.
 
 A program for every border between two parts, and for some heads: most find no token there that
 begins before it, and are done.
@@ -14,12 +14,12 @@ from jax import lax
 
 from ...._arrays.shard_map import traced_apart
 from ..in_place import unfused
-from .kernel_config import ROWS, VALUE_DIM, Shape
-from .split_kv import Work, last_part_of, piece_at
+from .kernel_config import ROWS, VALUE_DIM, KernelConfig
+from .split_kv import Schedule, item_at, last_part_of
 
 WARPGROUPS = 4
 HEADS = 4  # of one warpgroup
-AT_ONCE = 4  # pieces that are loaded together
+AT_ONCE = 4  # work items that are loaded together
 LAYOUT = plgpu.Layout.WG_STRIDED((VALUE_DIM,), 4)
 
 
@@ -40,13 +40,13 @@ class State(NamedTuple):
     summed: Any
 
 
-def merge(shape: Shape, work: Work, out, lse, part_out, part_lse):
-    """out and lse, those of cut tokens from their pieces."""
-    if shape.parts == 1:
+def merge(config: KernelConfig, schedule: Schedule, out, lse, part_out, part_lse):
+    """out and lse, those of cut tokens from their work items."""
+    if config.parts == 1:
         return out, lse
-    chunks = shape.num_heads // (WARPGROUPS * HEADS)
+    chunks = config.num_heads // (WARPGROUPS * HEADS)
     mesh = plgpu.Mesh(
-        grid=(shape.parts - 1, chunks),
+        grid=(config.parts - 1, chunks),
         grid_names=("part", "chunk"),
         num_threads=WARPGROUPS,
         thread_name="wg",
@@ -54,35 +54,35 @@ def merge(shape: Shape, work: Work, out, lse, part_out, part_lse):
     params = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
 
     def in_place(refs):
-        program = functools.partial(border, shape, refs)
+        program = functools.partial(border, config, refs)
         run = pl.kernel(program, mesh=mesh, compiler_params=params)
         run()  # pyright: ignore[reportCallIssue]  (it takes the refs from its closure)
 
-    arrays = out, lse, part_out, part_lse, *work
+    arrays = out, lse, part_out, part_lse, *schedule
     kernel = unfused(lambda *arrays: pl.run_state(in_place)(Arrays(*arrays)))
     out, lse, *_ = traced_apart(kernel, *arrays)
     return out, lse
 
 
-def border(shape: Shape, arrays: Arrays):
-    part, work = lax.axis_index("part"), Work(arrays.tokens, arrays.parts)
-    piece = piece_at(part, work.parts[part, 3] - 1, work, jnp.int32(0))
-    goes_on = (piece.slot == 2 * part + 1) & (work.parts[part, 3] > 0)
+def border(config: KernelConfig, arrays: Arrays):
+    part, schedule = lax.axis_index("part"), Schedule(arrays.tokens, arrays.parts)
+    work_item = item_at(part, schedule.parts[part, 3] - 1, schedule, jnp.int32(0))
+    goes_on = (work_item.slot == 2 * part + 1) & (schedule.parts[part, 3] > 0)
 
     @pl.when(goes_on)
     def cut():
-        last = last_part_of(work, piece.token)
+        last = last_part_of(schedule, work_item.token)
         chunk = lax.axis_index("chunk") * WARPGROUPS + lax.axis_index("wg")
         heads = [chunk * HEADS + i for i in range(HEADS)]
-        states = [piece_state(arrays, piece.slot, head) for head in heads]
+        states = [piece_state(arrays, work_item.slot, head) for head in heads]
         step = functools.partial(join, arrays, heads, part, last)
         times = lax.div(last - part + (AT_ONCE - 1), jnp.int32(AT_ONCE))
         for head, state in zip(heads, lax.fori_loop(0, times, step, states), strict=True):
-            store(arrays, piece.token, head, state)
+            store(arrays, work_item.token, head, state)
 
 
 def piece_state(arrays: Arrays, slot, head) -> State:
-    """A state that begins with one piece."""
+    """A state that begins with one work item."""
     lse = arrays.part_lse[slot, lax.div(head, jnp.int32(ROWS)), lax.rem(head, jnp.int32(ROWS))]
     some = lse > -jnp.inf
     weight = jnp.where(some, 1.0, 0.0)
@@ -98,7 +98,7 @@ def result(arrays: Arrays, slot, head):
 
 
 def join(arrays: Arrays, heads, part, last, i, states):
-    """Some pieces more, each in the first slot of its part; the last may come twice, as nothing."""
+    """Some items more, each in the first slot of its part; the last may come twice, as nothing."""
     begin = part + 1 + i * AT_ONCE
     for k in range(AT_ONCE):
         slot = 2 * jnp.minimum(begin + k, last)

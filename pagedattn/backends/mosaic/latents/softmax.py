@@ -11,7 +11,7 @@ from jax import lax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
-from .kernel_config import ROWS, Shape
+from .kernel_config import ROWS, KernelConfig
 
 LAYOUT = plgpu.Layout.WGMMA
 LOG2_E = math.log2(math.e)
@@ -43,12 +43,12 @@ def kept(before, top):
     return jnp.exp2(before - finite(top))
 
 
-def weigh(shape: Shape, x, state: State):
+def weigh(config: KernelConfig, x, state: State):
     """The weights of dot products, the new top, and by what earlier sums shrink.
 
     A top stays while logits exceed it by little: weights are then above 1, and no sum shrinks.
     """
-    factor = shape.scale * LOG2_E
+    factor = config.scale * LOG2_E
     if factor <= 0:
         x, factor = jnp.where(x == -jnp.inf, x, x * factor), 1.0
     largest = x.max(axis=1) * factor

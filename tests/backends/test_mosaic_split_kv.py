@@ -16,8 +16,8 @@ from mosaic_rules import BF16, hopper
 from pagedattn import AttentionSpec, KVCache, make_batch
 from pagedattn._dispatch.call import call_of
 from pagedattn.backends.mosaic.dense import split_kv
-from pagedattn.backends.mosaic.dense.kernel_config import ROWS, UNIT, UNITS, Shape
-from pagedattn.backends.mosaic.dense.launch import attend, shape_of, unfit
+from pagedattn.backends.mosaic.dense.kernel_config import ROWS, UNIT, UNITS, KernelConfig
+from pagedattn.backends.mosaic.dense.launch import attend, config_of, slower_because
 from pagedattn.backends.mosaic.dense.results import by_token
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
 
@@ -45,7 +45,7 @@ WINDOW = 1500
 
 def sizes_of(query_lens, *, parts, group, pad):
     sizes = max(UNIT, sum(query_lens) + pad), 2 * group, 2, 128, 999, 16, len(query_lens), 600
-    return Shape(
+    return KernelConfig(
         *sizes, AttentionSpec(sliding_window=WINDOW), with_lse=True, units=group, parts=parts
     )
 
@@ -55,62 +55,64 @@ def lengths(query_lens, seq_lens):
     return jnp.asarray(starts, jnp.int32), jnp.asarray(seq_lens, jnp.int32)
 
 
-work_in_jit = jax.jit(split_kv.work_of, static_argnums=0)
+schedule_in_jit = jax.jit(split_kv.schedule_of, static_argnums=0)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def all_jobs(shape, starts, seq_lens):
-    """How many jobs each part has for one head of keys, and these, with some to spare."""
-    work = split_kv.work_of(shape, starts, seq_lens)
+def all_tasks(config, starts, seq_lens):
+    """How many tasks each part has for one head of keys, and these, with some to spare."""
+    schedule = split_kv.schedule_of(config, starts, seq_lens)
 
     def of_part(part):
-        jobs = split_kv.cut_tiles(shape, (shape.parts - 1 - part) * shape.num_kv_heads, work)
-        numbers = jnp.arange(shape.max_tiles, dtype=jnp.int32)
-        return jobs.count, jax.vmap(lambda i: jobs.job_of(i, jobs.look_up(i), i))(numbers)
+        tasks = split_kv.cut_tiles(
+            config, (config.parts - 1 - part) * config.num_kv_heads, schedule
+        )
+        numbers = jnp.arange(config.max_tiles, dtype=jnp.int32)
+        return tasks.count, jax.vmap(lambda i: tasks.task_of(i, tasks.look_up(i), i))(numbers)
 
-    return jax.vmap(of_part)(jnp.arange(shape.parts, dtype=jnp.int32))
+    return jax.vmap(of_part)(jnp.arange(config.parts, dtype=jnp.int32))
 
 
 @functools.cache
-def jobs_of(name, parts, group, pad):
-    """The shape, and the jobs of every part as integers."""
+def tasks_of(name, parts, group, pad):
+    """The config, and the tasks of every part as integers."""
     query_lens, seq_lens = BATCHES[name]
-    shape = sizes_of(query_lens, parts=parts, group=group, pad=pad)
-    counts, jobs = jax.tree.map(np.asarray, all_jobs(shape, *lengths(query_lens, seq_lens)))
-    return shape, [
-        [jax.tree.map(lambda x, at=(part, i): int(x[at]), jobs) for i in range(count)]
+    config = sizes_of(query_lens, parts=parts, group=group, pad=pad)
+    counts, tasks = jax.tree.map(np.asarray, all_tasks(config, *lengths(query_lens, seq_lens)))
+    return config, [
+        [jax.tree.map(lambda x, at=(part, i): int(x[at]), tasks) for i in range(count)]
         for part, count in enumerate(counts)
     ]
 
 
-def rows_of(shape, tile):
+def rows_of(config, tile):
     """Token in its sequence and query head in its group, of the rows that hold a token."""
-    units = -(-tile.query_len // UNIT) * shape.group
-    for row in range(shape.units * UNIT):
+    units = -(-tile.query_len // UNIT) * config.group
+    for row in range(config.units * UNIT):
         unit = min(tile.first_unit + row // UNIT, units - 1)
-        start = min(unit // shape.group * UNIT, max(tile.query_len - UNIT, 0))
+        start = min(unit // config.group * UNIT, max(tile.query_len - UNIT, 0))
         if (token := start + row % UNIT) < tile.query_len:
-            yield row, token, unit % shape.group
+            yield row, token, unit % config.group
 
 
 @cuts
 def test_each_key_is_in_one_job(name, parts, group, pad):
     """Of each tile; the first part of a tile waits for just those which leave it their results."""
     query_lens, seq_lens = BATCHES[name]
-    _, found = jobs_of(name, parts, group, pad)
+    _, found = tasks_of(name, parts, group, pad)
     blocks, left, awaited = {}, set(), set()
-    for part, jobs in enumerate(found):
-        for index, (_, tile, steps, head, _, piece) in enumerate(jobs):
-            assert (head, piece.part) == (0, part)
+    for part, tasks in enumerate(found):
+        for index, (_, tile, steps, head, _, work_item) in enumerate(tasks):
+            assert (head, work_item.part) == (0, part)
             assert steps.count > 0
             mine = range(steps.last - steps.count + 1, steps.last + 1)
             blocks.setdefault(tile.slot, []).extend(mine)
-            if piece.is_rest:
+            if work_item.is_rest:
                 assert index == 0
                 left.add((tile.slot, part))
-            if piece.goes_on:
-                assert not piece.is_rest
-                awaited |= {(tile.slot, other) for other in range(part + 1, piece.last + 1)}
+            if work_item.goes_on:
+                assert not work_item.is_rest
+                awaited |= {(tile.slot, other) for other in range(part + 1, work_item.last + 1)}
     assert left == awaited
     for mine in blocks.values():
         assert sorted(mine) == list(range(min(mine), max(mine) + 1))
@@ -118,7 +120,7 @@ def test_each_key_is_in_one_job(name, parts, group, pad):
         first = max(0, key_len - query_len - (WINDOW - 1)) // 128
         last = max(first, (key_len - 1) // 128)
         assert query_len == 0 or sorted(blocks[sequence]) == list(range(first, last + 1))
-    steps = [sum(job.blocks.count for job in jobs) for jobs in found]
+    steps = [sum(task.blocks.count for task in tasks) for tasks in found]
     assert max(steps) <= sum(steps) / len(steps) + len(query_lens) + 2 * split_kv.OVERHEAD
 
 
@@ -126,33 +128,33 @@ def test_each_key_is_in_one_job(name, parts, group, pad):
 def test_tiles_hold_every_token(name, parts, group, pad):
     """Padding too, which has no keys; lse finds its way back."""
     query_lens, seq_lens = BATCHES[name]
-    shape, found = jobs_of(name, parts, group, pad)
-    written = np.full((shape.max_tiles, 2, ROWS), np.nan, np.float32)
-    seen = np.zeros((shape.num_tokens, group), bool)
-    for job in (job for jobs in found for job in jobs):
-        tile = job.tile
+    config, found = tasks_of(name, parts, group, pad)
+    written = np.full((config.max_tiles, 2, ROWS), np.nan, np.float32)
+    seen = np.zeros((config.num_tokens, group), bool)
+    for task in (task for tasks in found for task in tasks):
+        tile = task.tile
         assert tile.key_len == [*seq_lens, 0][tile.sequence] or tile.query_len == 0
-        for row, token, member in rows_of(shape, tile):
+        for row, token, member in rows_of(config, tile):
             seen[tile.begin + token, member] = True
             written[tile.slot, :, row] = tile.begin + token + member / 32 + np.array([0, 0.5])
     assert seen.all()
     head = np.arange(2 * group)
-    want = np.arange(shape.num_tokens)[:, None] + head % group / 32 + head // group / 2
+    want = np.arange(config.num_tokens)[:, None] + head % group / 32 + head // group / 2
     in_jit = jax.jit(by_token, static_argnums=0)
-    got = in_jit(shape, *lengths(query_lens, seq_lens), jnp.asarray(written))
+    got = in_jit(config, *lengths(query_lens, seq_lens), jnp.asarray(written))
     np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("starts", [[-5, 30, 10**6, 7], [0, 0, 0, 0], [9, 3, 2, 1], [0, 8, 16, 24]])
 def test_bad_lengths_stay_inside_the_arrays(starts):
-    shape = sizes_of([8, 8, 8], parts=16, group=4, pad=3)
+    config = sizes_of([8, 8, 8], parts=16, group=4, pad=3)
     seq_lens = jnp.array([10**6, -3, 2**31 - 1], jnp.int32)
     starts = jnp.array(starts, jnp.int32)
-    tile = split_kv.tile_at(shape, starts, seq_lens, jnp.arange(shape.max_tiles))
+    tile = split_kv.tile_at(config, starts, seq_lens, jnp.arange(config.max_tiles))
     assert (tile.begin >= 0).all()
-    assert (tile.begin + tile.query_len <= shape.num_tokens).all()
+    assert (tile.begin + tile.query_len <= config.num_tokens).all()
     assert ((tile.key_len >= 0) & (tile.key_len <= 600 * 16)).all()
-    assert (jnp.diff(split_kv.work_of(shape, starts, seq_lens).starts) >= 0).all()
+    assert (jnp.diff(split_kv.schedule_of(config, starts, seq_lens).starts) >= 0).all()
 
 
 def call_for(query_len, spec, heads=(8, 2), head_dim=128, dtype=BF16):
@@ -169,8 +171,8 @@ def call_for(query_len, spec, heads=(8, 2), head_dim=128, dtype=BF16):
     [(1, (8, 2), 4), (8, (8, 2), 4), (9, (8, 2), 8), (33, (8, 2), None), (1, (40, 2), None)],
 )
 def test_keys_are_cut_where_queries_fit_into_a_tile(query_len, heads, units):
-    shape = shape_of(call_for(query_len, AttentionSpec(), heads)[0], 132)
-    assert (shape.units, shape.parts) == ((units, 66) if units else (UNITS, 0))
+    config = config_of(call_for(query_len, AttentionSpec(), heads)[0], 132)
+    assert (config.units, config.parts) == ((units, 66) if units else (UNITS, 0))
 
 
 @pytest.mark.parametrize(
@@ -181,11 +183,11 @@ def test_sequences_of_one_length_stay_whole(num_seqs, kv_heads, parts):
     sizes = {"num_seqs": num_seqs, "num_heads": 4 * kv_heads, "num_kv_heads": kv_heads}
     call = call_for(1, AttentionSpec())[0]
     call = dataclasses.replace(call, max_query_len=1, num_tokens=num_seqs, max_blocks=600, **sizes)
-    shape = shape_of(call, 132)
-    assert shape.parts == parts
-    counts, jobs = all_jobs(shape, *lengths([1] * num_seqs, [4096] * num_seqs))
-    there = np.arange(jobs.index.shape[1]) < counts[:, None]
-    assert bool((there & jobs.piece.is_rest).any()) == (num_seqs % parts > 0)
+    config = config_of(call, 132)
+    assert config.parts == parts
+    counts, tasks = all_tasks(config, *lengths([1] * num_seqs, [4096] * num_seqs))
+    there = np.arange(tasks.index.shape[1]) < counts[:, None]
+    assert bool((there & tasks.work_item.is_rest).any()) == (num_seqs % parts > 0)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +216,7 @@ def test_fit_for_decodes_of_different_lengths(num_seqs, kv_heads, max_blocks, fi
 def assert_fit(fit, query_len, **sizes):
     call = call_for(1, AttentionSpec())[0]
     call = dataclasses.replace(call, max_query_len=query_len, num_tokens=999, **sizes)
-    reasons = unfit(dataclasses.replace(call, return_lse=False))
+    reasons = slower_because(dataclasses.replace(call, return_lse=False))
     assert reasons == [] if fit else "short queries" in reasons[0]
 
 
@@ -242,7 +244,7 @@ def check(query_lens, seq_lens, spec, programs=132, **sizes):
     problem = random_problem(query_lens, seq_lens, spec, **sizes)
     arrays = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
     call = call_of(*arrays, spec, return_lse=True)
-    assert shape_of(call, programs).parts
+    assert config_of(call, programs).parts
     out, lse = attend(call, *arrays, programs)
     assert_attention_close(out, lse, problem, name="mosaic")
 
