@@ -7,7 +7,7 @@ from pathlib import Path
 
 import demo
 import numpy as np
-from benchmarks.pictures import GREY, save_both
+from benchmarks.plot import GREY, save_both
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from serving.checkpoint import SHIPPED, load_checkpoint

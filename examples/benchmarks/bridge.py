@@ -23,8 +23,8 @@ from pagedattn_interop import torch_call
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.bridge_chart import draw
 from benchmarks.machine import versions, write
+from benchmarks.plot import bridge_figure, draw
 
 OUT = jax.ShapeDtypeStruct((1,), jnp.float32)
 SIZES = {"1 KB": 10, "64 KB": 16, "1 MB": 20, "32 MB": 25, "1 GB": 30}
@@ -160,7 +160,7 @@ def main() -> None:
     if out:
         path = out / "bridge.json"
         write(path, report)
-        print(draw(path))
+        print(draw(path, bridge_figure))
 
 
 if __name__ == "__main__":

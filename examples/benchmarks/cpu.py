@@ -2,11 +2,12 @@
 
     PYTHONPATH=examples python -m benchmarks.cpu [-o docs/results] [-k "decode 8x4096"] [-t 1]
 
-A contender is a function that takes a `Case` and returns a function that computes it. If it raises,
-its cell stays empty and the error is printed. Contenders take turns, one call each; a figure is the
-median of a contender's calls. In decode a sum of as many bytes as keys and values have takes its
-turn with them: what the machine reads at best just then. The report is written after every case;
-figures on fewer threads are added to that of a run on all. To add a contender, see cpu_peers.py.
+A contender is a function that takes a `CpuCase` and returns a function that computes it. If it
+raises, its cell stays empty and the error is printed. Contenders take turns, one call each; a
+figure is the median of a contender's calls. In decode a sum of as many bytes as keys and values
+have takes its turn with them: what the machine reads at best just then. The report is written after
+every case; figures on fewer threads are added to that of a run on all. To add a contender, see
+peers/.
 """
 
 import argparse
@@ -21,40 +22,65 @@ import pagedattn_interop
 import torch
 
 import pagedattn_torch
-from benchmarks.cpu_case import CASES, Case
-from benchmarks.cpu_chart import draw
-from benchmarks.cpu_ipex import Ipex
-from benchmarks.cpu_peers import PEERS
-from benchmarks.cpu_report import Report
-from benchmarks.work import SUM
-from pagedattn import KVCache, make_batch, paged_attention
+from benchmarks import machine
+from benchmarks.case import HEADS_SAID, CpuCase
+from benchmarks.peers import installed, ipex
+from benchmarks.peers.cpu import PEERS
+from benchmarks.plot import cpu_figure, draw
+from benchmarks.report import SUM, Report, reason_of
+from pagedattn import KVCache, paged_attention
 
+SHAPES = {
+    "decode 8x4096": ([1] * 8, [4096] * 8),
+    "decode 1x32768": ([1], [32768]),
+    "decode 64x512": ([1] * 64, [512] * 64),
+    "decode skewed": ([1] * 8, [256] * 7 + [16384]),
+    "prefill 1x2048": ([2048], [2048]),
+    "prefill 4x512": ([512] * 4, [512] * 4),
+    "mixed": ([256, 256] + [1] * 6, [256, 2048] + [2048] * 6),
+}
+FEW = "decode 8x4096", "decode 64x512", "prefill 1x2048", "mixed"
+CASES = [
+    CpuCase(shape, *SHAPES[shape], block_size, dtype_name)
+    for dtype_name, block_size, shapes in (
+        ("bfloat16", 16, SHAPES),
+        ("float32", 16, FEW),
+        ("float16", 16, FEW),
+        ("bfloat16", 128, FEW),
+    )
+    for shape in shapes
+]
+# The ratios that the library aims at: speed of the first contender over that of the second.
+AIMS = {
+    "numba / vLLM": ("numba, jax.jit", "vLLM"),
+    "numba / IPEX": ("numba, jax.jit", "IPEX"),
+    "numba / sum": ("numba, jax.jit", SUM),
+    "numba / sdpa": ("numba, jax.jit", "sdpa, jax.jit"),
+    "sdpa / dense": ("sdpa, jax.jit", "torch SDPA, dense"),
+    "xla / gather": ("xla, jax.jit", "JAX gather + einsum"),
+    "xla / sdpa": ("xla, jax.jit", "sdpa, jax.jit"),
+}
 LEAST_ROUNDS, MOST_ROUNDS = 3, 25  # calls of each contender
 SECONDS = 0.8  # between these bounds, a contender is called until its calls took so long
 PAUSE = 0.01  # seconds in which the last contender's threads stop waiting for more work
 
 
 def our_jax(backend: str | None) -> Callable:
-    def prepare(case: Case) -> Callable:
+    def prepare(case: CpuCase) -> Callable:
         query, cache = pagedattn_interop.to_jax((case.query, KVCache(*case.planes)))
         attend = jax.jit(lambda *arrays: paged_attention(*arrays, backend=backend))
-        batch = _batch(case)
+        batch = case.batch
         return lambda: attend(query, cache, batch)
 
     return prepare
 
 
 def our_torch(backend: str) -> Callable:
-    def prepare(case: Case) -> Callable:
-        cache, batch = KVCache(*case.planes), pagedattn_interop.to_torch(_batch(case))
+    def prepare(case: CpuCase) -> Callable:
+        cache, batch = KVCache(*case.planes), pagedattn_interop.to_torch(case.batch)
         return lambda: pagedattn_torch.paged_attention(case.query, cache, batch, backend=backend)
 
     return prepare
-
-
-def _batch(case):
-    contexts = [n - q for q, n in zip(case.query_lens, case.seq_lens, strict=True)]
-    return make_batch(case.query_lens, contexts, case.tables.numpy(), block_size=case.block_size)
 
 
 OURS = {
@@ -70,7 +96,7 @@ OURS = {
 def timed(prepare: Callable) -> Callable:
     """A contender, checked for a right result, whose calls return the seconds that they took."""
 
-    def contender(case: Case) -> Callable:
+    def contender(case: CpuCase) -> Callable:
         call = prepare(case)
         out = call()
         case.require(out if isinstance(out, torch.Tensor) else pagedattn_interop.to_torch(out))
@@ -89,15 +115,14 @@ def clocked(call: Callable) -> Callable:
     return seconds
 
 
-def measure(report: Report, case: Case, contenders: dict[str, Callable]) -> None:
+def measure(report: Report, case: CpuCase, contenders: dict[str, Callable]) -> None:
     """Times all contenders on a case, and adds it to the report."""
-    calls, refused = {}, {}
+    row, calls = report.begin(case, dtype=case.dtype_name), {}
     for name, contender in contenders.items():
         try:
             calls[name] = contender(case)
         except Exception as error:
-            first = (str(error).strip().splitlines() or [""])[0]
-            refused[name] = f"{type(error).__name__}: {first[:160]}"
+            report.add(row, name, reason_of(error))
     if case.decode:
         calls[SUM] = clocked(torch.ones(case.kv_bytes // 4).sum)
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -106,7 +131,8 @@ def measure(report: Report, case: Case, contenders: dict[str, Callable]) -> None
             if len(taken) < LEAST_ROUNDS or sum(taken) < SECONDS:
                 time.sleep(PAUSE)
                 taken.append(calls[name]())
-    report.add(case, {name: median(taken) * 1e6 for name, taken in times.items()}, refused)
+    for name, taken in times.items():
+        report.add(row, name, median(taken) * 1e6)
     calls.clear()
     case.free()
 
@@ -123,17 +149,27 @@ def main() -> None:
     parser.add_argument("-k", "--only", default="", help="cases whose name contains this")
     parser.add_argument("-t", "--threads", type=int, help="threads, and CPUs; all by default")
     arguments = parser.parse_args()
-    if arguments.threads:
-        use(arguments.threads)
-    with Ipex() as ipex:
-        report = Report(arguments.out, list(OURS), ipex.versions, arguments.threads)
-        contenders = {name: timed(one) for name, one in (OURS | PEERS).items()}
+    if threads := arguments.threads:
+        use(threads)
+    path = arguments.out and arguments.out / "cpu.json"
+    key = ("on_fewer_threads", str(threads)) if threads else None
+    with ipex.Ipex() as process:
+        about = machine.cpu(HEADS_SAID)
+        about["versions"] |= process.versions or {}
+        report = Report(path, about, list(OURS), key=key)
+        contenders = {
+            name: timed(one) for name, one in (OURS | installed(PEERS, report.miss)).items()
+        }
+        if process.versions:
+            contenders["IPEX"] = process.contender
+        else:
+            report.miss("IPEX", ipex.CURE)
         for case in CASES:
             if arguments.only in case.name:
-                measure(report, case, contenders | {"IPEX": ipex.contender})
-    report.print_tables()
-    if report.path and not arguments.threads:
-        print(draw(report.path))
+                measure(report, case, contenders)
+    report.print_tables(AIMS)
+    if path and not threads:
+        print(draw(path, cpu_figure))
 
 
 if __name__ == "__main__":

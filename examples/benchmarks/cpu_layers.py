@@ -10,7 +10,6 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -20,10 +19,10 @@ import numpy as np
 import torch
 from numba import njit, prange, set_num_threads
 
+from benchmarks.case import HEAD_DIM, HEADS, KV_HEADS
+from benchmarks.cpu_threads import on_threads
 from benchmarks.machine import write
-from benchmarks.work import HEAD_DIM, HEADS, KV_HEADS
 from pagedattn import KVCache, make_batch, paged_attention
-from pagedattn.backends import numba
 
 SHAPES = {"decode 4x64": [64] * 4, "decode 8x4096": [4096] * 8}
 DTYPES = "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2"
@@ -42,13 +41,13 @@ def layers_of(lens: list[int], dtype: str, threads: int, layers: int) -> Callabl
     tables = rng.permutation(num_blocks).reshape(len(lens), -1)
     batch = make_batch([1] * len(lens), [n - 1 for n in lens], tables, block_size=BLOCK)
     query = jnp.asarray(rng.standard_normal((len(lens), HEADS, HEAD_DIM)), jnp.bfloat16)
-    attend = partial(paged_attention, backend=numba.with_threads(threads))
 
     @jax.jit
     def call(query, cache, batch):
-        for _ in range(layers):
-            query = attend(query, cache, batch)
-        return query
+        with on_threads(threads):
+            for _ in range(layers):
+                query = paged_attention(query, cache, batch, backend="numba")
+            return query
 
     return lambda: jax.block_until_ready(call(query, cache, batch))
 

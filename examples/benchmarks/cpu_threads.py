@@ -11,8 +11,8 @@ import argparse
 import os
 import random
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
@@ -23,49 +23,59 @@ from rich.console import Console
 from rich.table import Table
 
 import pagedattn_torch
-from benchmarks.cpu_case import Case
-from benchmarks.cpu_report import machine
-from benchmarks.machine import write
-from benchmarks.work import SUM
-from pagedattn import KVCache, make_batch, paged_attention
-from pagedattn.backends.numba import with_threads
+from benchmarks import machine
+from benchmarks.case import HEADS_SAID, CpuCase
+from benchmarks.report import SUM
+from pagedattn import KVCache, paged_attention
 
 LAYERS = 32
 ROUNDS = 15
 SECONDS = 2.0  # a contender has turns until they took so long, three at least
 CASES = [
-    Case("64x4096", [1] * 64, [4096] * 64),
-    Case("64x1024", [1] * 64, [1024] * 64),
-    Case("8x4096", [1] * 8, [4096] * 8),
-    Case("skewed", [1] * 8, [256] * 7 + [16384]),
-    Case("8x512", [1] * 8, [512] * 8),
-    Case("4x64", [1] * 4, [64] * 4),
+    CpuCase("64x4096", [1] * 64, [4096] * 64),
+    CpuCase("64x1024", [1] * 64, [1024] * 64),
+    CpuCase("8x4096", [1] * 8, [4096] * 8),
+    CpuCase("skewed", [1] * 8, [256] * 7 + [16384]),
+    CpuCase("8x512", [1] * 8, [512] * 8),
+    CpuCase("4x64", [1] * 4, [64] * 4),
 ]
 
 
-def from_jax(case: Case, threads: int) -> Callable:
+def from_jax(case: CpuCase, threads: int) -> Callable:
     planes = (case.query, *case.planes)
     query, key, value = (
         jnp.asarray(plane.view(torch.int16).numpy().view(jnp.bfloat16)) for plane in planes
     )
-    attend = jax.jit(partial(paged_attention, backend=with_threads(threads)))
-    batch = batch_of(case)
-    return lambda: attend(query, KVCache(key, value), batch).block_until_ready()
+    cache, batch = KVCache(key, value), case.batch
+
+    @jax.jit
+    def attend(query, cache, batch):
+        with on_threads(threads):
+            return paged_attention(query, cache, batch, backend="numba")
+
+    return lambda: attend(query, cache, batch).block_until_ready()
 
 
-def from_torch(case: Case, threads: int) -> Callable:
+@contextmanager
+def on_threads(threads: int) -> Iterator[None]:
+    """The kernel runs on so many threads in what is traced here."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    try:
+        yield
+    finally:
+        del os.environ["OMP_NUM_THREADS"]
+        os.environ |= {"OMP_NUM_THREADS": before} if before else {}
+
+
+def from_torch(case: CpuCase, threads: int) -> Callable:
     cache = KVCache(*case.planes)
-    step = pagedattn_torch.prepare(case.query, cache, batch_of(case), backend="numba")
+    step = pagedattn_torch.prepare(case.query, cache, case.batch, backend="numba")
     return lambda: step.attend(case.query, cache)
 
 
-def the_sum(case: Case, threads: int) -> Callable:
+def the_sum(case: CpuCase, threads: int) -> Callable:
     return torch.ones(case.kv_bytes // 4).sum
-
-
-def batch_of(case: Case):
-    contexts = [n - q for q, n in zip(case.query_lens, case.seq_lens, strict=True)]
-    return make_batch(case.query_lens, contexts, case.tables.numpy(), block_size=case.block_size)
 
 
 CONTENDERS = {"numba, jax.jit": from_jax, "numba, torch": from_torch, SUM: the_sum}
@@ -77,7 +87,7 @@ def counts() -> list[int]:
     return sorted({1 << i for i in range(cpus.bit_length()) if 1 << i < cpus} | {cpus})
 
 
-def measure(case: Case) -> dict[str, dict[int, float]]:
+def measure(case: CpuCase) -> dict[str, dict[int, float]]:
     """Microseconds of each contender by its number of threads."""
     calls = {}
     for threads in counts():
@@ -129,7 +139,7 @@ def main() -> None:
     Console(width=120, markup=False).print(table(rows))
     torch.set_num_threads(counts()[-1])
     path = arguments.out and arguments.out / "cpu_threads.json"
-    write(path, {"machine": machine(), "us": rows})
+    machine.write(path, {"machine": machine.cpu(HEADS_SAID), "us": rows})
 
 
 if __name__ == "__main__":

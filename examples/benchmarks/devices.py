@@ -23,11 +23,11 @@ from serving.generation import Generation, decode_loop
 from serving.parallel import AXIS, EVERYWHERE, HEADS, PAGES, OverHeads, start_over
 from serving.peer_llama import by_peers
 
-from benchmarks.decodes import BLOCK_SIZE, LAYERS, layers_of, random_cache, shuffled
-from benchmarks.enqueued import CALLS, seconds_a_call
 from benchmarks.machine import caption, machine, write
 from benchmarks.models import SHAPES, spread_params
-from benchmarks.steps import median_of_runs
+from benchmarks.random_arrays import BLOCK_SIZE, random_cache, random_decodes
+from benchmarks.timing import CALLS, LAYERS, layers_of, seconds_a_call
+from benchmarks.whole_step import median_of_runs
 from pagedattn import AttentionSpec, append_tokens, merge_across, paged_attention
 from pagedattn.extend import cdiv
 
@@ -78,7 +78,7 @@ def a_layer(mesh, model, num_seqs, length, cache, attend, heads, pages) -> float
     ins = heads, pages, EVERYWHERE
     program = layers_of(jax.shard_map(attend, mesh=mesh, in_specs=ins, out_specs=heads))
     query = jax.device_put(query, NamedSharding(mesh, heads))
-    batch = jax.device_put(shuffled(num_seqs, length), NamedSharding(mesh, EVERYWHERE))
+    batch = jax.device_put(random_decodes(num_seqs, length), NamedSharding(mesh, EVERYWHERE))
     calls = FEW_CALLS if jax.default_backend() == "cpu" else CALLS
     return seconds_a_call(lambda: program(query, cache, batch), calls=calls) / LAYERS
 

@@ -2,37 +2,80 @@
 
     export PYTHONPATH=examples XLA_PYTHON_CLIENT_PREALLOCATE=false
     python -m benchmarks.gpu [-o docs/results] [-k decode]
+    python -m benchmarks.gpu --lengths [-o docs/results]
 
-A contender is a function that takes a `Case` and returns its microseconds a call. If it raises, its
-cell stays empty and the error is printed. The report is written after every case. To add a
-contender, see peers.py.
+A contender is a function that takes a `GpuCase` and returns its microseconds a call. If it raises,
+its cell stays empty and the error is printed. The report is written after every contender. With
+`--lengths` a few contenders decode sequences of different lengths, of equal ones, and few of them:
+those that are served together have different lengths, and a batch is rarely a power of two. To add
+a contender, see peers/.
 """
 
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
+import numpy as np
 import pagedattn_interop
 
 import pagedattn_torch
-from benchmarks.case import CASES, STEP, Case
-from benchmarks.chart import draw
-from benchmarks.decodes import after
-from benchmarks.enqueued import seconds_a_call
-from benchmarks.flashinfer_peers import FLASHINFER, build
-from benchmarks.peers import JAX_PEERS, TORCH_PEERS
-from benchmarks.report import Report
-from benchmarks.timing import captured, time_enqueued
+from benchmarks import machine
+from benchmarks.case import HEADS_SAID, GpuCase
+from benchmarks.peers import flashinfer, installed, missing
+from benchmarks.peers.gpu import JAX_PEERS, TORCH_PEERS
+from benchmarks.plot import draw, gpu_figure
+from benchmarks.report import Ceilings, Report, reason_of
+from benchmarks.timing import after, captured, seconds_a_call, time_enqueued
 from pagedattn import paged_attention
 
 LAYERS = 32
 
 
+def decodes(count: int, length: int, block_size: int = 16) -> GpuCase:
+    return GpuCase(f"decode {count}x{length}", [1] * count, [length] * count, block_size)
+
+
+def between(count: int, least: int, most: int) -> GpuCase:
+    """Decodes of so many sequences; all lengths are equally likely."""
+    lengths = np.random.default_rng(1).integers(least, most, count, endpoint=True).tolist()
+    return GpuCase(f"decode {count}x({least} to {most})", [1] * count, lengths)
+
+
+def decodes_in(block_size: int) -> list[GpuCase]:
+    sizes = (64, 4096), (8, 512), (1, 131072), (256, 1024)
+    skewed = GpuCase("decode skewed", [1] * 64, [256] * 56 + [16384] * 8, block_size)
+    return [*(decodes(*size, block_size) for size in sizes), skewed]
+
+
+CASES = [
+    *decodes_in(16),
+    GpuCase("prefill 2x8192", [8192] * 2, [8192] * 2),
+    GpuCase("prefill 8x2048", [2048] * 8, [2048] * 8),
+    GpuCase("chunk 64x(128 on 4096)", [128] * 64, [4224] * 64),
+    GpuCase("mixed 2x4096 + 62x(1 on 4095)", [4096] * 2 + [1] * 62, [4096] * 64),
+    GpuCase("verify 64x(8 on 4096)", [8] * 64, [4096] * 64),
+]
+IN_BLOCKS_OF_64 = decodes_in(64)
+STEP = decodes(16, 2048)
+LENGTHS = [
+    between(64, 512, 4096),
+    between(40, 512, 4096),
+    between(256, 512, 1536),
+    decodes(40, 4096),
+    decodes(256, 1036),
+    decodes(8, 1024),
+    decodes(4, 2048),
+    decodes(2, 4096),
+    *(case for case in CASES if case.decode),
+]
+
+
 def our_torch(backend: str) -> Callable:
-    def prepare(case: Case) -> Callable:
+    def prepare(case: GpuCase) -> Callable:
         def call(index, query=case.query):
             batch = case.batches[index % len(case.batches)]
             return pagedattn_torch.paged_attention(query, case.cache, batch, backend=backend)
@@ -43,7 +86,7 @@ def our_torch(backend: str) -> Callable:
 
 
 def our_jax(backend: str | None) -> Callable:
-    def prepare(case: Case) -> tuple[Callable, list]:
+    def prepare(case: GpuCase) -> tuple[Callable, list]:
         cache, batches = pagedattn_interop.to_jax((case.cache, case.batches))
 
         def call(query, operands):
@@ -54,19 +97,19 @@ def our_jax(backend: str | None) -> Callable:
     return prepare
 
 
-def cudnn(case: Case) -> tuple[Callable, list]:
+def cudnn(case: GpuCase) -> tuple[Callable, list]:
     if case.decode:
         raise ValueError("meant for long queries")
     return our_jax("cudnn")(case)
 
 
-def mosaic(case: Case) -> tuple[Callable, list]:
+def mosaic(case: GpuCase) -> tuple[Callable, list]:
     if not case.decode:
         raise ValueError("what backend=None takes for long queries")
     return our_jax("mosaic")(case)
 
 
-def calls_of(case: Case) -> int:
+def calls_of(case: GpuCase) -> int:
     """The calls in one graph or program: as many as a step has layers, if they are short."""
     return max(LAYERS if case.decode else 8, len(case.batches))
 
@@ -74,7 +117,7 @@ def calls_of(case: Case) -> int:
 def in_graph(prepare: Callable) -> Callable:
     """Times a torch function by a CUDA graph of several calls, enqueued."""
 
-    def contender(case: Case) -> float:
+    def contender(case: GpuCase) -> float:
         call, times = prepare(case), calls_of(case)
         case.require(call(0))
         return time_enqueued(captured(call, times).replay) / times
@@ -85,7 +128,7 @@ def in_graph(prepare: Callable) -> Callable:
 def in_jit(prepare: Callable, checked: bool = False) -> Callable:
     """Times a JAX function by several calls in one jit, enqueued."""
 
-    def contender(case: Case) -> float:
+    def contender(case: GpuCase) -> float:
         call, operands = prepare(case)
         if checked:
             query = pagedattn_interop.to_jax(case.query)
@@ -119,13 +162,13 @@ OURS = {
 }
 PEERS = {name: in_graph(peer) for name, peer in TORCH_PEERS.items()}
 PEERS |= {name: in_jit(peer, checked=True) for name, peer in JAX_PEERS.items()}
-FLASHINFER_PEERS = {name: in_graph(peer) for name, peer in FLASHINFER.items()}
+PEERS |= {name: in_graph(peer) for name, peer in flashinfer.FLASHINFER.items()}
 
 
 def in_eager(prepare: Callable) -> Callable:
     """Times a step of layers called from Python, enqueued."""
 
-    def contender(case: Case) -> float:
+    def contender(case: GpuCase) -> float:
         call = prepare(case)
 
         def step():
@@ -148,34 +191,97 @@ STEPS = {
 }
 
 
-def run(report: Report, only: str, flashinfer_misses: str | None) -> None:
+WITH_LENGTHS = (
+    "backend=None, jax.jit",
+    "triton, torch graph",
+    "mosaic, jax.jit",
+    "FlashAttention-3",
+    "FlashAttention-3, block 128",
+)
+
+
+def measured(contender: Callable, case: GpuCase, ends: float) -> float | str:
+    """Microseconds a call, or why there are none."""
+    if time.monotonic() > ends:
+        return "out of time"
+    try:
+        return contender(case)
+    except Exception as error:
+        return reason_of(error)
+
+
+def run(report: Report, cases: list[GpuCase], contenders: dict[str, Callable], ends: float) -> None:
+    """Adds the contenders to the rows of the cases, until the time is over."""
+    for case in cases:
+        if time.monotonic() < ends:
+            row = report.begin(case)
+            for name, contender in contenders.items():
+                report.add(row, name, measured(contender, case, ends))
+            case.free()
+
+
+def run_step(report: Report, ends: float) -> None:
+    """Adds the time of a layer in a step of many, for each backend and each way to call it."""
+    us: dict[str, dict[str, float]] = {}
+    refused: dict[str, str] = {}
+    report.data["step"] = {"case": STEP.name, "layers": LAYERS, "us": us, "refused": refused}
+    print(f"{LAYERS} layers of {STEP.name}, us a layer", flush=True)
+    for backend, contenders in STEPS.items():
+        us[backend] = {}
+        for how, contender in contenders.items():
+            result = measured(contender, STEP, ends)
+            if isinstance(result, str):
+                refused[f"{backend}, {how}"] = result
+            else:
+                us[backend][how] = result
+            print(f"  {backend:12}{how:20}{result}", flush=True)
+        report.write()
+    STEP.free()
+
+
+def new_report(folder: Path | None, suffix: str) -> Report:
+    about = machine.gpu(HEADS_SAID)
+    ceilings = Ceilings(about["copy_tb_s"] * 1e12, about["matmul_tflop_s"] * 1e12)
+    name = about["gpu"].split()[-1].lower() + suffix
+    path = folder and folder / f"{name}.json"
+    return Report(path, about, list(OURS), ceilings, step={})
+
+
+def run_all(folder: Path | None, only: str, seconds: float, build_seconds: float) -> None:
     """Measures everything, the most important first."""
-    if flashinfer_misses:
-        report.miss("FlashInfer", flashinfer_misses)
-    contenders = OURS | PEERS | ({} if flashinfer_misses else FLASHINFER_PEERS)
-    cases = [case for case in CASES if only in case.name]
-    for case in cases:
-        if case.block_size == 16:
-            report.measure(case, contenders)
-    report.measure_step(STEP, LAYERS, STEPS)
-    for case in cases:
-        if case.block_size != 16:
-            report.measure(case, contenders)
+    # Before the rest: with other work on the host, short calls of jax.jit take twice as long.
+    no_flashinfer = missing("FlashInfer") or flashinfer.build(build_seconds)
+    report, ends = new_report(folder, ""), time.monotonic() + seconds
+    contenders = OURS | installed(PEERS, report.miss)
+    if no_flashinfer and not missing("FlashInfer"):
+        report.miss("FlashInfer", no_flashinfer)
+        contenders = {name: one for name, one in contenders.items() if "FlashInfer" not in name}
+    run(report, [case for case in CASES if only in case.name], contenders, ends)
+    run_step(report, ends)
+    run(report, [case for case in IN_BLOCKS_OF_64 if only in case.name], contenders, ends)
+    if report.path:
+        print(draw(report.path, gpu_figure))
+
+
+def run_lengths(folder: Path | None, only: str, seconds: float) -> None:
+    report, ends = new_report(folder, "_lengths"), time.monotonic() + seconds
+    contenders = OURS | installed(PEERS, report.miss)
+    contenders = {name: one for name, one in contenders.items() if name in WITH_LENGTHS}
+    run(report, [case for case in LENGTHS if only in case.name], contenders, ends)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("-o", "--out", type=Path, help="folder for the report and its picture")
     parser.add_argument("-k", "--only", default="", help="cases whose name contains this")
+    parser.add_argument("--lengths", action="store_true", help="sequences of different lengths")
     parser.add_argument("--seconds", type=float, default=600, help="after which none is begun")
     parser.add_argument("--build-seconds", type=float, default=240, help="FlashInfer's kernels")
-    arguments = parser.parse_args()
-    # Before the rest: with other work on the host, short calls of jax.jit take twice as long.
-    flashinfer_misses = build(arguments.build_seconds)
-    report = Report(arguments.out, arguments.seconds, ours=list(OURS))
-    run(report, arguments.only, flashinfer_misses)
-    if report.path:
-        print(draw(report.path))
+    given = parser.parse_args()
+    if given.lengths:
+        run_lengths(given.out, given.only, given.seconds)
+    else:
+        run_all(given.out, given.only, given.seconds, given.build_seconds)
 
 
 if __name__ == "__main__":

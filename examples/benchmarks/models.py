@@ -15,7 +15,7 @@ from serving.families.llama import Llama
 from serving.fused import FUSED, fused
 from serving.parallel import spec_of
 
-from benchmarks.drawn import drawn
+from benchmarks.random_arrays import random_array
 
 SCALE = 0.02  # of random weights
 SHAPES = {
@@ -63,8 +63,8 @@ def random_params(model: Llama, dtype=jnp.bfloat16) -> dict:
     embedding, head = jax.random.split(vocab)
     table = (model.vocab_size, model.hidden_size)
     return {
-        "embedding": drawn(embedding, table, dtype, scale=SCALE),
-        "lm_head": drawn(head, table, dtype, scale=SCALE),
+        "embedding": random_array(embedding, table, dtype, scale=SCALE),
+        "lm_head": random_array(head, table, dtype, scale=SCALE),
         "layers": [random_layer(key, model, dtype) for key in layers],
         "norm": jnp.ones(model.hidden_size, dtype),
     }
@@ -82,7 +82,7 @@ def random_layer(key: PRNGKeyArray, model: Llama, dtype) -> dict[str, Array]:
     }
     keys = jax.random.split(key, len(shapes))
     weights = zip(keys, shapes.items(), strict=True)
-    layer = {name: drawn(key, shape, dtype, scale=SCALE) for key, (name, shape) in weights}
+    layer = {name: random_array(key, shape, dtype, scale=SCALE) for key, (name, shape) in weights}
     return layer | {name: jnp.ones(hidden, dtype) for name in ("attention_norm", "mlp_norm")}
 
 
@@ -97,6 +97,6 @@ def spread_params(mesh: Mesh, model: Llama) -> dict:
         if name in FUSED:
             shape = mesh.size, shape[0] // mesh.size, *shape[1:]
         sharding = NamedSharding(mesh, spec_of(name))
-        return drawn(key, shape, sharding=sharding, scale=SCALE)
+        return random_array(key, shape, sharding=sharding, scale=SCALE)
 
     return tree.unflatten(made(*at, key) for at, key in zip(leaves, keys, strict=True))

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from benchmarks.decodes import BLOCK_SIZE, LAYERS, layers_of, random_cache, shuffled
-from benchmarks.enqueued import seconds_a_call
 from benchmarks.machine import caption, machine, write
+from benchmarks.random_arrays import BLOCK_SIZE, random_cache, random_decodes
+from benchmarks.timing import LAYERS, captured, layers_of, seconds_a_call, time_enqueued
 from pagedattn import KVCache, cascade_attention, make_batch, paged_attention, split_prefix
 
 SEQS, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 64, 4096, 32, 8, 128
@@ -53,13 +53,13 @@ def queries(heads: int = HEADS, size: int = HEAD_DIM):
 
 def decode(dtype) -> Timed:
     cache = random_cache(planes(SEQS * LENGTH), dtype)
-    return timed(paged_attention, queries(), cache, shuffled(SEQS, LENGTH), SEQS * LENGTH)
+    return timed(paged_attention, queries(), cache, random_decodes(SEQS, LENGTH), SEQS * LENGTH)
 
 
 def sinks() -> Timed:
     call = partial(paged_attention, sinks=jnp.zeros(HEADS, jnp.float32))
     cache = random_cache(planes(SEQS * LENGTH))
-    return timed(call, queries(), cache, shuffled(SEQS, LENGTH), SEQS * LENGTH)
+    return timed(call, queries(), cache, random_decodes(SEQS, LENGTH), SEQS * LENGTH)
 
 
 def behind_prefix(call: Callable, **options) -> Timed:
@@ -90,16 +90,19 @@ def latent(backend: str) -> Timed:
 
     cache = KVCache(key, None, value_dim=VALUES)
     query = queries(LATENT_HEADS, LATENT)
-    return timed(call, query, cache, shuffled(SEQS, LENGTH), SEQS * LENGTH)
+    return timed(call, query, cache, random_decodes(SEQS, LENGTH), SEQS * LENGTH)
 
 
-def latent_by_flashinfer() -> Timed:
-    """Its time in a CUDA graph, with pages of 64."""
-    # The other figures need no torch.
-    from benchmarks import flashinfer_peers, timing
+def latent_by_peer(name: str) -> Timed:
+    """A peer's time in a CUDA graph, with pages of 64."""
+    from benchmarks.peers import latents, missing  # the other figures need no torch
 
-    call = flashinfer_peers.latent(SEQS, LENGTH, LATENT_HEADS, (VALUES, LATENT - VALUES))
-    microseconds = timing.time_enqueued(timing.captured(call, LAYERS).replay) / LAYERS
+    if cure := missing(name):
+        raise ImportError(f"{name} is not installed: {cure}")
+    work = latents.Latents(SEQS, LENGTH, LATENT_HEADS, (VALUES, LATENT - VALUES))
+    call = latents.LATENTS[name](work)
+    work.require(call(0))
+    microseconds = time_enqueued(captured(call, LAYERS).replay) / LAYERS
     return Timed(microseconds, 2 * SEQS * LENGTH * LATENT)
 
 
@@ -113,7 +116,8 @@ WORK = {
     "shared prefix, cascade_attention": partial(behind_prefix, cascade, prepare=split_prefix),
     "latent cache, sdpa": partial(latent, "sdpa"),
     "latent cache, triton": partial(latent, "triton"),
-    "latent cache, FlashInfer": latent_by_flashinfer,
+    "latent cache, FlashInfer": partial(latent_by_peer, "FlashInfer"),
+    "latent cache, FlashMLA": partial(latent_by_peer, "FlashMLA"),
     "latent cache, mosaic": partial(latent, "mosaic"),
 }
 

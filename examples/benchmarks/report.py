@@ -1,105 +1,107 @@
-"""The report of a gpu.py run: a table, and a JSON file that grows with it."""
+"""The report of a run with peers: printed as it comes, and kept as JSON that grows with it."""
 
-import datetime
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
+from benchmarks.machine import write
 
-from benchmarks.case import Case
-from benchmarks.machine import versions, write
-from benchmarks.timing import copy_bandwidth, matmul_rate
-from benchmarks.work import HEAD_DIM, HEADS, KV_HEADS
+SUM = "a sum of as many bytes"  # the ceiling of decode on a CPU, as a contender
 
-PACKAGES = ("torch", "jax", "triton", "xformers", "flashinfer-python", "flash-attn-4", "vllm")
+
+class Ceilings(NamedTuple):
+    """What the machine does at best, a second: bytes of decode, and operations of the rest."""
+
+    kv_bytes: float
+    flops: float
 
 
 class Report:
-    """The results so far: printed as they come, and kept in a file."""
+    """The results so far.
 
-    def __init__(self, folder: Path | None, seconds: float, ours: list[str], suffix: str = ""):
-        self._ends = time.monotonic() + seconds
-        self.data: dict[str, Any] = {"machine": machine(), "ours": ours, "cases": {}, "step": {}}
-        gpu = self.data["machine"]["gpu"].split()[-1].lower()
-        self.path = folder / f"{gpu}{suffix}.json" if folder else None
-        print(json.dumps(self.data["machine"], indent=1), flush=True)
+    `ours` are the names of our contenders. With `key`, the results are added to the file that is
+    there: data[key[0]][key[1]].
+    """
 
-    @property
-    def over(self) -> bool:
-        return time.monotonic() > self._ends
+    def __init__(
+        self,
+        path: Path | None,
+        machine: dict,
+        ours: list[str],
+        ceilings: Ceilings | None = None,
+        key: tuple[str, str] | None = None,
+        **more: Any,
+    ):
+        self.path, self.ceilings = path, ceilings
+        self.data: dict[str, Any] = {"machine": machine, "ours": ours, "cases": {}, **more}
+        self.file = self.data
+        if path and key:
+            self.file = json.loads(path.read_text())
+            self.file.setdefault(key[0], {})[key[1]] = self.data
+        print(json.dumps(machine, indent=1), flush=True)
 
-    def measure(self, case: Case, contenders: dict[str, Callable]) -> None:
-        """Adds the contenders to the case's row."""
-        if self.over:
-            return
-        new = {"kv_bytes": case.kv_bytes, "flops": case.flops, "decode": case.decode}
-        row = self.data["cases"].setdefault(case.name, new | {"us": {}, "refused": {}})
-        print(f"{case.name}", flush=True)
-        case.allocate()
-        for name, contender in contenders.items():
-            row["us"][name], reason = self._time(contender, case)
-            if reason:
-                row["refused"][name] = reason
-            print(f"  {name:24}{self._cell(case, row['us'][name], reason)}", flush=True)
-            self.write()
-        case.free()
+    def begin(self, case, **more: Any) -> dict:
+        """The row of a case: a new one, or the one that is there."""
+        print(case.name, flush=True)
+        row = {"kv_bytes": case.kv_bytes, "flops": case.flops, "decode": case.decode}
+        return self.data["cases"].setdefault(case.name, row | more | {"us": {}, "refused": {}})
 
-    def measure_step(self, case: Case, layers: int, steps: dict[str, dict[str, Callable]]) -> None:
-        """Adds the time of a layer in a step of many, for each backend and each way to call it."""
-        if self.over:
-            return
-        print(f"{layers} layers of {case.name}, us a layer", flush=True)
-        us, refused = {}, {}
-        self.data["step"] = {"case": case.name, "layers": layers, "us": us, "refused": refused}
-        case.allocate()
-        for backend, contenders in steps.items():
-            us[backend] = {}
-            for how, contender in contenders.items():
-                us[backend][how], reason = self._time(contender, case)
-                if reason:
-                    refused[f"{backend}, {how}"] = reason
-                print(f"  {backend:12}{how:20}{reason or f'{us[backend][how]:8.1f}'}", flush=True)
-            self.write()
-        case.free()
-
-    def miss(self, name: str, reason: str) -> None:
-        """Records why a contender was not measured at all."""
-        print(f"{name}: {reason}", flush=True)
-        self.data["missing"] = {name: reason}
+    def add(self, row: dict, name: str, result: float | str) -> None:
+        """Adds a contender to a row: microseconds a call, or why there are none."""
+        if isinstance(result, str):
+            row["refused"][name] = result
+            said = f"{'-':>10}     {result}"
+        else:
+            row["us"][name] = result
+            said = f"{result:10.1f} us  {self.rate(row, name)}"
+        print(f"  {name:30}{said}", flush=True)
         self.write()
 
-    def _time(self, contender, case) -> tuple[float | None, str | None]:
-        if self.over:
-            return None, "out of time"
-        try:
-            return contender(case), None
-        except Exception as error:
-            first = (str(error).strip().splitlines() or [""])[0]
-            return None, f"{type(error).__name__}: {first[:160]}"
+    def miss(self, name: str, reason: str) -> None:
+        """Records why a contender is left out."""
+        print(f"{name} is left out: {reason}", flush=True)
+        self.data.setdefault("missing", {})[name] = reason
+        self.write()
 
-    def _cell(self, case, microseconds, reason) -> str:
-        if microseconds is None:
-            return f"{'-':>10}  ({reason})"
-        about = self.data["machine"]
-        if case.decode:
-            rate, unit, most = case.kv_bytes / microseconds / 1e6, "TB/s", about["copy_tb_s"]
-        else:
-            rate, unit, most = case.flops / microseconds / 1e6, "TFLOP/s", about["matmul_tflop_s"]
-        return f"{microseconds:10.1f} us {rate:8.2f} {unit:8}{rate / most:5.2f}"
+    def rate(self, row: dict, name: str) -> str:
+        """Bytes or operations a second, and the share of the machine's."""
+        what, unit = ("kv_bytes", "B/s") if row["decode"] else ("flops", "FLOP/s")
+        rate = 1e6 * row[what] / row["us"][name]
+        said = f"{rate / 1e12:8.2f} T{unit}" if rate >= 1e12 else f"{rate / 1e9:8.1f} G{unit}"
+        return f"{said} {rate / getattr(self.ceilings, what):6.2f}" if self.ceilings else said
 
     def write(self) -> None:
-        write(self.path, self.data)
+        write(self.path, self.file)
+
+    def print_tables(self, ratios: dict[str, tuple[str, str]]) -> None:
+        """Rates of all contenders, and ratios: the speed of one contender over another's."""
+        for decode in (True, False):
+            rows = {k: row for k, row in self.data["cases"].items() if row["decode"] is decode}
+            if rows:
+                _print_table(rows, "kv_bytes" if decode else "flops", ratios)
 
 
-def machine() -> dict:
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "date": datetime.date.today().isoformat(),
-        "heads": f"{HEADS} query heads, {KV_HEADS} KV heads, head_dim {HEAD_DIM}",
-        "copy_tb_s": round(copy_bandwidth(), 3),
-        "matmul_tflop_s": round(matmul_rate(), 1),
-        "versions": versions(PACKAGES),
-    }
+def _print_table(rows: dict[str, dict], what: str, ratios: dict[str, tuple[str, str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    names = list(dict.fromkeys(name for row in rows.values() for name in row["us"]))
+    title = {"kv_bytes": "GB/s of K and V", "flops": "GFLOP/s"}[what]
+    table = Table(title=title, box=None, header_style="dim")
+    for heading in ("", *names, *ratios):
+        table.add_column(heading, justify="right" if heading else "left")
+    for case, row in rows.items():
+        us = row["us"]
+        rates = (f"{row[what] / us[name] / 1e3:.1f}" if name in us else "-" for name in names)
+        table.add_row(case, *rates, *(times_as_fast(us, *pair) for pair in ratios.values()))
+    Console(width=240, markup=False).print(table)
+
+
+def times_as_fast(us: dict[str, float], ours: str, other: str) -> str:
+    return f"{us[other] / us[ours]:.2f}" if ours in us and other in us else "-"
+
+
+def reason_of(error: Exception) -> str:
+    """The first line of an error, as a report keeps it."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first[:160]}"

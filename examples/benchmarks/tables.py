@@ -10,7 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-from benchmarks.work import SUM
+from benchmarks.report import SUM
 
 GPU_COLUMNS = {
     "`backend=None` in `jax.jit`": ["backend=None, jax.jit"],

@@ -6,9 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from benchmarks import chart, cpu_chart
-from benchmarks.pictures import LOOKS, save_both
-from benchmarks.redraw import redraw
+from benchmarks.plot import LOOKS, cpu_figure, gpu_figure, redraw, save_both
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -40,15 +38,15 @@ def assert_same(drawn: Path, committed: Path, names: set[str]) -> None:
             assert picture == (drawn / name).read_bytes()
 
 
-@pytest.mark.parametrize(("name", "plot"), [("h200", chart.plot), ("cpu", cpu_chart.plot)])
-def test_legends_name_every_contender(name, plot):
+@pytest.mark.parametrize(("name", "figure_of"), [("h200", gpu_figure), ("cpu", cpu_figure)])
+def test_legends_name_every_contender(name, figure_of):
     """More of ours than there are colours, and a case that only some of them ran."""
     data = json.loads((RESULTS / f"{name}.json").read_text())
     new = [f"backend {index}" for index in range(9)]
     data["ours"] += new
     next(iter(data["cases"].values()))["us"] |= dict.fromkeys(new, 100.0)
     ours, others = (
-        {text.get_text() for text in legend.get_texts()} for legend in plot(data).legends
+        {text.get_text() for text in legend.get_texts()} for legend in figure_of(data).legends
     )
     assert ours == set(data["ours"])
     contenders = {name for row in data["cases"].values() for name in row["us"]}

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("safetensors")  # the models read checkpoints
 from benchmarks.models import SHAPES, random_params
-from benchmarks.steps import filled
+from benchmarks.whole_step import filled
 from h200 import compiled, kernels_of_loops, sizes_of_copies
 from serving.generation import decode_loop
 

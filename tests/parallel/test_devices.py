@@ -5,8 +5,8 @@ from dataclasses import replace
 import jax
 import numpy as np
 from benchmarks import devices
-from benchmarks.drawn import drawn
 from benchmarks.models import SHAPES, spread_params
+from benchmarks.random_arrays import random_array
 from jax.sharding import Mesh
 from serving.parallel import AXIS
 
@@ -21,6 +21,6 @@ def test_more_layers_need_no_more_programs():
         state = devices.state_after(mesh, model, params, 2, 20, max_new_tokens=4)
         assert len(params["layers"]) == len(state.caches) == layers
         assert state.pool.seq_lens.tolist() == [19, 19]
-        return drawn._cache_size()
+        return random_array._cache_size()
 
     assert programs(1) == programs(3)

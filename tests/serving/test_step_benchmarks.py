@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import pytest
 from benchmarks import serving as serving_benchmark
-from benchmarks import steps, whole_step
-from benchmarks.load import Load, Seen
+from benchmarks import whole_step
 from benchmarks.models import SHAPES, random_params
-from benchmarks.steps import Needs, filled, needs_of_a_step
+from benchmarks.serving import Load, Seen
+from benchmarks.whole_step import Needs, filled, needs_of_a_step
 from serving.generation import decode_loop
 from tiny import TINY, tiny_params
 
@@ -64,7 +64,7 @@ def test_a_filled_cache_has_the_lengths_asked_for():
 
 
 def test_timed_steps_are_compiled_before(monkeypatch):
-    median_of_runs = steps.median_of_runs
+    median_of_runs = whole_step.median_of_runs
 
     def watched(run, state, runs):
         before = decode_loop._cache_size()
@@ -72,8 +72,8 @@ def test_timed_steps_are_compiled_before(monkeypatch):
         assert decode_loop._cache_size() == before
         return result
 
-    monkeypatch.setattr(steps, "median_of_runs", watched)
-    assert steps.seconds_a_step(TINY, tiny_params(), [9, 20], 2, "xla", runs=2) > 0
+    monkeypatch.setattr(whole_step, "median_of_runs", watched)
+    assert whole_step.seconds_a_step(TINY, tiny_params(), [9, 20], 2, "xla", runs=2) > 0
 
 
 def test_random_parameters_are_those_of_the_shape():

@@ -1,4 +1,4 @@
-"""FlashAttention's paged kernels as contenders of gpu.py; see peers.py.
+"""FlashAttention's paged kernels on a GPU.
 
 FlashAttention-4 is the package flash-attn-4. FlashAttention-3 has no wheels of its own with paging
 in it; vLLM's has its kernels, as `vllm.vllm_flash_attn`.
@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.case import Case
-from benchmarks.work import HEAD_DIM, HEADS, KV_HEADS
+from benchmarks.case import HEAD_DIM, HEADS, KV_HEADS, GpuCase
 
 
 class Paged(NamedTuple):
@@ -25,7 +24,7 @@ class Paged(NamedTuple):
     starts: torch.Tensor
 
 
-def flash4(case: Case, block_size: int | None = None) -> Callable:
+def flash4(case: GpuCase, block_size: int | None = None) -> Callable:
     """flash_attn_varlen_func of flash-attn-4; its pages of 128 are loaded by TMA."""
     attend = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
     paged = _paged(case, block_size)
@@ -39,7 +38,7 @@ def flash4(case: Case, block_size: int | None = None) -> Callable:
     return call
 
 
-def flash3(case: Case, block_size: int | None = None) -> Callable:
+def flash3(case: GpuCase, block_size: int | None = None) -> Callable:
     """flash_attn_varlen_func of vLLM with FlashAttention-3, its schedule made before."""
     flash = importlib.import_module("vllm.vllm_flash_attn")
     paged = _paged(case, block_size)
@@ -65,7 +64,7 @@ def flash3(case: Case, block_size: int | None = None) -> Callable:
     return call
 
 
-def _paged(case: Case, block_size: int | None) -> list[Paged]:
+def _paged(case: GpuCase, block_size: int | None) -> list[Paged]:
     """The table sets of a case, in blocks of its own size or copied to those of another."""
     if block_size is None:
         tables = [batch.block_tables.clamp(min=0) for batch in case.batches]

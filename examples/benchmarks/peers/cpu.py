@@ -1,11 +1,12 @@
-"""The peers that cpu.py compares with: the usual ways in torch and JAX.
+"""The usual ways in torch and JAX on a CPU, and vLLM's kernel."""
 
-A contender takes a `Case` and returns a function without arguments that computes it; it raises for
-a case that it cannot compute.
-"""
-
+import functools
+import importlib.util
+import platform
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +14,11 @@ import pagedattn_interop
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.cpu_case import SCALE, Case
-from benchmarks.work import HEAD_DIM, HEADS, KV_HEADS
+from benchmarks.case import GROUP, HEAD_DIM, HEADS, KV_HEADS, SCALE, CpuCase
 from pagedattn.extend import cdiv
 
-GROUP = HEADS // KV_HEADS
 
-
-def dense(case: Case) -> Callable:
+def dense(case: CpuCase) -> Callable:
     """SDPA without paging: one call for all sequences of the same lengths, keys lying in order."""
     rectangles: dict[tuple, list[int]] = {}
     for seq, size in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
@@ -65,7 +63,7 @@ def _seconds(call) -> float:
     return time.perf_counter() - start
 
 
-def gather_each(case: Case) -> Callable:
+def gather_each(case: CpuCase) -> Callable:
     """The usual way without a paged kernel: gather and SDPA, for one sequence after the other."""
     tables = [
         row[: cdiv(n, case.block_size)].long()
@@ -92,7 +90,7 @@ def gather_each(case: Case) -> Callable:
     return call
 
 
-def jax_gather(case: Case) -> Callable:
+def jax_gather(case: CpuCase) -> Callable:
     """All pages gathered, and two einsums, in one jit."""
     if len(set(case.query_lens)) > 1:
         raise ValueError("queries of different lengths need padding")
@@ -116,8 +114,67 @@ def jax_gather(case: Case) -> Callable:
     return lambda: attend(*operands, lens)
 
 
+@functools.cache
+def vllm_ops() -> Any:
+    """The operators of vLLM's library for this CPU, without the rest of the package."""
+    spec = importlib.util.find_spec("vllm")
+    folder = Path(next(iter((spec and spec.submodule_search_locations) or [])))
+    names = ["_C"] if torch.cpu._is_avx512_bf16_supported() else []
+    names += ["_C_AVX512"] if torch.cpu._is_avx512_supported() else []
+    built = [folder / f"{name}.abi3.so" for name in [*names, "_C_AVX2", "_C"]]
+    torch.ops.load_library(next(path for path in built if path.exists()))
+    return torch.ops._C
+
+
+def vllm(case: CpuCase, block_size: int | None = None) -> Callable:
+    """vLLM's kernel, as of 0.32, on a cache as it lays it out; its schedule is made once."""
+    ops, (key, value, tables) = vllm_ops(), paged(case, block_size)
+    isa = isa_of(case.dtype, key.shape[1])
+    starts, lens = (torch.tensor(n, dtype=torch.int32) for n in (case.starts, case.seq_lens))
+    facts = len(case.seq_lens), HEADS, KV_HEADS, HEAD_DIM, lens, case.dtype, starts, True
+    plan = ops.get_scheduler_metadata(*facts, -1, isa, True, None)
+    # Head-major, and filled by its own write: some instructions want keys interleaved.
+    planes = [torch.empty_like(plane).transpose(1, 2).contiguous() for plane in (key, value)]
+    rows = [plane.flatten(0, 1) for plane in (key, value)]
+    ops.cpu_attn_reshape_and_cache(*rows, *planes, torch.arange(len(rows[0])), isa)
+    out, no_window, no_cap = torch.empty_like(case.query), -1, 0.0
+    about = starts, lens, SCALE, True, None, no_window, tables, no_cap, plan, None, None
+
+    def call():
+        ops.cpu_attention_with_kv_cache(case.query, *planes, out, *about)
+        return out
+
+    return call
+
+
+def paged(case: CpuCase, block_size: int | None) -> tuple[torch.Tensor, ...]:
+    """Keys, values and tables of a case, in its blocks or copied to scattered ones of a size."""
+    if block_size is None:
+        return *case.planes, case.tables
+    if case.block_size >= block_size or case.tables.shape[1] * case.block_size % block_size:
+        raise ValueError(f"its tables are no whole blocks of {block_size}, or of larger ones")
+    ids = torch.randperm(case.tables.numel() * case.block_size // block_size)
+    planes = (
+        plane[case.tables.flatten()].view(len(ids), block_size, KV_HEADS, HEAD_DIM)
+        for plane in case.planes
+    )
+    return *(plane[ids.argsort()] for plane in planes), ids.int().view(len(case.tables), -1)
+
+
+def isa_of(dtype: torch.dtype, block_size: int) -> str:
+    """The instructions that vLLM takes on this CPU."""
+    if platform.machine() == "aarch64":
+        return "neon"
+    if block_size % 32:
+        return "vec16"
+    amx = dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+    return "amx" if amx else "vec"
+
+
 PEERS = {
     "torch SDPA, dense": dense,
     "torch gather + SDPA": gather_each,
     "JAX gather + einsum": jax_gather,
+    "vLLM": vllm,
+    "vLLM, block 32": functools.partial(vllm, block_size=32),
 }

@@ -1,11 +1,7 @@
-"""Other people's kernels on a `Case` of case.py, as gpu.py times them.
+"""The usual ways in torch and JAX on a GPU, JAX's Pallas kernel, and xFormers'."""
 
-A torch contender takes a case and returns a function of a table set's number, safe to capture in a
-CUDA graph. A JAX contender returns a function of the query and one table set's operands, and a list
-of those operands. All that a library can prepare once for all layers is prepared before, and not
-timed. Contenders raise any exception, import errors too, for cases that they cannot compute.
-"""
-
+import importlib
+import importlib.util
 import math
 from collections.abc import Callable
 
@@ -16,17 +12,17 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.case import Case
-from benchmarks.flash_peers import FLASH
-from benchmarks.work import HEAD_DIM, HEADS, KV_HEADS
-from pagedattn_torch.backends.xformers.fmha import fmha
-
-GROUP = HEADS // KV_HEADS
+import pagedattn_torch
+from benchmarks.case import GROUP, HEAD_DIM, HEADS, KV_HEADS, SCALE, GpuCase
+from benchmarks.peers.flash import FLASH
 
 
-def xformers_split_k(case: Case) -> Callable:
+def xformers_split_k(case: GpuCase) -> Callable:
     """xFormers' Triton split-K with its defaults, on pages."""
-    ops = fmha()
+    # Asked why it cannot run, our backend loads the package as this torch needs it.
+    pagedattn_torch.explain(case.query, case.cache, case.batches[0])
+    old = importlib.util.find_spec("xformers")
+    ops = importlib.import_module("xformers.ops.fmha" if old else "mslk.attention.fmha")
     if case.block_size % ops.triton_splitk.FwOp.BLOCK_N:
         raise ValueError("its blocks of 64 keys must lie in one page")
     causal = case.like_queries > 1
@@ -60,7 +56,7 @@ def _xformers_mask(masks, case, batch, causal):
     )
 
 
-def torch_gather(case: Case) -> Callable:
+def torch_gather(case: GpuCase) -> Callable:
     """torch's attention on gathered pages."""
     attend = _torch_attention(case)
     tables = [batch.block_tables.clamp(min=0) for batch in case.batches]
@@ -70,7 +66,7 @@ def torch_gather(case: Case) -> Callable:
 def torch_dense(backend: SDPBackend) -> Callable:
     """torch's attention on keys that lie in order: the speed without paging."""
 
-    def prepare(case: Case) -> Callable:
+    def prepare(case: GpuCase) -> Callable:
         attend = _torch_attention(case)
         dense = [_gathered(case, batch.block_tables.clamp(min=0)) for batch in case.batches]
         if case.prefill:  # heads repeated: the rate of cuDNN and FlashAttention is the same
@@ -126,7 +122,7 @@ def _mask(case) -> torch.Tensor | None:
     return (keys <= last.repeat(1, GROUP)[..., None])[:, None]
 
 
-def jax_gather(case: Case) -> tuple[Callable, list]:
+def jax_gather(case: GpuCase) -> tuple[Callable, list]:
     """jax.nn.dot_product_attention by cuDNN, on gathered pages."""
     attend = _jax_attention(case)
 
@@ -137,7 +133,7 @@ def jax_gather(case: Case) -> tuple[Callable, list]:
     return call, _jax_operands(case)
 
 
-def jax_dense(case: Case) -> tuple[Callable, list]:
+def jax_dense(case: GpuCase) -> tuple[Callable, list]:
     """The same on keys that lie in order."""
     attend = _jax_attention(case)
     operands = [
@@ -178,7 +174,7 @@ def _jax_attention(case) -> Callable:
     return attend
 
 
-def pallas(case: Case) -> tuple[Callable, list]:
+def pallas(case: GpuCase) -> tuple[Callable, list]:
     """jax.experimental's Pallas kernel; its cache has the heads before the pages."""
     from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
 
@@ -191,7 +187,7 @@ def pallas(case: Case) -> tuple[Callable, list]:
     def call(query, operands):
         planes, tables, lens = operands
         blocks = max(1, 128 // case.block_size)
-        query = query * HEAD_DIM**-0.5
+        query = query * SCALE
         return paged_attention(
             query, *planes, tables, lens, k_splits=splits, pages_per_compute_block=blocks
         )

@@ -1,4 +1,4 @@
-"""FlashInfer's wrappers as contenders of gpu.py; see peers.py.
+"""FlashInfer's wrappers on a GPU.
 
 FlashInfer compiles its kernels on first use, which takes minutes and all cores: `build` does so in
 a process of its own before anyone is timed. Run as a script, this file is that process.
@@ -17,19 +17,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.case import Case
-from benchmarks.work import HEAD_DIM, HEADS, KV_HEADS
-from pagedattn.extend import cdiv
+from benchmarks.case import HEAD_DIM, HEADS, KV_HEADS, GpuCase
 
 WORKSPACE_BYTES = 512 << 20
-LATENT_PAGE = 64  # tokens: as large as its kernels like them
 
 
 def build(seconds: float) -> str | None:
     """Compiles FlashInfer's kernels; says why they cannot be used, None if they can."""
-    command = [sys.executable, "-m", "benchmarks.flashinfer_peers"]
+    command = [sys.executable, "-m", "benchmarks.peers.flashinfer"]
     with tempfile.TemporaryFile("w+") as errors:
         output: Any = {"stdout": subprocess.DEVNULL, "stderr": errors}
         process = subprocess.Popen(command, process_group=0, **output)
@@ -46,16 +42,16 @@ def build(seconds: float) -> str | None:
         return lines[-1][:200] if code else None
 
 
-def decode(case: Case) -> Callable:
+def decode(case: GpuCase) -> Callable:
     """BatchDecodeWithPagedKVCacheWrapper."""
     if max(case.query_lens) > 1:
         raise ValueError("one query a sequence")
     return _calls(case, "BatchDecodeWithPagedKVCacheWrapper", (), {})
 
 
-def prefill(case: Case) -> Callable:
+def prefill(case: GpuCase) -> Callable:
     """BatchPrefillWithPagedKVCacheWrapper, on tensor cores: FlashAttention-3's on Hopper."""
-    starts = torch.tensor([0, *itertools.accumulate(case.query_lens)], dtype=torch.int32)
+    starts = torch.tensor(case.starts, dtype=torch.int32)
     return _calls(case, "BatchPrefillWithPagedKVCacheWrapper", (starts,), {"causal": True})
 
 
@@ -73,51 +69,10 @@ def _calls(case, name, queries, options) -> Callable:
 
 def _pages(case, batch) -> tuple[torch.Tensor, ...]:
     """(where each sequence's pages start, the pages, how full each sequence's last page is)."""
-    counts = [cdiv(n, case.block_size) for n in case.seq_lens]
-    starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
-    rows = zip(batch.block_tables, counts, strict=True)
+    starts = torch.tensor([0, *itertools.accumulate(case.counts)], dtype=torch.int32)
+    rows = zip(batch.block_tables, case.counts, strict=True)
     last = torch.tensor([(n - 1) % case.block_size + 1 for n in case.seq_lens], dtype=torch.int32)
     return starts, torch.cat([row[:count] for row, count in rows]), last
-
-
-def latent(num_seqs: int, length: int, heads: int, widths: tuple[int, int]) -> Callable:
-    """BatchMLAPagedAttentionWrapper, decodes over latents whose first `widths[0]` are the values.
-
-    It checks itself on one sequence.
-    """
-    pages, total = length // LATENT_PAGE, sum(widths)
-    cache = torch.randn(num_seqs * pages, LATENT_PAGE, total, dtype=torch.bfloat16, device="cuda")
-    query = torch.randn(num_seqs, heads, total, dtype=torch.bfloat16, device="cuda")
-    tables = torch.randperm(len(cache), dtype=torch.int32, device="cuda").view(num_seqs, pages)
-    starts = torch.arange(num_seqs + 1, dtype=torch.int32, device="cuda")
-    lengths = torch.full_like(starts[1:], length)
-    room = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
-    mla = importlib.import_module("flashinfer.mla")
-    wrapper = mla.BatchMLAPagedAttentionWrapper(room, backend=generation())
-    wrapper.plan(
-        qo_indptr=starts,
-        kv_indptr=starts * pages,
-        kv_indices=tables.flatten(),
-        kv_len_arr=lengths,
-        num_heads=heads,
-        head_dim_ckv=widths[0],
-        head_dim_kpe=widths[1],
-        page_size=LATENT_PAGE,
-        causal=True,
-        sm_scale=total**-0.5,
-        q_data_type=query.dtype,
-        kv_data_type=cache.dtype,
-    )
-    parts = [*query.split(widths, -1), *cache.split(widths, -1)]
-
-    def call(index: int) -> torch.Tensor:
-        del index
-        return wrapper.run(*parts)
-
-    keys = cache[tables[0]].view(1, length, total).float()
-    want = scaled_dot_product_attention(query[:1].float(), keys, keys[..., : widths[0]])
-    torch.testing.assert_close(call(0)[:1].float(), want, atol=2e-2, rtol=2e-2)
-    return call
 
 
 def generation() -> str:

@@ -1,4 +1,4 @@
-"""IPEX as a contender of cpu.py, in a process of its own: it needs torch 2.8.
+"""IPEX as a contender of cpu.py, in a process of its own: it needs a torch of its own.
 
 Run as a script, this file is that process: it answers each line of JSON on stdin by one on stdout.
 """
@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.cpu_case import SCALE, Case
-from benchmarks.work import HEADS, KV_HEADS
+from benchmarks.case import HEADS, KV_HEADS, SCALE, CpuCase
 
-PYTHON = Path(__file__).parents[2] / ".venv-ipex/bin/python"
-WORKER = ["-m", "benchmarks.cpu_ipex"]
+EXAMPLES = Path(__file__).parents[2]
+PYTHON = EXAMPLES.parent / ".venv-ipex/bin/python"
+WORKER = ["-m", "benchmarks.peers.ipex"]
+CURE = "make test-ipex makes .venv-ipex, which it runs in"
 
 
 class Ipex:
@@ -35,7 +36,7 @@ class Ipex:
         errors = subprocess.DEVNULL
         self._process = subprocess.Popen(
             [PYTHON, *WORKER],
-            cwd=Path(__file__).parents[1],
+            cwd=EXAMPLES,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -49,10 +50,8 @@ class Ipex:
             self._process.wait()
         self._folder.cleanup()
 
-    def contender(self, case: Case) -> Callable:
+    def contender(self, case: CpuCase) -> Callable:
         """Prepares the case in that process; each call runs it there, and returns its seconds."""
-        if self.versions is None:
-            raise ValueError("no .venv-ipex: make test-ipex makes it")
         path = f"{self._folder.name}/out.npy"
         self._ask({"case": case.as_dict(), "out": path})
         case.require(torch.from_numpy(np.load(path)))
@@ -68,7 +67,7 @@ class Ipex:
         return answer
 
 
-def prepare(case: Case) -> Callable:
+def prepare(case: CpuCase) -> Callable:
     """The raw operators, on a cache in the layout that they want."""
     paged = importlib.import_module("intel_extension_for_pytorch.llm.modules").PagedAttention
     out = torch.empty_like(case.query)
@@ -104,7 +103,7 @@ def serve(answers) -> None:
         try:
             if "case" in question:
                 call = None  # frees the last case's memory
-                call = prepare(Case(**question["case"]))
+                call = prepare(CpuCase(**question["case"]))
                 np.save(question["out"], call().float().numpy())
             elif "run" in question:
                 start = time.perf_counter()
