@@ -1,8 +1,9 @@
-"""The tables of docs/performance.md, written from the reports.
+"""The tables of the docs' figures, written from the reports.
 
-    PYTHONPATH=examples python -m benchmarks.tables docs/performance.md
+    PYTHONPATH=examples python -m benchmarks.tables docs/performance.md docs/scale.md
 
-A table stands below the name of its report, `<!-- h200.json -->`, and ends where a line is empty.
+A table stands below the name of its report, `<!-- h200.json -->`, and ends where a line is empty. A
+second table of a report has a name behind it: `<!-- cpu.json, layers -->`.
 """
 
 import json
@@ -45,11 +46,19 @@ GPU_ROWS = {
     "decode 4 x 2048": "decode 4x2048",
     "decode 2 x 4096": "decode 2x4096",
 }
+EQUAL = list(GPU_ROWS.values())[:10]
 IN_MICROSECONDS = (
     *("decode 8x512", "decode 8x1024", "decode 4x2048", "decode 2x4096"),
     *("verify 64x(8 on 4096)", "mixed 2x4096 + 62x(1 on 4095)"),
 )
 DENSE = "torch SDPA, dense"
+FROM_TORCH = "numba, torch", "sdpa, torch"  # much the same as from JAX
+
+
+def lengths_table(data: dict) -> list[str]:
+    """The cases that the table of other lengths does not have."""
+    cases = {name: row for name, row in data["cases"].items() if name not in EQUAL}
+    return gpu_table(data | {"cases": cases})
 
 
 def gpu_table(data: dict) -> list[str]:
@@ -68,10 +77,11 @@ def gpu_table(data: dict) -> list[str]:
 
 
 def cpu_table(data: dict) -> list[str]:
-    """Times relative to the dense kernel's: bfloat16 in blocks of 16, every other contender."""
+    """Times relative to the dense kernel's: bfloat16 in blocks of 16."""
     suffix = ", bfloat16, block 16"
     rows = {name: row["us"] for name, row in data["cases"].items() if name.endswith(suffix)}
-    names = list(dict.fromkeys(name for us in rows.values() for name in us if name != DENSE))
+    left_out = {DENSE, *FROM_TORCH}
+    names = list(dict.fromkeys(name for us in rows.values() for name in us if name not in left_out))
     lines = _head(names)
     for case, us in rows.items():
         ratios = (_three(us[name] / us[DENSE]) if us.get(name) else "" for name in names)
@@ -84,17 +94,62 @@ def threads_table(data: dict) -> list[str]:
     counts = list(data["us"]["8x4096"][SUM])
     lines = _head([f"{n} threads" if n != "1" else "1 thread" for n in counts] + ["all / one"])
     for case, us in data["us"].items():
-        ours = [us["numba, jax.jit"], us["numba, torch"]]
-        shares = [" / ".join(f"{us[SUM][n] / times[n]:.2f}" for times in ours) for n in counts]
-        gains = " / ".join(f"{times['1'] / times[counts[-1]]:.1f}" for times in ours)
-        lines.append(_line([case, *shares, gains]))
+        ours = us["numba, jax.jit"]
+        shares = (f"{us[SUM][n] / ours[n]:.2f}" for n in counts)
+        lines.append(_line([case, *shares, f"{ours['1'] / ours[counts[-1]]:.1f}"]))
+    return lines
+
+
+def layers_table(data: dict) -> list[str]:
+    """us of a layer by dtype of the cache, and of the sums."""
+    rows = data["us_of_a_layer"]
+    names = list(next(iter(rows.values())))
+    lines = _head(names)
+    for shape, us in rows.items():
+        for threads in sorted(us[names[0]], reverse=True):
+            figures = (f"{us[name][threads]:.0f}" for name in names)
+            lines.append(_line([f"{shape}, threads: {threads}", *figures]))
+    return lines
+
+
+def options_table(data: dict) -> list[str]:
+    """us of each kind of work, and the rate at which it reads what it must."""
+    lines = _head(["us", "TB/s"])
+    for name, row in data["work"].items():
+        if "microseconds" in row:
+            us = row["microseconds"]
+            lines.append(_line([name, f"{us:.1f}", f"{row['read'] / us / 1e6:.2f}"]))
+    return lines
+
+
+def steps_table(data: dict) -> list[str]:
+    """Whole decode steps: ms, tokens, and the shares of a copy's speed and of the roofline."""
+    lines = _head(["ms a step", "tokens/s", "share of a copy", "share of the roofline"])
+    for row in data["cases"]:
+        case = row["case"].replace("x", " x ")
+        shares = (f"{row[name]:.2f}" for name in ("share", "of_roofline"))
+        lines.append(_line([case, f"{row['ms']:.2f}", f"{row['tokens_s']:.0f}", *shares]))
+    return lines
+
+
+def devices_table(data: dict) -> list[str]:
+    """The same work on one device and on all."""
+    lines = _head(["one", "two", "speedup"])
+    for name, seconds in data["seconds"].items():
+        one, both = seconds["one"], seconds["all"]
+        times = (f"{1e3 * t:.2f} ms" if t > 1e-3 else f"{1e6 * t:.1f} us" for t in (one, both))
+        lines.append(_line([name, *times, f"{one / both:.2f}"]))
     return lines
 
 
 TABLES = {
     "h200.json": gpu_table,
-    "h200_lengths.json": gpu_table,
+    "h200_lengths.json": lengths_table,
+    "h200_options.json": options_table,
+    "h200_whole_step.json": steps_table,
+    "h200_devices.json": devices_table,
     "cpu.json": cpu_table,
+    "cpu.json, layers": layers_table,
     "cpu_threads.json": threads_table,
 }
 
@@ -102,7 +157,8 @@ TABLES = {
 def rewritten(page: str, results: Path) -> str:
     """The page with its tables made anew from the reports in a folder."""
     for name, table in TABLES.items():
-        lines = "\n".join(table(json.loads((results / name).read_text())))
+        report = results / name.partition(",")[0]
+        lines = "\n".join(table(json.loads(report.read_text())))
         page = re.sub(rf"(<!-- {name} -->\n\n).*?(?=\n\n)", rf"\g<1>{lines}", page, flags=re.DOTALL)
     return page
 
@@ -133,5 +189,5 @@ def _line(cells: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    path = Path(sys.argv[1])
-    path.write_text(rewritten(path.read_text(), path.parent / "results"))
+    for path in map(Path, sys.argv[1:]):
+        path.write_text(rewritten(path.read_text(), path.parent / "results"))
