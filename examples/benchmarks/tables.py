@@ -14,17 +14,17 @@ from pathlib import Path
 from benchmarks.report import SUM
 
 GPU_COLUMNS = {
-    "`backend=None` in `jax.jit`": ["backend=None, jax.jit"],
-    "`triton` in a torch CUDA graph": ["triton, torch graph"],
-    "`mosaic` in `jax.jit`": ["mosaic, jax.jit"],
-    "FlashAttention-3, paged": ["FlashAttention-3"],
-    "FlashAttention-3, blocks of 128": ["FlashAttention-3, block 128"],
-    "FlashAttention-4, paged": ["FlashAttention-4"],
-    "FlashAttention-4, blocks of 128": ["FlashAttention-4, block 128"],
-    "FlashInfer, paged": ["FlashInfer decode", "FlashInfer prefill"],
-    "JAX's Pallas kernel, paged": ["JAX Pallas"],
-    "gather + cuDNN": ["JAX gather + cuDNN", "torch gather + SDPA"],
-    "cuDNN without paging": ["JAX cuDNN, dense", "torch SDPA cuDNN, dense"],
+    "`None`": ["backend=None, jax.jit"],
+    "`mosaic`": ["mosaic, jax.jit"],
+    "`triton`": ["triton, torch graph"],
+    "FA3": ["FlashAttention-3"],
+    "FA3, 128": ["FlashAttention-3, block 128"],
+    "FA4": ["FlashAttention-4"],
+    "FA4, 128": ["FlashAttention-4, block 128"],
+    "Flash Infer": ["FlashInfer decode", "FlashInfer prefill"],
+    "JAX Pallas": ["JAX Pallas"],
+    "gather, cuDNN": ["JAX gather + cuDNN", "torch gather + SDPA"],
+    "cuDNN, no pages": ["JAX cuDNN, dense", "torch SDPA cuDNN, dense"],
 }
 GPU_ROWS = {
     "decode 64 x 4096": "decode 64x4096",
