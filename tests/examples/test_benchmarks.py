@@ -2,6 +2,9 @@
 
 import json
 import os
+import sys
+import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +12,12 @@ import pytest
 
 pytest.importorskip("numba")
 import torch
+from benchmarks import gpu
 from benchmarks.case import CpuCase
 from benchmarks.cpu_threads import on_threads
 from benchmarks.peers import PACKAGES, installed, missing
 from benchmarks.peers.cpu import PEERS, paged
+from benchmarks.peers.latents import LATENTS, PAGE, Latents
 from benchmarks.report import Ceilings, Report
 from hypothesis import given
 from hypothesis import strategies as st
@@ -121,3 +126,53 @@ def test_the_kernel_runs_on_the_threads_of_its_trace():
         return jax.jit(attend).lower(jnp.ones((1, 1, 32), cache.dtype)).as_text()
 
     assert program(2) == program(2) != program(3)
+
+
+def test_a_run_on_a_gpu_records_who_failed_and_who_came_too_late(tmp_path):
+    def fails(case):
+        raise RuntimeError("no such page\nand more")
+
+    def slow(case):
+        return 7.0
+
+    report = Report(tmp_path / "h200.json", {"gpu": "?"}, ["slow"])
+    contenders = {"fails": fails, "slow": slow}
+    gpu.run(report, [case_of([1], [15])], contenders, ends=time.monotonic() + 100)
+    gpu.run(report, [case_of([1], [31])], contenders, ends=0.0)  # the time is over
+    (row,) = json.loads((tmp_path / "h200.json").read_text())["cases"].values()
+    assert row["us"] == {"slow": 7.0}
+    assert row["refused"] == {"fails": "RuntimeError: no such page"}
+    assert gpu.measured(slow, case_of([1], [15]), ends=0.0) == "out of time"
+
+
+@pytest.mark.parametrize("error", [0.0, 1.0])
+def test_flashmla_is_called_by_its_signature(monkeypatch, error):
+    """By a module with the package's documented names, shapes and order of arguments."""
+
+    def get_mla_metadata(cache_seqlens, num_q_tokens_per_head_k, num_heads_k):
+        assert (num_q_tokens_per_head_k, num_heads_k) == (4, 1)
+        return "schedule", None
+
+    def flash_mla_with_kvcache(
+        q, k_cache, block_table, cache_seqlens, head_dim_v, schedule, splits, softmax_scale=None
+    ):
+        assert (schedule, splits) == ("schedule", None)
+        batch, size = q.shape[0], q.shape[-1]
+        keys = k_cache[block_table].reshape(batch, -1, size).float()
+        assert cache_seqlens.tolist() == [keys.shape[1]] * batch
+        logits = torch.einsum("bshd,bkd->bshk", q.float(), keys) * softmax_scale
+        out = torch.einsum("bshk,bkd->bshd", logits.softmax(3), keys[..., :head_dim_v])
+        return out + error, logits.logsumexp(3)
+
+    module = SimpleNamespace(
+        get_mla_metadata=get_mla_metadata, flash_mla_with_kvcache=flash_mla_with_kvcache
+    )
+    monkeypatch.setitem(sys.modules, "flash_mla", module)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "flash_mla" or None)
+    work = Latents(3, 2 * PAGE, 4, (32, 8), device="cpu")
+    out = LATENTS["FlashMLA"](work)(0)
+    if error:
+        with pytest.raises(AssertionError):
+            work.require(out)
+    else:
+        work.require(out)

@@ -24,27 +24,28 @@ class Latents:
     length: int
     heads: int
     widths: tuple[int, int]  # columns that are values too, and columns that are keys alone
+    device: str = "cuda"
 
     @cached_property
     def query(self) -> torch.Tensor:
         """`[num_seqs, heads, columns]`."""
         size = self.num_seqs, self.heads, sum(self.widths)
-        return torch.randn(size, dtype=torch.bfloat16, device="cuda")
+        return torch.randn(size, dtype=torch.bfloat16, device=self.device)
 
     @cached_property
     def cache(self) -> torch.Tensor:
         """`[num_pages, PAGE, columns]`."""
         size = self.num_seqs * self.length // PAGE, PAGE, sum(self.widths)
-        return torch.randn(size, dtype=torch.bfloat16, device="cuda")
+        return torch.randn(size, dtype=torch.bfloat16, device=self.device)
 
     @cached_property
     def tables(self) -> torch.Tensor:
-        ids = torch.randperm(len(self.cache), dtype=torch.int32, device="cuda")
+        ids = torch.randperm(len(self.cache), dtype=torch.int32, device=self.device)
         return ids.view(self.num_seqs, -1)
 
     @cached_property
     def lengths(self) -> torch.Tensor:
-        return torch.full((self.num_seqs,), self.length, dtype=torch.int32, device="cuda")
+        return torch.full((self.num_seqs,), self.length, dtype=torch.int32, device=self.device)
 
     @property
     def scale(self) -> float:
