@@ -154,7 +154,7 @@ def test_flashmla_is_called_by_its_signature(monkeypatch, error):
         return "schedule", None
 
     def flash_mla_with_kvcache(
-        q, k_cache, block_table, cache_seqlens, head_dim_v, schedule, splits, softmax_scale=None
+        q, k_cache, block_table, cache_seqlens, head_dim_v, schedule, splits, softmax_scale
     ):
         assert (schedule, splits) == ("schedule", None)
         batch, size = q.shape[0], q.shape[-1]
