@@ -2,21 +2,29 @@
 
 import importlib
 import re
+from contextlib import suppress
 from inspect import ismodule
 from pathlib import Path
 
 import pytest
 
+from pagedattn import BackendUnavailableError
 from pagedattn._dispatch import registry
 from pagedattn._dispatch.backend import EMULATED
-from pagedattn._dispatch.registry import Framework, can_load, load
+from pagedattn._dispatch.registry import Framework
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 CODE = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 WITH_CODE = [page for page in PAGES if CODE.search(page.read_text())]
-PACKAGES = ("pagedattn", "pagedattn_torch", "pagedattn_interop", "pagedattn.testing")
+PACKAGES = (
+    "pagedattn",
+    "pagedattn.extend",
+    "pagedattn.testing",
+    "pagedattn_torch",
+    "pagedattn_interop",
+)
 # The versions that the extras ask for; what a machine has otherwise may be older.
 LEAST = dict(
     re.findall(r'^  "(\w+)>=([\d.]+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
@@ -90,10 +98,12 @@ def anchors(page: Path) -> set[str]:
 
 
 def records() -> dict:
-    """The records of the backends that can be loaded here."""
-    table = registry.BUILT_IN.items()
-    places = {name: Framework.TORCH if where.torch else Framework.JAX for name, where in table}
-    return {name: load(name, place) for name, place in places.items() if can_load(name, place)}
+    """The records of the backends, also of those that cannot run here, but for missing imports."""
+    found = {}
+    for name, where in registry.BUILT_IN.items():
+        with suppress(BackendUnavailableError):
+            found[name] = registry.record(name, Framework.TORCH if where.torch else Framework.JAX)
+    return found
 
 
 def table_of(page: Path, corner: str) -> dict[str, dict[str, str]]:
@@ -107,14 +117,17 @@ def table_of(page: Path, corner: str) -> dict[str, dict[str, str]]:
     return {row[0].split("`")[0]: dict(zip(header, row, strict=True)) for row in rows}
 
 
-def test_backends_are_those_of_the_registry():
+@pytest.mark.parametrize("page", ["docs/backends.md", "README.md"])
+def test_backends_are_those_of_the_registry(page):
+    assert set(table_of(ROOT / page, "backend")) == set(registry.BUILT_IN)
+
+
+def test_every_backend_has_its_extra_and_its_section():
     text = (DOCS / "backends.md").read_text()
-    needs = table_of(DOCS / "backends.md", "backend")
-    assert set(needs) == set(registry.BUILT_IN)
+    table = table_of(DOCS / "backends.md", "backend")
     for name, where in registry.BUILT_IN.items():
         assert f"\n## {name}\n" in text
-        asked = re.findall(r"pagedattn\[(\w+)\]", needs[name]["needs, beside JAX"])
-        assert set(asked) <= {where.extra}
+        assert table[name]["extra"] in (where.extra, "")
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
@@ -125,13 +138,12 @@ def test_the_order_of_choice_is_that_of_the_registry(device):
     assert re.findall(r"`(\w+)`", line[1]) == expected
 
 
-def test_the_table_of_options_is_that_of_the_records():
-    table = table_of(DOCS / "backends.md", "option")
+def test_the_options_that_a_backend_lacks_are_those_of_its_record():
+    """What it supports, or what the library does around it, it does not lack."""
+    table = table_of(DOCS / "backends.md", "backend")
     assert {"xla", "sdpa"} <= set(records())
+    every = {option for record in records().values() for option in record.supports}
     for name, record in records().items():
-        said = {option: row[name] for option, row in table.items()}
-        assert record.supports == {o for o, text in said.items() if text not in ("no", "around it")}
-        around = {
-            option for option, by in EMULATED.items() if by in record.supports
-        } - record.supports
-        assert around == {option for option, text in said.items() if text == "around it"}
+        around = {option for option, by in EMULATED.items() if by in record.supports}
+        lacks = re.findall(r"\w+", table[name]["options that it lacks"])
+        assert set(lacks) == every - record.supports - around, name

@@ -230,8 +230,8 @@ class OneStep(Steps):
         return [out], growth.ok
 
 
-class ReadmeSteps(OneStep):
-    function = staticmethod(of_page("README.md", "step"))
+class FirstPageSteps(OneStep):
+    function = staticmethod(of_page("docs/index.md", "step"))
 
 
 class ServingSteps(OneStep):
@@ -255,14 +255,14 @@ class WindowSteps(Steps):
 
 
 PROFILE = settings(max_examples=40, stateful_step_count=25, deadline=None)
-for machine in (ReadmeSteps, ServingSteps, WindowSteps):
+for machine in (FirstPageSteps, ServingSteps, WindowSteps):
     machine.TestCase.settings = PROFILE
-TestReadmeSteps = ReadmeSteps.TestCase
+TestFirstPageSteps = FirstPageSteps.TestCase
 TestServingSteps = ServingSteps.TestCase
 TestWindowSteps = WindowSteps.TestCase
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/serving.md"])
+@pytest.mark.parametrize("page", ["docs/index.md", "docs/serving.md"])
 def test_a_step_updates_pool_and_cache_in_place(page):
     place, step = Place([8]), of_page(page, "step")
     state = place.pools[0], place.caches[0]
