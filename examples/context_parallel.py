@@ -42,7 +42,6 @@ from pagedattn import (
     ragged_attention,
     write_kv,
 )
-from pagedattn.batch.packed import packed_batch
 from pagedattn.extend import cdiv, sequence_ids
 
 SPREAD, EVERYWHERE = PartitionSpec(AXIS), PartitionSpec()
@@ -133,10 +132,14 @@ def attend_to_new(
     The keys pass through a small cache, which rounds them as the large one does.
     """
     starts, longest, device = batch.query_start_loc, batch.max_query_len, jax.lax.axis_index(AXIS)
-    new = packed_batch(len(query), starts, starts, longest, longest)
     has_room = batch.positions.at[starts[:-1]].get(mode="clip") >= 0
     here = has_room & (turn(jnp.arange(batch.num_seqs)) == 0)
-    new = replace(new, seq_lens=jnp.where(here, new.seq_lens, 0))
+    new = replace(
+        batch,
+        block_tables=starts[:-1, None] + jnp.arange(longest),  # each token is a block
+        seq_lens=jnp.where(here, batch.query_lens, 0),
+        block_size=1,
+    )
     empty = (jnp.zeros((len(key), 1, *plane.shape[2:]), plane.dtype) for plane in cache.planes)
     small = write_kv(cache.with_planes(*empty), key, value, jnp.arange(len(key)))
     if sinks is not None:
