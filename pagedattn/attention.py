@@ -64,13 +64,13 @@ def paged_attention(
       batch: which tokens and blocks belong to which sequence (`make_batch`).
       spec: the formula; static.
       backend: a name or a `Backend`: this one runs, or says why not. None takes the first one that
-        can run the call and is fit for it (`explain` says why).
+        can run the call and is likely fast (`explain` says why).
       return_lse: also return the natural log of the sum of exponentials, for `merge_states`.
       sinks: a logit for each query head that takes weight and has no value (gpt-oss); -inf is
         none. The lse counts it. To split the keys, give it to one of the parts.
       bias: added to the logits, float32 or of the query's dtype: `[num_tokens, heads, max_keys]`,
-        heads being num_heads, or 1 for all alike. Column j is the key at position j of the token's
-        sequence; -inf hides it, beside what the spec hides. No sequence has more than max_keys.
+        heads being num_heads, or 1 for all of them. Column j is the key at position j of the
+        token's sequence; -inf hides it, as the spec may. No sequence has more than max_keys.
 
     Returns:
       out `[num_tokens, num_heads, value_dim]` in the query's dtype, value_dim being head_dim unless
@@ -203,8 +203,8 @@ def ragged_attention(
 ) -> Out | tuple[Out, Lse]:
     """Attention of packed queries over packed keys, without a cache (encoders, profiling runs).
 
-    Queries are aligned to the end of the keys: the last query of a sequence stands at its last
-    key. All else is as in `paged_attention`, which runs over the keys as blocks of one token.
+    Queries are aligned to the end of the keys: the last query of a sequence is at the position of
+    its last key. All else is as in `paged_attention`, run over the keys as blocks of one token.
 
     Args:
       query_start_loc, key_start_loc: sequence s owns the queries, and the keys, from entry s up to

@@ -34,8 +34,8 @@ def cascade_attention(
     """`paged_attention`, which reads the blocks that all sequences begin with only once.
 
     For 64 sequences behind one system prompt the prompt's keys are read once instead of 64 times.
-    Nothing is traced anew when the number of shared blocks changes; where there are none, it costs
-    a call more.
+    Nothing is traced again when the number of shared blocks changes; where there are none, it
+    costs one call more.
 
     Args:
       query, cache, spec, sinks: as in `paged_attention`.
@@ -47,7 +47,7 @@ def cascade_attention(
       out and lse, as `paged_attention(..., return_lse=True)` to rounding.
 
     Raises:
-      UnsupportedError: a window or ALiBi, of which each query sees the prefix differently.
+      UnsupportedError: a window or ALiBi, with which each query sees the prefix differently.
       InvalidInputError, BackendUnavailableError: as `paged_attention`.
 
     >>> from pagedattn import init_kv_cache, make_batch
@@ -72,7 +72,7 @@ def cascade_attention(
 def split_prefix(batch: BatchMetadata) -> tuple[BatchMetadata, BatchMetadata]:
     """Splits a batch in two: over the blocks that all its sequences share, and over the rest.
 
-    Shared blocks are those with which all tables begin, as far as they lie wholly before every
+    Shared blocks are those with which all tables begin, if all their tokens come before every
     new token; sequences without new tokens are ignored. For `cascade_attention`; usable in jit.
 
     Returns:

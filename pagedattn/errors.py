@@ -18,4 +18,4 @@ class BackendUnavailableError(PagedAttentionError, ImportError):
 
 
 class OutOfBlocksError(PagedAttentionError, MemoryError):
-    """A block pool has fewer free blocks than asked for. The pool is unchanged."""
+    """A block pool has fewer free blocks than a call needs. The pool is unchanged."""

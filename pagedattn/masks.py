@@ -109,7 +109,7 @@ def attention_bias(
 
     Raises:
       InvalidInputError: as `causal_mask`, or a spec that is no AttentionSpec.
-      UnsupportedError: an option of a subclass, of which nothing is known here.
+      UnsupportedError: an option of a subclass, which is unknown here.
 
     >>> attention_bias(np.arange(2), np.arange(2), AttentionSpec())
     array([[  0., -inf],

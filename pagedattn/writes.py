@@ -30,7 +30,7 @@ def write_kv(
     """Writes the keys and values of new tokens to their slots; slot -1 writes nothing.
 
     A quantised cache gets them divided by its scales, rounded to the nearest (ties to even) and
-    saturating: what lies beyond its dtype, infinity too, becomes its largest value. NaN stays NaN,
+    saturating: what its dtype cannot hold, infinity too, becomes its largest value. NaN stays NaN,
     in int8 it becomes 0. Keys and values may then be of any floating dtype.
 
     In place when an enclosing `jax.jit` donates the cache; otherwise the cache given stays as it
@@ -81,7 +81,7 @@ def swap_blocks(
     """Copies block `src[i]` of one cache to block `dst[i]` of another, and returns the latter.
 
     It is a copy, not an exchange: the name is the usual one for moving blocks to the host and back.
-    The caches and the ids may lie on different devices. The caches must agree in all but
+    The caches and the ids may be on different devices. The caches must agree in all but
     `num_blocks`, in their scales too.
 
     Raises:

@@ -50,7 +50,7 @@ def paged_attention(
 ) -> Out | tuple[Out, Lse]:
     """`pagedattn.paged_attention` on torch tensors; the batch may hold arrays of any framework.
 
-    Values of the batch are checked if they lie on the CPU. On a GPU they are not read, since that
+    Values of the batch are checked if they are on the CPU. On a GPU they are not read, since that
     would wait for it; wrong ids there never lead outside the cache. Not differentiable. Kernels
     start on the tensors' device, whichever device is current. For several layers of one step, call
     `prepare` once instead.

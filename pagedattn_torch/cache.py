@@ -136,7 +136,7 @@ def write_kv_(
 
     Raises:
       InvalidInputError: not tensors, wrong shapes or dtypes, slots out of range or doubled. Slots
-        are checked if they lie on the CPU; on a GPU, those outside the cache write nothing.
+        are checked if they are on the CPU; on a GPU, those outside the cache write nothing.
 
     >>> cache = KVCache(torch.zeros(1, 2, 1, 1), torch.zeros(1, 2, 1, 1))
     >>> write_kv_(cache, torch.ones(1, 1, 1), torch.ones(1, 1, 1), torch.tensor([1])).key.flatten()
@@ -229,7 +229,7 @@ def swap_blocks_(
     """Copies block `src[i]` of one cache to block `dst[i]` of another, and returns the latter.
 
     It is a copy, not an exchange: the name is the usual one for moving blocks to the host and back.
-    The caches may lie on different devices. Ids and errors are as in `copy_blocks_`.
+    The caches may be on different devices. Ids and errors are as in `copy_blocks_`.
 
     >>> here = KVCache(torch.ones(2, 1, 1, 1), torch.ones(2, 1, 1, 1))
     >>> there = KVCache(torch.zeros(2, 1, 1, 1), torch.zeros(2, 1, 1, 1))

@@ -45,7 +45,7 @@ def empty_kv_cache(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """An uninitialised cache of a shape, whose axes lie in memory in a given order.
+    """An uninitialised cache of a shape, with its axes in a given order in memory.
 
     Args:
       shape: `kv_cache_shape(...)`.
@@ -81,7 +81,7 @@ def split_kv_cache(kv_cache: Tensor | KVCache, num_kv_heads: int, head_size: int
         axes as one; a KVCache is given back as it is.
 
     Raises:
-      InvalidInputError: another shape, or a flat cache whose memory has gaps.
+      InvalidInputError: another shape, or a flat cache with gaps in its memory.
 
     >>> split_kv_cache(torch.zeros(2, 8, 16 * 2 * 64), num_kv_heads=2, head_size=64).block_size
     16
@@ -172,9 +172,9 @@ DENSE = torch.contiguous_format
 def pack_keys(
     keys: Float[Tensor, "num_blocks block_size num_kv_heads head_size"],
 ) -> Float[Tensor, "num_blocks num_kv_heads groups block_size x"]:
-    """Keys in the packed layout: `x = 16 // itemsize` dimensions of a token lie side by side.
+    """Keys in the packed layout: `x = 16 // itemsize` dimensions of a token are adjacent.
 
-    Token t, dimension d of a block stands at `[:, :, d // x, t, d % x]`. Returns a new tensor;
+    Token t, dimension d of a block is at `[:, :, d // x, t, d % x]`. Returns a new tensor;
     `unpack_keys` is the inverse.
 
     Raises:

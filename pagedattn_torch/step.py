@@ -59,7 +59,7 @@ class Step:
       backend: the backend that runs.
       plan: what the backend worked out from the batch: lengths on the host, ids, masks.
       batch: the sequences that it was planned for, on the query's device.
-      live: which tokens are no padding, where that is asked for.
+      live: which tokens are not padding, where a backend needs it.
     """
 
     call: Call

@@ -29,7 +29,7 @@ def to_torch(x: Any, *, copy: bool = False) -> Any:
       copy: give each tensor memory of its own.
 
     Raises:
-      InvalidInputError: an array is traced (use `torch_call`), or lies on several devices.
+      InvalidInputError: an array is traced (use `torch_call`), or is on several devices.
 
     >>> to_torch(jax.numpy.arange(3))
     tensor([0, 1, 2], dtype=torch.int32)

@@ -66,7 +66,7 @@ def torch_call(
         argument and returns it (or None, when every result is aliased). XLA copies the argument
         first, unless an enclosing jit donates it.
       capturable: let XLA capture the launches of `fn` into a CUDA graph, and replay that graph
-        without calling Python, as long as its buffers lie where they did in a recent capture. `fn`
+        without calling Python, as long as its buffers are where they were in a recent capture. `fn`
         must then not wait for the device, not depend on values there, and not write to memory of
         its own that torch may free. Temporaries are safe: replays go on writing to them, so memory
         that `fn` allocates during a capture is kept as long as `fn`. A function may be in only one

@@ -32,7 +32,7 @@ def check_batch(
     it checks nothing inside jit, and costs nothing.
 
     Args:
-      spec: its window hides blocks, whose entries in the tables may be -1.
+      spec: entries in the tables for blocks that its window hides may be -1.
 
     Raises:
       InvalidInputError: batch and cache do not fit together; or values, where they are known.

@@ -79,8 +79,8 @@ def slot_mapping(
 ) -> Int[Array, "*tokens"]:
     """The slot `block * block_size + offset` of each position of a sequence: int32.
 
-    -1 where there is none: the sequence id or the position is negative or lies past the table, or
-    the table has no block there, but a negative number.
+    -1 where there is none: the sequence id or the position is negative or past the table, or the
+    table has a negative number there.
     Block ids are not compared with the size of any cache. A slot beyond int32 is an error outside
     jit, and -1 inside.
 

@@ -36,8 +36,8 @@ def make_batch(
       block_size: tokens a block.
       key_lens: the number of keys of each sequence, given instead of `context_lens` (then None)
         when all keys are in the cache already. The context is `key_len - query_len`, and all slots
-        are -1: this batch writes nothing. It serves cross attention, whose keys another batch has
-        written, in tables of their own; and attending again to written tokens, for which
+        are -1: this batch writes nothing. Use it for cross attention, where another batch has
+        written the keys, in tables of their own; and to attend again to written tokens, where
         sequences may share even their last blocks.
       pad_tokens, pad_seqs, pad_blocks: lengths of the token axis, of the sequence axis and of a
         table row after padding; None pads nothing. Few distinct values mean few compilations.

@@ -20,7 +20,7 @@ class Sequences(Generic[ArrayT]):
         `ceil(seq_len / block_size)`, and of blocks behind the windows of all queries, may hold
         anything and are never followed.
       seq_lens: tokens of each sequence after this step (cross attention: its number of keys); 0
-        for a sequence that a pool had no room for, whose queries see nothing then.
+        for a sequence that a pool had no room for: its queries see nothing.
       query_start_loc: sequence s brings the packed tokens from entry s up to entry s + 1. Tokens
         after those of the last sequence are padding. Entries of padding sequences repeat the end
         of the last sequence, or are 0.
@@ -54,9 +54,9 @@ class BatchMetadata(Sequences[ArrayT]):
 
     Sequence s brings `query_lens[s]` new tokens, packed one sequence after the other, on top of
     `context_lens[s]` cached ones; `seq_lens` counts both. Lengths are arrays, so a jitted step is
-    traced anew only for other shapes or other static fields, not for other lengths.
+    traced again only for other shapes or other static fields, not for other lengths.
 
-    Fields, besides those of `Sequences`:
+    Fields, in addition to those of `Sequences`:
       slot_mapping: the slot each token is written to, -1 for none.
       positions: the absolute position of each token.
       block_size: tokens a block; static.

@@ -20,8 +20,8 @@ class KVCache(Generic[ArrayT]):
     """Keys and values of one layer, each `[num_blocks, block_size, num_kv_heads, head_dim]`.
 
     A pytree of two arrays of one floating dtype, or quantised ones: float8_e4m3fn, float8_e5m2 or
-    int8, which stand for `key * key_scale` and `value * value_scale`. Token t of a sequence whose
-    block table row is `row` stands at `key[row[t // block_size], t % block_size]`. The arrays may
+    int8, which mean `key * key_scale` and `value * value_scale`. If `row` is a sequence's row of
+    the block table, its token t is at `key[row[t // block_size], t % block_size]`. The arrays may
     be JAX's or torch's. Functions of `pagedattn` read torch's memory without a copy, never write to
     it, and return JAX's arrays.
 
@@ -29,7 +29,7 @@ class KVCache(Generic[ArrayT]):
     cache (DeepSeek's MLA) holds one array: `value` is None, and the values are the first
     `value_dim` columns of the keys.
 
-    Fields, besides key and value:
+    Fields, in addition to key and value:
       key_scale, value_scale: of quantised planes, floating: one number, or one for each KV head,
         `[num_kv_heads]`. None is 1. A latent cache has the key_scale for both.
       value_dim: the columns of a latent cache that are values; static. None where `value` has them.
@@ -127,7 +127,7 @@ def init_latent_cache(
     num_kv_heads: int = 1,
     key_scale: Float[Array, "*heads"] | float | None = None,
 ) -> KVCache[Array]:
-    """A latent cache of zeros: one array, of whose columns the first `value_dim` are the values.
+    """A latent cache of zeros: one array, with the values as its first `value_dim` columns.
 
     For multi-head latent attention (MLA) with absorbed projections. DeepSeek-V3 has 512 columns of
     latents, which are keys and values, and 64 of rotary keys: head_dim 576 and value_dim 512.

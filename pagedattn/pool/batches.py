@@ -24,9 +24,9 @@ def next_batch(
     This begins a step: copy the blocks of the `Growth` in every layer's cache, write the new keys
     and values to the slots of the batch, attend. A sequence without room for its tokens
     (`growth.ok` is False) stays as it was in pool and cache, and may bring the same tokens again
-    later. Its tokens keep their place in the packed batch, but stand at position 0, have slot -1
-    and see no key: out is 0 and lse -inf (with `sinks`, the sink). Who grows is as in
-    `append_tokens`.
+    later. Its tokens keep their place in the packed batch, but have position 0 and slot -1 and
+    see no key: out is 0 and lse -inf (with `sinks`, the sink). Which sequences
+    grow is as in `append_tokens`.
 
     Layers with other windows have pools of their own: see `next_batches`.
 
@@ -40,8 +40,8 @@ def next_batch(
 
     Raises:
       InvalidInputError: arrays of wrong shapes; outside jit also negative numbers of tokens, or
-        such as exceed `num_tokens` or `max_query_len`. Inside jit no sequence from the first of
-        these on grows.
+        more than `num_tokens` or `max_query_len`. Inside jit no sequence from the first of these
+        on grows.
 
     >>> from pagedattn import init_block_pool
     >>> pool, sizes = init_block_pool(2, 4, max_seqs=2, max_blocks=2), {"max_query_len": 4}
@@ -100,7 +100,7 @@ def batch_from_pool(
 
     For tokens that the pool has room for already: those of a sequence that `append_tokens` could
     not grow are cached ones, and would be written over. `next_batch` appends and knows which.
-    Sequences with no query stand in the batch and cost little.
+    Sequences with no query stay in the batch and cost little.
 
     Args:
       num_tokens: length of the packed token axis, static; at least `sum(query_lens)`.

@@ -19,7 +19,7 @@ from . import checks as validate
 class BlockPool:
     """The blocks of a cache and the sequences that own them: a pytree of int32 arrays.
 
-    A row of `block_tables` is a sequence; a row of length 0 is unused. A block may stand in
+    A row of `block_tables` is a sequence; a row of length 0 is unused. A block may be in
     several rows: it is shared, and `append_tokens` copies it before it is written.
 
     Fields:
@@ -66,7 +66,7 @@ class BlockPool:
 def init_block_pool(
     num_blocks: int, block_size: int, *, max_seqs: int, max_blocks: int
 ) -> BlockPool:
-    """A pool whose blocks are all free.
+    """A pool with all its blocks free.
 
     Args:
       num_blocks, block_size: as in the caches that the pool manages.

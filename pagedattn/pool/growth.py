@@ -60,8 +60,8 @@ def append_tokens(
     one of them, it and all later rows that need a block stay as they were. A sequence that would
     not fit its table row stays as it was too.
 
-    What grows may be written and attended to; what does not may not. `next_batch` does this and
-    makes the batch that keeps to it.
+    Write and attend to the tokens of sequences that grow, and no others: `next_batch` does this,
+    and makes such a batch.
 
     Args:
       max_new_tokens: a static bound on `num_tokens`, None for what a table row holds. The work is

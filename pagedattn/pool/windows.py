@@ -14,10 +14,10 @@ from .releasing import push_free
 def release_behind(
     pool: BlockPool, window: int, *, max_new_tokens: int | None = None
 ) -> tuple[BlockPool, Int[Array, "max_seqs columns"]]:
-    """Gives back the blocks of every sequence that no further token of it sees.
+    """Gives back the blocks of every sequence that none of its later tokens will see.
 
-    The next token stands at position `seq_len` at least, and sees the keys from `seq_len - window +
-    1` on. Blocks that end before that key leave their sequence, and become free if nobody else owns
+    The next token has position `seq_len` at least, and sees the keys from `seq_len - window + 1`
+    on. Blocks that end before that key leave their sequence, and become free if nobody else owns
     or holds them; -1 takes their place in `block_tables`, and no query follows it. So a sequence
     owns `ceil(window / block_size) + 1` blocks at most, and what it appends until the next call.
 
@@ -32,8 +32,8 @@ def release_behind(
     Args:
       window: the `sliding_window` of the layers' `AttentionSpec`; static.
       max_new_tokens: a static bound on the tokens that a sequence got since the last call, None for
-        what a table row holds. The work is O(max_seqs * blocks of that bound), beside one look at
-        the tables. What exceeds it is given back by later calls.
+        what a table row holds. The work is O(max_seqs * blocks of that bound), plus one look at
+        the tables. Later calls give back what exceeds it.
 
     Returns:
       the pool, and the blocks that became free, each once, -1 in place of the others.

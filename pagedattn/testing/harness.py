@@ -40,12 +40,12 @@ def check_backend(
     block_size: int = 4,
     verbose: bool = True,
 ) -> list[Cell]:
-    """Run a backend over feature x phase x dtype and hold every cell to the oracle.
+    """Run a backend over feature x phase x dtype and compare every cell with the oracle.
 
     A cell passes if its results have the shapes and dtypes of the call and match the oracle under
     the precision rule, with NaN in every slot that no query may see, or if it raises
-    `UnsupportedError` and the reason holds one of the cell's words: the feature, the phase, the
-    dtype or a size. A backend that cannot give lse is asked again without it.
+    `UnsupportedError` and the reason has one of the cell's words: the feature, the phase, the
+    dtype or a size. A backend that cannot give lse is run again without it.
 
     Args:
         backend: one of `available_backends()` by name, or any `Backend` for JAX arrays.

@@ -52,7 +52,7 @@ KINDS = ("prefill", "chunk", "decode", "empty query", "padding")
 
 
 class Options(NamedTuple):
-    """What a call asks for: its spec, the names of its arrays, and what it asks of the cache.
+    """The options of a call: its spec, the names of its arrays, and the fields of its cache.
 
     The latter two are of `features.ARRAYS` and `features.CACHES`.
     """
@@ -85,7 +85,7 @@ def dtypes() -> st.SearchStrategy[Any]:
 
 
 def poisons() -> st.SearchStrategy[float]:
-    """What may lie where no query looks."""
+    """What may be where no query looks."""
     return st.sampled_from(POISONS)
 
 
@@ -137,7 +137,7 @@ def tables(
 ) -> np.ndarray:
     """int32 `[num_seqs, max_blocks]`: shuffled ids, shared prefixes, garbage past the used part.
 
-    Shared blocks lie wholly in the context of both sequences, so that neither writes to them.
+    Shared blocks are wholly in the context of both sequences, so neither writes to them.
     """
     rng = np.random.default_rng(draw(seeds()))
     size = bucket.block_size

@@ -45,7 +45,7 @@ class AttentionImpl:
       num_kv_heads: None is `num_heads`.
       alibi_slopes, sliding_window, logits_soft_cap: as in `pagedattn.AttentionSpec`; None is off.
         Without causality windows and ALiBi are symmetric; in cross-attention the last query
-        stands at the last key.
+        has the position of the last key.
       kv_cache_dtype: "auto", the dtype of the keys; or a quantised one: "fp8" or "fp8_e4m3",
         "fp8_e5m2", "int8". `kv_cache` is then of that dtype or of torch.uint8.
       blocksparse_params: only None.
@@ -134,11 +134,11 @@ class AttentionImpl:
         Args:
           query: `[num_tokens, num_heads * head_size]` or `[num_tokens, num_heads, head_size]`, of
             any strides; further axes in front are taken as one.
-          key, value: likewise with num_kv_heads; for cross-attention the encoder's. Both None if
+          key, value: the same with num_kv_heads; for cross-attention the encoder's. Both None if
             the cache holds them already.
           kv_cache: see `layout`; None or empty in a profiling run. A token of slot -1 is not
-            written. Those of a prefill see each other nevertheless; where slots lie on a GPU, which
-            is not read, beside a context only if the layer has a window shorter than a query. A
+            written. Those of a prefill still see each other; if slots are on a GPU, where they are
+            not read, and there is a context, only if a window is shorter than a query. A
             decode without a slot reads the cache's old values at its position.
           attn_metadata: the metadata of the step.
           k_scale, v_scale: of a quantised cache, numbers or tensors on its device, one or one for
@@ -184,12 +184,12 @@ class AttentionImpl:
 
         `forward` then only writes and attends, in layers of the same class, formula and sizes, on
         arrays of the same sizes and strides; in others it does everything itself. Values of the
-        arrays given here do not matter. Giving the metadata a field anew, or changing what one
+        arrays given here do not matter. Assigning a field of the metadata, or changing what one
         holds, discards what was prepared.
 
         Without it the first of such layers does the same for the next ones. Layers of a CUDA graph
-        share only what was prepared, in this way: where they prepare themselves, replays compute it
-        anew. So do layers on several CUDA streams, and on inference tensors that lie on a GPU.
+        share only what was prepared in this way: what they prepare themselves, replays compute
+        again. So do layers on several CUDA streams, and with inference tensors on a GPU.
 
         Args, Raises: as `forward`.
 

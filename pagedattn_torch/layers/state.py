@@ -79,7 +79,7 @@ class AttentionState:
     def graph_capture_get_metadata_for_batch(
         self, batch_size: int, is_encoder_decoder_model: bool = False
     ) -> AttentionMetadata:
-        """Metadata of `batch_size` decodes, whose tensors are views of the buffers.
+        """Metadata of `batch_size` decodes; its tensors are views of the buffers.
 
         Raises:
           InvalidInputError: no capture is under way, or only one of smaller batches.

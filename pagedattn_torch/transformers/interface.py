@@ -78,8 +78,7 @@ def use_pages(model: PreTrainedModel, *, backend: str | None = None) -> None:
       backend: the torch backend that runs, as in `pagedattn_torch.paged_attention`.
 
     Raises:
-      BackendUnavailableError: transformers is older than 5.19, whose pages lie or are asked for
-        otherwise.
+      BackendUnavailableError: transformers is older than 5.19, which has other pages.
       UnsupportedError: the model computes its attention by itself, as in `use`.
     """
     require_version("5.19", "use_pages")

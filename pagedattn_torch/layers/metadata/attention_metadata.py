@@ -27,11 +27,11 @@ from .engine_forms import in_one_meaning
 class AttentionMetadata:
     """A packed step: prefills first, then decodes; with encoder fields also encoders and cross.
 
-    Sequence s has `seq_lens[s]` tokens, of which the last `query_len` are new; tokens are packed in
-    the order of the sequences. Fields that are not given are derived from those that are; given
-    fields that say the same thing must agree. Assigning a field later is giving it: the fields that
-    follow from it are derived anew when any field is read next, and contradictions raise then.
-    Changing what a field holds is giving it, too; layers, batches and halves notice it.
+    Sequence s has `seq_lens[s]` tokens, and the last `query_len` of them are new; tokens are packed
+    in the order of the sequences. Fields that are not given are derived from those that are; given
+    fields that say the same thing must agree. When a field is assigned, or what it holds changed,
+    the fields that follow from it are derived again at the next read of any field, which raises on
+    contradictions; layers, batches and halves notice it.
 
     The first layer of a step leaves what it worked out from the fields to those that are like it,
     here, until a field is given. On a GPU changes within a tensor are noticed if torch makes them:
@@ -275,7 +275,7 @@ class AttentionMetadata:
     def get_attn_bias(
         self, attn_type: AttentionType | str, spec: AttentionSpec = AttentionSpec()
     ) -> list[Tensor]:
-        """What is added to the logits of each sequence; computed anew unless one was set.
+        """What is added to the logits of each sequence; computed at each call unless one was set.
 
         Returns:
           what `set_attn_bias` was given; or for each sequence the bias of the spec, but with the
@@ -295,7 +295,7 @@ class AttentionMetadata:
     ) -> tuple[Tensor | None, int | None, Tensor | None]:
         """(lengths of the keys, the bound on them, block tables), of prompts or of decodes.
 
-        The tables are None for encoders, whose keys are not paged.
+        The tables are None for encoders: their keys are not paged.
         """
         refresh(self)
         return by_type.keys(self, AttentionType.of(attn_type), is_prompt)
