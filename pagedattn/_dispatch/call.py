@@ -75,9 +75,9 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Call:
-    """The sizes of one call, where its arrays lie, and what is asked for; hashable.
+    """The sizes, device, strides and options of one call, without its values; hashable.
 
-    Alike for JAX and torch. Whatever follows from these facts is a property here, so that all
+    The same for JAX and torch. Whatever follows from these facts is a property here, so that all
     backends agree on it.
 
     >>> call = Call(num_tokens=5, num_heads=8, num_kv_heads=2, head_dim=64, num_blocks=9,
@@ -194,7 +194,7 @@ class Call:
     def max_keys(self) -> int:
         """The most keys that the queries of one sequence see together.
 
-        The last of them stands at the last key, so a window shows no more without causality.
+        The last of them has the position of the last key, so a window shows no more without causality.
         """
         if self.window is None:
             return self.capacity
@@ -202,7 +202,7 @@ class Call:
 
     @property
     def visible_blocks(self) -> int:
-        """The most blocks that `max_keys` adjacent keys lie in, wherever in a block they begin."""
+        """The most blocks that `max_keys` adjacent keys are in, wherever in a block they begin."""
         return min(self.max_blocks, cdiv(self.max_keys - 1, self.block_size) + 1)
 
 

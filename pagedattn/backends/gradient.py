@@ -10,7 +10,7 @@ from . import xla
 
 
 def with_xla_gradient(run: Callable) -> Callable:
-    """A backend's run whose backward pass recomputes the attention by the xla backend."""
+    """A backend's `run` with a backward pass, which recomputes the attention by `xla`."""
 
     def differentiable(call, query, cache, batch, **options):
         results = slice(2 if call.return_lse else 1)
