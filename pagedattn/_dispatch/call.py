@@ -194,7 +194,7 @@ class Call:
     def max_keys(self) -> int:
         """The most keys that the queries of one sequence see together.
 
-        The last of them has the position of the last key, so a window shows no more without causality.
+        The last of them is at the last key, so a window shows no more without causality.
         """
         if self.window is None:
             return self.capacity
