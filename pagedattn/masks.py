@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Integer, Shaped
 
-from ._arrays.checks import an_array, require
+from ._arrays.checks import an_array
 from ._arrays.devices import on_one_device
 from ._arrays.dlpack import as_jax
 from ._arrays.inspect import describe, dtype_name, is_floating, is_integer
 from ._arrays.memory import require_alike
 from ._arrays.namespace import as_dtype, namespace
 from ._arrays.typing import is_torch
-from .errors import UnsupportedError
+from .errors import InvalidInputError, UnsupportedError
 from .spec import AttentionSpec, require_spec, set_options, slopes_of, window_of
 
 # Scales and soft-caps are of the logits that the bias is added to.
@@ -174,27 +174,27 @@ def sees_a_key(positions, num_keys, causal: bool, window: int | None):
 def _checked(query, key):
     """Arrays that can be subtracted: of one framework, signed, in the machine's byte order."""
     query, key = _positions("query_positions", query), _positions("key_positions", key)
-    require(
-        is_torch(query) == is_torch(key),
-        "query_positions and key_positions must both be torch tensors, or neither",
-    )
+    if is_torch(query) != is_torch(key):
+        raise InvalidInputError(
+            "query_positions and key_positions must both be torch tensors, or neither"
+        )
     if is_torch(query):
         require_alike(query_positions=query, key_positions=key)
     leading = zip(query.shape[-2::-1], key.shape[-2::-1], strict=False)
-    require(
-        all(a == b or 1 in (a, b) for a, b in leading),
-        "query_positions and key_positions must agree in all dimensions but the last, got "
-        f"{tuple(query.shape)} and {tuple(key.shape)}",
-    )
+    if not all(a == b or 1 in (a, b) for a, b in leading):
+        raise InvalidInputError(
+            "query_positions and key_positions must agree in all dimensions but the last, got "
+            f"{tuple(query.shape)} and {tuple(key.shape)}"
+        )
     return query, key
 
 
 def _positions(name, array) -> Any:
     an_array(name, array)
-    require(
-        array.ndim > 0 and is_integer(array.dtype),
-        f"{name} must be integers of at least one dimension, got {describe(array)}",
-    )
+    if not (array.ndim > 0 and is_integer(array.dtype)):
+        raise InvalidInputError(
+            f"{name} must be integers of at least one dimension, got {describe(array)}"
+        )
     array = _known_kind(name, array)
     # Differences of narrower or unsigned integers would wrap.
     if dtype_name(array.dtype) in ("int32", "int64"):
@@ -214,14 +214,10 @@ def _slopes(slopes, positions):
         return slopes_of("slopes", slopes)
     an_array("slopes", slopes)
     numbers = is_floating(slopes.dtype) or is_integer(slopes.dtype)
-    require(
-        slopes.ndim == 1 and numbers,
-        f"slopes must be numbers [num_heads], got {describe(slopes)}",
-    )
-    require(
-        is_torch(positions) or not is_torch(slopes),
-        "slopes must be of the positions' framework, got a torch tensor",
-    )
+    if not (slopes.ndim == 1 and numbers):
+        raise InvalidInputError(f"slopes must be numbers [num_heads], got {describe(slopes)}")
+    if not is_torch(positions) and is_torch(slopes):
+        raise InvalidInputError("slopes must be of the positions' framework, got a torch tensor")
     return _known_kind("slopes", slopes)
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ._arrays.checks import an_array, require
+from ._arrays.checks import an_array
 from ._arrays.devices import on_one_device
 from ._arrays.dlpack import takes_any_array
 from ._arrays.inspect import describe, is_floating
@@ -127,19 +127,19 @@ def _weighted(out, weight):
 def _check(**arrays):
     _check_floating(**arrays)
     out_a, lse_a, out_b, lse_b = (array.shape for array in arrays.values())
-    require(
-        len(out_a) > 0 and out_a == out_b and out_a[:-1] == lse_a == lse_b,
-        "merge_states expects two outs of one shape [..., head_dim] and two lses [...], got "
-        f"{out_a}, {lse_a}, {out_b}, {lse_b}",
-    )
+    if not (len(out_a) > 0 and out_a == out_b and out_a[:-1] == lse_a == lse_b):
+        raise InvalidInputError(
+            "merge_states expects two outs of one shape [..., head_dim] and two lses [...], got "
+            f"{out_a}, {lse_a}, {out_b}, {lse_b}"
+        )
 
 
 def _check_part(out, lse, axis_name):
     _check_floating(out=out, lse=lse)
-    require(
-        out.ndim > 0 and out.shape[:-1] == lse.shape,
-        f"merge_across expects out [..., head_dim] and lse [...], got {out.shape}, {lse.shape}",
-    )
+    if not (out.ndim > 0 and out.shape[:-1] == lse.shape):
+        raise InvalidInputError(
+            f"merge_across expects out [..., head_dim] and lse [...], got {out.shape}, {lse.shape}"
+        )
     try:
         jax.lax.axis_size(axis_name)
     except (NameError, TypeError, ValueError):
@@ -152,4 +152,5 @@ def _check_part(out, lse, axis_name):
 def _check_floating(**arrays):
     for name, array in arrays.items():
         an_array(name, array)
-        require(is_floating(array.dtype), f"{name} must be floating, got {describe(array)}")
+        if not is_floating(array.dtype):
+            raise InvalidInputError(f"{name} must be floating, got {describe(array)}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import jax
 import numpy as np
 
-from ._arrays.checks import count, require, static, whole
+from ._arrays.checks import count, static, whole
 from ._arrays.inspect import shown
 from ._arrays.memory import require_memory
 from .errors import InvalidInputError
@@ -88,10 +88,10 @@ def _finite(name, value) -> float:
     static(name, value)
     require_memory(name, value)
     number = _number(value)
-    require(
-        abs(number) <= _LARGEST,
-        f"{name} must be a finite number that float32 holds, got {shown(value)}",
-    )
+    if not abs(number) <= _LARGEST:
+        raise InvalidInputError(
+            f"{name} must be a finite number that float32 holds, got {shown(value)}"
+        )
     return number
 
 
@@ -107,16 +107,17 @@ def _number(value) -> float:
 
 def _flag(name, value) -> bool:
     static(name, value)
-    require(isinstance(value, bool | np.bool_), f"{name} must be True or False, got {shown(value)}")
+    if not isinstance(value, bool | np.bool_):
+        raise InvalidInputError(f"{name} must be True or False, got {shown(value)}")
     return bool(value)
 
 
 def _cap(name, value) -> float:
     number = _finite(name, value)
-    require(
-        1e-30 <= number <= 1e30,  # float32 holds the logits divided by it
-        f"{name} must be above 0, from 1e-30 to 1e30, got {shown(value)}; None turns it off",
-    )
+    if not 1e-30 <= number <= 1e30:
+        raise InvalidInputError(
+            f"{name} must be above 0, from 1e-30 to 1e30, got {shown(value)}; None turns it off"
+        )
     return number
 
 
@@ -124,11 +125,11 @@ def window_of(name, value) -> int:
     """A sliding window, at most the widest that can hide anything."""
     static(name, value)
     window = whole(value)
-    require(
-        window is not None and window >= 1,
-        f"{name} must be an integer of at least 1 (the token itself is one of the visible keys), "
-        f"got {shown(value)}; None turns it off",
-    )
+    if not (window is not None and window >= 1):
+        raise InvalidInputError(
+            f"{name} must be an integer of at least 1 (the token itself is one of the visible "
+            f"keys), got {shown(value)}; None turns it off"
+        )
     return min(operator.index(value), _LONGEST)
 
 
@@ -161,8 +162,8 @@ def set_options(spec: AttentionSpec) -> list[str]:
 
 
 def require_spec(spec) -> None:
-    require(
-        isinstance(spec, AttentionSpec),
-        f"spec must be an AttentionSpec, got {type(spec).__name__}; what belongs to the formula is "
-        "a keyword of it: AttentionSpec(scale=...)",
-    )
+    if not isinstance(spec, AttentionSpec):
+        raise InvalidInputError(
+            f"spec must be an AttentionSpec, got {type(spec).__name__}; what belongs to the "
+            "formula is a keyword of it: AttentionSpec(scale=...)"
+        )

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pagedattn import InvalidInputError, KVCache
-from pagedattn._arrays.checks import count, require
+from pagedattn._arrays.checks import count
 from pagedattn._arrays.inspect import shown
 from pagedattn.batch import validate as validate_batch
 from pagedattn.cache import validate as validate_cache
@@ -60,10 +60,10 @@ def empty_kv_cache(
     (torch.Size([2, 8, 16, 2, 64]), True)
     """
     shape, stride_order = _counts("shape", shape), _counts("stride_order", stride_order)
-    require(
-        sorted(stride_order) == list(range(len(shape))),
-        f"stride_order must hold each of the {len(shape)} axes once, got {tuple(stride_order)}",
-    )
+    if sorted(stride_order) != list(range(len(shape))):
+        raise InvalidInputError(
+            f"stride_order must hold each of the {len(shape)} axes once, got {tuple(stride_order)}"
+        )
     try:
         held = torch.empty([shape[axis] for axis in stride_order], dtype=dtype, device=device)
     except Exception as error:  # torch raises many kinds for a bad dtype or device
@@ -151,8 +151,8 @@ def _split(kv_cache, num_kv_heads, head_size):
 def _unlike(kv_cache, num_kv_heads: Any = "num_kv_heads", head_size: Any = "head_size"):
     held = kv_cache.planes if isinstance(kv_cache, KVCache) else (kv_cache,)
     return InvalidInputError(
-        f"kv_cache must be [2, num_blocks, block_size, {num_kv_heads}, {head_size}], or "
-        f"[2, num_blocks, block_size * {num_kv_heads} * {head_size}], got "
+        f"kv_cache must be [2, num_blocks, block_size, {num_kv_heads}, {head_size}], or [2, "
+        f"num_blocks, block_size * {num_kv_heads} * {head_size}], got "
         + " and ".join(str(list(plane.shape)) for plane in held)
     )
 
@@ -245,4 +245,5 @@ def _require_rank(ndim, **tensors) -> None:
     require_tensors(**tensors)
     for name, tensor in tensors.items():
         got = list(tensor.shape)
-        require(tensor.ndim == ndim, f"{name} must be of {ndim} dimensions, got {got}")
+        if tensor.ndim != ndim:
+            raise InvalidInputError(f"{name} must be of {ndim} dimensions, got {got}")

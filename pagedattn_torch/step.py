@@ -12,11 +12,11 @@ from pagedattn import (
     AttentionSpec,
     Backend,
     BatchMetadata,
+    InvalidInputError,
     KVCache,
     PagedAttentionError,
     UnsupportedError,
 )
-from pagedattn._arrays.checks import require
 from pagedattn._arrays.memory import is_fake, require_alike, require_dense
 from pagedattn._dispatch import emulate, select, validate
 from pagedattn._dispatch.call import Call, call_of, layer_of, options_of
@@ -79,15 +79,18 @@ class Step:
             step was prepared with, or it was prepared with other options: sinks, a bias.
         """
         _require_layer(query, cache)
-        require(0 not in [plane.ndim for plane in cache.planes], "the cache's planes have no axes")
+        if 0 in [plane.ndim for plane in cache.planes]:
+            raise InvalidInputError("the cache's planes have no axes")
         validate_cache.scales(cache)
         query = as_loaded(query, cache)
         expected, got = self.call.layer, layer_of(query, cache)
-        require(got == expected, f"the step was prepared for {expected}, got {got}")
+        if got != expected:
+            raise InvalidInputError(f"the step was prepared for {expected}, got {got}")
         options = _options(query, sinks=sinks, bias=bias)
         got = options_of(**options)
         expected = {name: getattr(self.call, name) for name in got}
-        require(got == expected, f"the step was prepared with {expected}, got {got}")
+        if got != expected:
+            raise InvalidInputError(f"the step was prepared with {expected}, got {got}")
         with torch.no_grad():
             return self.run(query, cache, **options)
 

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pagedattn._arrays.checks import an_array, require, whole
+from pagedattn import InvalidInputError
+from pagedattn._arrays.checks import an_array, whole
 from pagedattn._arrays.inspect import dtype_of, is_floating, is_integer, shown
 
 NO_COUNT = -1
@@ -21,11 +22,11 @@ def results(out) -> tuple[jax.ShapeDtypeStruct, ...]:
 def _result(out) -> jax.ShapeDtypeStruct:
     shape, dtype = getattr(out, "shape", None), dtype_of(getattr(out, "dtype", None))
     sizes = [_count(size) for size in shape] if isinstance(shape, tuple) else [NO_COUNT]
-    require(
-        NO_COUNT not in sizes and _crosses(dtype),
-        "out must be a jax.ShapeDtypeStruct for each result, or a sequence of them, of integers of "
-        f"eight bits or more, floating or bool, got {shown(out)}",
-    )
+    if not (NO_COUNT not in sizes and _crosses(dtype)):
+        raise InvalidInputError(
+            "out must be a jax.ShapeDtypeStruct for each result, or a sequence of them, of "
+            f"integers of eight bits or more, floating or bool, got {shown(out)}"
+        )
     return jax.ShapeDtypeStruct(tuple(sizes), dtype)
 
 
@@ -35,11 +36,14 @@ def aliases(given, num_outs: int) -> dict[int, int]:
         f"aliases must map the numbers of arguments to those of the {num_outs} results, each once, "
         f"got {shown(given)}"
     )
-    require(given is None or isinstance(given, Mapping), text)
+    if given is not None and not isinstance(given, Mapping):
+        raise InvalidInputError(text)
     pairs = {_count(argument): _count(result) for argument, result in (given or {}).items()}
     written = {*pairs.values()}
-    require(NO_COUNT not in pairs and written <= {*range(num_outs)}, text)
-    require(len(written) == len(pairs), text)
+    if not (NO_COUNT not in pairs and written <= {*range(num_outs)}):
+        raise InvalidInputError(text)
+    if len(written) != len(pairs):
+        raise InvalidInputError(text)
     return pairs
 
 
@@ -47,15 +51,13 @@ def arguments(arrays, outs, aliases: Mapping[int, int]) -> None:
     """Requires arrays of JAX's, and that those updated in place are like their results."""
     types = [_type(number, array) for number, array in enumerate(arrays)]
     for argument, result in aliases.items():
-        require(
-            argument < len(types),
-            f"aliases name argument {argument}, the call has {len(types)}",
-        )
+        if not argument < len(types):
+            raise InvalidInputError(f"aliases name argument {argument}, the call has {len(types)}")
         got, expected = types[argument], outs[result]
-        require(
-            got.shape == expected.shape and got.dtype == expected.dtype,
-            f"argument {argument} becomes result {result}, {expected}, but is {got}",
-        )
+        if not (got.shape == expected.shape and got.dtype == expected.dtype):
+            raise InvalidInputError(
+                f"argument {argument} becomes result {result}, {expected}, but is {got}"
+            )
 
 
 def _type(number, array) -> Any:
@@ -64,11 +66,11 @@ def _type(number, array) -> Any:
         found = jax.typeof(held) if isinstance(held, jax.Array | np.ndarray | np.generic) else None
     except (OverflowError, TypeError, ValueError):  # JAX cannot hold it
         found = None
-    require(
-        found is not None and _crosses(found.dtype),
-        f"argument {number} must be an array of JAX or NumPy, of integers of eight bits or more, "
-        f"floating or bool, got {shown(array)}; to_jax shares a tensor's memory",
-    )
+    if not (found is not None and _crosses(found.dtype)):
+        raise InvalidInputError(
+            f"argument {number} must be an array of JAX or NumPy, of integers of eight bits or "
+            f"more, floating or bool, got {shown(array)}; to_jax shares a tensor's memory"
+        )
     if held is array:
         an_array(f"argument {number}", array)
     return found

@@ -14,12 +14,6 @@ from .typing import is_torch
 MAX_SLOTS = np.iinfo(np.int32).max
 
 
-def require(condition, text: str) -> None:
-    """Where a check is made in every eager call, only its failure makes a text: it is an `if`."""
-    if not condition:
-        raise InvalidInputError(text)
-
-
 def is_count(value, least=1) -> bool:
     """Whether the value is an integer from `least` to the last of int32."""
     number = whole(value)
@@ -38,10 +32,11 @@ def whole(value: Any) -> int | None:
 
 def static(name, value) -> None:
     """Requires a value that is known when a program is traced."""
-    require(
-        not is_traced(value),
-        f"{name} must be known when the program is traced: name it in static_argnames of jax.jit",
-    )
+    if is_traced(value):
+        raise InvalidInputError(
+            f"{name} must be known when the program is traced: name it in static_argnames of "
+            "jax.jit"
+        )
 
 
 def count(name, value, least=1) -> int:
@@ -64,10 +59,10 @@ def integers(name, values, ndim) -> np.ndarray:
     """A list, or an array whose values are known, as int64 of `ndim` dimensions."""
     _not_masked(name, values)
     array = array_of(name, values)
-    require(
-        is_integer(array.dtype) and array.ndim == ndim,
-        f"{name} must be integers of {ndim} dimension(s), got {describe(array)}",
-    )
+    if not (is_integer(array.dtype) and array.ndim == ndim):
+        raise InvalidInputError(
+            f"{name} must be integers of {ndim} dimension(s), got {describe(array)}"
+        )
     return wide(array)
 
 
@@ -90,14 +85,15 @@ def start_locs(name, starts, count, longest):
     """
     starts = np.append(starts[:1], np.trim_zeros(starts[1:], "b"))
     spans = np.diff(starts)
-    require(
-        starts[0] == 0 and (spans >= 0).all() and starts[-1] <= count,
-        f"{name} must rise from 0 to at most {count}, got {starts.tolist()}",
-    )
-    require(
-        spans.max(initial=0) <= longest,
-        f"the longest span of {name} is {spans.max(initial=0)}, above its static bound {longest}",
-    )
+    if not (starts[0] == 0 and (spans >= 0).all() and starts[-1] <= count):
+        raise InvalidInputError(
+            f"{name} must rise from 0 to at most {count}, got {starts.tolist()}"
+        )
+    if not spans.max(initial=0) <= longest:
+        raise InvalidInputError(
+            f"the longest span of {name} is {spans.max(initial=0)}, above its static bound "
+            f"{longest}"
+        )
 
 
 def an_array(name, array) -> None:
@@ -113,7 +109,10 @@ def an_array(name, array) -> None:
         raise InvalidInputError(f"{name} must be an array, got {type(array).__name__}")
     _not_masked(name, array)
     deleted = isinstance(array, jax.Array) and array.is_deleted()
-    require(not deleted, f"{name} has been given away (donated to a jitted function) or deleted")
+    if deleted:
+        raise InvalidInputError(
+            f"{name} has been given away (donated to a jitted function) or deleted"
+        )
 
 
 def known_sizes(name, array) -> None:
@@ -144,25 +143,23 @@ def int_array(name, array, ndim):
 
 def ids(name, ids, bound, what, or_none=""):
     bad = ids[(ids < 0) | (ids >= bound)]
-    require(
-        not bad.size,
-        f"{name} must name {what} from 0 to {bound - 1}{or_none}, got {bad[:8].tolist()}",
-    )
+    if bad.size:
+        raise InvalidInputError(
+            f"{name} must name {what} from 0 to {bound - 1}{or_none}, got {bad[:8].tolist()}"
+        )
 
 
 def distinct_slots(slots) -> None:
     """No two tokens of a batch may be written to one slot: which one won would be chance."""
     found, counts = np.unique(slots[slots >= 0], return_counts=True)
-    require(
-        (counts <= 1).all(),
-        f"slots {found[counts > 1].tolist()} are written by several tokens; sequences may share "
-        "only blocks that this step does not write: copy the block first, or, if the tokens are "
-        "written already, give make_batch their key_lens",
-    )
+    if not (counts <= 1).all():
+        raise InvalidInputError(
+            f"slots {found[counts > 1].tolist()} are written by several tokens; sequences may "
+            "share only blocks that this step does not write: copy the block first, or, if the "
+            "tokens are written already, give make_batch their key_lens"
+        )
 
 
 def _not_masked(name, array) -> None:
-    require(
-        not isinstance(array, np.ma.MaskedArray),
-        f"{name} must be an array without a mask: fill it first",
-    )
+    if isinstance(array, np.ma.MaskedArray):
+        raise InvalidInputError(f"{name} must be an array without a mask: fill it first")

@@ -9,8 +9,7 @@ from typing import Any, TypeVar, cast
 
 import jax
 
-from ..errors import UnsupportedError
-from .checks import require
+from ..errors import InvalidInputError, UnsupportedError
 from .inspect import is_traced
 from .typing import is_torch
 
@@ -36,11 +35,12 @@ def require_together(arguments: Mapping[str, Any]) -> None:
         for leaf in jax.tree.leaves(value):
             if devices := _placed(leaf):
                 first, expected = found.setdefault(type(leaf), (name, devices))
-                require(
-                    devices == expected,
-                    f"{name} must lie where {first} lies, on {_listed(expected)}, got "
-                    f"{_listed(devices)}: jax.device_put moves JAX's arrays, .to torch's tensors",
-                )
+                if devices != expected:
+                    raise InvalidInputError(
+                        f"{name} must lie where {first} lies, on {_listed(expected)}, got "
+                        f"{_listed(devices)}: jax.device_put moves JAX's arrays, .to torch's "
+                        "tensors"
+                    )
 
 
 def require_no_explicit_axes(**arrays) -> None:

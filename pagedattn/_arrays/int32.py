@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Integer
 
-from .checks import int_array, of_list, require
+from ..errors import InvalidInputError
+from .checks import int_array, of_list
 from .inspect import known, read
 from .typing import is_torch
 
@@ -31,13 +32,12 @@ def int32_array(
         return array
     values = known(array)
     if values is None:
-        require(
-            isinstance(array, jax.Array),
-            f"{name} lies on a device: pagedattn_interop.to_jax shares it",
-        )
+        if not isinstance(array, jax.Array):
+            raise InvalidInputError(f"{name} lies on a device: pagedattn_interop.to_jax shares it")
         return int32(array)
     large = values[(values < INT32.min) | (values > INT32.max)]
-    require(not large.size, f"{name} must fit int32, got {large[:8].tolist()}")
+    if large.size:
+        raise InvalidInputError(f"{name} must fit int32, got {large[:8].tolist()}")
     return int32(values)
 
 

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .._arrays.checks import flag, require
+from .._arrays.checks import flag
 from .._arrays.inspect import shown
 from ..batch.metadata import Sequences, nondecreasing_starts
+from ..errors import InvalidInputError
 from .call import Call
 
 # What `emulate` does for a backend without it, and what the backend must support for that. Scales
@@ -24,7 +25,8 @@ def _nothing(*_) -> list[str]:
 def _require_kind(name, value, kind):
     expected = getattr(kind, "__name__", str(kind))
     text = f"a Backend's {name} must be {expected}, got {shown(value)}"
-    require(isinstance(value, kind), text)
+    if not isinstance(value, kind):
+        raise InvalidInputError(text)
 
 
 def _nondecreasing_starts(call: Call, batch: Sequences) -> Sequences:

@@ -1,8 +1,7 @@
 """Which backend runs a call, and why."""
 
-from .._arrays.checks import require
 from .._arrays.inspect import shown
-from ..errors import BackendUnavailableError, UnsupportedError
+from ..errors import BackendUnavailableError, InvalidInputError, UnsupportedError
 from . import registry
 from .backend import Backend
 from .call import Call
@@ -19,10 +18,8 @@ def select(name: str | Backend | None, call: Call, framework: Framework) -> Back
     """
     if name is None:
         return _first_fit(call, framework)
-    require(
-        isinstance(name, str | Backend),
-        f"backend must be a name, a Backend or None, got {shown(name)}",
-    )
+    if not isinstance(name, str | Backend):
+        raise InvalidInputError(f"backend must be a name, a Backend or None, got {shown(name)}")
     backend = _named(name, call, framework)
     _require_none(backend.why_not(call), backend.name)
     return backend

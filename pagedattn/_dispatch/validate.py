@@ -11,12 +11,12 @@ from .._arrays.checks import (
     int_array,
     known_sizes,
     packed,
-    require,
     start_locs,
 )
 from .._arrays.inspect import describe, dtype_name, is_floating, known
 from ..batch import validate as validate_batch
 from ..cache.validate import dtypes_for, goes_with, kv_cache
+from ..errors import InvalidInputError
 from ..spec import require_spec
 
 
@@ -27,10 +27,10 @@ def attention(query, cache, batch, spec, return_lse) -> None:
     validate_batch.fits(batch, cache)
     require_spec(spec)
     _query(query, cache.dtype, cache.num_kv_heads, cache.head_dim, spec)
-    require(
-        query.shape[0] == batch.num_tokens,
-        f"query must have the batch's {batch.num_tokens} tokens, got shape {tuple(query.shape)}",
-    )
+    if query.shape[0] != batch.num_tokens:
+        raise InvalidInputError(
+            f"query must have the batch's {batch.num_tokens} tokens, got shape {tuple(query.shape)}"
+        )
     validate_batch.values(batch, cache.num_blocks, spec.sliding_window)
 
 
@@ -43,14 +43,17 @@ def ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens) ->
     known_sizes("key", key)
     packed("key", key)
     packed("value", value)
-    require(
+    if not (
         key.ndim == value.ndim == 3
         and key.shape[:2] == value.shape[:2]
-        and key.dtype == value.dtype,
-        "key and value must be [num_keys, num_kv_heads, head_dim] and [num_keys, num_kv_heads, "
-        f"value_dim] of one dtype, got {describe(key)} and {describe(value)}",
-    )
-    require(is_floating(key.dtype), f"key must be floating, got {key.dtype}")
+        and key.dtype == value.dtype
+    ):
+        raise InvalidInputError(
+            "key and value must be [num_keys, num_kv_heads, head_dim] and [num_keys, "
+            f"num_kv_heads, value_dim] of one dtype, got {describe(key)} and {describe(value)}"
+        )
+    if not is_floating(key.dtype):
+        raise InvalidInputError(f"key must be floating, got {key.dtype}")
     require_spec(spec)
     _query(query, key.dtype, key.shape[1], key.shape[2], spec)
     arrays = {"query_start_loc": query_start_loc, "key_start_loc": key_start_loc}
@@ -58,14 +61,15 @@ def ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens) ->
     for (name, starts), (tokens, longest) in zip(arrays.items(), bounds, strict=True):
         int_array(name, starts, 1)
         known_sizes(name, starts)
-        require(len(starts) > 0, f"{name} must be [num_seqs + 1], got no entry")
+        if not len(starts) > 0:
+            raise InvalidInputError(f"{name} must be [num_seqs + 1], got no entry")
         if known(starts) is not None:
             start_locs(name, known(starts), tokens, longest)
-    require(
-        query_start_loc.shape == key_start_loc.shape,
-        "query_start_loc and key_start_loc must be [num_seqs + 1] both, got "
-        f"{tuple(query_start_loc.shape)} and {tuple(key_start_loc.shape)}",
-    )
+    if query_start_loc.shape != key_start_loc.shape:
+        raise InvalidInputError(
+            "query_start_loc and key_start_loc must be [num_seqs + 1] both, got "
+            f"{tuple(query_start_loc.shape)} and {tuple(key_start_loc.shape)}"
+        )
     return longest_query, longest_key
 
 
@@ -73,28 +77,28 @@ def _query(query, dtype, num_kv_heads, head_dim, spec):
     an_array("query", query)
     known_sizes("query", query)
     packed("query", query)
-    require(
-        query.ndim == 3 and query.shape[2] == head_dim,
-        f"query must be [num_tokens, num_heads, head_dim] with head_dim {head_dim}, got "
-        f"{describe(query)}",
-    )
-    require(
-        goes_with(query.dtype, dtype),
-        f"keys and values of {dtype} do not go with a query of {query.dtype}, which must be of "
-        f"{dtypes_for(dtype)}: make the cache with the query's dtype (init_kv_cache(..., "
-        "dtype=query.dtype)), or cast the query",
-    )
+    if not (query.ndim == 3 and query.shape[2] == head_dim):
+        raise InvalidInputError(
+            f"query must be [num_tokens, num_heads, head_dim] with head_dim {head_dim}, got "
+            f"{describe(query)}"
+        )
+    if not goes_with(query.dtype, dtype):
+        raise InvalidInputError(
+            f"keys and values of {dtype} do not go with a query of {query.dtype}, which must be of "
+            f"{dtypes_for(dtype)}: make the cache with the query's dtype (init_kv_cache(..., "
+            "dtype=query.dtype)), or cast the query"
+        )
     num_heads = query.shape[1]
-    require(
-        num_heads > 0 and num_kv_heads > 0 and num_heads % num_kv_heads == 0,
-        f"num_heads must be a multiple of num_kv_heads = {num_kv_heads}, got {num_heads}",
-    )
+    if not (num_heads > 0 and num_kv_heads > 0 and num_heads % num_kv_heads == 0):
+        raise InvalidInputError(
+            f"num_heads must be a multiple of num_kv_heads = {num_kv_heads}, got {num_heads}"
+        )
     slopes = spec.alibi_slopes
-    require(
-        slopes is None or len(slopes) == num_heads,
-        f"alibi_slopes must have one slope for each of the {num_heads} query heads, got "
-        f"{len(slopes or ())}",
-    )
+    if slopes is not None and len(slopes) != num_heads:
+        raise InvalidInputError(
+            f"alibi_slopes must have one slope for each of the {num_heads} query heads, got "
+            f"{len(slopes or ())}"
+        )
 
 
 def options(query, *, sinks=None, bias=None) -> None:
@@ -109,34 +113,34 @@ def columns(seq_lens, *, bias=None, **_) -> None:
     """Requires, where lengths are known, a bias with a column for each key of a sequence."""
     if bias is None or (lens := known(seq_lens)) is None:
         return
-    require(
-        lens.max(initial=0) <= bias.shape[2],
-        f"bias must have a column for each key of the longest sequence, got {describe(bias)} and "
-        f"seq_lens {lens}",
-    )
+    if not lens.max(initial=0) <= bias.shape[2]:
+        raise InvalidInputError(
+            f"bias must have a column for each key of the longest sequence, got {describe(bias)} "
+            f"and seq_lens {lens}"
+        )
 
 
 def _sinks(sinks, num_heads):
     an_array("sinks", sinks)
-    require(
-        sinks.shape == (num_heads,) and is_floating(sinks.dtype),
-        f"sinks must be floating [num_heads], one for each of the {num_heads} query heads, got "
-        f"{describe(sinks)}",
-    )
+    if not (sinks.shape == (num_heads,) and is_floating(sinks.dtype)):
+        raise InvalidInputError(
+            f"sinks must be floating [num_heads], one for each of the {num_heads} query heads, got "
+            f"{describe(sinks)}"
+        )
 
 
 def _bias(bias, query):
     an_array("bias", bias)
-    require(
-        dtype_name(bias.dtype) != "bool",
-        f"bias must be floating, got {describe(bias)}: where True shows a key, "
-        "jnp.where(bias, 0.0, -jnp.inf) is the bias",
-    )
+    if dtype_name(bias.dtype) == "bool":
+        raise InvalidInputError(
+            f"bias must be floating, got {describe(bias)}: where True shows a key, jnp.where(bias, "
+            "0.0, -jnp.inf) is the bias"
+        )
     num_tokens, num_heads, _ = query.shape
     fits = bias.ndim == 3 and bias.shape[0] == num_tokens and bias.shape[1] in (1, num_heads)
     dtypes = ("float32", dtype_name(query.dtype))
-    require(
-        fits and bias.shape[2] > 0 and dtype_name(bias.dtype) in dtypes,
-        f"bias must be [num_tokens, num_heads or 1, max_keys] = [{num_tokens}, {num_heads} or 1, "
-        f"at least 1], float32 or of the query's dtype, got {describe(bias)}",
-    )
+    if not (fits and bias.shape[2] > 0 and dtype_name(bias.dtype) in dtypes):
+        raise InvalidInputError(
+            f"bias must be [num_tokens, num_heads or 1, max_keys] = [{num_tokens}, {num_heads} or "
+            f"1, at least 1], float32 or of the query's dtype, got {describe(bias)}"
+        )

@@ -13,7 +13,6 @@ from .._arrays.checks import (
     integers,
     is_count,
     known_sizes,
-    require,
     start_locs,
     static,
 )
@@ -29,10 +28,10 @@ ARRAYS = ("block_tables", "seq_lens", "query_start_loc", "slot_mapping", "positi
 
 
 def a_batch(batch) -> None:
-    require(
-        isinstance(batch, BatchMetadata),
-        f"batch must be a BatchMetadata, got {type(batch).__name__}; make_batch makes one",
-    )
+    if not isinstance(batch, BatchMetadata):
+        raise InvalidInputError(
+            f"batch must be a BatchMetadata, got {type(batch).__name__}; make_batch makes one"
+        )
 
 
 def shapes(batch) -> None:
@@ -41,31 +40,34 @@ def shapes(batch) -> None:
     for name in ("block_size", "max_query_len"):
         size = getattr(batch, name)
         static = is_static_count(size, int(name == "block_size"))
-        require(static, f"batch.{name} must be a Python integer, got {shown(size)}")
+        if not static:
+            raise InvalidInputError(f"batch.{name} must be a Python integer, got {shown(size)}")
     for name in ARRAYS:
         int_array(name, getattr(batch, name), 2 if name == "block_tables" else 1)
         known_sizes(name, getattr(batch, name))
     num_seqs = batch.num_seqs
-    require(
-        batch.block_tables.shape[0] == num_seqs and batch.query_start_loc.shape[0] == num_seqs + 1,
-        f"with seq_lens of {num_seqs} sequences, block_tables must have as many rows and "
-        f"query_start_loc one entry more, got {tuple(batch.block_tables.shape)} and "
-        f"{tuple(batch.query_start_loc.shape)}",
-    )
-    require(
-        len(batch.slot_mapping) == batch.num_tokens,
-        f"slot_mapping must have the batch's {batch.num_tokens} tokens, got "
-        f"{len(batch.slot_mapping)}",
-    )
+    if not (
+        batch.block_tables.shape[0] == num_seqs and batch.query_start_loc.shape[0] == num_seqs + 1
+    ):
+        raise InvalidInputError(
+            f"with seq_lens of {num_seqs} sequences, block_tables must have as many rows and "
+            f"query_start_loc one entry more, got {tuple(batch.block_tables.shape)} and "
+            f"{tuple(batch.query_start_loc.shape)}"
+        )
+    if len(batch.slot_mapping) != batch.num_tokens:
+        raise InvalidInputError(
+            f"slot_mapping must have the batch's {batch.num_tokens} tokens, got "
+            f"{len(batch.slot_mapping)}"
+        )
 
 
 def fits(batch, cache) -> None:
     """Requires a batch that was made for blocks of the cache's size."""
     shapes(batch)
-    require(
-        batch.block_size == cache.block_size,
-        f"the batch was made for blocks of {batch.block_size}, the cache has {cache.block_size}",
-    )
+    if batch.block_size != cache.block_size:
+        raise InvalidInputError(
+            f"the batch was made for blocks of {batch.block_size}, the cache has {cache.block_size}"
+        )
 
 
 def values(batch, num_blocks: int, window: int | None) -> None:
@@ -79,20 +81,20 @@ def values(batch, num_blocks: int, window: int | None) -> None:
         return
     width = table.shape[1]
     needed = cdiv(seq_lens, batch.block_size)
-    require(
-        ((seq_lens >= 0) & (needed <= width)).all(),
-        f"seq_lens must be between 0 and what {width} blocks of {batch.block_size} hold, got "
-        f"{seq_lens.tolist()}",
-    )
+    if not ((seq_lens >= 0) & (needed <= width)).all():
+        raise InvalidInputError(
+            f"seq_lens must be between 0 and what {width} blocks of {batch.block_size} hold, got "
+            f"{seq_lens.tolist()}"
+        )
     if window is not None and starts is None:
         return  # unknown positions: any entry may lie behind the window
     first = first_columns(batch.block_size, seq_lens, starts, window)
     used = table[(np.arange(width) >= first[:, None]) & (np.arange(width) < needed[:, None])]
-    require(
-        not (used == -1).any(),
-        "block_tables must name a block for all keys that the call may see, got -1: release_behind "
-        "takes the widest window of its layers, after their attention",
-    )
+    if (used == -1).any():
+        raise InvalidInputError(
+            "block_tables must name a block for all keys that the call may see, got -1: "
+            "release_behind takes the widest window of its layers, after their attention"
+        )
     ids("block_tables", used, num_blocks, "blocks")
 
 
@@ -114,15 +116,13 @@ def first_columns(block_size, seq_lens, starts, window):
 def lengths(name: str, values, like=None) -> np.ndarray:
     """A list of non-negative integers as int64; as long as `like`, if that is given."""
     array = integers(name, values, ndim=1)
-    require(not (array < 0).any(), f"{name} must not be negative, got {array.tolist()}")
-    require(
-        array.max(initial=0) <= MAX_SLOTS and array.sum() <= MAX_SLOTS,
-        f"{name} and their sum must fit int32, got {array.tolist()}",
-    )
-    if like is not None:
-        require(
-            len(array) == len(like),
-            f"{name} must have one entry for each of the {len(like)} sequences, got {len(array)}",
+    if (array < 0).any():
+        raise InvalidInputError(f"{name} must not be negative, got {array.tolist()}")
+    if not (array.max(initial=0) <= MAX_SLOTS and array.sum() <= MAX_SLOTS):
+        raise InvalidInputError(f"{name} and their sum must fit int32, got {array.tolist()}")
+    if like is not None and len(array) != len(like):
+        raise InvalidInputError(
+            f"{name} must have one entry for each of the {len(like)} sequences, got {len(array)}"
         )
     return array
 
@@ -134,10 +134,11 @@ def block_size(size) -> int:
 def tables(block_tables, seq_lens, block_size) -> np.ndarray:
     """Block tables as a rectangle of int64, each row long enough for its sequence."""
     rows = [integers("each row of block_tables", row, ndim=1) for row in _rows(block_tables)]
-    require(
-        len(rows) == len(seq_lens),
-        f"block_tables must have a row for each of the {len(seq_lens)} sequences, got {len(rows)}",
-    )
+    if len(rows) != len(seq_lens):
+        raise InvalidInputError(
+            f"block_tables must have a row for each of the {len(seq_lens)} sequences, got "
+            f"{len(rows)}"
+        )
     needed = cdiv(seq_lens, block_size)
     table = np.full((len(rows), max(map(len, rows), default=0)), -1, np.int64)
     for s, (row, least) in enumerate(zip(rows, needed, strict=True)):
@@ -156,17 +157,17 @@ def _rows(block_tables):
 
 
 def _check_row(s, row, count, seq_len, block_size):
-    require(
-        len(row) >= count,
-        f"sequence {s} of length {seq_len} needs {count} blocks of {block_size}, but its row of "
-        f"block_tables has {len(row)}; allocate blocks before making the batch",
-    )
+    if not len(row) >= count:
+        raise InvalidInputError(
+            f"sequence {s} of length {seq_len} needs {count} blocks of {block_size}, but its row "
+            f"of block_tables has {len(row)}; allocate blocks before making the batch"
+        )
     used = row[:count]
-    require(
-        ((used >= 0) & ((used + 1) * block_size <= MAX_SLOTS)).all(),
-        f"block ids must be at least 0, and slots must fit int32; sequence {s} uses "
-        f"{used.tolist()} with block_size {block_size}",
-    )
+    if not ((used >= 0) & ((used + 1) * block_size <= MAX_SLOTS)).all():
+        raise InvalidInputError(
+            f"block ids must be at least 0, and slots must fit int32; sequence {s} uses "
+            f"{used.tolist()} with block_size {block_size}"
+        )
 
 
 def padding(name: str, needed: int, given) -> int:
@@ -174,9 +175,9 @@ def padding(name: str, needed: int, given) -> int:
     if given is None:
         return needed
     static(name, given)
-    require(
-        is_count(given, 0) and given >= needed,
-        f"{name} must be an integer of at least {needed}, which this batch needs, got "
-        f"{shown(given)}",
-    )
+    if not (is_count(given, 0) and given >= needed):
+        raise InvalidInputError(
+            f"{name} must be an integer of at least {needed}, which this batch needs, got "
+            f"{shown(given)}"
+        )
     return int(given)

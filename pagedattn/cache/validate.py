@@ -16,9 +16,9 @@ from .._arrays.checks import (
     is_count,
     known_sizes,
     packed,
-    require,
 )
 from .._arrays.inspect import describe, is_floating, is_integer, known, shown
+from ..errors import InvalidInputError
 from .quantise import LARGEST, largest
 
 
@@ -26,39 +26,39 @@ def cache_shape(shape, dtype) -> tuple[int, ...]:
     """The sizes as Python's integers."""
     num_blocks, *others = shape
     fit = is_count(num_blocks, 0) and all(map(is_count, others))
-    require(
-        fit and num_blocks * others[0] <= MAX_SLOTS,
-        "num_blocks must be an integer of at least 0, block_size, num_kv_heads and head_dim above "
-        f"0, and num_blocks * block_size must fit int32, got {[*map(shown, shape)]}",
-    )
-    require(
-        is_floating(dtype) or largest(dtype) is not None,
-        f"a cache's dtype must be floating or int8, such as jnp.bfloat16, got {shown(dtype)}",
-    )
+    if not (fit and num_blocks * others[0] <= MAX_SLOTS):
+        raise InvalidInputError(
+            "num_blocks must be an integer of at least 0, block_size, num_kv_heads and head_dim "
+            f"above 0, and num_blocks * block_size must fit int32, got {[*map(shown, shape)]}"
+        )
+    if not is_floating(dtype) and largest(dtype) is None:
+        raise InvalidInputError(
+            f"a cache's dtype must be floating or int8, such as jnp.bfloat16, got {shown(dtype)}"
+        )
     return tuple(map(operator.index, shape))
 
 
 def kv_cache(cache) -> None:
     """Requires a key, and a value that fits it or the number of its columns that are values."""
-    require(
-        not hasattr(cache, "get_value"),
-        f"cache must be a KVCache, got {type(cache).__name__}, a variable that holds one: its "
-        ".get_value() is the cache. The page on layers keeps it out of the module, so that it can "
-        "be donated",
-    )
-    require(
-        hasattr(cache, "key") and hasattr(cache, "value"),
-        f"cache must be a KVCache, got {type(cache).__name__}; KVCache(key, value) makes one of "
-        "two arrays",
-    )
+    if hasattr(cache, "get_value"):
+        raise InvalidInputError(
+            f"cache must be a KVCache, got {type(cache).__name__}, a variable that holds one: its "
+            ".get_value() is the cache. The page on layers keeps it out of the module, so that it "
+            "can be donated"
+        )
+    if not (hasattr(cache, "key") and hasattr(cache, "value")):
+        raise InvalidInputError(
+            f"cache must be a KVCache, got {type(cache).__name__}; KVCache(key, value) makes one "
+            "of two arrays"
+        )
     key = cache.key
     an_array("the cache's key", key)
     known_sizes("the cache's key", key)
-    require(
-        key.ndim == 4,
-        "a cache's key must be [num_blocks, block_size, num_kv_heads, head_dim], got "
-        f"{describe(key)}",
-    )
+    if key.ndim != 4:
+        raise InvalidInputError(
+            "a cache's key must be [num_blocks, block_size, num_kv_heads, head_dim], got "
+            f"{describe(key)}"
+        )
     cache_shape(tuple(key.shape), key.dtype)
     value_plane(cache)
     scales(cache)
@@ -75,20 +75,18 @@ def scales(cache) -> None:
 def _scale(name, scale, cache):
     an_array(name, scale)
     shapes = ((), (cache.num_kv_heads,))
-    require(
-        tuple(scale.shape) in shapes and is_floating(scale.dtype),
-        f"{name} must be one floating number, or [num_kv_heads] = {shapes[1]}, got "
-        f"{describe(scale)}",
-    )
-    require(
-        largest(cache.dtype) is not None,
-        f"{name} is for a cache of {', '.join(LARGEST)}, this one is {cache.dtype}",
-    )
+    if not (tuple(scale.shape) in shapes and is_floating(scale.dtype)):
+        raise InvalidInputError(
+            f"{name} must be one floating number, or [num_kv_heads] = {shapes[1]}, got "
+            f"{describe(scale)}"
+        )
+    if largest(cache.dtype) is None:
+        raise InvalidInputError(
+            f"{name} is for a cache of {', '.join(LARGEST)}, this one is {cache.dtype}"
+        )
     values = known(scale)
-    require(
-        values is None or bool((np.isfinite(values) & (values > 0)).all()),
-        f"{name} must be above 0, got {values}",
-    )
+    if values is not None and not bool((np.isfinite(values) & (values > 0)).all()):
+        raise InvalidInputError(f"{name} must be above 0, got {values}")
 
 
 def goes_with(dtype, cache_dtype) -> bool:
@@ -115,50 +113,53 @@ def value_plane(cache) -> None:
 
 
 def _plane(value, given, key):
-    require(
-        value.ndim == 4 and value.shape[:3] == key.shape[:3] and value.dtype == key.dtype,
-        "a cache's key and value must be [num_blocks, block_size, num_kv_heads, head_dim] and "
-        f"[..., value_dim] of one dtype, got {describe(key)} and {describe(value)}",
-    )
+    if not (value.ndim == 4 and value.shape[:3] == key.shape[:3] and value.dtype == key.dtype):
+        raise InvalidInputError(
+            "a cache's key and value must be [num_blocks, block_size, num_kv_heads, head_dim] and "
+            f"[..., value_dim] of one dtype, got {describe(key)} and {describe(value)}"
+        )
     value_dim = value.shape[3]
-    require(value_dim > 0, f"a cache's value must have a column at least, got {describe(value)}")
-    require(
-        given is None or (is_static_count(given) and given == value_dim),
-        f"value_dim of a cache with a value is its last axis, {value_dim}: leave it out, got "
-        f"{shown(given)}",
-    )
+    if not value_dim > 0:
+        raise InvalidInputError(
+            f"a cache's value must have a column at least, got {describe(value)}"
+        )
+    if given is not None and not (is_static_count(given) and given == value_dim):
+        raise InvalidInputError(
+            f"value_dim of a cache with a value is its last axis, {value_dim}: leave it out, got "
+            f"{shown(given)}"
+        )
 
 
 def _latent(value_dim, cache):
     head_dim = cache.key.shape[3]
-    require(
-        is_static_count(value_dim) and value_dim <= head_dim,
-        "a cache without a value needs value_dim, the number of its key's columns that are values: "
-        f"a Python integer from 1 to head_dim = {head_dim}, got {shown(value_dim)}",
-    )
-    require(
-        getattr(cache, "value_scale", None) is None,
-        "value_scale must be None in a latent cache: its values are columns of its keys, whose "
-        "scale is key_scale",
-    )
+    if not (is_static_count(value_dim) and value_dim <= head_dim):
+        raise InvalidInputError(
+            "a cache without a value needs value_dim, the number of its key's columns that are "
+            f"values: a Python integer from 1 to head_dim = {head_dim}, got {shown(value_dim)}"
+        )
+    if getattr(cache, "value_scale", None) is not None:
+        raise InvalidInputError(
+            "value_scale must be None in a latent cache: its values are columns of its keys, "
+            "whose scale is key_scale"
+        )
 
 
 def no_value(value) -> None:
     """Requires that no values are given to be written to a latent cache."""
-    require(
-        value is None,
-        "value must be None for a latent cache, whose values are columns of its keys, got "
-        f"{shown(value)}",
-    )
+    if value is not None:
+        raise InvalidInputError(
+            "value must be None for a latent cache, whose values are columns of its keys, got "
+            f"{shown(value)}"
+        )
 
 
 def same_blocks(src_cache, dst_cache) -> None:
     """Requires caches of which a block of one can be a block of the other."""
-    require(
-        _block(src_cache) == _block(dst_cache) and src_cache.dtype == dst_cache.dtype,
-        "the caches must agree in block_size, num_kv_heads, head_dim, value_dim and dtype, got "
-        f"{' and '.join(map(_described, (src_cache, dst_cache)))}",
-    )
+    if not (_block(src_cache) == _block(dst_cache) and src_cache.dtype == dst_cache.dtype):
+        raise InvalidInputError(
+            "the caches must agree in block_size, num_kv_heads, head_dim, value_dim and dtype, "
+            f"got {' and '.join(map(_described, (src_cache, dst_cache)))}"
+        )
 
 
 def _block(cache):
@@ -187,11 +188,11 @@ def write(cache, key, value, slot_mapping) -> None:
     else:
         shape = "[num_tokens, num_kv_heads, value_dim]"
         _rows("value", shape, value, cache.value, key.shape[0])
-    require(
-        slot_mapping.shape[0] == key.shape[0],
-        f"slot_mapping must have a slot for each of the {key.shape[0]} tokens of key, got "
-        f"{slot_mapping.shape[0]}; -1 writes nothing",
-    )
+    if slot_mapping.shape[0] != key.shape[0]:
+        raise InvalidInputError(
+            f"slot_mapping must have a slot for each of the {key.shape[0]} tokens of key, got "
+            f"{slot_mapping.shape[0]}; -1 writes nothing"
+        )
     slots(slot_mapping, cache.num_slots)
 
 
@@ -209,11 +210,11 @@ def _rows(name, axes, rows, plane, num_tokens):
     packed(name, rows)
     fits = rows.ndim == 3 and rows.shape[1:] == plane.shape[2:]
     fits = fits and num_tokens in ("num_tokens", rows.shape[0])
-    require(
-        fits and goes_with(rows.dtype, plane.dtype),
-        f"{name} must be {axes} = [{num_tokens}, {plane.shape[2]}, {plane.shape[3]}] of "
-        f"{dtypes_for(plane.dtype)}, got {describe(rows)}",
-    )
+    if not (fits and goes_with(rows.dtype, plane.dtype)):
+        raise InvalidInputError(
+            f"{name} must be {axes} = [{num_tokens}, {plane.shape[2]}, {plane.shape[3]}] of "
+            f"{dtypes_for(plane.dtype)}, got {describe(rows)}"
+        )
 
 
 def block_copies(src_cache, dst_cache, src, dst) -> None:
@@ -225,10 +226,10 @@ def block_copies(src_cache, dst_cache, src, dst) -> None:
     int_array("src", src, 1)
     int_array("dst", dst, 1)
     known_sizes("src", src)
-    require(
-        src.shape == dst.shape,
-        f"src and dst must be equally long, got {tuple(src.shape)}, {tuple(dst.shape)}",
-    )
+    if src.shape != dst.shape:
+        raise InvalidInputError(
+            f"src and dst must be equally long, got {tuple(src.shape)}, {tuple(dst.shape)}"
+        )
     _known_copies(known(src), known(dst), src_cache.num_blocks, dst_cache.num_blocks)
 
 
@@ -240,7 +241,8 @@ def _same_scales(name, src, dst):
     equal = (src is None) == (dst is None) and src.shape == dst.shape
     if equal and not any(value is None for value in values):
         equal = (values[0] == values[1]).all()
-    require(equal, f"the caches must agree in {name}, got {values[0]} and {values[1]}")
+    if not equal:
+        raise InvalidInputError(f"the caches must agree in {name}, got {values[0]} and {values[1]}")
 
 
 def _known_copies(src, dst, num_src, num_dst):
@@ -251,7 +253,8 @@ def _known_copies(src, dst, num_src, num_dst):
     if src is not None and dst is not None:
         written = dst[(src != -1) & (dst != -1)]
         twice = len(np.unique(written)) < len(written)
-        require(not twice, f"dst names a block twice: {written.tolist()}")
+        if twice:
+            raise InvalidInputError(f"dst names a block twice: {written.tolist()}")
 
 
 def fill(cache, blocks, value) -> None:
@@ -261,7 +264,8 @@ def fill(cache, blocks, value) -> None:
     dtype = getattr(value, "dtype", None)
     number = isinstance(value, float | int) or getattr(value, "ndim", 1) == 0
     number = number and (dtype is None or is_floating(dtype) or is_integer(dtype))
-    require(number, f"value must be one number, got {shown(value)}")
+    if not number:
+        raise InvalidInputError(f"value must be one number, got {shown(value)}")
     values = known(blocks)
     if values is not None:
         ids("blocks", values[values != -1], cache.num_blocks, "blocks", ", or -1")

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from .._arrays.checks import MAX_SLOTS, count, ids, require
+from .._arrays.checks import MAX_SLOTS, count, ids
 from .._arrays.inspect import known
 from .._arrays.int32 import int32_array
 from .._arrays.namespace import cdiv
+from ..errors import InvalidInputError
 from ..spec import window_of
 
 FIELDS = {
@@ -25,7 +26,8 @@ def counts(**sizes) -> list[int]:
     sizes = {name: count(name, size) for name, size in sizes.items()}
     for name in ("num_blocks", "max_blocks"):
         slots = sizes[name] * sizes["block_size"]
-        require(slots <= MAX_SLOTS, f"{name} * block_size must fit int32, got {slots}")
+        if not slots <= MAX_SLOTS:
+            raise InvalidInputError(f"{name} * block_size must fit int32, got {slots}")
     return list(sizes.values())
 
 
@@ -33,7 +35,8 @@ def pool(pool, name="pool"):
     """A block pool of arrays of any framework, as JAX arrays."""
     arrays = {}
     for field, ndim in FIELDS.items():
-        require(hasattr(pool, field), f"{name} must be a BlockPool, got {type(pool).__name__}")
+        if not hasattr(pool, field):
+            raise InvalidInputError(f"{name} must be a BlockPool, got {type(pool).__name__}")
         arrays[field] = int32_array(f"{name}.{field}", getattr(pool, field), ndim)
     block_size = count(f"{name}.block_size", pool.block_size)
     for left, right in (
@@ -42,7 +45,8 @@ def pool(pool, name="pool"):
         ("block_tables", "seq_lens"),
     ):
         sizes = len(arrays[left]), len(arrays[right])
-        require(sizes[0] == sizes[1], f"{name}.{left} and .{right} must be equally long: {sizes}")
+        if sizes[0] != sizes[1]:
+            raise InvalidInputError(f"{name}.{left} and .{right} must be equally long: {sizes}")
     return replace(pool, **arrays, block_size=block_size)
 
 
@@ -67,11 +71,13 @@ def packing(query_lens, max_seqs, num_tokens, max_query_len):
     max_query_len = count("max_query_len", max_query_len, 0)
     query_lens = per_sequence("query_lens", query_lens, max_seqs)
     queries = known(query_lens)
-    if queries is not None:
-        require(
-            queries.sum() <= num_tokens and queries.max(initial=0) <= max_query_len,
-            f"query_lens {queries.tolist()} need num_tokens of {queries.sum()} and max_query_len "
-            f"of {queries.max(initial=0)} at least, got {num_tokens} and {max_query_len}",
+    if queries is None:
+        return query_lens, (num_tokens, max_query_len)
+    needed, longest = queries.sum(), queries.max(initial=0)
+    if needed > num_tokens or longest > max_query_len:
+        raise InvalidInputError(
+            f"query_lens {queries.tolist()} need num_tokens of {needed} and max_query_len of "
+            f"{longest} at least, got {num_tokens} and {max_query_len}"
         )
     return query_lens, (num_tokens, max_query_len)
 
@@ -79,24 +85,24 @@ def packing(query_lens, max_seqs, num_tokens, max_query_len):
 def appended(query_lens, seq_lens) -> None:
     """Requires that sequences have the tokens that are called new, as far as that is known."""
     queries, lens = known(query_lens), known(seq_lens)
-    if queries is not None and lens is not None:
-        require(
-            (queries <= lens).all(),
+    if queries is not None and lens is not None and not (queries <= lens).all():
+        raise InvalidInputError(
             f"query_lens must not exceed the sequences' lengths {lens.tolist()}, got "
-            f"{queries.tolist()}; append the tokens first, as next_batch does",
+            f"{queries.tolist()}; append the tokens first, as next_batch does"
         )
 
 
 def pools(pools_):
     """Pools of the same sequences, as lists of JAX arrays."""
-    require(
-        isinstance(pools_, Sequence) and len(pools_) > 0,
-        f"pools must be a list of BlockPools, got {type(pools_).__name__}; of one pool next_batch "
-        "makes the batch",
-    )
+    if not (isinstance(pools_, Sequence) and len(pools_) > 0):
+        raise InvalidInputError(
+            f"pools must be a list of BlockPools, got {type(pools_).__name__}; of one pool "
+            "next_batch makes the batch"
+        )
     checked = [pool(each, f"pools[{index}]") for index, each in enumerate(pools_)]
     sizes = [each.max_seqs for each in checked]
-    require(len(set(sizes)) == 1, f"pools must have the same rows, got max_seqs of {sizes}")
+    if len(set(sizes)) != 1:
+        raise InvalidInputError(f"pools must have the same rows, got max_seqs of {sizes}")
     return checked
 
 
@@ -111,10 +117,11 @@ def ids_or_none(name, array, bound, what="blocks", ndim=1):
 
 def per_sequence(name, array, max_seqs):
     array = int32_array(name, array, 1)
-    require(len(array) == max_seqs, f"{name} must have {max_seqs} entries, got {len(array)}")
+    if len(array) != max_seqs:
+        raise InvalidInputError(f"{name} must have {max_seqs} entries, got {len(array)}")
     values = known(array)
-    if values is not None:
-        require((values >= 0).all(), f"{name} must not be negative, got {values.tolist()}")
+    if values is not None and not (values >= 0).all():
+        raise InvalidInputError(f"{name} must not be negative, got {values.tolist()}")
     return array
 
 
@@ -127,24 +134,27 @@ def rows(bound, **lists):
 
 def equally_long(**lists) -> None:
     sizes = {len(array) for array in lists.values()}
-    require(len(sizes) == 1, f"{' and '.join(lists)} must be equally long, got {sorted(sizes)}")
+    if len(sizes) != 1:
+        raise InvalidInputError(f"{' and '.join(lists)} must be equally long, got {sorted(sizes)}")
 
 
 def prefix(seq, blocks, num_tokens, pool):
     seq = ids_or_none("seq", seq, pool.max_seqs, "a sequence", ndim=0)
     blocks = int32_array("blocks", blocks, 1)
     num_tokens = int32_array("num_tokens", num_tokens, 0)
-    require(
-        len(blocks) <= pool.max_blocks,
-        f"blocks must fit a table row of {pool.max_blocks}, got {len(blocks)}",
-    )
+    if not len(blocks) <= pool.max_blocks:
+        raise InvalidInputError(
+            f"blocks must fit a table row of {pool.max_blocks}, got {len(blocks)}"
+        )
     values, tokens = known(blocks), known(num_tokens)
     if values is not None and tokens is not None:
         room = len(values) * pool.block_size
-        require(0 <= tokens <= room, f"num_tokens must be from 0 to {room}, got {tokens}")
+        if not 0 <= tokens <= room:
+            raise InvalidInputError(f"num_tokens must be from 0 to {room}, got {tokens}")
         used = values[: cdiv(tokens, pool.block_size)]
         left = used[np.cumsum(used != -1) > 0]  # the first may have been given back
-        require(len(left) or not tokens, f"blocks must end with a block, got {used.tolist()}")
+        if not len(left) and tokens:
+            raise InvalidInputError(f"blocks must end with a block, got {used.tolist()}")
         ids("blocks", left, pool.num_blocks, "blocks")
     return seq, blocks, num_tokens
 
@@ -152,7 +162,8 @@ def prefix(seq, blocks, num_tokens, pool):
 def swap(device, host, seqs, host_seqs):
     device, host = pool(device), pool(host, "host_pool")
     sizes = (device.block_size, host.block_size)
-    require(sizes[0] == sizes[1], f"both pools must have one block_size, got {sizes}")
+    if sizes[0] != sizes[1]:
+        raise InvalidInputError(f"both pools must have one block_size, got {sizes}")
     (seqs,) = rows(device.max_seqs, seqs=seqs)
     (host_seqs,) = rows(host.max_seqs, host_seqs=host_seqs)
     equally_long(seqs=seqs, host_seqs=host_seqs)

@@ -8,7 +8,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from pagedattn import InvalidInputError, KVCache
-from pagedattn._arrays.checks import int_array, require
+from pagedattn._arrays.checks import int_array
 from pagedattn._arrays.inspect import is_traced, shown
 from pagedattn._arrays.memory import require_memory
 from pagedattn.cache import validate as validate_cache
@@ -159,10 +159,10 @@ class AttentionBackend:
 
 
 def _planes(kv_caches) -> list[KVCache]:
-    require(
-        isinstance(kv_caches, Sequence | Tensor) and getattr(kv_caches, "ndim", 1) > 0,
-        f"kv_caches must be a list of a cache for each layer, got {type(kv_caches).__name__}",
-    )
+    if not (isinstance(kv_caches, Sequence | Tensor) and getattr(kv_caches, "ndim", 1) > 0):
+        raise InvalidInputError(
+            f"kv_caches must be a list of a cache for each layer, got {type(kv_caches).__name__}"
+        )
     return [planes(cache) for cache in kv_caches]
 
 
@@ -173,10 +173,10 @@ def _columns(pairs: Pairs) -> tuple[Tensor, Tensor]:
     table = _table(pairs)
     table = table.reshape(0, 2).long() if table.numel() == 0 else table
     int_array("block pairs", table, 2)
-    require(
-        table.shape[1] == 2,
-        f"block pairs must be [n, 2], a source and a destination each, got {list(table.shape)}",
-    )
+    if table.shape[1] != 2:
+        raise InvalidInputError(
+            f"block pairs must be [n, 2], a source and a destination each, got {list(table.shape)}"
+        )
     return table[:, 0], table[:, 1]
 
 
@@ -195,7 +195,8 @@ def _table(pairs) -> Tensor:
 
 def _several(ids):
     """The ids, whether one or many are given."""
-    require(not is_traced(ids), "block pairs must be known here, but are traced by JAX")
+    if is_traced(ids):
+        raise InvalidInputError("block pairs must be known here, but are traced by JAX")
     require_memory("block pairs", ids)
     ids = ids.tolist() if hasattr(ids, "tolist") else ids
     return ids if isinstance(ids, Iterable) else (ids,)

@@ -7,8 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from pagedattn import AttentionSpec, attention_bias
-from pagedattn._arrays.checks import require
+from pagedattn import AttentionSpec, InvalidInputError, attention_bias
 from pagedattn._arrays.inspect import known, shown
 from pagedattn._arrays.memory import require_memory
 from pagedattn._arrays.namespace import arange
@@ -102,12 +101,12 @@ def _with_heads(bias, num_heads, name) -> Tensor | None:
     fits = isinstance(bias, Tensor) and bias.ndim > 1
     fits = fits and (bias.is_floating_point() or bias.dtype is torch.bool)
     bias = bias[None].flatten(0, -3) if fits else bias
-    require(
-        fits and len(bias) in (1, num_heads),
-        f"{name} must be a list of floating or bool tensors [query_len, key_len] or [{num_heads}, "
-        f"query_len, key_len], of xFormers' masks, or None, one for each sequence or each prefill, "
-        f"got {shown(bias)}",
-    )
+    if not (fits and len(bias) in (1, num_heads)):
+        raise InvalidInputError(
+            f"{name} must be a list of floating or bool tensors [query_len, key_len] or "
+            f"[{num_heads}, query_len, key_len], of xFormers' masks, or None, one for each "
+            f"sequence or each prefill, got {shown(bias)}"
+        )
     return additive(bias) if bias.dtype is torch.bool else bias
 
 
@@ -116,11 +115,11 @@ def _check_lengths(biases, num_seqs, lengths, name):
     queries, keys = lengths
     expected = got if queries is None or keys is None else [*zip(queries, keys, strict=True)]
     pairs = zip(got, expected, strict=False)
-    require(
-        len(got) == num_seqs and all(one in (None, other) for one, other in pairs),
-        f"{name} must be [query_len, key_len] for each of {num_seqs} sequences, of lengths "
-        f"{queries}, {keys}, got {got}",
-    )
+    if not (len(got) == num_seqs and all(one in (None, other) for one, other in pairs)):
+        raise InvalidInputError(
+            f"{name} must be [query_len, key_len] for each of {num_seqs} sequences, of lengths "
+            f"{queries}, {keys}, got {got}"
+        )
 
 
 def _longest(meta, kind) -> int:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from pagedattn import InvalidInputError, KVCache, UnsupportedError
-from pagedattn._arrays.checks import require
 from pagedattn._arrays.inspect import shown
 from pagedattn._arrays.memory import require_alike, require_memory
 
@@ -113,11 +112,11 @@ def check_counts(query: Tensor, fresh: Fresh | None, meta, kind: AttentionType) 
     num_keys = meta.num_encoder_tokens if encoder else meta.num_query_tokens(kind)
     expected = meta.num_query_tokens(kind), num_keys
     got = len(query), num_keys if fresh is None else len(fresh.key)
-    require(
-        got == expected,
-        f"attn_metadata expects {expected[0]} query and {expected[1]} key tokens for {kind} "
-        f"attention, got {got[0]} and {got[1]}",
-    )
+    if got != expected:
+        raise InvalidInputError(
+            f"attn_metadata expects {expected[0]} query and {expected[1]} key tokens for {kind} "
+            f"attention, got {got[0]} and {got[1]}"
+        )
 
 
 def check_output(output: Tensor | None, rows: Tensor) -> None:
@@ -126,11 +125,11 @@ def check_output(output: Tensor | None, rows: Tensor) -> None:
         return
     shape = heads("output", output, *rows.shape[1:]).shape
     require_writable(output=output)
-    require(
-        shape == rows.shape and output.dtype == rows.dtype and output.device == rows.device,
-        f"output must be {rows.dtype} for {len(rows)} tokens on {rows.device}, as query is, got "
-        f"{output.dtype} for {shape[0]} on {output.device}",
-    )
+    if not (shape == rows.shape and output.dtype == rows.dtype and output.device == rows.device):
+        raise InvalidInputError(
+            f"output must be {rows.dtype} for {len(rows)} tokens on {rows.device}, as query is, "
+            f"got {output.dtype} for {shape[0]} on {output.device}"
+        )
 
 
 def require_readable(query: Tensor, fresh: Fresh | None, cache: KVCache | None) -> None:
@@ -149,7 +148,8 @@ def require_one_device(call: LayerCall) -> None:
     tensors = {"query": call.query, "key": key, "value": value}
     tensors |= {"kv_cache": None if call.cache is None else call.cache.key}
     places = {name: str(x.device) for name, x in tensors.items() if x is not None}
-    require(len(set(places.values())) <= 1, f"tensors must lie on one device, got {places}")
+    if not len(set(places.values())) <= 1:
+        raise InvalidInputError(f"tensors must lie on one device, got {places}")
 
 
 def require_unit_scales(**scales) -> None:

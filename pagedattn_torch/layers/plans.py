@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from pagedattn import BatchMetadata, InvalidInputError, KVCache
-from pagedattn._arrays.checks import require
 from pagedattn._arrays.inspect import known
 from pagedattn.batch.packed import packed_cache
 from pagedattn.cache import validate as validate_cache
@@ -102,7 +101,8 @@ def plan(
 def _rows(cache, fresh, meta, kind) -> HostRows | DeviceRows:
     name = "slot_mapping" if kind is AttentionType.DECODER else "cross_slot_mapping"
     slots = getattr(meta, name)
-    require(slots is not None, f"{kind} attention needs {name} to write keys to the cache")
+    if slots is None:
+        raise InvalidInputError(f"{kind} attention needs {name} to write keys to the cache")
     slots = tensor(name, slots, cache.key.device)
     validate_cache.write(cache, fresh.key, fresh.value, slots)
     return slot_index(slots, cache.num_slots, cache.block_size)

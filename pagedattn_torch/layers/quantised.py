@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pagedattn import InvalidInputError, KVCache, UnsupportedError
-from pagedattn._arrays.checks import require, whole
+from pagedattn._arrays.checks import whole
 from pagedattn._arrays.inspect import shown
 from pagedattn._arrays.memory import require_memory
 from pagedattn._dispatch.registry import Framework, record
@@ -47,10 +47,10 @@ def as_quantised(cache: KVCache, dtype: torch.dtype, k_scale, v_scale) -> KVCach
     Raises:
       InvalidInputError: a cache of another dtype, or no scale.
     """
-    require(
-        cache.dtype in (dtype, torch.uint8),
-        f"kv_cache must be {dtype} or torch.uint8, by kv_cache_dtype, got {cache.dtype}",
-    )
+    if cache.dtype not in (dtype, torch.uint8):
+        raise InvalidInputError(
+            f"kv_cache must be {dtype} or torch.uint8, by kv_cache_dtype, got {cache.dtype}"
+        )
     device = cache.key.device
     key, value = (plane.view(dtype) for plane in cache.planes)
     scales = (_scale("k_scale", k_scale, device), _scale("v_scale", v_scale, device))
@@ -76,12 +76,16 @@ def _scale(name, scale, device) -> Tensor:
         return scale.reshape(()) if scale.numel() == 1 else scale
     if isinstance(scale, Tensor):
         one = scale.device.type == "cpu" and scale.numel() == 1
-        require(one, f"{name} must lie on the cache's {device}, got a tensor on {scale.device}")
+        if not one:
+            raise InvalidInputError(
+                f"{name} must lie on the cache's {device}, got a tensor on {scale.device}"
+            )
         require_memory(name, scale)
         scale = scale.item()
     if whole(scale) is None and not isinstance(scale, float | int | np.floating):
         raise InvalidInputError(f"{name} must be a number or a tensor, got {shown(scale)}")
-    require(0 < scale < math.inf, f"{name} must be positive and finite, got {scale}")
+    if not 0 < scale < math.inf:
+        raise InvalidInputError(f"{name} must be positive and finite, got {scale}")
     return _on_device(float(scale), device)
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedattn import AttentionSpec
-from pagedattn._arrays.checks import is_count, require
+from pagedattn import AttentionSpec, InvalidInputError
+from pagedattn._arrays.checks import is_count
 from pagedattn._arrays.inspect import shown
 from pagedattn._arrays.memory import require_memory
 
@@ -42,21 +42,22 @@ def check_heads(num_heads: int, num_kv_heads: int, head_size: int) -> None:
     """Requires sizes above 0, and as many query heads for one KV head as for another."""
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size}
     for name, size in sizes.items():
-        require(is_count(size), f"{name} must be above 0, got {shown(size)}")
-    require(
-        num_heads % num_kv_heads == 0,
-        f"num_heads must be a multiple of num_kv_heads = {num_kv_heads}, got {num_heads}",
-    )
+        if not is_count(size):
+            raise InvalidInputError(f"{name} must be above 0, got {shown(size)}")
+    if num_heads % num_kv_heads != 0:
+        raise InvalidInputError(
+            f"num_heads must be a multiple of num_kv_heads = {num_kv_heads}, got {num_heads}"
+        )
 
 
 def check_slopes(specs: dict[AttentionType, AttentionSpec], num_heads: int) -> None:
     """Requires a slope for each query head, where there are any."""
     slopes = specs[AttentionType.DECODER].alibi_slopes
-    require(
-        slopes is None or len(slopes) == num_heads,
-        f"alibi_slopes must have one slope for each of the {num_heads} query heads, got "
-        f"{len(slopes or ())}",
-    )
+    if slopes is not None and len(slopes) != num_heads:
+        raise InvalidInputError(
+            f"alibi_slopes must have one slope for each of the {num_heads} query heads, got "
+            f"{len(slopes or ())}"
+        )
 
 
 def slopes_of(spec: AttentionSpec) -> Tensor | None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from pagedattn import InvalidInputError
-from pagedattn._arrays.checks import count, flag, require
+from pagedattn._arrays.checks import count, flag
 from pagedattn._arrays.inspect import shown
 
 from ..arrays import require_tensors
@@ -56,11 +56,11 @@ class AttentionState:
         max_batch_size = count("max_batch_size", max_batch_size)
         on_device = {"device": self.runner.device}
         tables = torch.as_tensor(self.runner.graph_block_tables, **on_device)
-        require(
-            max_batch_size <= len(tables),
-            f"graph_block_tables must have a row for each of {max_batch_size} sequences, got "
-            f"{len(tables)}",
-        )
+        if not max_batch_size <= len(tables):
+            raise InvalidInputError(
+                f"graph_block_tables must have a row for each of {max_batch_size} sequences, got "
+                f"{len(tables)}"
+            )
         self._buffers = {
             "slot_mapping": torch.full((max_batch_size,), -1, dtype=torch.int64, **on_device),
             "seq_lens_tensor": torch.ones(max_batch_size, dtype=torch.int32, **on_device),
@@ -88,7 +88,8 @@ class AttentionState:
         largest = len(buffers["slot_mapping"])
         batch_size = count("batch_size", batch_size)
         flag("is_encoder_decoder_model", is_encoder_decoder_model)
-        require(batch_size <= largest, f"batch_size must be from 1 to {largest}, got {batch_size}")
+        if not batch_size <= largest:
+            raise InvalidInputError(f"batch_size must be from 1 to {largest}, got {batch_size}")
         meta = self.runner.attn_backend.make_metadata(
             num_prefills=0,
             num_prefill_tokens=0,
@@ -109,10 +110,10 @@ class AttentionState:
     ) -> dict[str, Any]:
         """The tensors that a graph captured with the metadata reads, by name."""
         flag("is_encoder_decoder_model", is_encoder_decoder_model)
-        require(
-            isinstance(attn_metadata, AttentionMetadata),
-            f"attn_metadata must be an AttentionMetadata, got {type(attn_metadata).__name__}",
-        )
+        if not isinstance(attn_metadata, AttentionMetadata):
+            raise InvalidInputError(
+                f"attn_metadata must be an AttentionMetadata, got {type(attn_metadata).__name__}"
+            )
         names = OWN_BUFFERS + (CROSS_BUFFERS if is_encoder_decoder_model else ())
         return {name: getattr(attn_metadata.decode_metadata, name) for name in names}
 
@@ -129,7 +130,10 @@ class AttentionState:
         """
         step = self.get_graph_input_buffers(attn_metadata, is_encoder_decoder_model)
         has_all = isinstance(input_buffers, Mapping) and step.keys() <= input_buffers.keys()
-        require(has_all, f"input_buffers must map {[*step]} to tensors, got {shown(input_buffers)}")
+        if not has_all:
+            raise InvalidInputError(
+                f"input_buffers must map {[*step]} to tensors, got {shown(input_buffers)}"
+            )
         for name, values in step.items():
             _check(name, values, input_buffers[name])
         for name, values in step.items():

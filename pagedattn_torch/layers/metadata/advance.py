@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedattn._arrays.checks import count, require
+from pagedattn import InvalidInputError
+from pagedattn._arrays.checks import count
 from pagedattn._arrays.inspect import known
 
 # What is derived anew from the lengths.
@@ -41,27 +42,29 @@ def advance(
 def check(meta, num_seqs: int, num_queries: int, turn_prefills_into_decodes: bool) -> None:
     """Requires a step whose sequences can all go on by one token."""
     got = 0 if meta.seq_lens_tensor is None else len(meta.seq_lens_tensor)
-    require(
-        got == num_seqs and 0 <= num_queries <= num_seqs,
-        f"num_seqs must be the metadata's {got}, and num_queries at most that, got {num_seqs} and "
-        f"{num_queries}",
-    )
-    require(
-        turn_prefills_into_decodes or not meta.num_prefills,
-        f"advance_step takes decodes alone, got {meta.num_prefills} prefills; "
-        "turn_prefills_into_decodes=True makes them decodes",
-    )
+    if not (got == num_seqs and 0 <= num_queries <= num_seqs):
+        raise InvalidInputError(
+            f"num_seqs must be the metadata's {got}, and num_queries at most that, got {num_seqs} "
+            f"and {num_queries}"
+        )
+    if not turn_prefills_into_decodes and meta.num_prefills:
+        raise InvalidInputError(
+            f"advance_step takes decodes alone, got {meta.num_prefills} prefills; "
+            "turn_prefills_into_decodes=True makes them decodes"
+        )
     missing = [name for name in ("slot_mapping", "block_tables") if getattr(meta, name) is None]
-    require(not missing, f"advance_step needs {', '.join(missing)}, got None")
+    if missing:
+        raise InvalidInputError(f"advance_step needs {', '.join(missing)}, got None")
 
 
 def _slots(tables: Tensor, positions: Tensor, block_size: int) -> Tensor:
     columns = (positions // block_size).long()
     values = known(columns)
-    require(
-        values is None or not len(values) or int(values.max()) < tables.shape[1],
-        f"block_tables must hold the blocks of the next tokens, but have {tables.shape[1]} columns "
-        f"of {block_size} tokens for positions {None if values is None else positions.tolist()}",
-    )
+    if values is not None and len(values) and not int(values.max()) < tables.shape[1]:
+        raise InvalidInputError(
+            f"block_tables must hold the blocks of the next tokens, but have {tables.shape[1]} "
+            f"columns of {block_size} tokens for positions "
+            f"{None if values is None else positions.tolist()}"
+        )
     blocks = tables.gather(1, columns[:, None])[:, 0].long()
     return blocks * block_size + positions % block_size

@@ -7,8 +7,8 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from pagedattn import AttentionSpec, BatchMetadata
-from pagedattn._arrays.checks import count, int_array, require
+from pagedattn import AttentionSpec, BatchMetadata, InvalidInputError
+from pagedattn._arrays.checks import count, int_array
 from pagedattn._arrays.inspect import shown
 from pagedattn.batch.make_batch import Lengths
 
@@ -351,10 +351,10 @@ class AttentionMetadata:
           InvalidInputError: `skip_fields` is neither a collection of names nor None.
         """
         skipped = () if skip_fields is None else skip_fields
-        require(
-            isinstance(skipped, Collection),
-            f"skip_fields must be a set or a list of names of fields, got {shown(skip_fields)}",
-        )
+        if not isinstance(skipped, Collection):
+            raise InvalidInputError(
+                f"skip_fields must be a set or a list of names of fields, got {shown(skip_fields)}"
+            )
         names = (field.name for field in fields(self) if field.name not in skipped)
         return {name: getattr(self, name) for name in names}
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 
 from pagedattn import BatchMetadata, InvalidInputError, make_batch
-from pagedattn._arrays.checks import require
 from pagedattn._arrays.inspect import known
 from pagedattn.batch import validate as validate_batch
 from pagedattn.batch.indices import token_positions
@@ -42,14 +41,14 @@ def paged(meta, block_size: int, attn_type: AttentionType) -> BatchMetadata:
 
 def _require_rows(name, tables, num_seqs, lens):
     got = None if tables is None else list(tables.shape)
-    require(
-        got is not None and len(got) == 2 and got[0] == num_seqs,
-        f"{name} must be [{num_seqs}, max_blocks], a row for each sequence, got {got}",
-    )
-    require(
-        bool(got and got[1]) or not any(lens or ()),
-        f"{name} must hold the blocks of keys that are not given, got none for lengths {lens}",
-    )
+    if not (got is not None and len(got) == 2 and got[0] == num_seqs):
+        raise InvalidInputError(
+            f"{name} must be [{num_seqs}, max_blocks], a row for each sequence, got {got}"
+        )
+    if not bool(got and got[1]) and any(lens or ()):
+        raise InvalidInputError(
+            f"{name} must hold the blocks of keys that are not given, got none for lengths {lens}"
+        )
 
 
 def packed(meta, attn_type: AttentionType) -> BatchMetadata:
@@ -83,11 +82,11 @@ def _require_keys(meta, attn_type):
     if attn_type is AttentionType.ENCODER:
         return
     cached = cached_tokens(meta, attn_type)
-    require(
-        not cached,
-        f"{attn_type} attention without a cache and block_tables sees only the new tokens, but "
-        f"{cached} tokens of its sequences are not among them, by their context_lens",
-    )
+    if cached:
+        raise InvalidInputError(
+            f"{attn_type} attention without a cache and block_tables sees only the new tokens, but "
+            f"{cached} tokens of its sequences are not among them, by their context_lens"
+        )
 
 
 def _packed_sides(meta, attn_type):
@@ -140,12 +139,12 @@ def fields_of_lists(
     cross_block_tables: Sequence[Lengths] | None,
 ) -> dict:
     """The fields of metadata that follow from lists with one entry a sequence."""
-    require(
-        (encoder_lens is None) == (cross_block_tables is None),
-        "encoder_lens and cross_block_tables must both be given or both be None, got "
-        + ("cross_block_tables" if encoder_lens is None else "encoder_lens")
-        + " alone",
-    )
+    if encoder_lens is None != cross_block_tables is None:
+        raise InvalidInputError(
+            "encoder_lens and cross_block_tables must both be given or both be None, got "
+            + ("cross_block_tables" if encoder_lens is None else "encoder_lens")
+            + " alone"
+        )
     batch = make_batch(query_lens, context_lens, block_tables, block_size=block_size)
     contexts = validate_batch.lengths("context_lens", context_lens)
     seq_lens = validate_batch.lengths("query_lens", query_lens) + contexts

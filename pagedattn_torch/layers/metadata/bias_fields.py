@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from pagedattn._arrays.checks import require
+from pagedattn import InvalidInputError
 from pagedattn._arrays.inspect import shown
 
 from ..attention_type import AttentionType
@@ -20,7 +20,7 @@ def check_lists(meta) -> None:
     for name in sorted({*FIELDS.values()}):
         given = getattr(meta, name)
         several = isinstance(given, list | tuple) or (isinstance(given, Tensor) and given.ndim)
-        require(
-            given is None or several,
-            f"{name} must be a list of tensors, one for each sequence, got {shown(given)}",
-        )
+        if given is not None and not several:
+            raise InvalidInputError(
+                f"{name} must be a list of tensors, one for each sequence, got {shown(given)}"
+            )

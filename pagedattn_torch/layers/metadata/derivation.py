@@ -2,7 +2,8 @@
 
 import torch
 
-from pagedattn._arrays.checks import flag, is_count, require
+from pagedattn import InvalidInputError
+from pagedattn._arrays.checks import flag, is_count
 from pagedattn._arrays.inspect import known, shown
 
 from ...arrays import tensor
@@ -31,10 +32,8 @@ def check_counts(meta) -> dict:
     if meta.seq_lens is None and meta.seq_lens_tensor is None:
         given |= {name: 0 for name in COUNTS if given[name] is None}
     for name, count in given.items():
-        require(
-            is_count(count, 0) or (count is None and name in BOUNDS),
-            f"{name} must be an integer of at least 0, got {shown(count)}",
-        )
+        if not is_count(count, 0) and not (count is None and name in BOUNDS):
+            raise InvalidInputError(f"{name} must be an integer of at least 0, got {shown(count)}")
     return {name: count if count is None else int(count) for name, count in given.items()}
 
 
@@ -106,11 +105,12 @@ def _num_encoder_tokens(meta, lens):
 def _query_starts(meta, seq_lens):
     _check_prefills(meta, len(seq_lens))
     decodes = len(seq_lens) - meta.num_prefills
-    require(
-        decodes == meta.num_decode_tokens,
-        f"without query_start_loc a decode brings one token, so {len(seq_lens)} sequences with "
-        f"{meta.num_prefills} prefills make {decodes} decode tokens, got {meta.num_decode_tokens}",
-    )
+    if decodes != meta.num_decode_tokens:
+        raise InvalidInputError(
+            f"without query_start_loc a decode brings one token, so {len(seq_lens)} sequences with "
+            f"{meta.num_prefills} prefills make {decodes} decode tokens, got "
+            f"{meta.num_decode_tokens}"
+        )
     query_lens = torch.ones_like(seq_lens)
     prefills = slice(meta.num_prefills)
     query_lens[prefills] = seq_lens[prefills]
@@ -139,18 +139,18 @@ def _padded_contexts(meta, derived):
 
 
 def _check_prefills(meta, num_seqs):
-    require(
-        0 <= meta.num_prefills <= num_seqs,
-        f"num_prefills must be from 0 to the {num_seqs} of seq_lens, got {meta.num_prefills}",
-    )
+    if not 0 <= meta.num_prefills <= num_seqs:
+        raise InvalidInputError(
+            f"num_prefills must be from 0 to the {num_seqs} of seq_lens, got {meta.num_prefills}"
+        )
 
 
 def _check_rows(name, tables, num_seqs):
-    require(
-        tables is None or not tables.numel() or len(tables) <= num_seqs,
-        f"{name} must have a row for each of the {num_seqs} sequences, got "
-        f"{0 if tables is None else len(tables)}",
-    )
+    if tables is not None and tables.numel() and not len(tables) <= num_seqs:
+        raise InvalidInputError(
+            f"{name} must have a row for each of the {num_seqs} sequences, got "
+            f"{0 if tables is None else len(tables)}"
+        )
 
 
 def _check_of_prefills(meta, starts, seq_lens):
@@ -164,36 +164,41 @@ def _check_of_prefills(meta, starts, seq_lens):
 
 def _check_tokens(meta, starts, num_seqs):
     _check_prefills(meta, num_seqs)
-    require(
-        len(starts) == num_seqs + 1,
-        f"query_start_loc must have {num_seqs + 1} entries for {num_seqs} seq_lens, got "
-        f"{len(starts)}",
-    )
+    if len(starts) != num_seqs + 1:
+        raise InvalidInputError(
+            f"query_start_loc must have {num_seqs + 1} entries for {num_seqs} seq_lens, got "
+            f"{len(starts)}"
+        )
     values = known(starts)
     if values is not None:
         prefill, every = int(values[meta.num_prefills]), int(values[-1])
         got = meta.num_prefill_tokens, meta.num_decode_tokens
         decodes = min(got[1], every - prefill) if meta.use_cuda_graph else got[1]
-        require(
-            (got[0], decodes) == (prefill, every - prefill),
-            f"the lengths make {prefill} prefill and {every - prefill} decode tokens, got "
-            f"num_prefill_tokens, num_decode_tokens = {got}",
-        )
+        if (got[0], decodes) != (prefill, every - prefill):
+            raise InvalidInputError(
+                f"the lengths make {prefill} prefill and {every - prefill} decode tokens, got "
+                f"num_prefill_tokens, num_decode_tokens = {got}"
+            )
     tokens = meta.num_prefill_tokens + meta.num_decode_tokens
-    require(
-        meta.slot_mapping is None or len(meta.slot_mapping) >= tokens,
-        f"slot_mapping must have a slot (or -1) for each of the {tokens} tokens, got "
-        f"{0 if meta.slot_mapping is None else len(meta.slot_mapping)}",
-    )
+    if meta.slot_mapping is not None and not len(meta.slot_mapping) >= tokens:
+        raise InvalidInputError(
+            f"slot_mapping must have a slot (or -1) for each of the {tokens} tokens, got "
+            f"{0 if meta.slot_mapping is None else len(meta.slot_mapping)}"
+        )
 
 
 def _check_encoder_tokens(lens, new_lens):
-    if lens is not None and new_lens is not None:
-        require(
+    if (
+        lens is not None
+        and new_lens is not None
+        and not (
             len(new_lens) == len(lens)
-            and all(new in (0, length) for new, length in zip(new_lens, lens, strict=True)),
+            and all(new in (0, length) for new, length in zip(new_lens, lens, strict=True))
+        )
+    ):
+        raise InvalidInputError(
             f"an encoder sequence comes whole or not at all: of lengths {lens}, this step's "
-            f"encoder tokens make {new_lens}",
+            f"encoder tokens make {new_lens}"
         )
 
 
@@ -216,17 +221,17 @@ def _bounds(meta, seq_lens, query_lens):
 
 
 def _is_prompt(meta):
-    require(
-        meta.is_prompt is None or isinstance(meta.is_prompt, bool),
-        f"is_prompt must be True, False or None, got {shown(meta.is_prompt)}",
-    )
+    if meta.is_prompt is not None and not isinstance(meta.is_prompt, bool):
+        raise InvalidInputError(
+            f"is_prompt must be True, False or None, got {shown(meta.is_prompt)}"
+        )
     prompt = meta.num_prefills > 0 and meta.num_decode_tokens == 0
     tokens = meta.num_prefill_tokens + meta.num_decode_tokens
-    require(
-        meta.is_prompt in (None, prompt) or not tokens,
-        f"is_prompt must be {prompt} with {meta.num_prefill_tokens} prefill and "
-        f"{meta.num_decode_tokens} decode tokens, got {meta.is_prompt}",
-    )
+    if meta.is_prompt not in (None, prompt) and tokens:
+        raise InvalidInputError(
+            f"is_prompt must be {prompt} with {meta.num_prefill_tokens} prefill and "
+            f"{meta.num_decode_tokens} decode tokens, got {meta.is_prompt}"
+        )
     return prompt if meta.is_prompt is None else bool(meta.is_prompt)
 
 

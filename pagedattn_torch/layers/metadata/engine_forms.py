@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedattn._arrays.checks import require
+from pagedattn import InvalidInputError
 from pagedattn._arrays.inspect import known
 from pagedattn.batch import validate as validate_batch
 
@@ -100,11 +100,11 @@ def _lengths(meta) -> dict[str, Any]:
 def _tables(meta) -> Tensor | None:
     """A row for each sequence; that of a prompt whose table is not given is never read."""
     count, prefills, decodes = meta.num_prefills, meta.prefill_block_tables, meta.block_tables
-    require(
-        prefills is None or len(prefills) == count,
-        f"prefill_block_tables must have a row for each of {count} prefills, got "
-        f"{0 if prefills is None else len(prefills)}",
-    )
+    if prefills is not None and len(prefills) != count:
+        raise InvalidInputError(
+            f"prefill_block_tables must have a row for each of {count} prefills, got "
+            f"{0 if prefills is None else len(prefills)}"
+        )
     if decodes is None or not decodes.numel():
         return decodes if prefills is None or meta.num_decode_tokens else prefills
     if not count or len(decodes) != meta.num_decode_tokens:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pagedattn import InvalidInputError
-from pagedattn._arrays.checks import int_array, require
+from pagedattn._arrays.checks import int_array
 from pagedattn._arrays.inspect import known
 from pagedattn.batch import validate as validate_batch
 
@@ -51,10 +51,10 @@ def both_forms(name: str, listed: Sequence[int] | None, tensor: Tensor | None, d
         return None if values is None else values.tolist(), tensor
     if tensor is None:
         return listed, torch.tensor(listed, dtype=torch.int32, device=device)
-    require(
-        values is None or values.tolist() == listed,
-        f"{name} and {name}_tensor must hold the same lengths, got {listed} and {values}",
-    )
+    if values is not None and values.tolist() != listed:
+        raise InvalidInputError(
+            f"{name} and {name}_tensor must hold the same lengths, got {listed} and {values}"
+        )
     return listed, tensor
 
 
@@ -64,10 +64,10 @@ def _checked(name, tensor):
         return None
     int_array(name, tensor, 1)
     values = known(tensor)
-    require(
-        values is None or not (values < 0).any(),
-        f"{name} must not be negative, got {None if values is None else values.tolist()}",
-    )
+    if values is not None and (values < 0).any():
+        raise InvalidInputError(
+            f"{name} must not be negative, got {None if values is None else values.tolist()}"
+        )
     return values
 
 
@@ -80,12 +80,14 @@ def agreed(name: str, given: Tensor | None, derived: Tensor) -> Tensor:
     if given is None:
         return derived
     values, expected = known(given), known(derived)
-    require(
+    if not (
         tuple(given.shape) == tuple(derived.shape)
-        and (values is None or expected is None or (values == expected).all()),
-        f"{name} must be {derived.tolist() if expected is not None else derived.shape}, as the "
-        f"other lengths say, got {given.tolist() if values is not None else given.shape}",
-    )
+        and (values is None or expected is None or (values == expected).all())
+    ):
+        raise InvalidInputError(
+            f"{name} must be {derived.tolist() if expected is not None else derived.shape}, as the "
+            f"other lengths say, got {given.tolist() if values is not None else given.shape}"
+        )
     return given
 
 
@@ -98,10 +100,10 @@ def bound(name: str, given: int | None, lengths, fallback: int | None = None) ->
     if lengths is None:
         return fallback if given is None else given
     longest = max(lengths, default=0)
-    require(
-        given is None or given >= longest,
-        f"{name} must be at least {longest}, the longest of {list(lengths)}, got {given}",
-    )
+    if given is not None and not given >= longest:
+        raise InvalidInputError(
+            f"{name} must be at least {longest}, the longest of {list(lengths)}, got {given}"
+        )
     return longest if given is None else given
 
 
