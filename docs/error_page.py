@@ -74,8 +74,6 @@ def messages(node: ast.AST, function: ast.AST) -> Iterator[tuple[str, ast.expr]]
     name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
     if isinstance(node, ast.Call) and name in KINDS and node.args:
         yield name, node.args[0]
-    elif isinstance(node, ast.Call) and name == "require" and node.args[1:]:
-        yield "InvalidInputError", node.args[1]
     elif gives_reasons(function):
         yield from ((REFUSAL, text) for text in reasons_in(node))
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Integer, Shaped
 
 from ._arrays.devices import device_of
-from ._arrays.inspect import is_traced
 from ._arrays.int32 import int32
 from ._arrays.namespace import in_range, set_at
 from ._dispatch.registry import Framework, can_load, load, order, wrong_device
@@ -31,7 +31,7 @@ def set_rows(
     instead, if one is installed that has it and takes the dtype.
     """
     array, indices, rows = jnp.asarray(array), int32(indices), jnp.asarray(rows)
-    if array.dtype.name in WIDENED and is_traced(array) and device_of(array) == "cpu":
+    if array.dtype.name in WIDENED and isinstance(array, Tracer) and device_of(array) == "cpu":
         for setter in _setters():
             with contextlib.suppress(UnsupportedError):  # the next one may take the dtype
                 return _differentiable(setter)(array, indices, rows)

@@ -4,12 +4,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Integer
 
 from ._arrays.devices import on_one_device
 from ._arrays.dlpack import takes_any_array
-from ._arrays.inspect import is_traced
 from ._arrays.int32 import int32
 from ._arrays.namespace import in_range
 from .batch.indices import PAD_SLOT
@@ -140,7 +140,7 @@ def _copy(src_plane, dst_plane, src, dst):
 
 def _beside(array, other):
     """The array, moved to the device of the other; traced arrays stay where they are."""
-    if is_traced(array) or is_traced(other) or array.devices() == other.devices():
+    if isinstance(array, Tracer) or isinstance(other, Tracer) or array.devices() == other.devices():
         return array
     return jax.device_put(array, _whole(other.sharding))
 

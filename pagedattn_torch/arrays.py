@@ -26,7 +26,8 @@ def tensor(name: str, array, device=None) -> Tensor:
     """
     converted = array if isinstance(array, Tensor) else _exchanged(name, array)
     require_dense(name, converted)
-    require_unnegated(name, converted)
+    if converted.is_neg():
+        raise _negated(name)
     if converted.is_meta and device is not None and torch.device(device).type != "meta":
         raise InvalidInputError(f"{name} is a meta tensor, which has no values")
     return converted.to(device) if device is not None else converted
@@ -76,13 +77,13 @@ def require_tensors(**arrays) -> None:
                 "what NumPy holds"
             )
         require_dense(name, array)
-        require_unnegated(name, array)
+        if array.is_neg():
+            raise _negated(name)
 
 
-def require_unnegated(name: str, tensor: Tensor) -> None:
-    """Refuses what a kernel that is given an address would read with the wrong sign."""
-    if tensor.is_neg():
-        raise InvalidInputError(f"{name} is negated lazily: call .resolve_neg() first")
+def _negated(name: str) -> InvalidInputError:
+    """Of what a kernel that is given an address would read with the wrong sign."""
+    return InvalidInputError(f"{name} is negated lazily: call .resolve_neg() first")
 
 
 def require_cache(cache: KVCache) -> None:

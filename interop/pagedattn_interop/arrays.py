@@ -5,11 +5,12 @@ from typing import Any, overload
 
 import jax
 import torch
+from jax.core import Tracer
 
 from pagedattn import InvalidInputError
 from pagedattn._arrays.checks import flag
 from pagedattn._arrays.dlpack import held_dtype, shared
-from pagedattn._arrays.inspect import is_traced, shown
+from pagedattn._arrays.inspect import shown
 from pagedattn._arrays.memory import require_memory
 from pagedattn_torch.arrays import on_device_of
 
@@ -65,7 +66,7 @@ def to_jax(x: Any, *, copy: bool = False) -> Any:
 
 
 def _array_to_torch(array, *, copy):
-    if is_traced(array):
+    if isinstance(array, Tracer):
         raise InvalidInputError(
             "to_torch expects a concrete array, got a traced one; inside jax.jit, call torch "
             "through pagedattn_interop.torch_call"

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
+from jax.core import Tracer
 from jaxtyping import Array, Int, Shaped
 
 from pagedattn import UnsupportedError
-from pagedattn._arrays.inspect import is_traced
 from pagedattn._dispatch.backend import Backend
 from pagedattn._dispatch.call import Call, layer_of
 from pagedattn.backends.gradient import with_xla_gradient
@@ -36,7 +36,7 @@ def bridged(backend: Backend) -> Backend:
 
     def run(call, query, cache, batch, **options):
         arrays = (query, cache, batch, options)
-        if not _one_cpu(call) or any(map(is_traced, jax.tree.leaves(arrays))):
+        if not _one_cpu(call) or any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arrays)):
             return _by_xla(backend, call, arrays)
         query, cache, batch, options = to_torch(arrays)
         query = as_loaded(query, cache)

@@ -5,17 +5,20 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from ..errors import InvalidInputError
-from .inspect import describe, is_integer, is_traced, read, shown, wide
+from .inspect import describe, is_integer, read, shown, wide
 from .memory import require_dense, require_memory
-from .typing import is_torch
+from .typing import TorchTensor
 
 MAX_SLOTS = np.iinfo(np.int32).max
 
 
 def is_count(value, least=1) -> bool:
     """Whether the value is an integer from `least` to the last of int32."""
+    if type(value) is int:
+        return least <= value <= MAX_SLOTS
     number = whole(value)
     return number is not None and least <= number <= MAX_SLOTS
 
@@ -32,7 +35,7 @@ def whole(value: Any) -> int | None:
 
 def static(name, value) -> None:
     """Requires a value that is known when a program is traced."""
-    if is_traced(value):
+    if isinstance(value, Tracer):
         raise InvalidInputError(
             f"{name} must be known when the program is traced: name it in static_argnames of "
             "jax.jit"
@@ -41,6 +44,8 @@ def static(name, value) -> None:
 
 def count(name, value, least=1) -> int:
     """The value as an int, which must be an integer of at least `least`."""
+    if type(value) is int and least <= value <= MAX_SLOTS:
+        return value
     static(name, value)
     if not is_count(value, least):
         least_text = f"above {least - 1}" if least else "of at least 0"
@@ -50,6 +55,8 @@ def count(name, value, least=1) -> int:
 
 def flag(name, value) -> None:
     """Requires True or False: whether an array is true may be unknown, or ambiguous."""
+    if type(value) is bool:
+        return
     static(name, value)
     if not isinstance(value, bool):
         raise InvalidInputError(f"{name} must be True or False, got {shown(value)}")
@@ -98,26 +105,29 @@ def start_locs(name, starts, count, longest):
 
 def an_array(name, array) -> None:
     """Requires an array: JAX's, traced or not, NumPy's, or any other with DLPack."""
-    if is_traced(array):
+    if isinstance(array, Tracer):
         return
-    if is_torch(array) and not isinstance(array, type):
+    if isinstance(array, TorchTensor):
         require_dense(name, array)
-    known_kinds = isinstance(array, jax.Array | np.ndarray | np.generic)
-    foreign = hasattr(array, "__dlpack__") and not isinstance(array, type)
-    shaped = hasattr(array, "dtype") and hasattr(array, "shape") and hasattr(array, "ndim")
-    if not known_kinds and not (foreign and shaped):
-        raise InvalidInputError(f"{name} must be an array, got {type(array).__name__}")
-    _not_masked(name, array)
-    deleted = isinstance(array, jax.Array) and array.is_deleted()
-    if deleted:
+    elif not isinstance(array, jax.Array):
+        _other_array(name, array)
+    elif array.is_deleted():
         raise InvalidInputError(
             f"{name} has been given away (donated to a jitted function) or deleted"
         )
 
 
+def _other_array(name, array) -> None:
+    foreign = hasattr(array, "__dlpack__") and not isinstance(array, type)
+    shaped = hasattr(array, "dtype") and hasattr(array, "shape") and hasattr(array, "ndim")
+    if not isinstance(array, np.ndarray | np.generic) and not (foreign and shaped):
+        raise InvalidInputError(f"{name} must be an array, got {type(array).__name__}")
+    _not_masked(name, array)
+
+
 def known_sizes(name, array) -> None:
     """Refuses the symbolic sizes of jax.export: what is computed depends on sizes."""
-    if is_traced(array) and not all(isinstance(size, int) for size in array.shape):
+    if isinstance(array, Tracer) and not all(isinstance(size, int) for size in array.shape):
         raise InvalidInputError(
             f"{name} must have sizes that are known when the program is traced, got "
             f"{describe(array)}: pad to a few sizes, and export a program for each"
@@ -134,6 +144,7 @@ def packed(name, array) -> None:
 
 
 def int_array(name, array, ndim):
+    """Requires an array of integers of `ndim` dimensions, of sizes that are known."""
     an_array(name, array)
     if array.ndim != ndim or not is_integer(array.dtype):
         raise InvalidInputError(

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
+from jax.core import Tracer
 
 from ..errors import InvalidInputError, UnsupportedError
-from .inspect import is_traced
-from .typing import is_torch
+from .typing import TorchTensor, is_torch
 
 Fn = TypeVar("Fn", bound=Callable)
 
@@ -22,10 +22,22 @@ def on_one_device(fn: Fn) -> Fn:
 
     @functools.wraps(fn)
     def call(*args, **kwargs):
-        require_together({**dict(zip(names, args, strict=False)), **kwargs})
+        if _may_lie_apart(args, kwargs):
+            require_together({**dict(zip(names, args, strict=False)), **kwargs})
         return fn(*args, **kwargs)
 
     return cast(Fn, call)
+
+
+def _may_lie_apart(args, kwargs) -> bool:
+    """Whether there is more than one place among the arrays that are bound to one."""
+    places = set()
+    for leaf in jax.tree.leaves((args, kwargs)):
+        if isinstance(leaf, TorchTensor):
+            places.add(leaf.device)
+        elif isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.committed:
+            places.add(leaf.sharding)
+    return len(places) > 1
 
 
 def require_together(arguments: Mapping[str, Any]) -> None:
@@ -59,7 +71,7 @@ def _placed(leaf) -> set | None:
     """The devices that an array is bound to; None if JAX may move it, and for other values."""
     if is_torch(leaf):
         return {leaf.device}
-    bound = isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.committed
+    bound = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.committed
     return leaf.sharding.device_set if bound else None
 
 
@@ -71,7 +83,7 @@ def device_of(array) -> str:
     """The kind of device an array lies on; of a traced array, the kind of the default device."""
     if is_torch(array):
         return array.device.type
-    if is_traced(array):
+    if isinstance(array, Tracer):
         # JAX makes the attributes of its configuration when it starts.
         default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
         platform = getattr(default, "platform", default) or jax.default_backend()

@@ -12,10 +12,11 @@ from typing import Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from ..errors import InvalidInputError
 from .checks import of_list
-from .inspect import dtype_name, is_floating, is_integer, is_traced
+from .inspect import dtype_name, is_floating, is_integer
 from .memory import require_memory
 
 CURE = (
@@ -86,6 +87,14 @@ def takes_any_array(fn: Fn) -> Fn:
 
     @functools.wraps(fn)
     def call(*args, **kwargs):
+        for value in (*args, *kwargs.values()):
+            if not _is_taken_as_it_is(type(value)) and not (
+                _is_record(type(value))
+                and all(map(_is_taken_as_it_is, map(type, jax.tree.leaves(value))))
+            ):
+                break
+        else:
+            return fn(*args, **kwargs)
         taken = [*map(argument, names, args), *args[len(names) :]]
         named = {name: argument(name, value) for name, value in kwargs.items()}
         results = fn(*taken, **named)
@@ -94,6 +103,23 @@ def takes_any_array(fn: Fn) -> Fn:
         return results
 
     return cast(Fn, call)
+
+
+# Asked of types, once each: an eager call asks often.
+_is_record = functools.cache(dataclasses.is_dataclass)
+
+
+@functools.cache
+def _is_taken_as_it_is(kind: type) -> bool:
+    """Whether `argument` gives back all values of a type unchanged: no lists, no records."""
+    if issubclass(kind, jax.Array | Tracer):
+        return True
+    return not (
+        kind in (list, tuple)
+        or issubclass(kind, np.ndarray)
+        or hasattr(kind, "__dlpack_device__")
+        or dataclasses.is_dataclass(kind)
+    )
 
 
 def argument(name: str, value: Any):
@@ -108,7 +134,7 @@ def as_jax(name: str, value: Any):
     Integers on the host (tables, lengths, slots) become NumPy arrays, which may have any strides
     and 64 bits. Other NumPy arrays become JAX's by JAX's own rules, which may copy.
     """
-    if is_traced(value):  # first, since a traced array is the slowest to ask for anything
+    if isinstance(value, Tracer):  # first, since a traced array is the slowest to ask for anything
         return value
     if isinstance(value, np.ndarray):
         return _of_numpy(value)
@@ -162,5 +188,5 @@ def _same(new, old):
 
 def _wait_for(results):
     for result in jax.tree.leaves(results):
-        if isinstance(result, jax.Array) and not is_traced(result):
+        if isinstance(result, jax.Array) and not isinstance(result, Tracer):
             result.block_until_ready()

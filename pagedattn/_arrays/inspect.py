@@ -1,5 +1,8 @@
 """What an array or a dtype is: facts that checks ask for, and others too."""
 
+import functools
+from collections.abc import Hashable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,19 +13,22 @@ from .memory import require_memory
 from .typing import is_torch
 
 
-def is_floating(dtype) -> bool:
+@functools.cache
+def is_floating(dtype: Hashable) -> bool:
     """Whether JAX has this floating dtype; NumPy's long double is one that it has not."""
     dtype = dtype_of(dtype)
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 8
 
 
-def is_integer(dtype) -> bool:
+@functools.cache
+def is_integer(dtype: Hashable) -> bool:
     """Whether it is an integer dtype of eight bits or more: JAX promotes no smaller ones."""
     dtype = dtype_of(dtype)
     return dtype is not None and dtype.kind in "iu"
 
 
-def dtype_name(dtype) -> str:
+@functools.cache
+def dtype_name(dtype: Hashable) -> str:
     """The name of a NumPy, JAX or torch dtype, alike for all of them."""
     return str(dtype).removeprefix("torch.")
 
@@ -56,22 +62,22 @@ def shown(value) -> str:
     return repr(value)
 
 
-def is_traced(array) -> bool:
-    """Whether the array is inside jit, grad, vmap or scan, where it has no value yet."""
-    return isinstance(array, Tracer)
-
-
 def known(array) -> np.ndarray | None:
     """The values of an array; None while it is traced, or where a torch tensor is not on the CPU.
 
     Reading a tensor from a GPU would wait for it, and is an error in a CUDA graph.
     """
-    on_device = is_torch(array) and array.device.type != "cpu"
-    if is_traced(array) or on_device:
+    if isinstance(array, Tracer):
         return None
-    # NumPy reads no tensor that requires gradients.
-    values = read("an array", array.detach() if is_torch(array) else array)
-    return wide(values) if is_integer(values.dtype) else values
+    if isinstance(array, jax.Array):
+        values = np.asarray(array)
+    elif not is_torch(array):
+        values = read("an array", array)
+    elif array.device.type == "cpu":
+        values = read("an array", array.detach())  # NumPy reads none that requires gradients
+    else:
+        return None
+    return wide(values) if values.dtype.kind in "iu" else values
 
 
 def read(name, values) -> np.ndarray:

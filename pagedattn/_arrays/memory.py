@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from ..errors import InvalidInputError
-from .typing import is_torch
+from .typing import TorchTensor
 
 
 def require_dense(name: str, tensor: Any) -> None:
@@ -29,7 +29,8 @@ def require_dense(name: str, tensor: Any) -> None:
         held = tensor.untyped_storage().nbytes()
     except NotImplementedError:  # inside torch.vmap and torch.func.grad they have no storage
         return
-    needed = _bytes_spanned(tensor)
+    plain = tensor.is_contiguous() and not tensor.storage_offset()
+    needed = tensor.nbytes if plain else _bytes_spanned(tensor)
     if isinstance(held, int) and held < needed:  # it may be a symbol, while torch traces
         raise InvalidInputError(
             f"{name} needs {needed} bytes of memory, its storage has {held}: it was freed or cut "
@@ -58,7 +59,7 @@ def require_memory(name: str, value: Any) -> None:
 
     Of one, and of those in a list, which are read one by one; anything else passes.
     """
-    if is_torch(value):
+    if isinstance(value, TorchTensor):
         require_dense(name, value)
         address(name, value)
     elif type(value) in (list, tuple) and any(map(_may_hold, {*map(type, value)})):
@@ -82,7 +83,7 @@ def is_fake(tensor: Any) -> bool:
 
 
 def _may_hold(kind: type) -> bool:
-    return kind in (list, tuple) or is_torch(kind)
+    return kind in (list, tuple) or issubclass(kind, TorchTensor)
 
 
 def _address(tensor) -> int:

@@ -5,14 +5,15 @@ carry of a scan before and after a step, must have the same. With `check_vma=Fal
 """
 
 import jax
+from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
-
-from .inspect import is_traced
 
 
 def axes_of(arrays) -> frozenset:
     """The axes that any of the arrays varies over; empty outside of shard_map."""
-    return frozenset().union(*(_axes(leaf) for leaf in jax.tree.leaves(arrays) if is_traced(leaf)))
+    return frozenset().union(
+        *(_axes(leaf) for leaf in jax.tree.leaves(arrays) if isinstance(leaf, Tracer))
+    )
 
 
 def varying_alike(arrays):

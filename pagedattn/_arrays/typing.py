@@ -1,5 +1,6 @@
-"""The kind of array that a record holds, for type checkers: JAX's, torch's or another's."""
+"""The kind of an array: JAX's, torch's or another's, for type checkers and at run time."""
 
+from abc import ABCMeta
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -21,11 +22,21 @@ else:  # typing has defaults from Python 3.13 on
     ArrayT = TypeVar("ArrayT")
 
 
+class TorchTensor(metaclass=ABCMeta):  # noqa: B024: its subclasses are torch's
+    """Torch's tensors, without importing torch; what a class is, Python asks once."""
+
+    device: Any
+
+    @classmethod
+    def __subclasshook__(cls, kind: type) -> bool:
+        return hasattr(kind, "new_tensor")
+
+
 def is_torch(value: object) -> bool:
-    """Whether a value is a torch tensor, or a class of them, without importing torch.
+    """Whether a value is a torch tensor.
 
     >>> import numpy as np
     >>> is_torch(np.zeros(3))
     False
     """
-    return hasattr(value, "new_tensor")
+    return isinstance(value, TorchTensor)

@@ -44,7 +44,7 @@ class Layer(NamedTuple):
 
 def layer_of(query, cache) -> Layer:
     """The facts of a layer's arrays, which may be traced."""
-    dtype, cache_dtype = (dtype_name(array.dtype) for array in (query, cache.key))
+    dtype, cache_dtype = dtype_name(query.dtype), dtype_name(cache.key.dtype)
     strides = *map(strides_of, (query, *cache.planes)), ()
     value = cache.value
     return Layer(

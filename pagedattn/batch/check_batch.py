@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.experimental import checkify
 from jaxtyping import Array, Bool
 
 from .._arrays.devices import on_one_device
 from .._arrays.dlpack import takes_any_array
-from .._arrays.inspect import is_traced
 from .._arrays.int32 import int32, nondecreasing
 from .._arrays.namespace import cdiv, in_range
 from ..cache import validate as validate_cache
@@ -52,7 +52,7 @@ def check_batch(
     validate_batch.fits(batch, cache)
     validate_batch.values(batch, cache.num_blocks, spec.sliding_window)
     validate_cache.slots(batch.slot_mapping, cache.num_slots)
-    if not any(map(is_traced, jax.tree.leaves(batch))):
+    if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(batch)):
         return
     checks = (*_of_starts(batch), *_of_lengths(batch), *_of_blocks(batch, cache, spec))
     for good, text, values in (*checks, *_of_slots(batch, cache)):

@@ -4,6 +4,7 @@ Shapes and types are checked always, values where they are known on the host.
 """
 
 import numpy as np
+from jax.core import Tracer
 
 from .._arrays.checks import (
     MAX_SLOTS,
@@ -39,25 +40,23 @@ def shapes(batch) -> None:
     a_batch(batch)
     for name in ("block_size", "max_query_len"):
         size = getattr(batch, name)
-        static = is_static_count(size, int(name == "block_size"))
-        if not static:
+        if not is_static_count(size, int(name == "block_size")):
             raise InvalidInputError(f"batch.{name} must be a Python integer, got {shown(size)}")
     for name in ARRAYS:
-        int_array(name, getattr(batch, name), 2 if name == "block_tables" else 1)
-        known_sizes(name, getattr(batch, name))
-    num_seqs = batch.num_seqs
-    if not (
-        batch.block_tables.shape[0] == num_seqs and batch.query_start_loc.shape[0] == num_seqs + 1
-    ):
+        array = getattr(batch, name)
+        int_array(name, array, 2 if name == "block_tables" else 1)
+        if isinstance(array, Tracer):
+            known_sizes(name, array)
+    num_seqs, num_tokens = batch.num_seqs, batch.num_tokens
+    if len(batch.block_tables) != num_seqs or len(batch.query_start_loc) != num_seqs + 1:
         raise InvalidInputError(
             f"with seq_lens of {num_seqs} sequences, block_tables must have as many rows and "
             f"query_start_loc one entry more, got {tuple(batch.block_tables.shape)} and "
             f"{tuple(batch.query_start_loc.shape)}"
         )
-    if len(batch.slot_mapping) != batch.num_tokens:
+    if len(batch.slot_mapping) != num_tokens:
         raise InvalidInputError(
-            f"slot_mapping must have the batch's {batch.num_tokens} tokens, got "
-            f"{len(batch.slot_mapping)}"
+            f"slot_mapping must have the batch's {num_tokens} tokens, got {len(batch.slot_mapping)}"
         )
 
 
@@ -72,9 +71,8 @@ def fits(batch, cache) -> None:
 
 def values(batch, num_blocks: int, window: int | None) -> None:
     """Requires starts, lengths and blocks in range, as far as they are known."""
-    starts, seq_lens, table = (
-        known(array) for array in (batch.query_start_loc, batch.seq_lens, batch.block_tables)
-    )
+    starts, seq_lens = known(batch.query_start_loc), known(batch.seq_lens)
+    table = known(batch.block_tables)
     if starts is not None:
         start_locs("query_start_loc", starts, batch.num_tokens, batch.max_query_len)
     if seq_lens is None or table is None:

@@ -1,6 +1,8 @@
 """Caches in eight bits: what they hold stands for `held * scale`. For arrays of any framework."""
 
+import functools
 import operator
+from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
@@ -16,7 +18,8 @@ from .._arrays.namespace import as_dtype, namespace, wide_dtype
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
 
 
-def largest(dtype) -> float | None:
+@functools.cache
+def largest(dtype: Hashable) -> float | None:
     """The largest value that a cache of a dtype holds; None if it is not quantised.
 
     >>> largest("int8"), largest("bfloat16")

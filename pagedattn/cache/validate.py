@@ -3,7 +3,9 @@
 Shapes and dtypes are always checked, values where they are known on the host.
 """
 
+import functools
 import operator
+from collections.abc import Hashable
 
 import numpy as np
 
@@ -31,11 +33,16 @@ def cache_shape(shape, dtype) -> tuple[int, ...]:
             "num_blocks must be an integer of at least 0, block_size, num_kv_heads and head_dim "
             f"above 0, and num_blocks * block_size must fit int32, got {[*map(shown, shape)]}"
         )
-    if not is_floating(dtype) and largest(dtype) is None:
+    known_dtype = isinstance(dtype, Hashable) and (is_floating(dtype) or largest(dtype) is not None)
+    if not known_dtype:
         raise InvalidInputError(
             f"a cache's dtype must be floating or int8, such as jnp.bfloat16, got {shown(dtype)}"
         )
     return tuple(map(operator.index, shape))
+
+
+# Of caches that exist: an eager call asks for each layer.
+_shape_fits = functools.lru_cache(cache_shape)
 
 
 def kv_cache(cache) -> None:
@@ -59,7 +66,7 @@ def kv_cache(cache) -> None:
             "a cache's key must be [num_blocks, block_size, num_kv_heads, head_dim], got "
             f"{describe(key)}"
         )
-    cache_shape(tuple(key.shape), key.dtype)
+    _shape_fits(tuple(key.shape), key.dtype)
     value_plane(cache)
     scales(cache)
 
@@ -175,7 +182,9 @@ def _described(cache) -> str:
 
 def is_static_count(value, least=1) -> bool:
     """Whether a value is an integer of Python's or NumPy's, of at least `least`: no array."""
-    return isinstance(value, int | np.integer) and is_count(value, least)
+    return (type(value) is int and value >= least) or (
+        isinstance(value, int | np.integer) and is_count(value, least)
+    )
 
 
 def write(cache, key, value, slot_mapping) -> None:

@@ -4,12 +4,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+from jax.core import Tracer
 from jaxtyping import Int
 from torch import Tensor
 
 from pagedattn import InvalidInputError, KVCache
 from pagedattn._arrays.checks import int_array
-from pagedattn._arrays.inspect import is_traced, shown
+from pagedattn._arrays.inspect import shown
 from pagedattn._arrays.memory import require_memory
 from pagedattn.cache import validate as validate_cache
 
@@ -195,7 +196,7 @@ def _table(pairs) -> Tensor:
 
 def _several(ids):
     """The ids, whether one or many are given."""
-    if is_traced(ids):
+    if isinstance(ids, Tracer):
         raise InvalidInputError("block pairs must be known here, but are traced by JAX")
     require_memory("block pairs", ids)
     ids = ids.tolist() if hasattr(ids, "tolist") else ids
