@@ -5,7 +5,7 @@ the facts of a call that are known before its values. `examples/own_backend.py` 
 """
 
 from ._arrays.namespace import cdiv
-from ._dispatch.backend import Backend, Call, Sequences
+from ._dispatch.backend import Backend, Call, Plan, Run, Sequences
 from .backends.gradient import with_xla_gradient
 from .batch.indices import positions, sequence_ids
 from .masks import key_range, visible_mask
@@ -13,6 +13,8 @@ from .masks import key_range, visible_mask
 __all__ = [
     "Backend",
     "Call",
+    "Plan",
+    "Run",
     "Sequences",
     "cdiv",
     "key_range",

@@ -1,22 +1,29 @@
 """Writing to a paged cache: tokens to their slots, blocks copied, swapped and filled."""
 
+import contextlib
+from importlib import import_module
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float, Integer, Shaped
 
-from ._arrays.devices import on_one_device
+from ._arrays.devices import device_of, on_one_device
 from ._arrays.dlpack import takes_any_array
 from ._arrays.int32 import int32
-from ._arrays.namespace import in_range
+from ._arrays.namespace import in_range, set_at
+from ._dispatch.registry import can_load
 from .batch.indices import PAD_SLOT
 from .cache import validate
 from .cache.kv_cache import KVCache
 from .cache.quantise import largest, quantised
-from .scatter import set_rows
+from .errors import UnsupportedError
+
+WIDENED = ("bfloat16", "float8_e4m3fn", "float8_e5m2")  # what XLA:CPU computes in a wider dtype
+# Modules with a `set_rows` in machine code, by the backend whose packages each needs.
+SETTERS = {"numba": "pagedattn.backends.numba.scatter", "sdpa": "pagedattn_interop.backends"}
 
 
 @takes_any_array
@@ -150,3 +157,50 @@ def _whole(sharding):
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, PartitionSpec())
     return sharding
+
+
+def set_rows(
+    array: Shaped[Any, "*shape"], indices: Integer[Any, "n"], rows: Shaped[Any, "n *row"]
+) -> Shaped[Array, "*shape"]:
+    """Sets rows of an array, leaving out those whose index is out of range.
+
+    An index counts rows over all leading axes together: in a plane of the cache it is the number
+    of a slot, or of a block, depending on the shape of a row.
+
+    Works in place inside a jit that donates the array, with one exception: XLA:CPU computes
+    bfloat16 in float32, and float8 in float16, so to set one row it rewrites the whole array,
+    however large (jax-ml/jax#40101 is of that kind). There Numba's or torch's function runs
+    instead, if one is installed that takes the dtype.
+    """
+    array, indices, rows = jnp.asarray(array), int32(indices), jnp.asarray(rows)
+    if array.dtype.name in WIDENED and isinstance(array, Tracer) and device_of(array) == "cpu":
+        for setter in _setters():
+            with contextlib.suppress(UnsupportedError):  # the next one may take the dtype
+                return _differentiable(setter)(array, indices, rows)
+    return _scatter(array, indices, rows)
+
+
+def _setters():
+    return (import_module(module).set_rows for name, module in SETTERS.items() if can_load(name))
+
+
+def _scatter(array, indices, rows):
+    flat = array.reshape(-1, *rows.shape[1:])
+    # unique_indices promises distinct indices: each row to drop gets a negative one of its own.
+    nowhere = -1 - jnp.arange(len(indices), dtype=jnp.int32)
+    indices = jnp.where(in_range(indices, len(flat)), indices, nowhere)
+    return set_at(flat, indices, rows, unique_indices=True).reshape(array.shape)
+
+
+def _differentiable(setter):
+    @jax.custom_jvp
+    def call(array, indices, rows):
+        return setter(array, indices, rows)
+
+    @call.defjvp
+    def tangent(primals, tangents):
+        array, indices, rows = primals
+        d_array, _, d_rows = tangents
+        return call(array, indices, rows), _scatter(d_array, indices, d_rows)
+
+    return call

@@ -53,7 +53,6 @@ def bridged(backend: Backend) -> Backend:
         refusals=lambda call: _not_shared(call) or backend.refusals(call),
         slower_because=lambda call: [*backend.slower_because(call), *_too_little_work(call)],
         plan=lambda call, batch: batch,
-        set_rows=set_rows,
     )
 
 
@@ -137,7 +136,7 @@ class _Attend:
 def set_rows(
     array: Shaped[Array, "*shape"], indices: Int[Array, "n"], rows: Shaped[Array, "n *row"]
 ) -> Shaped[Array, "*shape"]:
-    """`Backend.set_rows` by torch: sets rows of a JAX array in place, inside jit.
+    """Sets rows of a JAX array in place, inside jit.
 
     Raises:
       UnsupportedError: torch takes no arrays of this dtype.

@@ -22,8 +22,11 @@ else:  # typing has defaults from Python 3.13 on
     ArrayT = TypeVar("ArrayT")
 
 
-class TorchTensor(metaclass=ABCMeta):  # noqa: B024: its subclasses are torch's
-    """Torch's tensors, without importing torch; what a class is, Python asks once."""
+class TorchTensor(metaclass=ABCMeta):  # noqa: B024
+    """Torch's tensors, which are its subclasses without torch being imported.
+
+    Python asks `__subclasshook__` once for each class.
+    """
 
     device: Any
 

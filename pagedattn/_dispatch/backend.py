@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from .._arrays.checks import flag
 from .._arrays.inspect import shown
@@ -16,6 +16,26 @@ SCALES = "scales"
 EMULATED = {"sinks": "return_lse", SCALES: "cache_dtype"}
 # The end of the reason for refusing an option that a backend knows nothing of.
 LACKS = "does not have it"
+
+
+class Plan(Protocol):
+    """What a backend works out once a step: `plan(call, batch)`, handed to `run` of all layers."""
+
+    def __call__(self, call: Call, batch: Sequences, /) -> Any: ...
+
+
+class Run(Protocol):
+    """How a backend computes a call: `run(call, query, cache, plan, **arrays)`.
+
+    query `[num_tokens, num_heads, head_dim]`, cache a `KVCache`, plan what the backend's `plan`
+    gave, arrays those of the options that it supports and the call brings. Returns out, of
+    `call.out_shape` in the query's dtype, and lse, float32 of `call.lse_shape`; lse may be None
+    unless `call.return_lse`.
+    """
+
+    def __call__(
+        self, call: Call, query: Any, cache: Any, plan: Any, /, *args: Any, **arrays: Any
+    ) -> tuple[Any, Any]: ...
 
 
 def _nothing(*_) -> list[str]:
@@ -44,10 +64,9 @@ class Backend:
         unless the library can do it around the backend: `sinks`, where it gives `return_lse`.
         With `scales`, `run` is given the cache with its `key_scale` and `value_scale`; without,
         queries and results are multiplied by them around it, float16 ones as float32.
-      run: `run(call, query, cache, plan)` gives `(out, lse)`, of `call.out_shape` and
-        `call.lse_shape`; lse may be None unless `call.return_lse`. Options that are arrays, as
-        `sinks`, are keyword arguments: only those that it supports, and that the call brings.
-        Arguments are validated, and the call is not empty.
+      run: `run(call, query, cache, plan)` gives `(out, lse)`, as `Run` says. Options that are
+        arrays, as `sinks`, are keyword arguments: only those that it supports, and that the call
+        brings. Arguments are validated, and the call is not empty.
       refusals: `refusals(call)` lists the reasons why it cannot run a call; none means it can.
       slower_because: `slower_because(call)` lists the reasons why another backend is likely faster:
         `backend=None` then passes this one over.
@@ -58,8 +77,6 @@ class Backend:
         the command that installs it.
       before: the built-in backend that this one precedes when `backend=None` chooses. A backend
         of a third party that names none runs only when it is named.
-      set_rows: `set_rows(array, indices, rows)` sets rows in place where XLA itself cannot, and
-        returns the array; rows whose index is out of range are dropped. None if it has no such way.
       takes_out: whether `run` takes the keyword `out`: memory for the results, out and lse (None
         unless `call.return_lse`), which it may fill and return in place of memory of its own.
       plans_any: whether `plan` takes arrays of any framework. For a torch backend that JAX calls,
@@ -76,13 +93,12 @@ class Backend:
 
     name: str
     supports: frozenset[str]
-    run: Callable[..., tuple[Any, Any]]
+    run: Run
     refusals: Callable[[Call], list[str]] = _nothing
     slower_because: Callable[[Call], list[str]] = _nothing
-    plan: Callable[[Call, Sequences], Any] = _nondecreasing_starts
+    plan: Plan = _nondecreasing_starts
     missing: Callable[[], list[str]] = _nothing
     before: str | None = None
-    set_rows: Callable[..., Any] | None = None
     takes_out: bool = False
     plans_any: bool = False
 
@@ -92,7 +108,6 @@ class Backend:
         _require_kind("before", self.before, str | None)
         for name in ("run", "refusals", "slower_because", "plan", "missing"):
             _require_kind(name, getattr(self, name), Callable)
-        _require_kind("set_rows", self.set_rows, Callable | None)
         flag("takes_out", self.takes_out)
         flag("plans_any", self.plans_any)
 

@@ -1,18 +1,34 @@
 """Gradients for backends whose kernels have none."""
 
-from collections.abc import Callable
+from typing import Any
 
 import jax
 
 from .._dispatch import emulate
-from ..batch.metadata import nondecreasing_starts
+from .._dispatch.backend import Run
+from ..batch.metadata import Sequences, nondecreasing_starts
+from ..errors import InvalidInputError
 from . import xla
 
 
-def with_xla_gradient(run: Callable) -> Callable:
-    """A backend's `run` with a backward pass, which recomputes the attention by `xla`."""
+def with_xla_gradient(run: Run) -> Run:
+    """A backend's `run` with a backward pass, which recomputes the attention by `xla`.
 
-    def differentiable(call, query, cache, batch, **options):
+    The plan must be the batch, `Sequences` or a subclass that holds more: xla attends to it.
+
+    Raises:
+      InvalidInputError: when the result runs with another plan.
+
+    >>> from pagedattn.backends.xla import BACKEND
+    >>> differentiable = with_xla_gradient(BACKEND.run)
+    """
+
+    def differentiable(call, query, cache, batch: Any, /, **options):
+        if not isinstance(batch, Sequences):
+            raise InvalidInputError(
+                "with_xla_gradient needs a plan that is the batch: Sequences, or a subclass with "
+                f"what else the backend's plan works out, got {type(batch).__name__}"
+            )
         results = slice(2 if call.return_lse else 1)
 
         @jax.custom_vjp

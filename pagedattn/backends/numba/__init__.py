@@ -18,7 +18,6 @@ from ..._dispatch.emulate import attend, scale_of_values
 from ..._dispatch.registry import Framework
 from ...batch.metadata import Sequences, nondecreasing_starts
 from ..gradient import with_xla_gradient
-from .scatter import set_rows
 from .support import (
     LONGEST,
     SUPPORTS,
@@ -83,7 +82,6 @@ BACKEND = Backend(
     refusals,
     slower_because=slower_because,
     plan=plan,
-    set_rows=set_rows,
 )
 
 

@@ -11,7 +11,7 @@ from .targets import SET_ROWS, register_set_rows
 def set_rows(
     array: Shaped[Array, "*shape"], indices: Int[Array, "n"], rows: Shaped[Array, "n *row"]
 ) -> Shaped[Array, "*shape"]:
-    """`Backend.set_rows`: the array's memory is the result's, if the enclosing jit owns it."""
+    """Sets rows: the array's memory is the result's, if the enclosing jit owns it."""
     register_set_rows()
     row = int(np.prod(rows.shape[1:]))
     facts = np.asarray([array.size // max(row, 1), row * array.dtype.itemsize], np.int64)
