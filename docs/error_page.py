@@ -148,8 +148,8 @@ def returned(call: ast.AST, statements: Iterable[ast.AST]) -> list[ast.JoinedStr
     """The text that a call gives of a function which does nothing but compose it."""
     name = ast.unparse(call.func) if isinstance(call, ast.Call) else None
     functions = [f for f in statements if isinstance(f, ast.FunctionDef) and f.name == name]
-    ends = [function.body[-1] for function in functions]
-    values = [end.value for end in ends if isinstance(end, ast.Return)]
+    ends = [[n for n in ast.walk(f) if isinstance(n, ast.Return)] for f in functions]
+    values = [end[0].value for end in ends if len(end) == 1]
     return [value for value in values if isinstance(value, ast.JoinedStr)]
 
 

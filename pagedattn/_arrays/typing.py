@@ -22,7 +22,7 @@ else:  # typing has defaults from Python 3.13 on
     ArrayT = TypeVar("ArrayT")
 
 
-class TorchTensor(metaclass=ABCMeta):  # noqa: B024
+class TorchTensor(metaclass=ABCMeta):
     """Torch's tensors, which are its subclasses without torch being imported.
 
     Python asks `__subclasshook__` once for each class.
