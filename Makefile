@@ -53,7 +53,7 @@ demo: $(DEMO_VENV)/ready
 
 # 680 MB: JAX without torch or matplotlib. MODEL=DIR serves another checkpoint, PORT=8001 elsewhere.
 serve: $(SERVE_VENV)/ready
-	$(SERVE_VENV)/bin/python examples/serve.py $(MODEL) --port $(or $(PORT),8000)
+	$(SERVE_VENV)/bin/pagedattn-serve $(MODEL) --port $(or $(PORT),8000)
 
 test: $(VENV)/ready
 	$(KEPT) $(PLAINLY) OMP_NUM_THREADS=1 $(BIN)/python $(UNOPTIMISED)
@@ -135,23 +135,23 @@ bench-cpu: $(VENV)/ready $(IPEX_VENV)/ready
 	PYTHONPATH=examples $(BIN)/python -m benchmarks.cpu_threads -o docs/results
 
 bench-gpu:
-	PYTHONPATH=examples:. XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m benchmarks.gpu -o docs/results
+	PYTHONPATH=examples:examples/serving:. XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m benchmarks.gpu -o docs/results
 
 # xformers' own requirements would replace torch; on a CPU only its masks are used.
-$(VENV)/ready: pyproject.toml constraints.txt
+$(VENV)/ready: pyproject.toml examples/serving/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt -e '.[torch,demo,serve,dev]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[torch,dev]' -e './examples/serving[demo]'
 	$(BIN)/pip install -q -c constraints.txt --no-deps xformers
 	touch $@
 
-$(DEMO_VENV)/ready: pyproject.toml constraints.txt
+$(DEMO_VENV)/ready: pyproject.toml examples/serving/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(DEMO_VENV)
-	$(DEMO_VENV)/bin/pip install -q -c constraints.txt -e '.[demo]'
+	$(DEMO_VENV)/bin/pip install -q -c constraints.txt -e . -e './examples/serving[demo]'
 	touch $@
 
-$(SERVE_VENV)/ready: pyproject.toml constraints.txt
+$(SERVE_VENV)/ready: pyproject.toml examples/serving/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(SERVE_VENV)
-	$(SERVE_VENV)/bin/pip install -q -c constraints.txt -e '.[serve]'
+	$(SERVE_VENV)/bin/pip install -q -c constraints.txt -e . -e ./examples/serving
 	touch $@
 
 $(OLDEST_VENV)/ready: pyproject.toml constraints-oldest.txt

@@ -3,7 +3,7 @@
     python examples/decode_loop.py
     python examples/decode_loop.py --backend sdpa --new-tokens 256 --json decode_loop.json
 
-Both run the same step (serving/generation.py) on the shipped model. In the stepped loop Python asks
+Both run the same step (engine/generation.py) on the shipped model. In the stepped loop Python asks
 after each token whether any sequence goes on: a round trip to the host. Each loop runs on a small
 cache and on one many times as large. The time must not grow with the cache, and the caches must
 stay where they are in memory: if they move, a step copies them. The exit status is 1 when a cache
@@ -21,15 +21,15 @@ from importlib.metadata import version
 from pathlib import Path
 
 import jax
+from pagedattn_serving.checkpoint.folder import SHIPPED, load_checkpoint
+from pagedattn_serving.checkpoint.tokenizer import load_tokenizer
+from pagedattn_serving.demo.prompts import PROMPTS
+from pagedattn_serving.engine.generation import Generation, decode_loop, decode_step, prefill, start
+from pagedattn_serving.families.decoder import Decoder
+from pagedattn_serving.families.fused import fused
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from serving.checkpoint import SHIPPED, load_checkpoint
-from serving.decoder import Decoder
-from serving.fused import fused
-from serving.generation import Generation, decode_loop, decode_step, prefill, start
-from serving.prompts import PROMPTS
-from serving.tokenizer import load_tokenizer
 
 import pagedattn
 from pagedattn import available_backends

@@ -16,20 +16,20 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from pagedattn_serving.blocks.limits import Limits
+from pagedattn_serving.checkpoint.folder import SHIPPED, load_checkpoint
+from pagedattn_serving.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from pagedattn_serving.decoding.request import Request
+from pagedattn_serving.decoding.sampling import GREEDY
+from pagedattn_serving.demo.display import render
+from pagedattn_serving.demo.parity import dense_scores
+from pagedattn_serving.demo.prompts import PROMPTS
+from pagedattn_serving.demo.report import Served, console, show_backends, show_pool, show_texts
+from pagedattn_serving.engine.engine import Engine
+from pagedattn_serving.engine.preemption import Recompute, Swap
+from pagedattn_serving.families.decoder import Decoder
+from pagedattn_serving.families.fused import fused
 from rich.live import Live
-from serving.checkpoint import SHIPPED, load_checkpoint
-from serving.decoder import Decoder
-from serving.display import render
-from serving.engine import Engine
-from serving.fused import fused
-from serving.limits import Limits
-from serving.parity import dense_scores
-from serving.preemption import Recompute, Swap
-from serving.prompts import PROMPTS
-from serving.report import Served, console, show_backends, show_pool, show_texts
-from serving.request import Request
-from serving.sampling import GREEDY
-from serving.tokenizer import Tokenizer, load_tokenizer
 
 from pagedattn import InvalidInputError, explain, make_batch
 

@@ -6,7 +6,7 @@ Start it once a process, on the same machine or on others, with one number diffe
     python examples/multi_process.py --coordinator localhost:9876 --processes 2 --process 1
 
 `--cpu-devices 2` gives each process two devices of its CPU, which talk by gloo. Every process runs
-the whole program, and XLA lets each device do its part of it (serving/parallel.py). The first
+the whole program, and XLA lets each device do its part of it (parallel/tensor.py). The first
 process is the coordinator. When one of them dies, the others end with an error: at once where a
 collective loses its connection, else after `--heartbeat` seconds without a sign of life.
 """
@@ -17,10 +17,10 @@ from pathlib import Path
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from serving.checkpoint import SHIPPED, load_checkpoint
-from serving.parallel import AXIS, generate
-from serving.prompts import PROMPTS
-from serving.tokenizer import load_tokenizer
+from pagedattn_serving.checkpoint.folder import SHIPPED, load_checkpoint
+from pagedattn_serving.checkpoint.tokenizer import load_tokenizer
+from pagedattn_serving.demo.prompts import PROMPTS
+from pagedattn_serving.parallel.tensor import AXIS, generate
 
 
 def join(args: argparse.Namespace) -> Mesh:

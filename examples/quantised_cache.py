@@ -12,11 +12,11 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from pagedattn_serving.checkpoint.folder import SHIPPED, load_checkpoint
+from pagedattn_serving.families.forward import forward_paged
+from pagedattn_serving.training.corpus import split_topics
 from rich.console import Console
 from rich.table import Table
-from serving.checkpoint import SHIPPED, load_checkpoint
-from serving.corpus import split_topics
-from serving.forward import forward_paged
 
 from pagedattn import init_kv_cache, make_batch
 

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 from matplotlib.figure import Figure
-from serving.families.gemma import Gemma2
-from serving.initial import large_params
-from serving.occupancy import FREE, Owners, draw_owners
+from pagedattn_serving.demo.occupancy import FREE, Owners, draw_owners
+from pagedattn_serving.families.gemma import Gemma2
+from pagedattn_serving.training.initial import large_params
 
 from pagedattn import (
     BlockPool,

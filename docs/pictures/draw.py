@@ -10,11 +10,11 @@ import numpy as np
 from benchmarks.plot import GREY, save_both
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from serving.checkpoint import SHIPPED, load_checkpoint
-from serving.engine import Engine
-from serving.limits import Limits
-from serving.occupancy import plot_occupancy
-from serving.tokenizer import load_tokenizer
+from pagedattn_serving.blocks.limits import Limits
+from pagedattn_serving.checkpoint.folder import SHIPPED, load_checkpoint
+from pagedattn_serving.checkpoint.tokenizer import load_tokenizer
+from pagedattn_serving.demo.occupancy import plot_occupancy
+from pagedattn_serving.engine.engine import Engine
 
 HERE = Path(__file__).parent
 BLOCK_SIZE, NUM_BLOCKS = 4, 8

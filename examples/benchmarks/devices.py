@@ -3,8 +3,8 @@
     export PYTHONPATH=examples:. XLA_PYTHON_CLIENT_PREALLOCATE=false
     python -m benchmarks.devices [-o docs/results/devices.json] [-k attention] [--layers 6]
 
-Heads are spread in "attention", "decode loop" and "decode by XLA's sums" (serving/parallel.py; the
-last without serving/peer_llama.py), keys in "context" (examples/context_parallel.py). `--small` is
+Heads are spread in "attention", "decode loop" and "decode by XLA's sums" (parallel/tensor.py; the
+last without parallel/peer_llama.py), keys in "context" (examples/context_parallel.py). `--small` is
 for machines without GPUs: it shows that all of it runs, and its times mean nothing.
 """
 
@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from serving.decoder import Decoder
-from serving.families.llama import Llama
-from serving.generation import Generation, decode_loop
-from serving.parallel import AXIS, EVERYWHERE, HEADS, PAGES, OverHeads, start_over
-from serving.peer_llama import by_peers
+from pagedattn_serving.engine.generation import Generation, decode_loop
+from pagedattn_serving.families.decoder import Decoder
+from pagedattn_serving.families.llama import Llama
+from pagedattn_serving.parallel.peer_llama import by_peers
+from pagedattn_serving.parallel.tensor import AXIS, EVERYWHERE, HEADS, PAGES, OverHeads, start_over
 
 from benchmarks.machine import caption, machine, write
 from benchmarks.models import SHAPES, spread_params

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from pagedattn_serving.families.experts import GATED, Routed, gated_experts
+from pagedattn_serving.families.pieces import gated_mlp
 from rich.console import Console
 from rich.table import Table
-from serving.families.experts import GATED, Routed, gated_experts
-from serving.families.pieces import gated_mlp
 
 from benchmarks.machine import caption, machine, write
 

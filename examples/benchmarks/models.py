@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PRNGKeyArray
-from serving.checkpoint import SHIPPED, load_checkpoint
-from serving.decoder import Decoder
-from serving.families.llama import Llama
-from serving.fused import FUSED, fused
-from serving.parallel import spec_of
+from pagedattn_serving.checkpoint.folder import SHIPPED, load_checkpoint
+from pagedattn_serving.families.decoder import Decoder
+from pagedattn_serving.families.fused import FUSED, fused
+from pagedattn_serving.families.llama import Llama
+from pagedattn_serving.parallel.tensor import spec_of
 
 from benchmarks.random_arrays import random_array
 

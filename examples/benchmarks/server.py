@@ -22,15 +22,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import uvicorn
-from serving.engine import Step
-from serving.limits import Limits
-from serving.owners import Holdings
-from serving.request import Streamed
-from serving.server.affinity import prefix_of, ranked
-from serving.server.jobs import Served
-from serving.server.launch import local_app
-from serving.server.text import NUM_BYTES, load_text
-from serving.server.thread import EngineThread
+from pagedattn_serving.blocks.limits import Limits
+from pagedattn_serving.decoding.request import Streamed
+from pagedattn_serving.engine.engine import Step
+from pagedattn_serving.engine.owners import Holdings
+from pagedattn_serving.replicas.affinity import prefix_of, ranked
+from pagedattn_serving.server.generation import Served
+from pagedattn_serving.server.launch import local_app
+from pagedattn_serving.server.text import NUM_BYTES, load_text
+from pagedattn_serving.server.thread import EngineThread
 
 from benchmarks.machine import versions
 

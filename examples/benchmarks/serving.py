@@ -4,7 +4,7 @@
     PYTHONPATH=examples python -m benchmarks.serving --shape llama-8b --out serving.json
 
 Prompts of mixed lengths arrive at each of the rates, and their users wait for the first token and
-for every further one. Then the engine decodes a full batch, and so does `serving/generation.py:
+for every further one. Then the engine decodes a full batch, and so does `engine/generation.py:
 decode_loop`, with no host between two tokens: what the engine loses is what serving costs.
 """
 
@@ -13,13 +13,13 @@ import time
 from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
+from pagedattn_serving.blocks.limits import Limits
+from pagedattn_serving.decoding.request import Request
+from pagedattn_serving.decoding.sampling import GREEDY
+from pagedattn_serving.engine.engine import Engine
+from pagedattn_serving.families.decoder import Decoder
 from rich.console import Console
 from rich.table import Table
-from serving.decoder import Decoder
-from serving.engine import Engine
-from serving.limits import Limits
-from serving.request import Request
-from serving.sampling import GREEDY
 
 from benchmarks.machine import caption, machine, write
 from benchmarks.models import add_arguments, model_called

@@ -4,7 +4,7 @@
     PYTHONPATH=examples python -m benchmarks.whole_step --cases 4x64 --steps 4
 
 A case is BATCHxCONTEXT: so many sequences with so many cached tokens each, of random keys and
-values. `serving/generation.py: decode_loop`, one program, decodes them. A step has to read the
+values. `engine/generation.py: decode_loop`, one program, decodes them. A step has to read the
 weights and the cache; how fast the device copies is measured in the same run. The roofline takes
 into account that products of many rows are bound by arithmetic.
 """
@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from pagedattn_serving.engine.generation import Generation, decode_loop
+from pagedattn_serving.families.decoder import Decoder
 from rich.console import Console
 from rich.table import Table
-from serving.decoder import Decoder
-from serving.generation import Generation, decode_loop
 
 from benchmarks.machine import caption, machine, write
 from benchmarks.models import add_arguments, model_called

@@ -9,7 +9,7 @@ pytest.importorskip("safetensors")  # the models read checkpoints
 from benchmarks.models import SHAPES, random_params
 from benchmarks.whole_step import filled
 from h200 import compiled, kernels_of_loops, sizes_of_copies
-from serving.generation import decode_loop
+from pagedattn_serving.engine.generation import decode_loop
 
 # Of a layer: four products, attention, its merge where keys are split, and what XLA makes of the
 # norms, residuals, RoPE, writes and the gate.

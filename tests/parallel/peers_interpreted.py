@@ -1,4 +1,4 @@
-"""The kernels of serving/peer_kernel.py on a CPU, by Triton's interpreter: one device at a time.
+"""The kernels of parallel/peer_kernel.py on a CPU, by Triton's interpreter: one device at a time.
 
 Both devices' memories are at hand before a device runs, and in its own the peer's rows are already
 there. What it pushes is what the other one then finds: no threads, and both sides are tested.
@@ -8,8 +8,8 @@ its own: `TRITON_INTERPRET=1 python tests/parallel/peers_interpreted.py`.
 
 import numpy as np
 import torch
-from serving import peer_kernel
-from serving.all_reduce import EMPTY, TURNS
+from pagedattn_serving.parallel import peer_kernel
+from pagedattn_serving.parallel.all_reduce import EMPTY, TURNS
 from triton import knobs
 
 assert knobs.runtime.interpret, "set TRITON_INTERPRET=1"

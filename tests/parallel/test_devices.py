@@ -8,7 +8,7 @@ from benchmarks import devices
 from benchmarks.models import SHAPES, spread_params
 from benchmarks.random_arrays import random_array
 from jax.sharding import Mesh
-from serving.parallel import AXIS
+from pagedattn_serving.parallel.tensor import AXIS
 
 
 def test_more_layers_need_no_more_programs():

@@ -11,15 +11,15 @@ import jax.extend
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
-from serving import all_reduce, parallel, peer_llama
-from serving.all_reduce import Summed
-from serving.families.cohere import Cohere
-from serving.families.llama import Llama
-from serving.families.pieces import rms_norm
-from serving.families.qwen import Qwen2
-from serving.forward import forward_dense
-from serving.generation import decode_loop, prefill, start
-from serving.peer_llama import by_peers
+from pagedattn_serving.engine.generation import decode_loop, prefill, start
+from pagedattn_serving.families.cohere import Cohere
+from pagedattn_serving.families.forward import forward_dense
+from pagedattn_serving.families.llama import Llama
+from pagedattn_serving.families.pieces import rms_norm
+from pagedattn_serving.families.qwen import Qwen2
+from pagedattn_serving.parallel import all_reduce, peer_llama, tensor
+from pagedattn_serving.parallel.all_reduce import Summed
+from pagedattn_serving.parallel.peer_llama import by_peers
 from test_tensor import NEW, PROMPTS, SIZES, mesh_of, with_biases
 from tiny import TINY, tiny_params
 
@@ -33,7 +33,7 @@ no_gpus = pytest.mark.skipif(GPUS > 0, reason="is of devices that are none")
 
 def by_psum(name, arrays, dtypes, **constants):
     """What the kernels compute, for `all_reduce._started` on devices that are no GPUs."""
-    total = jax.lax.psum(arrays[0].sum(axis=0).astype(dtypes[0]), parallel.AXIS)
+    total = jax.lax.psum(arrays[0].sum(axis=0).astype(dtypes[0]), tensor.AXIS)
     if name == "sum_kernel":
         return [total]
     total = arrays[1] + total
@@ -77,7 +77,7 @@ def generated(model, params, **sizes):
     state = decode_loop(params, model, state, 0.0, NEW)
     rows = zip(state.tokens.tolist(), state.lengths.tolist(), PROMPTS, strict=True)
     one = [row[len(prompt) : length] for row, length, prompt in rows]
-    return one, parallel.generate(mesh_of(2), model, params, PROMPTS, **sizes)
+    return one, tensor.generate(mesh_of(2), model, params, PROMPTS, **sizes)
 
 
 def various_norms():
@@ -115,7 +115,7 @@ def test_another_family_adds(stood_in):
 def test_sums_of_one_memory_follow_from_one_another(kind):
     """XLA may run others at the same time; Cohere's attention and MLP are side by side."""
     types = {} if kind is Llama else {"layer_types": ("full_attention",) * 2}
-    model, params = parallel.spread(mesh_of(2), kind(**vars(TINY) | types), tiny_params())
+    model, params = tensor.spread(mesh_of(2), kind(**vars(TINY) | types), tiny_params())
     traced = jax.make_jaxpr(lambda params: forward_dense(params, model, jnp.arange(5))[0])(params)
     array_of = dict(zip(traced.jaxpr.invars, map(id, jax.tree.leaves(params)), strict=True))
     behind, sums = {}, {}  # what each variable comes from; by memory
@@ -146,7 +146,7 @@ def test_more_than_the_memory_holds_is_refused(rows, columns):
 def test_weights_that_lie_everywhere_are_not_added():
     model = replace(TINY, intermediate_size=41)
     layers = [layer | {"down": jnp.ones((24, 41))} for layer in tiny_params()["layers"]]
-    spread, params = parallel.spread(mesh_of(2), model, tiny_params() | {"layers": layers})
+    spread, params = tensor.spread(mesh_of(2), model, tiny_params() | {"layers": layers})
     added = [name for name, x in params["layers"][0].items() if isinstance(x, Summed)]
     assert added == ["output"]
     assert type(spread) is Llama  # which norms by itself
@@ -175,7 +175,7 @@ def test_sums_of_many_epochs(rows):
     add = all_reduce.peers(mesh, columns)
 
     def program(addresses, memory):
-        device = jax.lax.axis_index(parallel.AXIS)
+        device = jax.lax.axis_index(tensor.AXIS)
 
         def epoch(i, carry):
             state, wrong = carry
@@ -190,20 +190,20 @@ def test_sums_of_many_epochs(rows):
             scale = jnp.linspace(0.5, 2, columns, dtype=dtype)
             arrays = part[None], state, scale, addresses, memory
             total, normed = all_reduce._started("norm_kernel", arrays, [dtype] * 2, EPS=1e-5)
-            want = jax.lax.psum(part, parallel.AXIS)
+            want = jax.lax.psum(part, tensor.AXIS)
             wrong += (got != want).sum() + (total != state + want).sum()
             # Rows of another dtype, and fewer columns, in the same memory.
             _, part = jax.lax.optimization_barrier((total, part))
             fine = part[:, : columns // 2].astype(jnp.float32)[None] / 3
             (got_fine,) = all_reduce._started("sum_kernel", (fine, addresses, memory), [fine.dtype])
             got, got_fine = jax.lax.optimization_barrier((got, got_fine))
-            wrong += (got_fine != jax.lax.psum(fine[0], parallel.AXIS)).sum()
+            wrong += (got_fine != jax.lax.psum(fine[0], tensor.AXIS)).sum()
             far = abs(normed - rms_norm(state + want, scale, 1e-5)) > 0.05
             return 0.1 * got, wrong + far.sum()
 
         begin = jnp.zeros((rows, columns), dtype), jnp.int32(0)
         return jax.lax.fori_loop(0, epochs, epoch, begin)[1][None]
 
-    here = PartitionSpec(parallel.AXIS)
+    here = PartitionSpec(tensor.AXIS)
     both = jax.shard_map(program, mesh=mesh, in_specs=(here, here), out_specs=here, check_vma=False)
     assert jax.jit(both)(add.addresses, add.memory).tolist() == [0, 0]

@@ -17,11 +17,11 @@ import jax
 import multi_process as example
 import pytest
 from jax.sharding import Mesh
-from serving import parallel
-from serving.checkpoint import load_checkpoint, save_checkpoint
-from serving.initial import large_params
-from serving.prompts import PROMPTS
-from serving.tokenizer import BYTES
+from pagedattn_serving.checkpoint.folder import load_checkpoint, save_checkpoint
+from pagedattn_serving.checkpoint.tokenizer import BYTES
+from pagedattn_serving.demo.prompts import PROMPTS
+from pagedattn_serving.parallel import tensor
+from pagedattn_serving.training.initial import large_params
 from tiny import TINY
 
 HEARTBEAT = 20  # seconds; a busy machine may keep a process from its turn for ten
@@ -54,7 +54,8 @@ def environment_of(process: int) -> dict[str, str]:
     """Of a process, which on GPUs sees one of them, and has to multiply as exactly as this one."""
     own = {"CUDA_VISIBLE_DEVICES": str(process), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     own |= {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
-    return os.environ | own if ON_GPUS else dict(os.environ)
+    common = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    return common | own if ON_GPUS else common
 
 
 @pytest.fixture
@@ -97,10 +98,10 @@ def start(checkpoint):
 def answer(checkpoint):
     """What one process says."""
     model, params = load_checkpoint(checkpoint)
-    mesh, prompts = Mesh(jax.devices()[:1], parallel.AXIS), [BYTES.encode(PROMPTS[0])]
+    mesh, prompts = Mesh(jax.devices()[:1], tensor.AXIS), [BYTES.encode(PROMPTS[0])]
     sizes = {"max_new_tokens": 6, "num_blocks": 256}
     with jax.default_matmul_precision("highest"):
-        (tokens,) = parallel.generate(mesh, model, params, prompts, **sizes)
+        (tokens,) = tensor.generate(mesh, model, params, prompts, **sizes)
     return repr(BYTES.decode(tokens))
 
 

@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from serving import parallel
-from serving.all_reduce import Summed
-from serving.families.deepseek import DeepseekV3
-from serving.families.olmo import Olmo2
-from serving.families.pieces import GATE_UP, QUERY_KEY_VALUE, linears
-from serving.families.qwen import Qwen2, Qwen3
-from serving.forward import Operands, cached_attention
-from serving.fused import fused, fused_by_device
-from serving.generation import decode_loop, prefill, start
+from pagedattn_serving.engine.generation import decode_loop, prefill, start
+from pagedattn_serving.families.deepseek import DeepseekV3
+from pagedattn_serving.families.forward import Operands, cached_attention
+from pagedattn_serving.families.fused import fused, fused_by_device
+from pagedattn_serving.families.olmo import Olmo2
+from pagedattn_serving.families.pieces import GATE_UP, QUERY_KEY_VALUE, linears
+from pagedattn_serving.families.qwen import Qwen2, Qwen3
+from pagedattn_serving.parallel import tensor
+from pagedattn_serving.parallel.all_reduce import Summed
 from some_devices import mesh_over
 from tiny import TINY, tiny_params, tiny_requests
 
@@ -28,7 +28,7 @@ NEW, SIZES = 12, {"max_new_tokens": 12, "num_blocks": 30, "block_size": 4}
 
 
 def mesh_of(num_devices):
-    return mesh_over(num_devices, parallel.AXIS)
+    return mesh_over(num_devices, tensor.AXIS)
 
 
 def plain():
@@ -54,14 +54,14 @@ def on_one_device(model, params):
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4], ids=["one", "KV heads for all", "repeated"])
 def test_tokens_are_those_of_one_device(num_devices):
-    got = parallel.generate(mesh_of(num_devices), TINY, tiny_params(), PROMPTS, **SIZES)
+    got = tensor.generate(mesh_of(num_devices), TINY, tiny_params(), PROMPTS, **SIZES)
     assert got == on_one_device(TINY, tiny_params())
 
 
 def test_a_device_has_a_share_of_weights_and_caches_which_stay_in_place():
     mesh = mesh_of(4)
-    model, params = parallel.spread(mesh, TINY, tiny_params())
-    state = parallel.start_over(mesh, params, model, PROMPTS, [0, 0, 0], **SIZES)
+    model, params = tensor.spread(mesh, TINY, tiny_params())
+    state = tensor.start_over(mesh, params, model, PROMPTS, [0, 0, 0], **SIZES)
     layer = params["layers"][0]
     shares = {name: layer[name].addressable_shards[0].data.shape for name in layer}
     assert shares["query_key_value"] == (1, 3 * 8, 24)  # of 4 KV heads, repeated from 2
@@ -71,9 +71,9 @@ def test_a_device_has_a_share_of_weights_and_caches_which_stay_in_place():
     assert params["embedding"].is_fully_replicated  # of 31 tokens
     before = pointers(state.caches)
     assert state.caches[0].key.addressable_shards[0].data.shape == (30, 4, 1, 8)
-    state = prefill(params, model, state, 0.0, 9, attend=parallel.OverHeads(mesh))
+    state = prefill(params, model, state, 0.0, 9, attend=tensor.OverHeads(mesh))
     assert pointers(state.caches) == before
-    state = decode_loop(params, model, state, 0.0, 3, attend=parallel.OverHeads(mesh))
+    state = decode_loop(params, model, state, 0.0, 3, attend=tensor.OverHeads(mesh))
     assert pointers(state.caches) == before
 
 
@@ -85,7 +85,7 @@ def test_sinks_go_with_their_heads():
     cache, sinks = init_kv_cache(2, 4, 2, 8, rows.dtype), np.float32([3, -1, 0, 2])
     arguments = Operands(query, key, value, sinks), cache, batch, AttentionSpec()
     got, want = (
-        jax.jit(parallel.OverHeads(mesh), static_argnums=3)(*arguments),
+        jax.jit(tensor.OverHeads(mesh), static_argnums=3)(*arguments),
         cached_attention(*arguments),
     )
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5, atol=1e-6)
@@ -112,7 +112,7 @@ def test_heads_of_128_by_the_backend_of_choice(num_devices, query_len):
     rows = jnp.zeros((len(problem.query), 4, 128), cache.dtype)
     nowhere = replace(batch, slot_mapping=jnp.full(len(rows), -1))
     operands = Operands(jnp.asarray(problem.query), rows, rows, None)
-    attend = jax.jit(parallel.OverHeads(mesh_of(num_devices)), static_argnums=3)
+    attend = jax.jit(tensor.OverHeads(mesh_of(num_devices)), static_argnums=3)
     out, _ = attend(operands, cache, nowhere, AttentionSpec())
     assert_attention_close(out, None, problem)
 
@@ -122,7 +122,7 @@ def test_what_is_fused_for_one_device_is_spread_like_the_rest(num_devices):
     """As the checkpoints of some families are: it lay everywhere, with too few KV heads."""
     model, params = with_biases()
     mesh = mesh_of(num_devices)
-    (_, want), (_, got) = (parallel.spread(mesh, model, p) for p in (params, fused(params)))
+    (_, want), (_, got) = (tensor.spread(mesh, model, p) for p in (params, fused(params)))
     assert jax.tree.map(lambda x: x.sharding, got) == jax.tree.map(lambda x: x.sharding, want)
     weights = (without_memories(params) for params in (got, want))
     jax.tree.map(np.testing.assert_array_equal, *weights)
@@ -140,9 +140,9 @@ def without_memories(params):
 @pytest.mark.parametrize("case", [plain, with_biases])
 def test_devices_add_up_twice_a_layer_and_gather_nothing(case):
     mesh = mesh_of(4)
-    model, params = parallel.spread(mesh, *case())
-    state = parallel.start_over(mesh, params, model, PROMPTS, [0, 0, 0], **SIZES)
-    attend = parallel.OverHeads(mesh)
+    model, params = tensor.spread(mesh, *case())
+    state = tensor.start_over(mesh, params, model, PROMPTS, [0, 0, 0], **SIZES)
+    attend = tensor.OverHeads(mesh)
     program = decode_loop.lower(params, model, state, 0.0, 3, attend=attend).compile().as_text()
     kinds = r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)\("
     crossing = re.findall(kinds, program)
@@ -191,7 +191,7 @@ def test_repeated_heads_are_the_same(kind, others):
     layer = {name: numbers.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
     hidden = jnp.asarray(numbers.normal(size=(5, 24)), jnp.float32)
     want = model.heads(0, layer, hidden, positions)
-    wider, params = parallel.with_kv_heads_for(4, model, {"layers": [layer]})
+    wider, params = tensor.with_kv_heads_for(4, model, {"layers": [layer]})
     got = wider.heads(0, params["layers"][0], hidden, positions)
     assert wider.num_key_value_heads == 4
     for ours, theirs, repeats in zip(got, want, (1, 2, 2), strict=True):
@@ -202,12 +202,12 @@ def test_what_cannot_be_dealt_out_is_refused():
     for num_devices, kv_heads in ((3, 2), (4, 3)):
         model = replace(TINY, num_key_value_heads=kv_heads)
         with pytest.raises(InvalidInputError, match=f"{num_devices} devices"):
-            parallel.with_kv_heads_for(num_devices, model, {"layers": []})
+            tensor.with_kv_heads_for(num_devices, model, {"layers": []})
     sizes = dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"), 8)
     experts = {"moe_intermediate_size": 8, "n_routed_experts": 8, "num_experts_per_tok": 2}
     latent = DeepseekV3(**vars(TINY), **sizes, **experts, v_head_dim=8, q_lora_rank=None)
     with pytest.raises(UnsupportedError, match="latent cache"):
-        parallel.with_kv_heads_for(2, latent, {"layers": []})
+        tensor.with_kv_heads_for(2, latent, {"layers": []})
     spec = AttentionSpec(alibi_slopes=(0.5,) * 4)
     with pytest.raises(UnsupportedError, match="alibi_slopes"):
-        parallel.OverHeads(mesh_of(1))(*[None] * 3, spec)
+        tensor.OverHeads(mesh_of(1))(*[None] * 3, spec)

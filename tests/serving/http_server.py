@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import httpx
 import numpy as np
 import uvicorn
-from serving.engine import Step
-from serving.limits import Limits
-from serving.request import Streamed
-from serving.server.jobs import Served
-from serving.server.launch import Server, local_app
-from serving.server.text import NUM_BYTES, load_text
-from serving.server.thread import EngineThread
+from pagedattn_serving.blocks.limits import Limits
+from pagedattn_serving.decoding.request import Streamed
+from pagedattn_serving.engine.engine import Step
+from pagedattn_serving.server.generation import Served
+from pagedattn_serving.server.launch import Server, local_app
+from pagedattn_serving.server.text import NUM_BYTES, load_text
+from pagedattn_serving.server.thread import EngineThread
 
 ECHO = "echo"
 SECONDS = 120  # after which a test fails rather than hangs; much, for a busy machine
@@ -137,10 +137,11 @@ def ask(url, prompt="ab", **body):
     return httpx.post(f"{url}/v1/completions", json=body, timeout=SECONDS, verify=False)
 
 
-def check_a_stream_outlives_sigterm(url, model, process):
+def check_a_stream_outlives_sigterm(url, model, process, headers=None):
     """The process that serves is told to end amid it."""
     body = {"model": model, "prompt": "a", "max_tokens": 60, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=2 * SECONDS) as answer:
+    options = {"json": body, "headers": headers, "timeout": 2 * SECONDS}
+    with httpx.stream("POST", f"{url}/v1/completions", **options) as answer:
         events = answer.iter_lines()
         first = next(events)
         process.send_signal(signal.SIGTERM)

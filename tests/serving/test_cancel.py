@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from serving.beam import Beam
-from serving.engine import Engine
-from serving.preemption import Recompute
-from serving.request import Request
-from serving.sampling import GREEDY, Sampling
+from pagedattn_serving.decoding.beam import Beam
+from pagedattn_serving.decoding.request import Request
+from pagedattn_serving.decoding.sampling import GREEDY, Sampling
+from pagedattn_serving.engine.engine import Engine
+from pagedattn_serving.engine.preemption import Recompute
 from test_serving import SWAP, TIGHT, nothing_is_lost
 from tiny import LIMITS, QUICK, ROOMY, TINY, tiny_params, tiny_requests
 

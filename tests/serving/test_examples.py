@@ -8,16 +8,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import quantised_cache
+from pagedattn_serving.checkpoint.folder import (
+    SHIPPED,
+    load_checkpoint,
+    read_config,
+    save_checkpoint,
+)
+from pagedattn_serving.demo.occupancy import (
+    CACHED,
+    FREE,
+    blocks_padded,
+    blocks_used,
+    draw_occupancy,
+)
+from pagedattn_serving.demo.parity import dense_scores, greedy, largest_difference
+from pagedattn_serving.engine import next_logits as next_logits_module
+from pagedattn_serving.engine.engine import Engine
+from pagedattn_serving.families.forward import forward_dense, forward_paged
+from pagedattn_serving.families.mistral import Mistral
+from pagedattn_serving.training.corpus import END_OF_TOPIC, add_noise, split_topics, windows_at
+from pagedattn_serving.training.initial import init_params
 from safetensors.numpy import load_file
-from serving import next_logits as next_logits_module
-from serving.checkpoint import SHIPPED, load_checkpoint, read_config, save_checkpoint
-from serving.corpus import END_OF_TOPIC, add_noise, split_topics, windows_at
-from serving.engine import Engine
-from serving.families.mistral import Mistral
-from serving.forward import forward_dense, forward_paged
-from serving.initial import init_params
-from serving.occupancy import CACHED, FREE, blocks_padded, blocks_used, draw_occupancy
-from serving.parity import dense_scores, greedy, largest_difference
 from tiny import LIMITS, QUICK, TINY, greedy_completions, serve, tiny_params, tiny_requests
 
 from pagedattn import InvalidInputError, available_backends, init_kv_cache, make_batch

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from serving.families.experts import Routed, mixture, tiles_of
+from pagedattn_serving.families.experts import Routed, mixture, tiles_of
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 WEIGHTS = ("first", "second")

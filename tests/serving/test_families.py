@@ -9,18 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pagedattn_serving.blocks.limits import Limits
+from pagedattn_serving.checkpoint.folder import SHIPPED, load_checkpoint, save_checkpoint
+from pagedattn_serving.decoding.beam import Beam
+from pagedattn_serving.decoding.request import Request
+from pagedattn_serving.decoding.sampling import GREEDY
+from pagedattn_serving.demo.parity import dense_logits
+from pagedattn_serving.demo.prompts import PROMPTS
+from pagedattn_serving.engine.engine import Engine
+from pagedattn_serving.engine.preemption import Recompute, Swap
+from pagedattn_serving.families import model_of
+from pagedattn_serving.families.fused import fused
 from safetensors.flax import load_file, save_file
-from serving.beam import Beam
-from serving.checkpoint import SHIPPED, load_checkpoint, save_checkpoint
-from serving.engine import Engine
-from serving.families import model_of
-from serving.fused import fused
-from serving.limits import Limits
-from serving.parity import dense_logits
-from serving.preemption import Recompute, Swap
-from serving.prompts import PROMPTS
-from serving.request import Request
-from serving.sampling import GREEDY
 from tiny import QUICK, greedy_completions, serve
 
 torch = pytest.importorskip("torch")

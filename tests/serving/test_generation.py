@@ -8,11 +8,11 @@ import decode_loop as benchmark
 import jax
 import numpy as np
 import pytest
-from serving import generation
-from serving.engine import Engine
-from serving.generation import decode_loop, decode_step, prefill, start
-from serving.request import Request
-from serving.sampling import Sampling
+from pagedattn_serving.decoding.request import Request
+from pagedattn_serving.decoding.sampling import Sampling
+from pagedattn_serving.engine import generation
+from pagedattn_serving.engine.engine import Engine
+from pagedattn_serving.engine.generation import decode_loop, decode_step, prefill, start
 from tiny import QUICK, ROOMY, TINY, serve, tiny_params, tiny_requests
 
 from pagedattn import available_backends

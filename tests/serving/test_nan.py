@@ -3,12 +3,12 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from serving.beam import Beam
-from serving.drawing import greedy_rows, narrow_rows, pick_rows
-from serving.engine import Engine
-from serving.preemption import Recompute
-from serving.request import NO_TOKEN
-from serving.sampling import GREEDY, Sampling
+from pagedattn_serving.decoding.beam import Beam
+from pagedattn_serving.decoding.request import NO_TOKEN
+from pagedattn_serving.decoding.sampling import GREEDY, Sampling
+from pagedattn_serving.decoding.sampling_device import greedy_rows, narrow_rows, pick_rows
+from pagedattn_serving.engine.engine import Engine
+from pagedattn_serving.engine.preemption import Recompute
 from test_serving import SWAP, TIGHT, nothing_is_lost
 from tiny import QUICK, ROOMY, TINY, serve, tiny_params, tiny_requests
 

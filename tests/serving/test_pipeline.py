@@ -5,15 +5,15 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from serving import drawing
-from serving import engine as engine_module
-from serving.beam import Beam
-from serving.drawing import Drawn
-from serving.engine import Engine
-from serving.preemption import Recompute
-from serving.request import IN_FLIGHT
-from serving.sampling import GREEDY, Sampling
-from test_drawing import mixed_requests
+from pagedattn_serving.decoding import sampling_device
+from pagedattn_serving.decoding.beam import Beam
+from pagedattn_serving.decoding.request import IN_FLIGHT
+from pagedattn_serving.decoding.sampling import GREEDY, Sampling
+from pagedattn_serving.decoding.sampling_device import Drawn
+from pagedattn_serving.engine import engine as engine_module
+from pagedattn_serving.engine.engine import Engine
+from pagedattn_serving.engine.preemption import Recompute
+from test_sampling_device import mixed_requests
 from test_serving import SWAP, TIGHT, nothing_is_lost
 from tiny import LIMITS, QUICK, ROOMY, TINY, serve, tiny_params, tiny_requests
 
@@ -79,7 +79,8 @@ def test_the_next_forward_is_enqueued_before_the_last_is_read(monkeypatch):
 def test_one_program_draws_for_every_mix(monkeypatch):
     traced = {"pick": 0, "narrowed": 0}
     for name in traced:
-        monkeypatch.setattr(drawing, name, counting(getattr(drawing, name), traced))
+        original = getattr(sampling_device, name)
+        monkeypatch.setattr(sampling_device, name, counting(original, traced))
     limits = replace(ROOMY, max_seqs=9)  # a shape that no other test has compiled
     serve(Engine(tiny_params(), TINY, limits, QUICK), mixed_requests())
     assert traced == {"pick": 1, "narrowed": 1}

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from serving.checkpoint import load_checkpoint
-from serving.preemption import Recompute
-from serving.quantised import dequantised, from_fp8, from_mxfp4
-from serving.tensor_file import read_tensors
+from pagedattn_serving.checkpoint.folder import load_checkpoint
+from pagedattn_serving.checkpoint.quantised import dequantised, from_fp8, from_mxfp4
+from pagedattn_serving.checkpoint.tensor_file import read_tensors
+from pagedattn_serving.engine.preemption import Recompute
 from test_families import (
     CONFIGS,
     EXPERTS,

@@ -1,4 +1,4 @@
-"""`examples/serve.py` as a command: what it refuses, and how it ends."""
+"""`pagedattn-serve` as a command: what it refuses, and how it ends."""
 
 import json
 import os
@@ -13,14 +13,13 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
-import serve
 from http_server import check_a_stream_outlives_sigterm
-from serving.checkpoint import save_checkpoint
-from serving.initial import init_params
-from serving.server import launch
+from pagedattn_serving.checkpoint.folder import save_checkpoint
+from pagedattn_serving.server import command, launch
+from pagedattn_serving.training.initial import init_params
 from tiny import TINY, saved_tiny
 
-COMMAND = [sys.executable, serve.__file__]
+COMMAND = [sys.executable, "-m", "pagedattn_serving"]
 SMALL = ["--port", "0", "--num-blocks", "16", "--max-seqs", "2"]
 
 
@@ -31,13 +30,13 @@ def folder(tmp_path_factory):
 
 def said(monkeypatch, *args):
     """What the command says when it refuses."""
-    monkeypatch.setattr(sys, "argv", ["serve.py", "--port", "0", *map(str, args)])
-    monkeypatch.setattr(serve, "run", lambda *_: None)  # a test is to fail, not to serve
+    monkeypatch.setattr(sys, "argv", [command.NAME, "--port", "0", *map(str, args)])
+    monkeypatch.setattr(command, "run", lambda *_: None)  # a test is to fail, not to serve
     with pytest.raises(SystemExit) as ended:
-        serve.main()
+        command.main()
     text = ended.value.code
     assert isinstance(text, str)  # which Python prints, and ends with status 1
-    assert text.startswith("serve.py: ")
+    assert text.startswith(f"{command.NAME}: ")
     assert "\n" not in text
     return text
 
@@ -132,31 +131,31 @@ def test_a_config_of_other_sizes_than_the_tensors_is_refused_in_a_line(
     ],
 )
 def test_wrong_numbers_are_refused_before_anything_is_loaded(monkeypatch, capsys, option, value):
-    monkeypatch.setattr(sys, "argv", ["serve.py", f"--{option}", value])
-    monkeypatch.setattr(serve, "serve", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", [command.NAME, f"--{option}", value])
+    monkeypatch.setattr(command, "serve", lambda *_: None)
     with pytest.raises(SystemExit):
-        serve.main()
+        command.main()
     assert re.search(f"argument --{option}: .*{value}", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("key", ["", " ", "a\nb", "é"])
 def test_keys_that_no_header_holds_are_refused_and_not_shown(monkeypatch, capsys, key):
-    monkeypatch.setattr(sys, "argv", ["serve.py", "--api-key", key])
-    monkeypatch.setattr(serve, "serve", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", [command.NAME, "--api-key", key])
+    monkeypatch.setattr(command, "serve", lambda *_: None)
     with pytest.raises(SystemExit):
-        serve.main()
+        command.main()
     assert "argument --api-key: expected" in (told := capsys.readouterr().err)
     assert not key.strip() or key not in told.partition("argument")[2]
 
 
 def test_the_longest_text_is_as_asked_or_refused(monkeypatch, folder):
     served = []
-    monkeypatch.setattr(sys, "argv", ["serve.py", str(folder), *SMALL, "--max-model-len", "40"])
-    monkeypatch.setattr(serve, "ready_engine", lambda *_: SimpleNamespace(holdings=lambda: None))
-    monkeypatch.setattr(serve, "EngineThread", lambda *_: None)
-    monkeypatch.setattr(serve, "local_app", lambda about, *_, **__: served.append(about))
-    monkeypatch.setattr(serve, "run", lambda *_: None)
-    serve.main()
+    monkeypatch.setattr(sys, "argv", [command.NAME, str(folder), *SMALL, "--max-model-len", "40"])
+    monkeypatch.setattr(command, "ready_engine", lambda *_: SimpleNamespace(holdings=lambda: None))
+    monkeypatch.setattr(command, "EngineThread", lambda *_: None)
+    monkeypatch.setattr(command, "local_app", lambda about, *_, **__: served.append(about))
+    monkeypatch.setattr(command, "run", lambda *_: None)
+    command.main()
     assert served[0].longest(1) == 40
     sizes = ("--num-blocks", "2", "--block-size", "16", "--max-model-len")
     assert re.search("33 tokens fit.*--num-blocks", said(monkeypatch, folder, *sizes, "34"))
@@ -173,9 +172,18 @@ def test_it_serves_and_ends_in_order(folder):
     assert (process.returncode, errors) == (0, b"")
 
 
-def test_a_refusal_is_a_line_and_a_status(tmp_path):
+MODULES = {
+    "pagedattn-serve": "pagedattn_serving",
+    "pagedattn-serve-ray": "pagedattn_serving.replicas.command",
+}
+
+
+@pytest.mark.parametrize(("name", "module"), MODULES.items())
+def test_a_refusal_is_a_line_and_a_status(tmp_path, name, module):
+    """Without Ray, that is what is missing."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run([*COMMAND, str(tmp_path)], capture_output=True, text=True, env=env)
+    command = [sys.executable, "-m", module, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, env=env)
     assert ended.returncode == 1
-    assert ended.stderr.startswith("serve.py: ")
+    assert ended.stderr.startswith(f"{name}: ")
     assert ended.stderr.count("\n") == 1

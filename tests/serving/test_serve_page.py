@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from http_server import EchoEngine, begin, eventually, serving
-from serving.server.guards import guards
+from pagedattn_serving.server.guards import guards
 
 playwright = pytest.importorskip("playwright.sync_api")
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")

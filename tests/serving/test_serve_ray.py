@@ -16,16 +16,17 @@ from pathlib import Path
 
 import httpx
 import pytest
-import serve
 from http_server import SECONDS, check_a_stream_outlives_sigterm, eventually
 from hypothesis import given
 from hypothesis import strategies as st
-from serving.server.affinity import IMBALANCE, PREFIX, prefix_of, ranked
-from serving.server.tickets import State
-from serving.server.totals import Totals
+from pagedattn_serving.replicas.affinity import IMBALANCE, PREFIX, prefix_of, ranked
+from pagedattn_serving.replicas.totals import Totals
+from pagedattn_serving.server.guards import guards
+from pagedattn_serving.server.tickets import State
 from tiny import ROOMY, saved_tiny
 
-SERVE_RAY = str(Path(serve.__file__).with_name("serve_ray.py"))
+KEY, ORIGIN = "sk-1", "https://page.example"
+HEADERS = {"Authorization": f"Bearer {KEY}", "Origin": ORIGIN}
 MARK = f"test_serve_ray of {os.getpid()}"
 LIMIT = 240  # seconds of a test, on a busy machine
 LOADS = st.dictionaries(st.text("abc", min_size=1), st.integers(0, 30), min_size=1, max_size=6)
@@ -87,7 +88,7 @@ def test_metrics_are_sums_over_all_replicas_and_counters_never_fall(rounds):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A tiny model of bytes; skips the tests where Ray is missing."""
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'pagedattn[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install './examples/serving[ray]'")
     pytest.importorskip("ray.serve")
     return saved_tiny(tmp_path_factory.mktemp("ray") / "tiny")
 
@@ -105,15 +106,16 @@ def cluster(folder):
     port = free_port()
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # for the replicas
+    from pagedattn_serving.replicas import deployment
     from ray import serve as of_ray
-    from serving.server import replicas
 
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:
         of_ray.start(http_options={"host": "127.0.0.1", "port": port})
-        app = replicas.application(folder, replace(ROOMY, num_blocks=80), replicas=2, num_cpus=0.5)
-        of_ray.run(app, name=replicas.APP, route_prefix="/")
-        handle = of_ray.get_deployment_handle(replicas.REPLICA, replicas.APP)
+        limits, middleware = replace(ROOMY, num_blocks=80), guards(KEY, (ORIGIN,))
+        app = deployment.application(folder, limits, middleware=middleware, num_cpus=0.5)
+        of_ray.run(app, name=deployment.APP, route_prefix="/")
+        handle = of_ray.get_deployment_handle(deployment.REPLICA, deployment.APP)
         yield f"http://127.0.0.1:{port}", handle
     finally:
         of_ray.shutdown()
@@ -126,11 +128,13 @@ def cluster(folder):
 
 def ask(url, prompt, **body):
     body = {"model": "tiny", "prompt": prompt, "temperature": 0, **body}
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=300, verify=False)
+    return httpx.post(
+        f"{url}/v1/completions", json=body, headers=HEADERS, timeout=300, verify=False
+    )
 
 
 def metric(url, name):
-    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
+    lines = httpx.get(f"{url}/metrics", headers=HEADERS, timeout=60).text.splitlines()
     return next(float(line.split()[1]) for line in lines if line.startswith(f"pagedattn_{name} "))
 
 
@@ -156,7 +160,15 @@ def test_prompts_that_begin_alike_hit_one_cache_and_none_is_lost_when_a_replica_
     assert ask(url, "x", logit_bias={"1": 1}).json()["error"]["param"] == "logit_bias"
     assert httpx.get(f"{url}/health").status_code == 200
     assert metric(url, "replicas") == 2
+    check_guards(url)
     one_dies_under_load(url)
+
+
+def check_guards(url):
+    """Who has no key is refused; who has one may ask from the page that was named."""
+    assert httpx.get(f"{url}/v1/models").status_code == 401
+    answer = ask(url, "x", max_tokens=1)
+    assert answer.headers["access-control-allow-origin"] == ORIGIN
 
 
 def one_dies_under_load(url):
@@ -196,12 +208,13 @@ def outcome(answer):
 
 @pytest.fixture
 def command(folder):
-    """serve_ray.py with one replica or two: its url, and its process, marked with all it starts."""
+    """The command with one replica or two: its url, and its process, marked with all it starts."""
     port = free_port()
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OF_A_TEST": MARK}
     options = [f"--port={port}", "--replicas=1", "--most=2", "--max-seqs=2"]
+    options += [f"--api-key={KEY}", f"--allowed-origin={ORIGIN}"]
     with subprocess.Popen(
-        [sys.executable, SERVE_RAY, str(folder), *options],
+        [sys.executable, "-m", "pagedattn_serving.replicas.command", str(folder), *options],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -238,7 +251,8 @@ def test_under_load_a_replica_comes_and_upon_sigterm_all_end_in_order(command):
         asked = [clients.submit(answered_for, url, 20, str(index)) for index in range(24)]
         eventually(lambda: metric(url, "replicas") == 2, LIMIT)
         assert all(each.result(timeout=LIMIT) for each in asked)
-    check_a_stream_outlives_sigterm(url, "tiny", process)
+    check_guards(url)
+    check_a_stream_outlives_sigterm(url, "tiny", process, HEADERS)
     said, _ = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, said
     with pytest.raises(httpx.ConnectError):

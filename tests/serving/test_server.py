@@ -9,9 +9,9 @@ import threading
 import httpx
 import pytest
 from http_server import ECHO, SECONDS, EchoEngine, ask, begin, eventually, rest_of, serving
-from serving.request import NO_TOKEN, Streamed
-from serving.server.refusal import Refusal
-from serving.server.thread import EngineThread
+from pagedattn_serving.decoding.request import NO_TOKEN, Streamed
+from pagedattn_serving.server.refusal import Refusal
+from pagedattn_serving.server.thread import EngineThread
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import httpx
 import pytest
 from http_server import ECHO, EchoEngine, serving
-from serving.server.refusal import failed
+from pagedattn_serving.server.refusal import failed
 
 import pagedattn
 

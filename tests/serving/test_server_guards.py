@@ -4,7 +4,7 @@ import httpx
 import openai
 import pytest
 from http_server import ECHO, EchoEngine, ask, serving
-from serving.server.guards import guards
+from pagedattn_serving.server.guards import guards
 
 KEY, PAGE = "sk-1234", "https://page.example"
 GUARDED = ("/v1/models", "/v1/completions", "/v1/nothing", "/tokenize", "/pool", "/metrics")

@@ -9,16 +9,16 @@ import pytest
 from http_server import ask, serving
 from hypothesis import given
 from hypothesis import strategies as st
-from serving.engine import Engine
-from serving.initial import init_params
-from serving.limits import Limits
-from serving.memory import Memory
-from serving.preemption import Recompute
-from serving.prefix_cache import PrefixCache
-from serving.request import Request
-from serving.sampling import Sampling
-from serving.scheduler import Scheduler
-from serving.server.launch import Loaded
+from pagedattn_serving.blocks.limits import Limits
+from pagedattn_serving.blocks.memory import Memory
+from pagedattn_serving.decoding.request import Request
+from pagedattn_serving.decoding.sampling import Sampling
+from pagedattn_serving.engine.engine import Engine
+from pagedattn_serving.engine.preemption import Recompute
+from pagedattn_serving.engine.prefix_cache import PrefixCache
+from pagedattn_serving.engine.scheduler import Scheduler
+from pagedattn_serving.server.launch import Loaded
+from pagedattn_serving.training.initial import init_params
 from test_window_pools import BOTH
 from tiny import QUICK
 

@@ -9,10 +9,10 @@ import numpy as np
 import openai
 import pytest
 from http_server import ECHO, serving
-from serving.engine import Engine
-from serving.initial import large_params
-from serving.request import Request
-from serving.sampling import Sampling
+from pagedattn_serving.decoding.request import Request
+from pagedattn_serving.decoding.sampling import Sampling
+from pagedattn_serving.engine.engine import Engine
+from pagedattn_serving.training.initial import large_params
 from tiny import ROOMY, TINY
 
 BYTES = replace(TINY, vocab_size=256)

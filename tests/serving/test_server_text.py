@@ -5,11 +5,11 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from serving.request import Streamed
-from serving.server.answers import Sample, joined
-from serving.server.detokenise import Detokenizer, Stops
-from serving.server.refusal import Refusal
-from serving.server.text import Text, _decode_bytes, _encode_bytes, _spell_byte, load_text
+from pagedattn_serving.decoding.request import Streamed
+from pagedattn_serving.server.detokenise import Detokenizer, Stops
+from pagedattn_serving.server.refusal import Refusal
+from pagedattn_serving.server.response import Sample, joined
+from pagedattn_serving.server.text import Text, _decode_bytes, _encode_bytes, _spell_byte, load_text
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from pagedattn import InvalidInputError

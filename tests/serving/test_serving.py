@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving.beam import Beam
-from serving.drawing import pick
-from serving.engine import Engine
-from serving.memory import Memory
-from serving.occupancy import blocks_used
-from serving.parity import dense_logits
-from serving.preemption import Recompute, Swap
-from serving.prefix_cache import PrefixCache
-from serving.request import Found, Request
-from serving.sampling import GREEDY, Sampling
-from serving.scheduler import Scheduler
+from pagedattn_serving.blocks.memory import Memory
+from pagedattn_serving.decoding.beam import Beam
+from pagedattn_serving.decoding.request import Found, Request
+from pagedattn_serving.decoding.sampling import GREEDY, Sampling
+from pagedattn_serving.decoding.sampling_device import pick
+from pagedattn_serving.demo.occupancy import blocks_used
+from pagedattn_serving.demo.parity import dense_logits
+from pagedattn_serving.engine.engine import Engine
+from pagedattn_serving.engine.preemption import Recompute, Swap
+from pagedattn_serving.engine.prefix_cache import PrefixCache
+from pagedattn_serving.engine.scheduler import Scheduler
 from tiny import LIMITS, QUICK, ROOMY, TINY, serve, tiny_params, tiny_requests
 
 pytestmark = pytest.mark.usefixtures("exact_products")

@@ -11,7 +11,7 @@ from benchmarks import whole_step
 from benchmarks.models import SHAPES, random_params
 from benchmarks.serving import Load, Seen
 from benchmarks.whole_step import Needs, filled, needs_of_a_step
-from serving.generation import decode_loop
+from pagedattn_serving.engine.generation import decode_loop
 from tiny import TINY, tiny_params
 
 SIZES = {

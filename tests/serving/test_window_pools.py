@@ -5,14 +5,14 @@ from functools import partial
 
 import numpy as np
 import pytest
-from serving.drawing import pick
-from serving.engine import Engine
-from serving.families.mistral import Mistral
-from serving.occupancy import blocks_used, plot_occupancy
-from serving.parity import dense_logits
-from serving.preemption import Recompute, Swap
-from serving.request import Request
-from serving.sampling import GREEDY, Sampling
+from pagedattn_serving.decoding.request import Request
+from pagedattn_serving.decoding.sampling import GREEDY, Sampling
+from pagedattn_serving.decoding.sampling_device import pick
+from pagedattn_serving.demo.occupancy import blocks_used, plot_occupancy
+from pagedattn_serving.demo.parity import dense_logits
+from pagedattn_serving.engine.engine import Engine
+from pagedattn_serving.engine.preemption import Recompute, Swap
+from pagedattn_serving.families.mistral import Mistral
 from tiny import LIMITS, QUICK, ROOMY, TINY, serve, tiny_params, tiny_requests
 
 pytestmark = pytest.mark.usefixtures("exact_products")

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from serving.checkpoint import save_checkpoint
-from serving.engine import Engine, Step
-from serving.families.llama import Llama
-from serving.initial import init_params, large_params
-from serving.limits import Limits
-from serving.request import Request
-from serving.sampling import GREEDY
+from pagedattn_serving.blocks.limits import Limits
+from pagedattn_serving.checkpoint.folder import save_checkpoint
+from pagedattn_serving.decoding.request import Request
+from pagedattn_serving.decoding.sampling import GREEDY
+from pagedattn_serving.engine.engine import Engine, Step
+from pagedattn_serving.families.llama import Llama
+from pagedattn_serving.training.initial import init_params, large_params
 
 from pagedattn import available_backends
 

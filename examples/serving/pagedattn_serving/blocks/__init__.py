@@ -1,0 +1,1 @@
+"""Sizes, block pools and caches: the memory that sequences live in."""

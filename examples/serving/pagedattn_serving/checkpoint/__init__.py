@@ -1,0 +1,1 @@
+"""Checkpoints as Hugging Face stores them: configs, weights, tokenizers."""

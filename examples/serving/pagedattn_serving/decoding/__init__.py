@@ -1,0 +1,1 @@
+"""Requests, their sequences, and how their next tokens are chosen."""

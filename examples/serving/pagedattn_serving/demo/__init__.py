@@ -1,0 +1,1 @@
+"""The demo: its prompts, a live display, and a report that judges what was served."""

@@ -1,0 +1,1 @@
+"""Continuous batching: scheduler, preemption, prefix cache, and the steps of the device."""

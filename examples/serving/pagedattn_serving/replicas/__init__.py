@@ -1,0 +1,1 @@
+"""Several engines behind one web server, on Ray Serve."""

@@ -1,0 +1,1 @@
+"""How the model that comes with this package was trained."""
