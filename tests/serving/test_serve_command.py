@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import pytest
 from http_server import check_a_stream_outlives_sigterm
 from pagedattn_serving.checkpoint.folder import save_checkpoint
-from pagedattn_serving.server import command, launch
+from pagedattn_serving.server import arguments, command, launch
 from pagedattn_serving.training.initial import init_params
 from tiny import TINY, saved_tiny
 
@@ -136,6 +136,14 @@ def test_wrong_numbers_are_refused_before_anything_is_loaded(monkeypatch, capsys
     with pytest.raises(SystemExit):
         command.main()
     assert re.search(f"argument --{option}: .*{value}", capsys.readouterr().err)
+
+
+def test_without_the_model_that_comes_with_it_a_folder_must_be_named(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(arguments, "SHIPPED", tmp_path / "gone")
+    monkeypatch.setattr(sys, "argv", [command.NAME])
+    with pytest.raises(SystemExit):
+        command.main()
+    assert "required: DIR" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", ["", " ", "a\nb", "é"])

@@ -21,7 +21,12 @@ def make_parser(command: str, description: str | None) -> argparse.ArgumentParse
         command, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "model", type=Path, nargs="?", default=SHIPPED, help="a checkpoint's folder; default: ours"
+        "model",
+        metavar="DIR",
+        type=Path,
+        nargs="?" if SHIPPED.is_dir() else None,  # an sdist of the repository is without it
+        default=SHIPPED,
+        help=f"a checkpoint's folder; default: {SHIPPED.name}, where it is installed",
     )
     parser.add_argument("--name", help="what clients call the model; default: the folder's name")
     parser.add_argument("--host", default="127.0.0.1")
