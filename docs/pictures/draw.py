@@ -5,7 +5,6 @@ PYTHONPATH=examples python docs/pictures/draw.py
 
 from pathlib import Path
 
-import demo
 import numpy as np
 from benchmarks.plot import GREY, save_both
 from matplotlib.figure import Figure
@@ -14,6 +13,7 @@ from pagedattn_serving.blocks.limits import Limits
 from pagedattn_serving.checkpoint.folder import SHIPPED, load_checkpoint
 from pagedattn_serving.checkpoint.tokenizer import load_tokenizer
 from pagedattn_serving.demo.occupancy import plot_occupancy
+from pagedattn_serving.demo.run import make_requests, serve
 from pagedattn_serving.engine.engine import Engine
 
 HERE = Path(__file__).parent
@@ -81,9 +81,9 @@ def cell(axes, left: float, bottom: float, colour: str, edge: str = GREY) -> Non
 def pool() -> tuple[np.ndarray, int]:
     """The owners of blocks while the demo's requests are served, and the longest's blocks."""
     model, params = load_checkpoint(SHIPPED)
-    requests = demo.make_requests(load_tokenizer(SHIPPED), 240)
+    requests = make_requests(load_tokenizer(SHIPPED), 240)
     limits = Limits(96, 16, max(request.max_cached for request in requests), 8)
-    owners = demo.serve(Engine(params, model, limits, "xla"), requests).owners
+    owners = serve(Engine(params, model, limits, "xla"), requests).owners
     return owners, limits.blocks_for(limits.max_seq_len)
 
 

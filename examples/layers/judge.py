@@ -1,6 +1,6 @@
 """Compares a stack of layers that runs over a paged cache with float64, and looks at its memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,14 @@ from pagedattn.testing import reference_attention
 
 LENS = (19, 21, 14, 30)
 Weights = list[dict[str, np.ndarray]]
+
+
+def weights_of(layers: Iterable, matrix: Callable) -> Weights:
+    """Those of all layers, from the stacked ones of a pair; `matrix` reads a projection's."""
+    names = "query", "key", "value", "output"
+    stacked = [{n: np.asarray(matrix(getattr(layer, n))) for n in names} for layer in layers]
+    pairs = range(NUM_PAIRS)
+    return [{n: m[index] for n, m in each.items()} for index in pairs for each in stacked]
 
 
 def judge(step: Callable, weights: Weights) -> int:

@@ -190,5 +190,5 @@ def test_the_encoder_decoder_example_agrees(capsys):
     path = Path(__file__).parents[2] / "examples" / "encoder_decoder.py"
     assert runpy.run_path(str(path))["main"]() == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 10
-    assert all(line.split()[-1] == "ok" for line in lines[1:])
+    assert len(lines) == 5
+    assert all(float(line.split()[-1]) < 1e-5 for line in lines)

@@ -2,13 +2,15 @@
 
 from functools import partial
 
-import context_blocks
 import context_parallel as example
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from context import attention as context_attention
+from context import blocks as context_blocks
+from context import windows as context_windows
 from hypothesis import given
 from hypothesis import strategies as st
 from some_devices import mesh_over
@@ -192,7 +194,7 @@ def shown_on_four(context_lens, window):
             block_size=4,
             max_query_len=2,
         )
-        tokens, shown = example.in_window(batch, window)
+        tokens, shown = context_windows.in_window(batch, window)
         at = context_blocks.positions_of(tokens, jnp.append(seqs, -1), 4)
         return shown.block_tables, shown.seq_lens, at
 
@@ -216,13 +218,13 @@ def test_a_window_shows_each_of_its_keys_on_one_device_and_no_others(window, con
 
 def test_a_window_needs_no_bias(monkeypatch):
     """Which the fast kernels refuse."""
-    given, attention = [], example.paged_attention
+    given, attention = [], context_attention.paged_attention
 
     def recorded(*arrays, **options):
         given.append(options.get("bias"))
         return attention(*arrays, **options)
 
-    monkeypatch.setattr(example, "paged_attention", recorded)
+    monkeypatch.setattr(context_attention, "paged_attention", recorded)
     problem = problem_of(DECODE, AttentionSpec(sliding_window=11))
     state = start(problem, 1)
     step(problem, state, 1, [0] * 5, DECODE, tokens=4, longest=1)

@@ -1,4 +1,4 @@
-"""Where the blocks of sequences lie that are spread over devices; see context_parallel.py.
+"""Where the blocks of sequences lie that are spread over devices.
 
 Block i of sequence s lies on device (i + s) % num_devices, in that device's own pool and cache. All
 functions are called inside `jax.shard_map`.
