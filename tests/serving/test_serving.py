@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagedattn_serving.blocks.memory import Memory
 from pagedattn_serving.decoding.beam import Beam
-from pagedattn_serving.decoding.request import Found, Request
+from pagedattn_serving.decoding.request import Found, Request, Turn
 from pagedattn_serving.decoding.sampling import GREEDY, Sampling
 from pagedattn_serving.decoding.sampling_device import pick
 from pagedattn_serving.demo.occupancy import blocks_used
@@ -277,10 +277,11 @@ def test_the_scheduler_brings_every_request_to_its_end(asked, policy):
         for group in scheduler.running:
             fed = [s for s in group.sequences if any(s is t for t, _ in plan)]
             ready = [s for s in fed if not group.num_pending(s)]
-            draws += group.request.decoding.draw(group, ready, memory, ())
+            draws += group.request.decoding.draw(Turn(group, memory, ()), ready)
         prefixes.keep(scheduler.running)
         for draw in draws:
-            draw.group.request.decoding.read(draw.group, [(draw.sequence, Found(2))], memory, ())
+            turn = Turn(draw.group, memory, ())
+            turn.group.request.decoding.read(turn, [(draw.sequence, Found(2))])
         for group in [group for group in scheduler.running if not group.sequences]:
             scheduler.retire(group)
             lengths[group.request.id] = list(map(len, group.completions()))

@@ -2,8 +2,15 @@
 
 from dataclasses import dataclass
 
-from pagedattn_serving.blocks.memory import Memory
-from pagedattn_serving.decoding.request import Draw, Found, Group, Sequence, Settings, Streamed
+from pagedattn_serving.decoding.request import (
+    Draw,
+    Found,
+    Group,
+    Sequence,
+    Settings,
+    Streamed,
+    Turn,
+)
 from pagedattn_serving.decoding.succession import Choice, succeed
 
 
@@ -29,25 +36,13 @@ class Beam:
     def settings(self) -> Settings:
         return Settings(num_top=2 * self.num_beams, scored=True)
 
-    def draw(
-        self,
-        group: Group,
-        ready: list[Sequence],
-        memory: Memory,
-        stop_tokens: tuple[int, ...],
-    ) -> list[Draw]:
+    def draw(self, turn: Turn, ready: list[Sequence]) -> list[Draw]:
         """The candidates of each; nothing goes on before they are read."""
-        del memory, stop_tokens
-        return [Draw(group, s, s.row, s.row, len(s.tokens)) for s in ready]
+        return [Draw(turn.group, s, s.row, s.row, len(s.tokens)) for s in ready]
 
-    def read(
-        self,
-        group: Group,
-        found: list[tuple[Sequence, Found]],
-        memory: Memory,
-        stop_tokens: tuple[int, ...],
-    ) -> list[Streamed]:
+    def read(self, turn: Turn, found: list[tuple[Sequence, Found]]) -> list[Streamed]:
         """Nothing until the search is over, then the best completion."""
+        group, memory, stop_tokens = turn
         for sequence, new in found:
             sequence.candidates = new.top
         if not all(sequence.candidates for sequence in group.sequences):

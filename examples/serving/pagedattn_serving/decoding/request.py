@@ -62,6 +62,20 @@ class Found(NamedTuple):
     top: Scored = ()
 
 
+class Turn(NamedTuple):
+    """What a decoding works on.
+
+    Fields:
+      group: a request under way.
+      memory: where its sequences lie.
+      stop_tokens: the model's.
+    """
+
+    group: "Group"
+    memory: "Memory"
+    stop_tokens: tuple[int, ...]
+
+
 class Decoding(Protocol):
     """How a request's tokens are chosen: `sampling.Sampling` or `beam.Beam`."""
 
@@ -75,23 +89,11 @@ class Decoding(Protocol):
         """What the device has to know."""
         ...
 
-    def draw(
-        self,
-        group: "Group",
-        ready: list["Sequence"],
-        memory: "Memory",
-        stop_tokens: tuple[int, ...],
-    ) -> list[Draw]:
+    def draw(self, turn: Turn, ready: list["Sequence"]) -> list[Draw]:
         """The draws after a forward that feeds the last tokens of the sequences `ready`."""
         ...
 
-    def read(
-        self,
-        group: "Group",
-        found: list[tuple["Sequence", Found]],
-        memory: "Memory",
-        stop_tokens: tuple[int, ...],
-    ) -> list["Streamed"]:
+    def read(self, turn: Turn, found: list[tuple["Sequence", Found]]) -> list["Streamed"]:
         """Takes in what was drawn for sequences; gives the tokens that no later step takes back.
 
         A group that has no more sequences is done.

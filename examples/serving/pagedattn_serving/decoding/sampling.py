@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from pagedattn import InvalidInputError
-from pagedattn_serving.blocks.memory import Memory
 from pagedattn_serving.decoding.request import (
     IN_FLIGHT,
     Draw,
@@ -15,6 +14,7 @@ from pagedattn_serving.decoding.request import (
     Sequence,
     Settings,
     Streamed,
+    Turn,
 )
 from pagedattn_serving.decoding.succession import Choice, finish, succeed
 
@@ -76,19 +76,14 @@ class Sampling:
         how = (self.temperature, self.seed, self.top_k, self.top_p)
         return Settings(*how, num_top=self.logprobs or 0, scored=self.logprobs is not None)
 
-    def draw(
-        self,
-        group: Group,
-        ready: list[Sequence],
-        memory: Memory,
-        stop_tokens: tuple[int, ...],
-    ) -> list[Draw]:
+    def draw(self, turn: Turn, ready: list[Sequence]) -> list[Draw]:
         """One for each sequence; after the prompt, one for each sample.
 
         The sequences go on at once: the next forward takes the tokens from the device.
         """
         if not ready:
             return []
+        group, memory, stop_tokens = turn
         last = len(ready[0].tokens)
         if last == len(group.request.prompt):
             source = ready[0].row
@@ -102,15 +97,9 @@ class Sampling:
         banned = partial(self._banned, group.request, stop_tokens=stop_tokens)
         return [Draw(group, s, s.row, s.row, position, banned(position)) for s, position in at]
 
-    def read(
-        self,
-        group: Group,
-        found: list[tuple[Sequence, Found]],
-        memory: Memory,
-        stop_tokens: tuple[int, ...],
-    ) -> list[Streamed]:
+    def read(self, turn: Turn, found: list[tuple[Sequence, Found]]) -> list[Streamed]:
         """Every token; what was drawn after a stop token is dropped with its sequence."""
-        streamed = []
+        (group, memory, stop_tokens), streamed = turn, []
         for sequence, new in found:
             known = sequence.num_known
             sequence.tokens[known] = new.token

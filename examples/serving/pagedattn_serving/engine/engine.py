@@ -26,6 +26,7 @@ from pagedattn_serving.decoding.request import (
     Request,
     Sequence,
     Streamed,
+    Turn,
 )
 from pagedattn_serving.decoding.sampling_device import Drawn, enqueue
 from pagedattn_serving.engine.next_logits import next_logits
@@ -163,7 +164,10 @@ class Engine:
 
     def _draw(self, group: Group, fed: set[int]) -> list[Draw]:
         ready = [s for s in group.sequences if id(s) in fed and not group.num_pending(s)]
-        return group.request.decoding.draw(group, ready, self.memory, self.model.stop_tokens)
+        return group.request.decoding.draw(self._turn(group), ready)
+
+    def _turn(self, group: Group) -> Turn:
+        return Turn(group, self.memory, self.model.stop_tokens)
 
     def _pack(self, plan: Plan) -> tuple[np.ndarray, np.ndarray, int]:
         """(tokens, query_lens, max_query_len) of a plan, tokens in row order, padded to a shape."""
@@ -196,11 +200,10 @@ class Engine:
         """Gives a group what was found; retires it when it is done."""
         if any(new.token == NO_TOKEN for _, new in found):
             return self._fail(group)
-        request, stop_tokens = group.request, self.model.stop_tokens
-        streamed = request.decoding.read(group, found, self.memory, stop_tokens)
+        streamed = group.request.decoding.read(self._turn(group), found)
         if not group.sequences:
             self.scheduler.retire(group)
-            self.completions[request.id] = group.completions()
+            self.completions[group.request.id] = group.completions()
         return streamed
 
     def _fail(self, group: Group) -> list[Streamed]:
