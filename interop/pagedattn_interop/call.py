@@ -1,6 +1,8 @@
 """Torch functions as JAX functions, called by XLA itself: inside jit and scan, without copies."""
 
 import contextlib
+import gc
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -112,11 +114,16 @@ def torch_call(
 def _enter(name: str, *buffers):
     """XLA calls this: runs the function called `name` on XLA's buffers, arguments then results."""
     ending.begin_call()
+    num_modules = len(sys.modules)
     try:
         _call(named(name), buffers)
     except BaseException as error:  # XLA can report nothing else than a CallError's text
         text = text_of(error)
     else:
+        if len(sys.modules) != num_modules:
+            # What is tried while modules are imported leaves cycles of exceptions and frames, which
+            # hold the tensors of this call: tvm-ffi would take them for leaked.
+            gc.collect()
         return
     finally:
         ending.end_call()

@@ -1,6 +1,8 @@
 """Arrays that cross without a copy, proved by pointer, and torch functions inside jit."""
 
 import concurrent.futures
+import importlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -300,6 +302,33 @@ def test_gradients_are_refused():
     call = torch_call(lambda x: x * 2, jax.ShapeDtypeStruct((3,), jnp.float32))
     with pytest.raises(ValueError, match="differentiated"):
         jax.grad(lambda x: call(x).sum())(jnp.ones(3))
+
+
+TRIED = """
+def attempt():
+    try:
+        raise ImportError
+    except ImportError as error:
+        kept = [error]  # the error's traceback leads to this frame, which holds the error
+
+attempt()
+"""
+
+
+def test_the_function_may_import(tmp_path, monkeypatch):
+    """What an import leaves in cycles, frames of this call among it, is none of tvm-ffi's leaks."""
+    (tmp_path / "imported_in_a_call.py").write_text(TRIED)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def twice(x):
+        importlib.import_module("imported_in_a_call")
+        return x * 2
+
+    try:
+        call = jax.jit(torch_call(twice, jax.ShapeDtypeStruct((3,), jnp.float32)))
+        assert call(jnp.ones(3)).tolist() == [2, 2, 2]
+    finally:
+        sys.modules.pop("imported_in_a_call", None)
 
 
 def scatter(cache, rows, values):
