@@ -13,6 +13,7 @@ from torch import Tensor
 from pagedattn._dispatch.backend import Backend
 from pagedattn._dispatch.call import Call
 from pagedattn._kernels.triton import launch
+from pagedattn._kernels.triton.arguments import Arrays, Results
 from pagedattn._kernels.triton.attention import attention_kernel
 from pagedattn._kernels.triton.launch import Launch
 from pagedattn._kernels.triton.merge import merge_kernel
@@ -57,12 +58,14 @@ def run(call: Call, query: Tensor, cache, plan: Plan, *, sinks: Tensor | None = 
     """out and lse of a call; every element of both is written by the kernels."""
     sinks = plan.tables[-1] if sinks is None else sinks.float()
     value = cache.key if cache.value is None else cache.value
-    arrays = query, cache.key, value, *plan.tables, sinks
-    outs = query.new_empty(call.out_shape), query.new_empty(call.lse_shape, dtype=torch.float32)
+    arrays = Arrays(query, cache.key, value, *plan.tables, sinks=sinks)
+    lse = query.new_empty(call.lse_shape, dtype=torch.float32)
+    outs = Results(query.new_empty(call.out_shape), lse)
     if plan.tiles.splits == 1:
         _start(attention_kernel, arrays, plan.attention, outs)
         return outs
-    parts = [query.new_empty(plan.tiles.splits, *o.shape, dtype=torch.float32) for o in outs]
+    parts = (query.new_empty(plan.tiles.splits, *o.shape, dtype=torch.float32) for o in outs)
+    parts = Results(*parts)
     _start(attention_kernel, arrays, plan.attention, parts)
     _start(merge_kernel, parts, plan.merge, outs)
     return outs
@@ -71,11 +74,11 @@ def run(call: Call, query: Tensor, cache, plan: Plan, *, sinks: Tensor | None = 
 BACKEND = Backend("triton", launch.SUPPORTS, run, refusals, plan=plan)
 
 
-def _start(kernel, arrays, plan: Launch, outs):
+def _start(kernel, arrays, plan: Launch, outs: Results):
     kernel[plan.grid](
-        *arrays,
-        *plan.scalars,
-        *outs,
+        arrays,
+        results=outs,
+        **plan.scalars,
         **plan.constants,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,

@@ -1,7 +1,9 @@
 """The Triton backend without a GPU: launch arithmetic, and the kernels by Triton's interpreter."""
 
+import ast
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import zlib
@@ -13,10 +15,20 @@ import pytest
 
 from pagedattn import AttentionSpec
 from pagedattn._dispatch.call import Call, Strides
+from pagedattn._kernels.triton.arguments import Arrays, Results, Scalars
 from pagedattn._kernels.triton.launch import attention_launch, merge_launch, refusals
 from pagedattn._kernels.triton.tiling import MAX_SPLITS, device_of, tiling
 from pagedattn._kernels.triton.widths import power_of_two, widths_of
 
+ROOT = Path(__file__).parents[2]
+SOURCES = [
+    *ROOT.glob("pagedattn/_kernels/triton/*.py"),
+    *ROOT.glob("pagedattn/backends/triton/*.py"),
+    ROOT / "pagedattn_torch/backends/triton.py",
+]
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
 H200 = device_of(132, (9, 0))
 SMALL = device_of(20, (8, 9))
 STRIDES = Strides((4096, 128, 1), *[(16384, 1024, 128, 1)] * 2)
@@ -180,8 +192,9 @@ def test_strides_are_counted_in_units(stride, unit):
     query, plane = (32 * stride, stride, 1), (128 * stride, 8 * stride, stride, 1)
     sizes = call(strides=Strides(query, plane, plane))
     launch = attention_launch(sizes, tiling(sizes, H200), 256)
-    assert launch.constants["STRIDE_UNIT"] == unit
-    assert [s * unit for s in launch.scalars[-8:]] == [*query[:2], *plane[:3], *plane[:3]]
+    assert launch.constants["config"].layout.stride_unit == unit
+    strides = [*launch.scalars.values()][-8:]
+    assert [stride * unit for stride in strides] == [*query[:2], *plane[:3], *plane[:3]]
 
 
 def test_a_grid_has_a_program_for_every_row_to_merge():
@@ -191,46 +204,107 @@ def test_a_grid_has_a_program_for_every_row_to_merge():
     assert launch.constants["SPLITS"] == 16  # of 12
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_a_program_is_machine_code_without_line_numbers(monkeypatch):
-    """Compiled for a GPU without one; the launcher's message is a stand-in's."""
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+def test_no_call_passes_more_than_twelve_things_by_position(path):
+    """Nor hides how many they are, where it calls a kernel or a kernel calls a function."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            assert len(node.args) <= 12, ast.unparse(node)
+            kernel = isinstance(node.func, ast.Subscript)
+            assert not (kernel and any(isinstance(arg, ast.Starred) for arg in node.args))
+
+
+@needs_triton
+def test_scalars_are_named_as_the_kernels_name_them():
+    """In the same order, which the launcher needs; and none of them is specialised on."""
+    from pagedattn._kernels.triton.attention import attention_kernel
     from pagedattn._kernels.triton.merge import merge_kernel
+
+    sizes = call(max_blocks=1024)
+    tiles = tiling(sizes, H200)
+    launches = attention_launch(sizes, tiles, 256), merge_launch(sizes, tiles)
+    kernels = attention_kernel, merge_kernel
+    for launch, kernel in zip(launches, kernels, strict=True):
+        assert kernel.arg_names[1:] == [*launch.scalars, "results", *launch.constants]
+        unspecialised = [param.name for param in kernel.params if param.do_not_specialize]
+        assert unspecialised == [*launch.scalars]
+    assert (*launches[0].scalars,) == Scalars._fields
+
+
+@pytest.fixture
+def launcher(monkeypatch):
+    """A stand-in for jaxlib's, of a machine without a GPU."""
     from pagedattn.backends.triton import program as programs
 
     launcher = mock.Mock(**{"get_compute_capability.return_value": 90})
     launcher.TritonKernelCall.return_value.to_proto.return_value = b"what it wrote;"
+    launcher.create_array_parameter.return_value = "u64"
+    launcher.create_scalar_parameter = lambda _, kind: {"i32": "u32", "fp32": "f32"}[kind]
     monkeypatch.setattr(programs, "launcher", launcher)
+    programs._capability.cache_clear()
+    programs._compiled.cache_clear()
+    return launcher
+
+
+def attending(call: Call):
+    """The kernel and what is given to it, in arrays of the call's dtypes."""
+    from pagedattn._kernels.triton.attention import attention_kernel
+
+    half, whole, number = (np.zeros(1, dtype) for dtype in (np.float16, np.float32, np.int32))
+    plane = half if call.cache_dtype is None else np.zeros(1, call.cache_dtype)
+    arrays = Arrays(half, plane, plane, number, number, number, whole, whole)
+    launch = attention_launch(call, tiling(call, H200), 256)
+    return attention_kernel, (arrays,), launch, (Results(half, whole),)
+
+
+def merging(call: Call):
+    from pagedattn._kernels.triton.merge import merge_kernel
+
+    both = (Results(*[np.zeros(1, np.float32)] * 2),)
+    return merge_kernel, both, merge_launch(call, tiling(call, H200)), both
+
+
+@needs_triton
+def test_a_program_is_machine_code_without_line_numbers(launcher, monkeypatch):
+    """Compiled for a GPU without one; the launcher's message is a stand-in's."""
+    from pagedattn.backends.triton import program as programs
+
     monkeypatch.setattr(programs, "TAKES_BINARIES", True)
-    sizes = call(max_blocks=1024)
-    launch = merge_launch(sizes, tiling(sizes, H200))
-    array = np.zeros(1, np.float32)
-    message = zlib.decompress(programs.encoded(merge_kernel, [array] * 2, launch, [array] * 2))
+    given = merging(call(max_blocks=1024))
+    message = zlib.decompress(programs.encoded(*given))
     assert message.startswith(b"what it wrote;")
     assert b"\x7fELF" in message
     assert b".debug_line" not in message
     _, *grid, parameters = launcher.TritonKernelCall.call_args.args
-    assert (*grid, len(parameters)) == (*launch.grid, 6)
-    assert launcher.TritonKernel.call_args.args[:3] == ("merge_kernel", launch.num_warps, 1)
+    assert (*grid, len(parameters)) == (*given[2].grid, 6)
+    assert launcher.TritonKernel.call_args.args[:3] == ("merge_kernel", given[2].num_warps, 1)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn", "float8_e5m2", "int8"])
-@pytest.mark.parametrize("sizes", [{}, {"max_query_len": 300}, LATENT_DECODE], ids=str)
-def test_the_attention_kernel_compiles_for_a_gpu(monkeypatch, sizes, cache_dtype):
-    """To machine code, without a GPU; the launcher's message is a stand-in's."""
-    from pagedattn._kernels.triton.attention import attention_kernel
+@needs_triton
+@pytest.mark.parametrize("kernel", [attending, merging])
+def test_parameters_are_those_of_the_program_in_its_order(launcher, monkeypatch, kernel):
+    """Of tuples one after another, and all pointers are aligned as XLA's arrays are."""
     from pagedattn.backends.triton import program as programs
 
-    launcher = mock.Mock(**{"get_compute_capability.return_value": 90})
-    launcher.TritonKernelCall.return_value.to_proto.return_value = b""
-    monkeypatch.setattr(programs, "launcher", launcher)
+    codes = []
+    compiled = programs._compiled
+    monkeypatch.setattr(programs, "_compiled", lambda *a: codes.append(compiled(*a)) or codes[0])
+    programs.encoded(*kernel(call(max_blocks=1024)))
+    taken = re.findall(r"\.param \.(\w+) .*_param_\d+", codes[0].asm["ptx"])
+    given = launcher.TritonKernelCall.call_args.args[-1]
+    assert taken[: len(given)] == given
+    assert {*taken[len(given) :]} == {"u64"}  # Triton's own, which the launcher knows
+    assert codes[0].asm["ttir"].count("tt.divisibility = 16") == given.count("u64")
+
+
+@needs_triton
+@pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.parametrize("sizes", [{}, {"max_query_len": 300}, LATENT_DECODE], ids=str)
+def test_the_attention_kernel_compiles_for_a_gpu(launcher, monkeypatch, sizes, cache_dtype):
+    """To machine code, without a GPU; the launcher's message is a stand-in's."""
+    from pagedattn.backends.triton import program as programs
+
     monkeypatch.setattr(programs, "TAKES_BINARIES", True)
-    programs._capability.cache_clear()
     options = {"cache_dtype": cache_dtype, "sinks": cache_dtype is not None}
-    sizes = call(**sizes | options, num_tokens=300)
-    launch = attention_launch(sizes, tiling(sizes, H200), 256)
-    half, whole, number = (np.zeros(1, dtype) for dtype in (np.float16, np.float32, np.int32))
-    plane = half if cache_dtype is None else np.zeros(1, cache_dtype)
-    arrays = [half, plane, plane] + [number] * 3 + [whole] * 2
-    message = zlib.decompress(programs.encoded(attention_kernel, arrays, launch, [half, whole]))
-    assert b"\x7fELF" in message
+    given = attending(call(**sizes | options, num_tokens=300))
+    assert b"\x7fELF" in zlib.decompress(programs.encoded(*given))

@@ -23,6 +23,7 @@ LEFT_OUT = {
     "pagedattn._kernels.cpu": "Numba compiles its source",
     "pagedattn._kernels.triton.eight_bits": "Triton compiles its source",
     "pagedattn._kernels.triton.merge": "Triton compiles its source",
+    "pagedattn._kernels.triton.pages": "Triton compiles its source",
     "pagedattn._kernels.triton.tile": "Triton compiles its source",
     "pagedattn._kernels.triton.online_softmax": "Triton compiles its source",
     "pagedattn._dispatch.signatures": "beartype cannot read Unpack of a generic TypedDict",

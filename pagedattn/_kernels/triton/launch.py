@@ -1,11 +1,13 @@
 """How the kernels are started: everything here follows from shapes and the spec alone."""
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..._dispatch.call import Call
 from ...batch.metadata import Sequences, nondecreasing_starts
 from . import widths
+from .arguments import Config, Layout, Options, Scalars, TileShape
 from .programs import held, in_eight_bits, is_short
 from .tiling import Tiling, device_of
 from .widths import power_of_two, widths_of
@@ -21,10 +23,15 @@ LOG2E = math.log2(math.e)
 
 
 class Launch(NamedTuple):
-    """Arguments of one kernel launch, apart from its arrays."""
+    """Arguments of one kernel launch, apart from its arrays.
+
+    Fields:
+      scalars: by name, in the order of the kernel's arguments.
+      constants: what the kernel is compiled for, by name.
+    """
 
     grid: tuple[int, int, int]
-    scalars: tuple[int | float, ...]
+    scalars: Mapping[str, int | float]
     constants: dict[str, Any]
     num_warps: int
     num_stages: int
@@ -57,64 +64,11 @@ def starts_in_order(call: Call, batch: Sequences) -> Sequences:
 
 def attention_launch(call: Call, tiles: Tiling, table_stride: int) -> Launch:
     """The launch of `attention_kernel`; `table_stride` is that of the rows of the block tables."""
-    spec = call.spec
-    key_strides = call.strides.key[:3]
-    value_strides = call.strides.value[:3] or key_strides
-    array_strides = (*call.strides.query[:2], *key_strides, *value_strides)
-    unit = math.gcd(16, *array_strides)
-    scale, cap = _scale_and_cap(call)
-    pairs = in_eight_bits(call) and unit % 2 == 0
-    scalars = (
-        abs(scale),
-        cap,
-        call.window or 0,
-        call.num_tokens,
-        call.num_seqs,
-        call.num_kv_heads,
-        call.num_blocks,
-        call.max_blocks,
-        table_stride,
-        *(stride // unit for stride in array_strides),
-    )
-    rows, keys, num_warps, num_stages = tiles.program
-    few_rows = 16 if not is_short(call) and tiles.heads <= 16 < rows else 0
-    columns = widths_of(call)
-    constants = {
-        "HEAD_DIM": call.head_dim,
-        "DIMS": columns.dims,
-        "REST": columns.rest,
-        "VALUE_DIM": call.out_dim,
-        "VALUE_DIMS": columns.value_dims,
-        "LATENT": columns.latent,
-        "ALIKE": value_strides == key_strides,
-        "BLOCK_SIZE": call.block_size,
-        "STRIDE_UNIT": unit,
-        "GROUP": call.group,
-        "HEADS": tiles.heads,
-        "TOKENS": tiles.tokens,
-        "ROWS": rows,
-        "FEW_TOKENS": few_rows // tiles.heads,
-        "FEW_ROWS": few_rows,
-        "KEYS": keys,
-        "TILES_A_SEQ": tiles.tiles_a_seq,
-        "SPLIT": tiles.splits > 1,
-        "MIN_STEPS": tiles.min_steps,
-        # More warps than the rows need, at 16 rows a warp: they share the keys of a step. Only for
-        # Hopper's matrix products, which take 64 rows at least.
-        "APART": 64 <= rows < 16 * num_warps,
-        # A second loop, without masks, pays where arithmetic takes the time.
-        "UNMASKED": call.window is None and (pairs or not is_short(call)),
-        "CAUSAL": spec.causal,
-        "WINDOW": call.window is not None,
-        "SOFT_CAP": spec.logits_soft_cap is not None,
-        "ALIBI": spec.alibi_slopes is not None,
-        "SINKS": call.sinks,
-        "NEGATE": scale < 0,
-        "PAIRS": pairs,
-        "SMALL": pairs and call.num_blocks * max(key_strides[0], value_strides[0]) < 1 << 31,
-    }
+    unit = _stride_unit(call)
+    constants = {"config": _config(call, tiles, unit)}
+    scalars = _scalars(call, table_stride, unit)._asdict()
     grid = (tiles.num_tiles * tiles.head_tiles * call.num_kv_heads, tiles.splits, 1)
-    return Launch(grid, scalars, constants, num_warps, num_stages)
+    return Launch(grid, scalars, constants, tiles.program.num_warps, tiles.program.num_stages)
 
 
 def merge_launch(call: Call, tiles: Tiling) -> Launch:
@@ -127,12 +81,90 @@ def merge_launch(call: Call, tiles: Tiling) -> Launch:
         # With few splits, reading empty parts too costs less than waiting for the log-sum-exps.
         "EAGER": tiles.splits <= 8,
     }
+    scalars = {"num_rows": num_rows, "num_splits": tiles.splits}
     num_warps = 1 if tiles.splits <= 8 else 4 if tiles.splits <= 32 else 8
-    return Launch((num_rows, 1, 1), (num_rows, tiles.splits), constants, num_warps, 1)
+    return Launch((num_rows, 1, 1), scalars, constants, num_warps, 1)
+
+
+def _array_strides(call: Call) -> tuple[int, ...]:
+    """Of the query's tokens and heads; of the keys' blocks, slots and heads; of the values'."""
+    key = call.strides.key[:3]
+    return (*call.strides.query[:2], *key, *(call.strides.value[:3] or key))
+
+
+def _stride_unit(call: Call) -> int:
+    return math.gcd(16, *_array_strides(call))
+
+
+def _scalars(call: Call, table_stride: int, unit: int) -> Scalars:
+    scale, cap = _scale_and_cap(call)
+    return Scalars(
+        abs(scale),
+        cap,
+        call.window or 0,
+        call.num_tokens,
+        call.num_seqs,
+        call.num_kv_heads,
+        call.num_blocks,
+        call.max_blocks,
+        table_stride,
+        *(stride // unit for stride in _array_strides(call)),
+    )
+
+
+def _config(call: Call, tiles: Tiling, unit: int) -> Config:
+    layout = _layout(call, unit)
+    tile, few = _tile_shapes(call, tiles, layout.pairs)
+    return Config(
+        widths=widths_of(call),
+        layout=layout,
+        options=_options(call),
+        tile=tile,
+        few=few,
+        group=call.group,
+        keys=tiles.program.keys,
+        tiles_a_seq=tiles.tiles_a_seq,
+        split=tiles.splits > 1,
+        min_steps=tiles.min_steps,
+    )
+
+
+def _layout(call: Call, unit: int) -> Layout:
+    key = call.strides.key[:3]
+    value = call.strides.value[:3] or key
+    pairs = in_eight_bits(call) and unit % 2 == 0
+    small = pairs and call.num_blocks * max(key[0], value[0]) < 1 << 31
+    return Layout(call.block_size, unit, alike=value == key, pairs=pairs, small=small)
+
+
+def _options(call: Call) -> Options:
+    spec = call.spec
+    return Options(
+        causal=spec.causal,
+        window=call.window is not None,
+        soft_cap=spec.logits_soft_cap is not None,
+        alibi=spec.alibi_slopes is not None,
+        sinks=call.sinks,
+        negate=call.scale < 0,
+    )
+
+
+def _tile_shapes(call: Call, tiles: Tiling, pairs: bool) -> tuple[TileShape, TileShape | None]:
+    """Of all tiles; of those with few tokens, if they compute fewer rows."""
+    rows, _, num_warps, _ = tiles.program
+    # More warps than the rows need, at 16 rows a warp: they share the keys of a step. Only for
+    # Hopper's matrix products, which take 64 rows at least.
+    apart = 64 <= rows < 16 * num_warps
+    # A second loop, without masks, pays where arithmetic takes the time.
+    unmasked = call.window is None and (pairs or not is_short(call))
+    tile = TileShape(tiles.heads, tiles.tokens, rows, apart, unmasked)
+    if is_short(call) or not tiles.heads <= 16 < rows:
+        return tile, None
+    return tile, TileShape(tiles.heads, 16 // tiles.heads, 16, apart=False, unmasked=False)
 
 
 def _scale_and_cap(call: Call) -> tuple[float, float]:
-    """The kernel's scale and cap; without ALiBi its logits are in base 2 (see its `walk`)."""
+    """The kernel's scale and cap, as `Formula` in online_softmax.py describes them."""
     scale, cap = call.scale, call.spec.logits_soft_cap
     unit = 1.0 if call.spec.alibi_slopes is not None else LOG2E
     if cap is None:

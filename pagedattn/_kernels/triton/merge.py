@@ -8,12 +8,10 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def merge_kernel(
-    split_out,  # f32 [num_splits, num_rows, HEAD_DIM], unspecified where lse is -inf
-    split_lse,  # f32 [num_splits, num_rows]
+    parts,  # out f32 [num_splits, num_rows, HEAD_DIM], unspecified where lse is -inf, and this lse
     num_rows,  # tokens x heads
     num_splits,
-    out,  # [num_rows, HEAD_DIM]
-    lse,  # f32 [num_rows]
+    results,  # out [num_rows, HEAD_DIM], and lse f32 [num_rows]
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
     SPLITS: tl.constexpr,  # num_splits padded to a power of two
@@ -23,7 +21,7 @@ def merge_kernel(
     splits = tl.arange(0, SPLITS)
     dims = tl.arange(0, DIMS)
     at = splits.to(tl.int64) * num_rows + row
-    part = tl.load(split_lse + at, mask=splits < num_splits, other=float("-inf"))
+    part = tl.load(parts.lse + at, mask=splits < num_splits, other=float("-inf"))
     highest = tl.max(part, 0)
     shift = tl.where(highest == float("-inf"), 0.0, highest)
     weights = tl.exp2((part - shift) * LOG2E)
@@ -31,12 +29,13 @@ def merge_kernel(
     empty = total == 0
     total = tl.where(empty, 1.0, total)
     wanted = splits < num_splits if EAGER else part > float("-inf")
-    parts = tl.load(
-        split_out + at[:, None] * HEAD_DIM + dims[None, :],
+    values = tl.load(
+        parts.out + at[:, None] * HEAD_DIM + dims[None, :],
         mask=wanted[:, None] & (dims < HEAD_DIM)[None, :],
         other=0.0,
     )
-    parts = tl.where((part > float("-inf"))[:, None], parts, 0.0)
-    values = tl.sum(parts * (weights / total)[:, None], 0)
-    tl.store(out + row * HEAD_DIM + dims, values.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
-    tl.store(lse + row, tl.where(empty, float("-inf"), shift + tl.log(total)))
+    values = tl.where((part > float("-inf"))[:, None], values, 0.0)
+    values = tl.sum(values * (weights / total)[:, None], 0)
+    out = results.out + row * HEAD_DIM + dims
+    tl.store(out, values.to(results.out.dtype.element_ty), mask=dims < HEAD_DIM)
+    tl.store(results.lse + row, tl.where(empty, float("-inf"), shift + tl.log(total)))

@@ -1,129 +1,163 @@
-"""The walk of a tile over its keys: loads, logits, masks and the online softmax."""
+"""A tile's attention to its keys, step by step: products, masks and the online softmax."""
+
+# Constants are NamedTuples here, which the type `constexpr` does not say.
+# pyright: reportAttributeAccessIssue=false
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from .eight_bits import in_pairs, octets, taken_apart, widened
+from .eight_bits import taken_apart
+from .pages import find_slots, load_keys, load_slots, load_values
 
 LOG2E = tl.constexpr(1.4426950408889634)
 ONE = tl.constexpr(1.0)
 
 
-@triton.jit
-def walk(
-    highest, total, summed, odd, start, stop, begin, end, q, q_rest, key, value, table, positions,
-    slopes, scale, cap, window, num_blocks, block_stride, slot_stride,
-    value_block_stride, value_slot_stride,
-    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, REST: tl.constexpr, VALUE_DIM: tl.constexpr,
-    VALUE_DIMS: tl.constexpr, LATENT: tl.constexpr, ALIKE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr, KEYS: tl.constexpr, APART: tl.constexpr, MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
-    PAIRS: tl.constexpr, SMALL: tl.constexpr,
-):  # fmt: skip
-    """Online softmax over the keys from start to stop; only those in [begin, end) are read.
-
-    With MASKED backwards: the last step may have few keys, and as the first one it costs little,
-    because the loads of the first two steps are under way together.
-
-    With PAIRS, of eight bits, there is a `scale` for each row, and values are read as pairs of
-    columns: `summed` has the even ones of them and `odd` the odd ones.
+class Formula(NamedTuple):
+    """The numbers of the formula.
 
     Without ALiBi `scale` (or `cap`) includes log2(e), so that exp becomes a bare exp2. With ALiBi
     the factor comes last: slope times distance may be large, and is exact only without it.
     """
-    if APART:
-        rounded = tl.zeros([q.shape[0], KEYS], q.dtype)
+
+    scale: Any
+    cap: Any
+    window: Any
+
+
+class Queries(NamedTuple):
+    """The rows of a tile."""
+
+    q: Any  # [rows, widths.dims]
+    q_rest: Any  # [rows, widths.rest]; anything if that is 0
+    positions: Any
+    slopes: Any
+
+
+class State(NamedTuple):
+    """The online softmax of the keys so far.
+
+    Of values that are read as pairs of columns, `summed` has the even ones and `odd` the odd ones.
+    """
+
+    highest: Any  # logit
+    total: Any  # of the weights
+    summed: Any  # values by their weights
+    odd: Any
+
+
+class Span(NamedTuple):
+    """Keys of a tile."""
+
+    begin: Any  # only those in [begin, end) are read
+    end: Any
+    start: Any  # those in [start, stop) are attended to
+    stop: Any
+
+
+@triton.jit
+def attend_keys(
+    state, span, queries, cache, formula, config: tl.constexpr, apart: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """The state after the keys of a span.
+
+    With MASKED backwards: the last step may have few keys, and as the first one it costs little,
+    because the loads of the first two steps are under way together.
+
+    For caches of eight bits `formula.scale` is one scale for each row.
+    """
+    KEYS: tl.constexpr = config.keys
+    options: tl.constexpr = config.options
+    pairs: tl.constexpr = config.layout.pairs
+    start, stop = span.start, span.stop
+    highest, total, summed, odd = state.highest, state.total, state.summed, state.odd
+    if apart:
+        rounded = tl.zeros([queries.q.shape[0], KEYS], queries.q.dtype)
     last = start + (stop - start - 1) // KEYS * KEYS
     for done in range(0, stop - start, KEYS):
         step = last - done if MASKED else start + done
         keys = step + tl.arange(0, KEYS)
-        inside = (keys >= begin) & (keys < end)
-        blocks = load_blocks(table, step, keys, inside, num_blocks, BLOCK_SIZE, KEYS, MASKED)
-        slots = keys % BLOCK_SIZE
-        if not SMALL:
-            blocks, slots = blocks.to(tl.int64), slots.to(tl.int64)
-        offsets = blocks * (block_stride * STRIDE_UNIT) + slots * (slot_stride * STRIDE_UNIT)
+        inside = (keys >= span.begin) & (keys < span.end)
+        slots = find_slots(cache, step, keys, inside, config, MASKED)
         # Keys that no row sees are not read: a NaN there would survive a weight of 0.
         # Eight bits become the query's dtype in registers.
-        if PAIRS:
-            k = load_slots(octets(key), offsets, inside, 0, DIMS, HEAD_DIM, MASKED)
-            k = widened(k, key.dtype.element_ty)
-        else:
-            k = load_slots(key, offsets, inside, 0, DIMS, HEAD_DIM, MASKED).to(q.dtype)
-        products = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if REST > 0:
-            k_rest = load_slots(key, offsets, inside, DIMS, REST, HEAD_DIM, MASKED).to(q.dtype)
-            if APART:
-                products = products * scale
-                products += tl.dot(q_rest, tl.trans(k_rest), input_precision="ieee") * scale
-            else:
-                products = tl.dot(q_rest, tl.trans(k_rest), products, input_precision="ieee")
-        elif APART:
-            products = products * scale
-        elif PAIRS:
-            products = products * scale[:, None]
-        v = k
-        if not LATENT:
-            if not ALIKE:
-                offsets = blocks * (value_block_stride * STRIDE_UNIT)
-                offsets += slots * (value_slot_stride * STRIDE_UNIT)
-            if PAIRS:
-                half: tl.constexpr = VALUE_DIM // 2
-                v = load_slots(
-                    in_pairs(value), offsets // 2, inside, 0, VALUE_DIMS // 2, half, MASKED
-                )  # fmt: skip
-            else:
-                v = load_slots(value, offsets, inside, 0, VALUE_DIMS, VALUE_DIM, MASKED)
-                v = v.to(q.dtype)
-        if APART:
+        k = load_keys(cache, slots, queries.q.dtype, config, MASKED)
+        products = qk_matmul(queries, k, cache, slots, formula.scale, config, apart, MASKED)
+        v = load_values(cache, slots, k, config, MASKED)
+        if apart:
             # The compiler gives each warp all keys of a product that leads to another one, so
             # that pairs of warps compute the same; through a branch it does not see that.
             kept = total
             if done < stop - start:
                 weights, kept, highest, total = weigh(
-                    products, highest, total, keys, inside, positions, slopes, 1.0, cap, window,
-                    MASKED, CAUSAL, WINDOW, SOFT_CAP, ALIBI,
+                    products, highest, total, keys, inside, queries, 1.0, formula, options, MASKED,
                 )  # fmt: skip
-                rounded = weights.to(q.dtype)
+                rounded = weights.to(queries.q.dtype)
         else:
             weights, kept, highest, total = weigh(
-                products, highest, total, keys, inside, positions, slopes,
-                1.0 if PAIRS else scale, cap, window,
-                MASKED, CAUSAL, WINDOW, SOFT_CAP, ALIBI,
+                products, highest, total, keys, inside, queries, 1.0 if pairs else formula.scale,
+                formula, options, MASKED,
             )  # fmt: skip
         summed = summed * kept[:, None]
-        if not APART:
-            rounded = weights.to(q.dtype)
-        if PAIRS:
+        if not apart:
+            rounded = weights.to(queries.q.dtype)
+        if pairs:
             # Not before: until here they take half the registers.
-            v, v_odd = taken_apart(v, value.dtype.element_ty)
+            v, v_odd = taken_apart(v, cache.value.dtype.element_ty)
             odd = tl.dot(rounded, v_odd, odd * kept[:, None])
         summed = tl.dot(rounded, v, summed, input_precision="ieee")
-    return highest, total, summed, odd
+    return State(highest=highest, total=total, summed=summed, odd=odd)
+
+
+@triton.jit
+def qk_matmul(
+    queries, k, cache, slots, scale, config: tl.constexpr, apart: tl.constexpr, MASKED: tl.constexpr
+):
+    """The products of queries and keys; times the scale where `weigh` does not apply it."""
+    widths: tl.constexpr = config.widths
+    products = tl.dot(queries.q, tl.trans(k), input_precision="ieee")
+    if widths.rest > 0:
+        k_rest = load_slots(
+            cache.key, slots.keys, slots.inside, widths.dims, widths.rest, widths.head_dim, MASKED
+        ).to(queries.q.dtype)
+        if apart:
+            products = products * scale
+            products += tl.dot(queries.q_rest, tl.trans(k_rest), input_precision="ieee") * scale
+        else:
+            products = tl.dot(queries.q_rest, tl.trans(k_rest), products, input_precision="ieee")
+    elif apart:
+        products = products * scale
+    elif config.layout.pairs:
+        products = products * scale[:, None]
+    return products
 
 
 @triton.jit
 def weigh(
-    products, highest, total, keys, inside, positions, slopes, scale, cap, window,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
-    ALIBI: tl.constexpr,
+    products, highest, total, keys, inside, queries, scale, formula, options: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """A step of the online softmax: its weights, the factor on what was summed, and the state."""
-    exponent: tl.constexpr = LOG2E if ALIBI else ONE
-    logits = cap * tanh(products * scale) if SOFT_CAP else products * scale
-    distance = positions[:, None] - keys[None, :]
-    if ALIBI:
-        logits -= slopes[:, None] * tl.abs(distance).to(tl.float32)
+    exponent: tl.constexpr = LOG2E if options.alibi else ONE
+    logits = products * scale
+    if options.soft_cap:
+        logits = formula.cap * tanh(logits)
+    distance = queries.positions[:, None] - keys[None, :]
+    if options.alibi:
+        logits -= queries.slopes[:, None] * tl.abs(distance).to(tl.float32)
     if MASKED:
         visible = inside[None, :]
-        if CAUSAL:
+        if options.causal:
             visible = visible & (distance >= 0)
-        elif WINDOW:
-            visible = visible & (-distance < window)
-        if WINDOW:
-            visible = visible & (distance < window)
+        elif options.window:
+            visible = visible & (-distance < formula.window)
+        if options.window:
+            visible = visible & (distance < formula.window)
         logits = tl.where(visible, logits, float("-inf"))
-    if MASKED or SOFT_CAP or ALIBI:
+    if MASKED or options.soft_cap or options.alibi:
         new_highest = tl.maximum(highest, tl.max(logits, 1))
     else:
         # The same maximum, as scale is not negative, with one multiplication a row.
@@ -135,38 +169,6 @@ def weigh(
     kept = tl.exp2((highest - shift) * exponent)
     total = total * kept + tl.sum(weights, 1)
     return weights, kept, new_highest, total
-
-
-@triton.jit
-def load_blocks(
-    table, step, keys, inside, num_blocks, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """The block of each key of a step; ids are clamped to the cache."""
-    if BLOCK_SIZE % KEYS == 0:
-        blocks = tl.load(table + step // BLOCK_SIZE)  # the step lies in one block
-    elif MASKED:
-        blocks = tl.load(table + keys // BLOCK_SIZE, mask=inside, other=0)
-    else:
-        blocks = tl.load(table + keys // BLOCK_SIZE)
-    return tl.minimum(tl.maximum(blocks, 0), num_blocks - 1)
-
-
-@triton.jit
-def load_slots(
-    plane, offsets, inside, FIRST: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """`[KEYS, WIDTH]` of a plane's COLUMNS, from FIRST on; 0 where nothing is to be read."""
-    dims = FIRST + tl.arange(0, WIDTH)
-    pointers = plane + offsets[:, None] + dims[None, :]
-    if MASKED and FIRST + WIDTH > COLUMNS:
-        return tl.load(pointers, mask=inside[:, None] & (dims < COLUMNS)[None, :], other=0.0)
-    if MASKED:
-        return tl.load(pointers, mask=inside[:, None], other=0.0)
-    if FIRST + WIDTH > COLUMNS:
-        return tl.load(pointers, mask=(dims < COLUMNS)[None, :], other=0.0)
-    return tl.load(pointers)
 
 
 @triton.jit

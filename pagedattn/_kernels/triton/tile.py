@@ -1,121 +1,150 @@
-"""Attention of one tile: the keys that its rows see, its queries, the walk, and what is stored."""
+"""Attention of one tile: the keys that its rows see, its queries, and what is stored."""
+
+# Constants are NamedTuples here, which the type `constexpr` does not say.
+# pyright: reportAttributeAccessIssue=false
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from .eight_bits import half_query
-from .online_softmax import walk
+from .online_softmax import Formula, Queries, Span, State, attend_keys
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
+class Rows(NamedTuple):
+    """Memory of a tile's rows: pointers to its first token and head."""
+
+    query: Any
+    query_token_stride: Any  # in units, as the next
+    query_head_stride: Any
+    out: Any
+    lse: Any
+    num_heads: Any  # of the call, in a row of out and lse
+    alibi_slopes: Any
+    sinks: Any
+
+
+class Task(NamedTuple):
+    """The work of a tile."""
+
+    first: Any  # token, counted from the sequence's first new one
+    query_len: Any
+    seq_len: Any
+    num_heads: Any  # of the group, from the tile's first one on
+    has_sinks: Any
+
+
+class Places(NamedTuple):
+    """The rows of a tile."""
+
+    tokens: Any
+    heads: Any
+    exists: Any
+
+
 @triton.jit
-def attend(
-    query, key, value, table, alibi_slopes, sinks, out, lse, scale, cap, window,
-    first, query_len, seq_len, num_heads, num_tile_heads, num_blocks, has_sinks,
-    query_token_stride, query_head_stride, block_stride, slot_stride,
-    value_block_stride, value_slot_stride,
-    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, REST: tl.constexpr, VALUE_DIM: tl.constexpr,
-    VALUE_DIMS: tl.constexpr, LATENT: tl.constexpr, ALIKE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, SPLIT: tl.constexpr, MIN_STEPS: tl.constexpr, APART: tl.constexpr,
-    UNMASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
-    ALIBI: tl.constexpr, SINKS: tl.constexpr, NEGATE: tl.constexpr, PAIRS: tl.constexpr,
-    SMALL: tl.constexpr,
-):  # fmt: skip
-    """Computes one tile: the tokens of a sequence from `first` on, for a KV head's query heads."""
-    rows = tl.arange(0, ROWS)
-    tokens = rows // HEADS
-    heads = rows % HEADS
-    left = query_len - first
-    exists = (tokens < tl.minimum(left, TOKENS)) & (heads < num_tile_heads)
-
-    # [begin, end) are the keys that any row of the tile sees.
-    first_position = seq_len - left
-    last_position = first_position + tl.minimum(left, TOKENS) - 1
-    begin = 0
-    end = seq_len
-    if CAUSAL:
-        end = tl.minimum(end, last_position + 1)
-    elif WINDOW:
-        end = tl.minimum(end, last_position + window)
-    if WINDOW:
-        begin = tl.maximum(begin, first_position - window + 1)
-
-    start = begin // KEYS * KEYS
-    stop = end
-    if SPLIT:
-        # This split's share of the keys, in whole steps; of few keys, the last splits get none.
-        steps = tl.maximum(end - start + KEYS - 1, 0) // KEYS
-        share = tl.maximum(tl.cdiv(steps, tl.num_programs(1)), MIN_STEPS)
-        start += tl.program_id(1) * share * KEYS
-        stop = tl.minimum(start + share * KEYS, end)
-        nothing = start >= stop
-        if SINKS:
+def attend(rows, cache, task, formula, config: tl.constexpr, tile: tl.constexpr):
+    """Computes one tile: the tokens of a sequence from the first on, for a KV head's heads."""
+    options: tl.constexpr = config.options
+    places = places_of(task, tile)
+    span = span_of(task, formula.window, config, tile)
+    if config.split:
+        nothing = span.start >= span.stop
+        if options.sinks:
             nothing = nothing & (tl.program_id(1) > 0)  # the first split has the sinks
         if nothing:
             # No out is stored: the merge ignores it where the log-sum-exp is -inf.
-            tl.store(lse + tokens * num_heads + heads, nothing_seen(ROWS), mask=exists)
+            row = rows.lse + places.tokens * rows.num_heads + places.heads
+            tl.store(row, nothing_seen(tile.rows), mask=places.exists)
             return
 
-    query += tokens.to(tl.int64)[:, None] * (query_token_stride * STRIDE_UNIT)
-    query += heads.to(tl.int64)[:, None] * (query_head_stride * STRIDE_UNIT)
-    q = load_query(query, exists, 0, DIMS, HEAD_DIM, NEGATE)
-    if PAIRS:
+    queries, formula = load_queries(rows, places, task, formula, config, tile)
+    state = first_state(rows, places, task, config, tile)
+    if tile.unmasked:
+        middle = middle_of(span, task, config)
+        unmasked = Span(begin=span.begin, end=span.end, start=span.start, stop=middle)
+        state = attend_keys(state, unmasked, queries, cache, formula, config, tile.apart, False)
+        span = Span(begin=span.begin, end=span.end, start=middle, stop=span.stop)
+    state = attend_keys(state, span, queries, cache, formula, config, tile.apart, True)
+    store_state(rows, task, state, config, tile)
+
+
+@triton.jit
+def places_of(task, tile: tl.constexpr):
+    """The token and head of each row of a tile, and whether they exist."""
+    rows = tl.arange(0, tile.rows)
+    tokens = rows // tile.heads
+    heads = rows % tile.heads
+    left = task.query_len - task.first
+    exists = (tokens < tl.minimum(left, tile.tokens)) & (heads < task.num_heads)
+    return Places(tokens=tokens, heads=heads, exists=exists)
+
+
+@triton.jit
+def span_of(task, window, config: tl.constexpr, tile: tl.constexpr):
+    """The keys that any row of a tile sees and, where they are split, this program's share."""
+    options: tl.constexpr = config.options
+    KEYS: tl.constexpr = config.keys
+    left = task.query_len - task.first
+    first_position = task.seq_len - left
+    last_position = first_position + tl.minimum(left, tile.tokens) - 1
+    begin = 0
+    end = task.seq_len
+    if options.causal:
+        end = tl.minimum(end, last_position + 1)
+    elif options.window:
+        end = tl.minimum(end, last_position + window)
+    if options.window:
+        begin = tl.maximum(begin, first_position - window + 1)
+    start = begin // KEYS * KEYS
+    stop = end
+    if config.split:
+        # In whole steps; of few keys, the last splits get none.
+        steps = tl.maximum(end - start + KEYS - 1, 0) // KEYS
+        share = tl.maximum(tl.cdiv(steps, tl.num_programs(1)), config.min_steps)
+        start += tl.program_id(1) * share * KEYS
+        stop = tl.minimum(start + share * KEYS, end)
+    return Span(begin=begin, end=end, start=start, stop=stop)
+
+
+@triton.jit
+def middle_of(span, task, config: tl.constexpr):
+    """The key before which no mask is needed: if the first row sees a key, so do the others."""
+    middle = span.end
+    if config.options.causal:
+        first_position = task.seq_len - (task.query_len - task.first)
+        middle = tl.maximum(tl.minimum(span.end, first_position + 1), 0)
+    return tl.minimum(tl.maximum(middle // config.keys * config.keys, span.start), span.stop)
+
+
+@triton.jit
+def load_queries(rows, places, task, formula, config: tl.constexpr, tile: tl.constexpr):
+    """The queries of a tile, and the formula; for eight bits with a scale for each row."""
+    widths: tl.constexpr = config.widths
+    negate: tl.constexpr = config.options.negate
+    unit: tl.constexpr = config.layout.stride_unit
+    tokens, heads, exists = places.tokens, places.heads, places.exists
+    query = rows.query + tokens.to(tl.int64)[:, None] * (rows.query_token_stride * unit)
+    query += heads.to(tl.int64)[:, None] * (rows.query_head_stride * unit)
+    q = load_query(query, exists, 0, widths.dims, widths.head_dim, negate)
+    scale = formula.scale
+    if config.layout.pairs:
         q, factors = half_query(q)
         scale = scale * factors
     q_rest = q
-    if REST > 0:
-        q_rest = load_query(query, exists, DIMS, REST, HEAD_DIM, NEGATE)
+    if widths.rest > 0:
+        q_rest = load_query(query, exists, widths.dims, widths.rest, widths.head_dim, negate)
+    ROWS: tl.constexpr = tile.rows
     slopes = tl.zeros([ROWS], tl.float32)
-    if ALIBI:
-        slopes = tl.load(alibi_slopes + heads, mask=exists, other=0.0)
-
-    positions = first_position + tokens
-    highest = nothing_seen(ROWS)
-    total = tl.zeros([ROWS], tl.float32)
-    if SINKS:
-        # The softmax begins with a logit that has no value.
-        mask = exists & has_sinks & (tl.program_id(1) == 0)
-        highest = tl.load(sinks + heads, mask=mask, other=float("-inf"))
-        total = tl.where(highest > float("-inf"), 1.0, 0.0)
-        if not ALIBI:
-            highest *= LOG2E
-    summed = tl.zeros([ROWS, VALUE_DIMS // 2 if PAIRS else VALUE_DIMS], tl.float32)
-    odd = summed
-    if UNMASKED:
-        # Before `middle` no mask is needed: the first row sees all keys, and so do the others.
-        middle = end
-        if CAUSAL:
-            middle = tl.maximum(tl.minimum(end, first_position + 1), 0)
-        middle = tl.minimum(tl.maximum(middle // KEYS * KEYS, start), stop)
-        highest, total, summed, odd = walk(
-            highest, total, summed, odd, start, middle, begin, end, q, q_rest, key, value, table,
-            positions, slopes, scale, cap, window, num_blocks, block_stride, slot_stride,
-            value_block_stride, value_slot_stride,
-            HEAD_DIM, DIMS, REST, VALUE_DIM, VALUE_DIMS, LATENT, ALIKE, BLOCK_SIZE, STRIDE_UNIT,
-            KEYS, APART, False, CAUSAL, WINDOW, SOFT_CAP, ALIBI, PAIRS, SMALL,
-        )  # fmt: skip
-        start = middle
-    highest, total, summed, odd = walk(
-        highest, total, summed, odd, start, stop, begin, end, q, q_rest, key, value, table,
-        positions, slopes, scale, cap, window, num_blocks, block_stride, slot_stride,
-        value_block_stride, value_slot_stride,
-        HEAD_DIM, DIMS, REST, VALUE_DIM, VALUE_DIMS, LATENT, ALIKE, BLOCK_SIZE, STRIDE_UNIT, KEYS,
-        APART, True, CAUSAL, WINDOW, SOFT_CAP, ALIBI, PAIRS, SMALL,
-    )  # fmt: skip
-    if PAIRS:
-        summed = tl.reshape(tl.join(summed, odd), [ROWS, VALUE_DIMS])
-
-    empty = total == 0
-    total = tl.where(empty, 1.0, total)
-    # Without ALiBi the logits are in base 2: see `walk`.
-    log_total = highest + tl.log(total) if ALIBI else (highest + tl.log2(total)) * LN2
-    store_rows(
-        out, lse, summed / total[:, None], tl.where(empty, float("-inf"), log_total), 0, left,
-        num_heads, num_tile_heads, VALUE_DIM, VALUE_DIMS, TOKENS, HEADS, ROWS,
-    )  # fmt: skip
+    if config.options.alibi:
+        slopes = tl.load(rows.alibi_slopes + heads, mask=exists, other=0.0)
+    positions = task.seq_len - (task.query_len - task.first) + tokens
+    formula = Formula(scale=scale, cap=formula.cap, window=formula.window)
+    return Queries(q=q, q_rest=q_rest, positions=positions, slopes=slopes), formula
 
 
 @triton.jit
@@ -123,10 +152,28 @@ def load_query(
     rows, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
     NEGATE: tl.constexpr,
 ):  # fmt: skip
-    """`[ROWS, WIDTH]`: the columns of the rows' queries from FIRST on."""
+    """`[rows, WIDTH]`: the columns of the rows' queries from FIRST on."""
     dims = FIRST + tl.arange(0, WIDTH)
     q = tl.load(rows + dims[None, :], mask=exists[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
     return -q if NEGATE else q
+
+
+@triton.jit
+def first_state(rows, places, task, config: tl.constexpr, tile: tl.constexpr):
+    """The state before any key: of nothing, or of the sinks."""
+    ROWS: tl.constexpr = tile.rows
+    COLUMNS: tl.constexpr = config.widths.value_dims
+    highest = nothing_seen(ROWS)
+    total = tl.zeros([ROWS], tl.float32)
+    if config.options.sinks:
+        # The softmax begins with a logit that has no value.
+        mask = places.exists & task.has_sinks & (tl.program_id(1) == 0)
+        highest = tl.load(rows.sinks + places.heads, mask=mask, other=float("-inf"))
+        total = tl.where(highest > float("-inf"), 1.0, 0.0)
+        if not config.options.alibi:
+            highest *= LOG2E
+    summed = tl.zeros([ROWS, COLUMNS // 2 if config.layout.pairs else COLUMNS], tl.float32)
+    return State(highest=highest, total=total, summed=summed, odd=summed)
 
 
 @triton.jit
@@ -135,21 +182,37 @@ def nothing_seen(ROWS: tl.constexpr):
 
 
 @triton.jit
-def store_rows(
-    out, lse, values, log_total, skipped, left, num_heads, num_tile_heads,
-    VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
-):  # fmt: skip
-    """Stores the tile that begins `skipped` tokens later; `left` tokens of the sequence exist."""
-    rows = tl.arange(0, ROWS)
-    dims = tl.arange(0, VALUE_DIMS)
-    tokens = rows // HEADS
-    heads = rows % HEADS
-    exists = (tokens < TOKENS) & (tokens + skipped < left) & (heads < num_tile_heads)
-    row = (tokens + skipped).to(tl.int64) * num_heads + heads
+def store_state(rows, task, state, config: tl.constexpr, tile: tl.constexpr):
+    """Stores what a tile's keys gave."""
+    highest, summed = state.highest, state.summed
+    ROWS: tl.constexpr = tile.rows
+    COLUMNS: tl.constexpr = config.widths.value_dims
+    if config.layout.pairs:
+        summed = tl.reshape(tl.join(summed, state.odd), [ROWS, COLUMNS])
+    empty = state.total == 0
+    total = tl.where(empty, 1.0, state.total)
+    # Without ALiBi the logits are in base 2: see `Formula`.
+    alibi: tl.constexpr = config.options.alibi
+    log_total = highest + tl.log(total) if alibi else (highest + tl.log2(total)) * LN2
+    values = summed / total[:, None]
+    log_total = tl.where(empty, float("-inf"), log_total)
+    store_rows(rows, task, values, log_total, 0, config, tile)
+
+
+@triton.jit
+def store_rows(rows, task, values, log_total, skipped, config: tl.constexpr, tile: tl.constexpr):
+    """Stores the tile that begins `skipped` tokens later."""
+    widths: tl.constexpr = config.widths
+    places = tl.arange(0, tile.rows)
+    dims = tl.arange(0, widths.value_dims)
+    tokens = places // tile.heads
+    heads = places % tile.heads
+    left = task.query_len - task.first
+    exists = (tokens < tile.tokens) & (tokens + skipped < left) & (heads < task.num_heads)
+    row = (tokens + skipped).to(tl.int64) * rows.num_heads + heads
     tl.store(
-        out + row[:, None] * VALUE_DIM + dims[None, :],
-        values.to(out.dtype.element_ty),
-        mask=exists[:, None] & (dims < VALUE_DIM)[None, :],
+        rows.out + row[:, None] * widths.value_dim + dims[None, :],
+        values.to(rows.out.dtype.element_ty),
+        mask=exists[:, None] & (dims < widths.value_dim)[None, :],
     )
-    tl.store(lse + row, log_total, mask=exists)
+    tl.store(rows.lse + row, log_total, mask=exists)

@@ -15,14 +15,18 @@ class Widths(NamedTuple):
     """Columns of the tiles of one step of keys.
 
     Fields:
+      head_dim: of the keys.
       dims: of the keys' first tile, which in a latent cache holds the values.
       rest: of the keys' second tile; 0 where the first one has all columns.
+      value_dim: of the values.
       value_dims: of the values' tile.
       latent: whether that is the keys' first tile.
     """
 
+    head_dim: int
     dims: int
     rest: int
+    value_dim: int
     value_dims: int
     latent: bool
 
@@ -47,7 +51,8 @@ def widths_of(call: Call) -> Widths:
     if latent or call.head_dim > ONE_TILE:
         dims = max(16, power_of_two(call.head_dim + 1) // 2, value_dims if latent else 0)
     rest = tile_width(call.head_dim - dims) if dims < call.head_dim else 0
-    return Widths(dims, rest, dims if latent else value_dims, latent)
+    value_dims = dims if latent else value_dims
+    return Widths(call.head_dim, dims, rest, call.out_dim, value_dims, latent)
 
 
 def is_wide(call: Call) -> bool:

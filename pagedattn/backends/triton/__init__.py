@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from ..._arrays.shard_map import axes_of, varying
 from ..._dispatch.backend import Backend
 from ..._dispatch.call import Call
+from ..._kernels.triton.arguments import Arrays, Results
 from ..._kernels.triton.attention import attention_kernel
 from ..._kernels.triton.launch import (
     SUPPORTS,
@@ -35,16 +36,16 @@ def run(call: Call, query, cache, batch, *, sinks=None):
     tables = batch.block_tables, batch.seq_lens, batch.query_start_loc
     sinks = slopes if sinks is None else sinks.astype(jnp.float32)
     value = cache.key if cache.value is None else cache.value
-    arrays = query, cache.key, value, *tables, slopes, sinks
-    outs = (
+    arrays = Arrays(query, cache.key, value, *tables, slopes, sinks)
+    outs = Results(
         jax.ShapeDtypeStruct(call.out_shape, query.dtype),
         jax.ShapeDtypeStruct(call.lse_shape, jnp.float32),
     )
     launch = attention_launch(call, tiles, table_stride=call.max_blocks)
     if tiles.splits == 1:
         return _start(attention_kernel, arrays, launch, outs)
-    parts = [jax.ShapeDtypeStruct((tiles.splits, *out.shape), jnp.float32) for out in outs]
-    parts = _start(attention_kernel, arrays, launch, parts)
+    parts = (jax.ShapeDtypeStruct((tiles.splits, *out.shape), jnp.float32) for out in outs)
+    parts = _start(attention_kernel, arrays, launch, Results(*parts))
     return _start(merge_kernel, parts, merge_launch(call, tiles), outs)
 
 
@@ -69,9 +70,8 @@ def _capability() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _start(kernel, arrays, launch: Launch, outs):
-    outs = tuple(outs)
-    opaque = encoded(kernel, arrays, launch, outs)
+def _start(kernel, arrays, launch: Launch, outs: Results) -> Results:
+    opaque = encoded(kernel, (arrays,), launch, (outs,))
     call = jax.ffi.ffi_call("triton_kernel_call_ffi", outs, vmap_method="sequential")
     results = call(*arrays, name=kernel.__name__, opaque=opaque)
-    return varying(tuple(results), axes_of(arrays))
+    return Results(*varying(tuple(results), axes_of(arrays)))

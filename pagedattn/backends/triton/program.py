@@ -6,8 +6,10 @@ does for torch: XLA's assembler allots registers differently, which costs some o
 
 import functools
 import zlib
+from collections.abc import Iterator
 from importlib.metadata import version
 
+import jax
 import triton
 from jaxlib import gpu_triton as launcher
 from triton import knobs
@@ -38,9 +40,14 @@ def missing() -> list[str]:
 
 
 def encoded(kernel, arrays, launch: Launch, outs) -> bytes:
-    """The argument `opaque` of `triton_kernel_call_ffi`: a compressed protobuf message."""
-    kinds = ["fp32" if isinstance(scalar, float) else "i32" for scalar in launch.scalars]
-    inputs, results = ([TYPES[array.dtype.name] for array in part] for part in (arrays, outs))
+    """The argument `opaque` of `triton_kernel_call_ffi`: a compressed protobuf message.
+
+    `arrays` and `outs` are the kernel's first and last arguments, arrays or tuples of arrays. The
+    launcher takes them one after another.
+    """
+    scalars = launch.scalars.values()
+    kinds = ["fp32" if isinstance(scalar, float) else "i32" for scalar in scalars]
+    inputs, results = jax.tree.map(lambda array: TYPES[array.dtype.name], (arrays, outs))
     constants = tuple(launch.constants.items())
     types = (*inputs, *kinds, *results)
     code = _compiled(kernel, types, constants, launch.num_warps, launch.num_stages)
@@ -50,8 +57,9 @@ def encoded(kernel, arrays, launch: Launch, outs) -> bytes:
     sizes = launch.num_warps, 1, code.metadata.shared
     loaded = launcher.TritonKernel(code.metadata.name, *sizes, text, "", _capability())
     array = launcher.create_array_parameter(0, DIVISIBILITY)
-    scalars = map(launcher.create_scalar_parameter, launch.scalars, kinds)
-    parameters = [array] * len(inputs) + list(scalars) + [array] * len(results)
+    parameters = [array] * len(jax.tree.leaves(arrays))
+    parameters += map(launcher.create_scalar_parameter, scalars, kinds)
+    parameters += [array] * len(jax.tree.leaves(outs))
     call = launcher.TritonKernelCall(loaded, *launch.grid, parameters)
     message = call.to_proto(kernel.__name__, b"")
     return zlib.compress(message + binary_part(code) if TAKES_BINARIES else message)
@@ -62,8 +70,7 @@ def _compiled(kernel, types, constants, num_warps, num_stages):
     """The kernel, compiled for the first GPU; not specialised on scalars: one serves all values."""
     signature = dict(zip(kernel.arg_names, types, strict=False))
     signature |= {name: "constexpr" for name, _ in constants}
-    pointers = (i for i, kind in enumerate(types) if kind.startswith("*"))
-    aligned = {(i,): [["tt.divisibility", DIVISIBILITY]] for i in pointers}
+    aligned = {path: [["tt.divisibility", DIVISIBILITY]] for path in pointers(types)}
     source = ASTSource(kernel, signature, dict(constants), aligned)
     options = {"num_warps": num_warps, "num_stages": num_stages}
     target = GPUTarget("cuda", _capability(), 32)
@@ -71,6 +78,19 @@ def _compiled(kernel, types, constants, num_warps, num_stages):
         # Line numbers make up half of a message, which XLA copies at each launch: 1 us.
         knobs.compilation.disable_line_info = True
         return triton.compile(source, target=target, options=options)
+
+
+def pointers(types) -> Iterator[tuple[int, ...]]:
+    """Where the pointers are among types, some of them in tuples.
+
+    >>> list(pointers((("*fp16", "*i32"), "fp32", "*fp16")))
+    [(0, 0), (0, 1), (2,)]
+    """
+    for i, kind in enumerate(types):
+        if isinstance(kind, tuple):
+            yield from ((i, *path) for path in pointers(kind))
+        elif kind.startswith("*"):
+            yield (i,)
 
 
 @functools.cache

@@ -184,7 +184,7 @@ def _started(name: str, arrays: tuple, dtypes: list, **constants: Any) -> Sequen
     (parts, num_rows, columns), memory = arrays[0].shape, arrays[-1]
     constants |= {"PARTS": parts, "COLUMNS": columns, "PADDED": 1 << (columns - 1).bit_length()}
     constants |= {"ROWS": MOST_ROWS, "WORDS": words_of(memory), "EMPTY": EMPTY}
-    launch = Launch((num_rows, 1, 1), (), constants, NUM_WARPS, num_stages=1)
+    launch = Launch((num_rows, 1, 1), {}, constants, NUM_WARPS, num_stages=1)
     outs = [jax.ShapeDtypeStruct((num_rows, columns), dtype) for dtype in dtypes]
     opaque = encoded(getattr(peer_kernel, name), arrays, launch, outs)
     return jax.ffi.ffi_call("triton_kernel_call_ffi", outs)(*arrays, name=name, opaque=opaque)

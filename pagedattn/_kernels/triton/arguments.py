@@ -1,0 +1,99 @@
+"""What `attention_kernel` takes, in groups with names.
+
+Arrays are one argument and constants another. Numbers that change from call to call are arguments
+of their own. In a tuple, Triton would specialise on them, although `do_not_specialize` names it: a
+new length or size that is 1 or a multiple of 16 would compile another program. And a launch costs
+less than with 56 arguments: 20 us of Python instead of 26.
+"""
+
+from typing import Any, NamedTuple
+
+from .widths import Widths
+
+
+class Arrays(NamedTuple):
+    """What the kernel reads."""
+
+    query: Any  # [num_tokens, num_kv_heads * group, head_dim]
+    key: Any  # [num_blocks, block_size, num_kv_heads, head_dim]; of any dtype
+    value: Any  # [num_blocks, block_size, num_kv_heads, value_dim]; any array when latent
+    block_tables: Any  # i32 [num_seqs, max_blocks]
+    seq_lens: Any  # i32 [num_seqs]
+    query_start_loc: Any  # i32 [num_seqs + 1]
+    alibi_slopes: Any  # f32 [num_heads]; any array without ALiBi
+    sinks: Any  # f32 [num_heads]; any array without sinks
+
+
+class Results(NamedTuple):
+    """What the kernel writes."""
+
+    out: Any  # [splits, num_tokens, num_heads, value_dim]
+    lse: Any  # f32 [splits, num_tokens, num_heads]
+
+
+class Scalars(NamedTuple):
+    """Numbers that a program takes. Strides are in units of `Layout.stride_unit` elements."""
+
+    scale: float  # on the dot product, never negative; includes 1 / cap or log2(e)
+    cap: float  # of the logits, 0 without one; includes log2(e), but not with ALiBi
+    window: int
+    num_tokens: int
+    num_seqs: int
+    num_kv_heads: int
+    num_blocks: int
+    max_blocks: int
+    table_stride: int  # of the rows of the block tables, in elements
+    query_token_stride: int
+    query_head_stride: int
+    block_stride: int
+    slot_stride: int
+    head_stride: int
+    value_block_stride: int
+    value_slot_stride: int
+    value_head_stride: int
+
+
+class Layout(NamedTuple):
+    """How the cache stores keys and values."""
+
+    block_size: int
+    stride_unit: int  # tells the compiler what divides the strides: loads are then wide
+    alike: bool  # the values have the keys' strides
+    pairs: bool  # they are read as eight_bits.py reads them
+    small: bool  # offsets in the cache fit into 32 bits, which saves registers
+
+
+class Options(NamedTuple):
+    """What the formula has."""
+
+    causal: bool
+    window: bool
+    soft_cap: bool
+    alibi: bool
+    sinks: bool
+    negate: bool  # the scale is negative
+
+
+class TileShape(NamedTuple):
+    """The rows that a program computes."""
+
+    heads: int  # query heads of a tile: all of the group if they fit
+    tokens: int
+    rows: int  # at least tokens * heads
+    apart: bool  # more warps than rows for them: they share the keys of a step; see `attend_keys`
+    unmasked: bool  # steps that all rows see wholly get a loop without masks
+
+
+class Config(NamedTuple):
+    """What a program is compiled for."""
+
+    widths: Widths
+    layout: Layout
+    options: Options
+    tile: TileShape
+    few: TileShape | None  # for tiles with no more tokens than it has, as decodes in a mixed batch
+    group: int  # query heads of a KV head
+    keys: int  # of one step
+    tiles_a_seq: int  # tiles given to each sequence; 0 finds the sequence by search
+    split: bool  # the grid's second axis splits the keys, for `merge_kernel`
+    min_steps: int  # steps below which keys are not split further

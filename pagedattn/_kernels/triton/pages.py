@@ -1,0 +1,118 @@
+"""The keys and values of one step, as they are read from the cache's blocks."""
+
+# Constants are NamedTuples here, which the type `constexpr` does not say.
+# pyright: reportAttributeAccessIssue=false
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .eight_bits import in_pairs, octets, widened
+
+
+class Cache(NamedTuple):
+    """The keys and values of a sequence, for one KV head. Strides are in units."""
+
+    key: Any
+    value: Any
+    table: Any  # the sequence's row of the block tables
+    num_blocks: Any
+    block_stride: Any
+    slot_stride: Any
+    value_block_stride: Any
+    value_slot_stride: Any
+
+
+class Slots(NamedTuple):
+    """The keys of a step in the cache."""
+
+    blocks: Any
+    slots: Any
+    keys: Any  # offsets from the first key
+    inside: Any  # whether a key is one of those to read
+
+
+@triton.jit
+def find_slots(cache, step, keys, inside, config: tl.constexpr, MASKED: tl.constexpr):
+    """The slots of a step's keys, the first of which is `step`."""
+    layout: tl.constexpr = config.layout
+    blocks = load_blocks(cache, step, keys, inside, layout.block_size, config.keys, MASKED)
+    slots = keys % layout.block_size
+    if not layout.small:
+        blocks, slots = blocks.to(tl.int64), slots.to(tl.int64)
+    unit: tl.constexpr = layout.stride_unit
+    offsets = blocks * (cache.block_stride * unit) + slots * (cache.slot_stride * unit)
+    return Slots(blocks=blocks, slots=slots, keys=offsets, inside=inside)
+
+
+@triton.jit
+def load_blocks(
+    cache, step, keys, inside, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr
+):
+    """The block of each key of a step; ids are clamped to the cache."""
+    if BLOCK_SIZE % KEYS == 0:
+        blocks = tl.load(cache.table + step // BLOCK_SIZE)  # the step lies in one block
+    elif MASKED:
+        blocks = tl.load(cache.table + keys // BLOCK_SIZE, mask=inside, other=0)
+    else:
+        blocks = tl.load(cache.table + keys // BLOCK_SIZE)
+    return tl.minimum(tl.maximum(blocks, 0), cache.num_blocks - 1)
+
+
+@triton.jit
+def load_keys(cache, slots, dtype: tl.constexpr, config: tl.constexpr, MASKED: tl.constexpr):
+    """`[keys, widths.dims]`: the first tile of the keys."""
+    columns: tl.constexpr = config.widths.head_dim
+    WIDTH: tl.constexpr = config.widths.dims
+    if config.layout.pairs:
+        k = load_slots(octets(cache.key), slots.keys, slots.inside, 0, WIDTH, columns, MASKED)
+        k = widened(k, cache.key.dtype.element_ty)
+    else:
+        k = load_slots(cache.key, slots.keys, slots.inside, 0, WIDTH, columns, MASKED)
+    return k.to(dtype)
+
+
+@triton.jit
+def load_values(cache, slots, k, config: tl.constexpr, MASKED: tl.constexpr):
+    """`[keys, widths.value_dims]` in the dtype of the keys `k`, or half as many pairs."""
+    columns: tl.constexpr = config.widths.value_dim
+    WIDTH: tl.constexpr = config.widths.value_dims
+    if config.widths.latent:
+        v = k
+    elif config.layout.pairs:
+        offsets = value_offsets(cache, slots, config) // 2
+        plane = in_pairs(cache.value)
+        v = load_slots(plane, offsets, slots.inside, 0, WIDTH // 2, columns // 2, MASKED)
+    else:
+        offsets = value_offsets(cache, slots, config)
+        v = load_slots(cache.value, offsets, slots.inside, 0, WIDTH, columns, MASKED).to(k.dtype)
+    return v
+
+
+@triton.jit
+def value_offsets(cache, slots, config: tl.constexpr):
+    """Offsets of values from the first one."""
+    unit: tl.constexpr = config.layout.stride_unit
+    offsets = slots.keys
+    if not config.layout.alike:
+        offsets = slots.blocks * (cache.value_block_stride * unit)
+        offsets += slots.slots * (cache.value_slot_stride * unit)
+    return offsets
+
+
+@triton.jit
+def load_slots(
+    plane, offsets, inside, FIRST: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """`[keys, WIDTH]` of a plane's COLUMNS, from FIRST on; 0 where nothing is to be read."""
+    dims = FIRST + tl.arange(0, WIDTH)
+    pointers = plane + offsets[:, None] + dims[None, :]
+    if MASKED and FIRST + WIDTH > COLUMNS:
+        return tl.load(pointers, mask=inside[:, None] & (dims < COLUMNS)[None, :], other=0.0)
+    if MASKED:
+        return tl.load(pointers, mask=inside[:, None], other=0.0)
+    if FIRST + WIDTH > COLUMNS:
+        return tl.load(pointers, mask=(dims < COLUMNS)[None, :], other=0.0)
+    return tl.load(pointers)
