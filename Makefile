@@ -177,7 +177,7 @@ $(ARM_VENV)/ready: tests/arm.sh constraints.txt
 $(HOPPER_VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(HOPPER_VENV)
 	$(HOPPER_VENV)/bin/pip install -q -c constraints.txt -e '.[testing]' jax-cuda13-plugin pytest \
-		pytest-xdist safetensors triton
+		pytest-xdist rich safetensors triton
 	touch $@
 
 # 7 GB: the only torch 2.8 in the package index is the one for CUDA.

@@ -7,6 +7,7 @@ the facts of a call that are known before its values. `examples/own_backend.py` 
 from ._arrays.namespace import cdiv
 from ._dispatch.backend import Backend, Call, Plan, Run, Sequences
 from .backends.gradient import with_xla_gradient
+from .backends.triton_call import triton_call
 from .batch.indices import positions, sequence_ids
 from .masks import key_range, visible_mask
 
@@ -20,6 +21,7 @@ __all__ = [
     "key_range",
     "positions",
     "sequence_ids",
+    "triton_call",
     "visible_mask",
     "with_xla_gradient",
 ]

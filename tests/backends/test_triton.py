@@ -10,6 +10,8 @@ import zlib
 from pathlib import Path
 from unittest import mock
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -19,6 +21,7 @@ from pagedattn._kernels.triton.arguments import Arrays, Results, Scalars
 from pagedattn._kernels.triton.launch import attention_launch, merge_launch, refusals
 from pagedattn._kernels.triton.tiling import MAX_SPLITS, device_of, tiling
 from pagedattn._kernels.triton.widths import power_of_two, widths_of
+from pagedattn.extend import triton_call
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [
@@ -295,6 +298,21 @@ def test_parameters_are_those_of_the_program_in_its_order(launcher, monkeypatch,
     assert taken[: len(given)] == given
     assert {*taken[len(given) :]} == {"u64"}  # Triton's own, which the launcher knows
     assert codes[0].asm["ttir"].count("tt.divisibility = 16") == given.count("u64")
+
+
+@needs_triton
+def test_a_kernel_of_ones_own_is_launched_by_xla(launcher):
+    """Compiled for a GPU without one; the launcher's message is a stand-in's."""
+    from triton_kernels import double_kernel
+
+    x = jnp.zeros((4, 64), jnp.bfloat16)
+    outs = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
+    options = {"outs": outs, "grid": (4, 1, 1), "num_warps": 2, "SIZE": 64}
+    program = jax.make_jaxpr(lambda x: triton_call(double_kernel, x, **options))(x)
+    assert [out.str_short() for out in program.out_avals] == ["bfloat16[4,64]"]
+    assert "triton_kernel_call_ffi" in str(program)
+    assert launcher.TritonKernel.call_args.args[:2] == ("double_kernel", 2)
+    assert launcher.TritonKernelCall.call_args.args[1:] == (4, 1, 1, ["u64", "u64"])
 
 
 @needs_triton

@@ -163,7 +163,7 @@ def test_the_choice_loads_no_backend():
     assert not [name for name in reached if name.startswith("pagedattn.backends")]
 
 
-SHARED = {"__init__", "gradient", "gather", "bias"}  # of several backends
+SHARED = {"__init__", "gradient", "triton_call", "gather", "bias"}  # of several backends
 
 
 def backend_files(package: str) -> dict[str, Path]:

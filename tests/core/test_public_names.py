@@ -20,12 +20,6 @@ PLACES = {
 CODE = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 PROGRAMS = sorted((ROOT / "examples").rglob("*.py"))
-# What programs still take from inside, for want of a public way: a kernel of one's own within XLA.
-TOLERATED = {
-    "pagedattn._kernels.triton.launch.Launch",
-    "pagedattn.backends.triton.program.encoded",
-    "pagedattn.backends.triton.program.missing",
-}
 
 
 def listed(path: Path) -> set[str]:
@@ -110,12 +104,7 @@ def test_pages_use_public_names(page):
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=name_of)
 def test_programs_use_public_names(program):
-    assert not set(private_names(program.read_text())) - TOLERATED
-
-
-def test_what_is_tolerated_is_used():
-    used = {name for program in PROGRAMS for name in private_names(program.read_text())}
-    assert used >= TOLERATED
+    assert not private_names(program.read_text())
 
 
 @pytest.mark.parametrize(

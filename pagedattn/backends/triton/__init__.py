@@ -9,7 +9,6 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from ..._arrays.shard_map import axes_of, varying
 from ..._dispatch.backend import Backend
 from ..._dispatch.call import Call
 from ..._kernels.triton.arguments import Arrays, Results
@@ -25,7 +24,7 @@ from ..._kernels.triton.launch import (
 from ..._kernels.triton.merge import merge_kernel
 from ..._kernels.triton.tiling import device_of, tiling
 from ..gradient import with_xla_gradient
-from .program import encoded, missing
+from .program import missing, start
 
 
 @functools.partial(jax.jit, static_argnames="call")
@@ -71,7 +70,4 @@ def _capability() -> tuple[int, int]:
 
 
 def _start(kernel, arrays, launch: Launch, outs: Results) -> Results:
-    opaque = encoded(kernel, (arrays,), launch, (outs,))
-    call = jax.ffi.ffi_call("triton_kernel_call_ffi", outs, vmap_method="sequential")
-    results = call(*arrays, name=kernel.__name__, opaque=opaque)
-    return Results(*varying(tuple(results), axes_of(arrays)))
+    return Results(*start(kernel, (arrays,), launch, (outs,)))

@@ -16,6 +16,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from ..._arrays.shard_map import axes_of, varying
 from ..._kernels.triton.launch import Launch
 
 # From this version on the launcher takes machine code; older ones take PTX and assemble it.
@@ -37,6 +38,15 @@ def missing() -> list[str]:
     if hasattr(launcher, "TritonKernel"):
         return []
     return ["it needs JAX for CUDA (this jaxlib has no CUDA plugin): pip install 'jax[cuda13]'"]
+
+
+def start(kernel, arrays, launch: Launch, outs) -> tuple:
+    """The results of a launch, one after another, where tuples among `outs` are flattened."""
+    opaque = encoded(kernel, arrays, launch, outs)
+    given, shapes = jax.tree.leaves(arrays), jax.tree.leaves(outs)
+    call = jax.ffi.ffi_call("triton_kernel_call_ffi", shapes, vmap_method="sequential")
+    results = call(*given, name=kernel.__name__, opaque=opaque)
+    return varying(tuple(results), axes_of(given))
 
 
 def encoded(kernel, arrays, launch: Launch, outs) -> bytes:

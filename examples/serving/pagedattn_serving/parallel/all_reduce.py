@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import find_spec
 from itertools import permutations
 from typing import Any
 
@@ -21,8 +20,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from pagedattn import InvalidInputError
-from pagedattn.extend import cdiv
+from pagedattn import InvalidInputError, available_backends
+from pagedattn.extend import cdiv, triton_call
 from pagedattn_serving.families.decoder import Hidden
 
 Features = Float[Array, "num_tokens _"]
@@ -139,12 +138,10 @@ def refusals(mesh: Mesh) -> list[str]:
         return [f"it adds what two GPUs have, the mesh is of {devices}"]
     if {device.process_index for device in devices} != {jax.process_index()}:
         return ["an address means nothing in another process"]
-    if find_spec("triton") is None:
-        return ["it needs triton"]
-    from pagedattn.backends.triton.program import missing
-
+    if "triton" not in available_backends():
+        return ["it needs Triton, and JAX for CUDA: pip install 'pagedattn[cuda]'"]
     pairs = permutations([device.local_hardware_id for device in devices])
-    return missing() + [f"GPU {a} cannot reach GPU {b}" for a, b in pairs if not reaches(a, b)]
+    return [f"GPU {a} cannot reach GPU {b}" for a, b in pairs if not reaches(a, b)]
 
 
 def reaches(ordinal: int, peer: int) -> bool:
@@ -177,14 +174,11 @@ def _sum_and_norm(x, weight, residual, scale, addresses, memory, eps):
 
 def _started(name: str, arrays: tuple, dtypes: list, **constants: Any) -> Sequence[Array]:
     """The outputs of a kernel, which have these dtypes."""
-    from pagedattn._kernels.triton.launch import Launch
-    from pagedattn.backends.triton.program import encoded
     from pagedattn_serving.parallel import peer_kernel
 
     (parts, num_rows, columns), memory = arrays[0].shape, arrays[-1]
     constants |= {"PARTS": parts, "COLUMNS": columns, "PADDED": 1 << (columns - 1).bit_length()}
     constants |= {"ROWS": MOST_ROWS, "WORDS": words_of(memory), "EMPTY": EMPTY}
-    launch = Launch((num_rows, 1, 1), {}, constants, NUM_WARPS, num_stages=1)
     outs = [jax.ShapeDtypeStruct((num_rows, columns), dtype) for dtype in dtypes]
-    opaque = encoded(getattr(peer_kernel, name), arrays, launch, outs)
-    return jax.ffi.ffi_call("triton_kernel_call_ffi", outs)(*arrays, name=name, opaque=opaque)
+    sizes = {"grid": (num_rows, 1, 1), "num_warps": NUM_WARPS, "num_stages": 1}
+    return triton_call(getattr(peer_kernel, name), *arrays, outs=outs, **sizes, **constants)
