@@ -140,10 +140,17 @@ def key_range(lowest, highest, num_keys, causal: bool, window: int | None):
     >>> key_range(np.array([4]), np.array([6]), np.array([9]), causal=True, window=3)
     (array([2]), array([7]))
     """
-    clip = namespace(lowest).clip
-    first = 0 * num_keys if window is None else clip(lowest - window + 1, 0, None)
     reach = 1 if causal else window
-    return first, num_keys if reach is None else clip(highest + reach, None, num_keys)
+    if reach is None:
+        return 0 * num_keys, num_keys
+    clip = _clip if isinstance(lowest, int) else namespace(lowest).clip
+    first = 0 * num_keys if window is None else clip(lowest - window + 1, 0, None)
+    return first, clip(highest + reach, None, num_keys)
+
+
+def _clip(number: int, least: int | None, most: int | None) -> int:
+    number = number if least is None else max(number, least)
+    return number if most is None else min(number, most)
 
 
 def common_key_range(lowest, highest, num_keys, causal: bool, window: int | None):

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from pagedattn import BatchMetadata, InvalidInputError, KVCache, UnsupportedError
 from pagedattn._arrays.dlpack import HOST
 from pagedattn._arrays.memory import require_dense
+from pagedattn.batch.validate import ARRAYS
 
 
 def tensor(name: str, array, device=None) -> Tensor:
@@ -49,13 +50,17 @@ def signed(array: Tensor) -> Tensor:
 
 
 def batch_on(batch: BatchMetadata, device) -> BatchMetadata:
-    """The batch with its arrays as int32 tensors on a device."""
-    arrays = {
-        field.name: int32(tensor(field.name, getattr(batch, field.name), device))
-        for field in dataclasses.fields(batch)
-        if not field.metadata.get("static")
-    }
-    return dataclasses.replace(batch, **arrays)
+    """The batch with its arrays as int32 tensors on a device, or each where it lies (None).
+
+    Nothing is read of tensors that are so already, the usual case: they are not asked for memory.
+    """
+    changed = {}
+    for name in ARRAYS:
+        array = getattr(batch, name)
+        as_it_is = isinstance(array, Tensor) and array.dtype is torch.int32 and not array.is_neg()
+        if not as_it_is or (device is not None and array.device != torch.device(device)):
+            changed[name] = int32(tensor(name, array, device))
+    return dataclasses.replace(batch, **changed) if changed else batch
 
 
 def nondecreasing(starts: Tensor) -> Tensor:
@@ -86,16 +91,22 @@ def _negated(name: str) -> InvalidInputError:
     return InvalidInputError(f"{name} is negated lazily: call .resolve_neg() first")
 
 
-def require_cache(cache: KVCache) -> None:
+def require_cache(cache: KVCache) -> dict[str, Tensor]:
+    """Requires a cache of tensors; returns those that it has, by what errors call them."""
     if not isinstance(cache, KVCache):
         raise InvalidInputError(
             f"cache must be a KVCache of torch tensors, got {type(cache).__name__}; "
             "split_kv_cache makes one of a layer's kv_cache"
         )
-    arrays = {f"the cache's {name}": array for name, array in vars(cache).items()}
-    del arrays["the cache's value_dim"]
-    absent = [name for name, array in arrays.items() if array is None and name != "the cache's key"]
-    require_tensors(**{name: array for name, array in arrays.items() if name not in absent})
+    arrays = {"the cache's key": cache.key}
+    if cache.value is not None:
+        arrays["the cache's value"] = cache.value
+    if cache.key_scale is not None:
+        arrays["the cache's key_scale"] = cache.key_scale
+    if cache.value_scale is not None:
+        arrays["the cache's value_scale"] = cache.value_scale
+    require_tensors(**arrays)
+    return arrays
 
 
 def require_writable(**arrays: Tensor) -> None:
@@ -114,12 +125,14 @@ def require_writable(**arrays: Tensor) -> None:
             )
 
 
-def require_beside(name: str, tensor: Tensor | None, of: str, place: Tensor) -> None:
-    """Requires a tensor on the device of `place`, which is a tensor of `of`."""
-    if tensor is not None and tensor.device != place.device:
-        raise InvalidInputError(
-            f"{name} must lie on the {of}'s {place.device}, got {tensor.device}; its .to moves it"
-        )
+def require_beside(of: str, place: Tensor, /, **tensors: Tensor | None) -> None:
+    """Requires tensors on the device of `place`, which is a tensor of `of`."""
+    device = place.device
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            raise InvalidInputError(
+                f"{name} must lie on the {of}'s {device}, got {tensor.device}; its .to moves it"
+            )
 
 
 def bits(tensor: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from .arrays import (
     tensor,
     with_dense_rows,
 )
-from .step import Bias, Lse, Out, Query, Sinks, described, prepare
+from .step import Bias, Lse, Out, Query, Sinks, described, given_of, prepared
 from .uncompiled import uncompiled
 
 Keys = Float[Tensor, "num_keys num_kv_heads head_dim"]
@@ -72,9 +72,8 @@ def paged_attention(
     >>> paged_attention(torch.ones(1, 2, 8), cache, batch).shape
     torch.Size([1, 2, 8])
     """
-    options = {"sinks": sinks, "bias": bias}
-    step = prepare(query, cache, batch, spec, backend=backend, return_lse=return_lse, **options)
-    given = {name: array for name, array in options.items() if array is not None}
+    given = given_of(sinks=sinks, bias=bias)
+    step = prepared(query, cache, batch, spec, backend, return_lse, given)
     with torch.no_grad():
         out, lse = step.run(query, cache, **given)
     return (out, cast(Tensor, lse)) if return_lse else out
@@ -103,7 +102,7 @@ def explain(
     >>> explain(torch.ones(1, 2, 8), cache, batch)["sdpa"]
     []
     """
-    call, _ = described(query, cache, batch, spec, return_lse, sinks=sinks, bias=bias)
+    call, _ = described(query, cache, batch, spec, return_lse, given_of(sinks=sinks, bias=bias))
     with on_device_of(query):
         return select.explain(call, Framework.TORCH)
 
@@ -131,7 +130,7 @@ def select_backend(
     >>> select_backend(torch.ones(1, 2, 8), cache, batch) in ("numba", "sdpa")
     True
     """
-    call, _ = described(query, cache, batch, spec, return_lse, sinks=sinks, bias=bias)
+    call, _ = described(query, cache, batch, spec, return_lse, given_of(sinks=sinks, bias=bias))
     with on_device_of(query):
         return select.select(None, call, Framework.TORCH).name
 
@@ -162,8 +161,7 @@ def ragged_attention(
     torch.Size([3, 1, 8])
     """
     require_tensors(query=query, key=key, value=value)
-    for name, array in (("key", key), ("value", value)):
-        require_beside(name, array, "query", query)
+    require_beside("query", query, key=key, value=value)
     query_start_loc = int32(tensor("query_start_loc", query_start_loc, query.device))
     key_start_loc = int32(tensor("key_start_loc", key_start_loc, query.device))
     max_lens = (max_query_len, max_key_len)

@@ -146,8 +146,7 @@ def write_kv_(
     require_tensors(key=key, **({} if value is None else {"value": value}))
     slots = tensor("slot_mapping", slot_mapping)
     validate.write(cache, key, value, slots)
-    for name, rows in (("key", key), ("value", value)):
-        require_beside(name, rows, "cache", cache.key)
+    require_beside("cache", cache.key, key=key, value=value)
     slots = tensor("slot_mapping", slots, cache.key.device)
     require_planes(cache, key=key, value=value)
     write_rows_(cache, key, value, slot_index(slots, cache.num_slots, cache.block_size))

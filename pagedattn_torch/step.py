@@ -1,6 +1,7 @@
 """What the layers of a step share on torch tensors: the checked call, its backend and its plan."""
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -17,7 +18,7 @@ from pagedattn import (
     PagedAttentionError,
     UnsupportedError,
 )
-from pagedattn._arrays.memory import is_fake, require_alike, require_dense
+from pagedattn._arrays.memory import require_alike, require_dense
 from pagedattn._dispatch import emulate, select, validate
 from pagedattn._dispatch.call import Call, call_of, layer_of, options_of
 from pagedattn._dispatch.registry import Framework
@@ -27,7 +28,6 @@ from pagedattn.cache import validate as validate_cache
 
 from .arrays import (
     batch_on,
-    int32,
     on_device_of,
     require_beside,
     require_cache,
@@ -86,7 +86,9 @@ class Step:
         expected, got = self.call.layer, layer_of(query, cache)
         if got != expected:
             raise InvalidInputError(f"the step was prepared for {expected}, got {got}")
-        options = _options(query, sinks=sinks, bias=bias)
+        options = given_of(sinks=sinks, bias=bias)
+        if options:
+            _require_options(query, **options)
         got = options_of(**options)
         expected = {name: getattr(self.call, name) for name in got}
         if got != expected:
@@ -110,7 +112,8 @@ class Step:
             require_dense(name, array)
         query = as_loaded(query, cache)
         # Triton's and xFormers' kernels start on the current device.
-        with on_device_of(query), without_autocast(query.device), _errors_of_fakes(query):
+        errors = _refused() if self.call.fake_tensors else contextlib.nullcontext()
+        with on_device_of(query), without_autocast(query.device), errors:
             return emulate.attend(backend, self.call, query, cache, self.plan, self.live, options)
 
 
@@ -142,64 +145,67 @@ def prepare(
     >>> [step.attend(query, cache)[0].shape for cache in layers][-1]
     torch.Size([1, 2, 8])
     """
-    options = {"sinks": sinks, "bias": bias}
-    call, sequences = described(query, cache, batch, spec, return_lse, **options)
+    given = given_of(sinks=sinks, bias=bias)
+    return prepared(query, cache, batch, spec, backend, return_lse, given)
+
+
+def prepared(query, cache, batch, spec, backend, return_lse, given: Mapping[str, Tensor]) -> Step:
+    """`prepare` for those who are uncompiled themselves; `given` as `given_of` gives it."""
+    call, sequences = described(query, cache, batch, spec, return_lse, given)
     with on_device_of(query):
         chosen = select.select(backend, call, Framework.TORCH)
         plan = None if call.is_empty else chosen.plan(chosen.native_call(call), sequences)
         return Step(call, chosen, plan, sequences, emulate.live_tokens(call, sequences))
 
 
-def described(query, cache, batch, spec, return_lse, **options) -> tuple[Call, Sequences]:
+def described(query, cache, batch, spec, return_lse, options) -> tuple[Call, Sequences]:
     """The call, validated, and its batch on the query's device."""
     validate_batch.a_batch(batch)
     _require_layer(query, cache)
     # Checked before the batch moves to the query's device, while values on the CPU can be read.
     tensors = batch_on(batch, None)
     validate.attention(query, cache, tensors, spec, return_lse)
-    options = _options(query, **options)
-    validate.columns(tensors.seq_lens, **options)
+    if options:
+        _require_options(query, **options)
+        validate.columns(tensors.seq_lens, **options)
     call = call_of(as_loaded(query, cache), cache, tensors, spec, return_lse, **options)
-    return call, _owned(batch, query.device)
+    return call, _owned(batch, tensors, query.device)
 
 
 def _require_layer(query, cache):
     """Requires tensors on one device, without gradients."""
-    require_cache(cache)
+    arrays = require_cache(cache)
     require_tensors(query=query)
-    for name, array in _arrays(cache).items():
-        require_beside(name, array, "query", query)
-    arrays = {name: array for name, array in _arrays(cache).items() if array is not None}
+    require_beside("query", query, **arrays)
     require_alike(query=query, **arrays)
     require_no_grad(query, *arrays.values())
 
 
-def _arrays(cache: KVCache) -> dict[str, Tensor | None]:
-    names = ("key", "value", "key_scale", "value_scale")
-    return {f"the cache's {name}": getattr(cache, name) for name in names}
+def given_of(**options: Tensor | None) -> dict[str, Tensor]:
+    """The arrays that are given beside query and cache."""
+    return {name: array for name, array in options.items() if array is not None}
 
 
-def _options(query, **options) -> dict[str, Tensor]:
-    """The arrays given beside query and cache, checked."""
-    given = {name: array for name, array in options.items() if array is not None}
+def _require_options(query, **given) -> None:
     require_tensors(**given)
     require_no_grad(*given.values())
     validate.options(query, **given)
-    for name, array in given.items():
-        require_beside(name, array, "query", query)
+    require_beside("query", query, **given)
     require_alike(query=query, **given)
-    return given
 
 
-def _owned(batch: BatchMetadata, device) -> Sequences:
-    """The batch on a device, in memory that torch owns if that is a GPU's.
+def _owned(batch: BatchMetadata, tensors: BatchMetadata[Tensor], device) -> Sequences:
+    """The batch's tensors on a device, in memory that torch owns if that is a GPU's.
 
     Another framework would free its memory as soon as the caller drops the batch: it does not know
     that torch's kernels, which run in the background, still read it.
     """
-    arrays = batch.block_tables, batch.seq_lens, batch.query_start_loc
-    tables, lens, starts = (int32(tensor("batch", array, device)) for array in arrays)
-    if device.type == "cuda" and not all(isinstance(array, Tensor) for array in arrays):
+    arrays = tensors.block_tables, tensors.seq_lens, tensors.query_start_loc
+    tables, lens, starts = arrays
+    if not tables.device == lens.device == starts.device == device:
+        tables, lens, starts = (tensor("batch", array, device) for array in arrays)
+    given = batch.block_tables, batch.seq_lens, batch.query_start_loc
+    if device.type == "cuda" and not all(isinstance(array, Tensor) for array in given):
         tables, lens, starts = tables.clone(), lens.clone(), starts.clone()
         torch.cuda.current_stream(device).synchronize()
     return Sequences(tables, lens, starts)
@@ -210,16 +216,12 @@ def as_loaded(query: Tensor, cache: KVCache) -> Tensor:
 
     Wholly dense if the cache is quantised: so is what a scale or a wider dtype makes of it.
     """
-    return with_dense_rows(query) if query.dtype is cache.dtype else query.contiguous()
-
-
-def _errors_of_fakes(query: Tensor):
-    """A context for tensors that stand for others, whose operations may raise anything."""
-    return _refused() if is_fake(query) else contextlib.nullcontext()
+    return with_dense_rows(query) if query.dtype is cache.key.dtype else query.contiguous()
 
 
 @contextlib.contextmanager
 def _refused():
+    """A context for tensors that stand for others, whose operations may raise anything."""
     try:
         yield
     except PagedAttentionError:

@@ -30,7 +30,8 @@ def uncompiled(fn: Fn) -> Fn:
     def call(*args, **kwargs):
         nonlocal disabled
         if "torch._dynamo" not in sys.modules:  # nothing is compiled; to load it takes seconds
-            return eager(*args, **kwargs)
+            require_eager()
+            return fn(*args, **kwargs)
         if disabled is None:
             disabled = torch.compiler.disable(eager, reason=REASON)
         return disabled(*args, **kwargs)

@@ -90,8 +90,9 @@ def start_locs(name, starts, count, longest):
 
     Zeros at the end are padding, and not looked at.
     """
-    starts = np.append(starts[:1], np.trim_zeros(starts[1:], "b"))
-    spans = np.diff(starts)
+    used = starts[1:].nonzero()[0]
+    starts = starts[: used[-1] + 2 if used.size else 1]
+    spans = starts[1:] - starts[:-1]
     if not (starts[0] == 0 and (spans >= 0).all() and starts[-1] <= count):
         raise InvalidInputError(
             f"{name} must rise from 0 to at most {count}, got {starts.tolist()}"
@@ -145,7 +146,10 @@ def packed(name, array) -> None:
 
 def int_array(name, array, ndim):
     """Requires an array of integers of `ndim` dimensions, of sizes that are known."""
-    an_array(name, array)
+    if isinstance(array, TorchTensor):  # as `an_array`: of the five of a batch one call less each
+        require_dense(name, array)
+    else:
+        an_array(name, array)
     if array.ndim != ndim or not is_integer(array.dtype):
         raise InvalidInputError(
             f"{name} must be integers of {ndim} dimension(s), got {describe(array)}"

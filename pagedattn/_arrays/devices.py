@@ -81,7 +81,7 @@ def _listed(devices) -> str:
 
 def device_of(array) -> str:
     """The kind of device an array lies on; of a traced array, the kind of the default device."""
-    if is_torch(array):
+    if isinstance(array, TorchTensor):
         return array.device.type
     if isinstance(array, Tracer):
         # JAX makes the attributes of its configuration when it starts.
@@ -98,7 +98,7 @@ def strides_of(array) -> tuple[int, ...]:
     >>> strides_of(jax.numpy.zeros((2, 3, 4)))
     (12, 4, 1)
     """
-    if is_torch(array):
+    if isinstance(array, TorchTensor):
         return array.stride()
     inwards = itertools.accumulate(reversed(array.shape[1:]), operator.mul, initial=1)
     return tuple(inwards)[::-1] if array.ndim else ()

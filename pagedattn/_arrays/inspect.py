@@ -10,7 +10,7 @@ from jax.core import Tracer
 
 from ..errors import InvalidInputError
 from .memory import require_memory
-from .typing import is_torch
+from .typing import TorchTensor, is_torch
 
 
 @functools.cache
@@ -71,7 +71,7 @@ def known(array) -> np.ndarray | None:
         return None
     if isinstance(array, jax.Array):
         values = np.asarray(array)
-    elif not is_torch(array):
+    elif not isinstance(array, TorchTensor):
         values = read("an array", array)
     elif array.device.type == "cpu":
         values = read("an array", array.detach())  # NumPy reads none that requires gradients

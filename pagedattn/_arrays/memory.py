@@ -44,7 +44,10 @@ def address(name: str, tensor: Any) -> int:
     Raises:
       InvalidInputError: nowhere; tensors without elements are nowhere, too, and lie at 0.
     """
-    found = _address(tensor)
+    try:
+        found = tensor.data_ptr()
+    except RuntimeError:  # as fake tensors while torch.compile traces, and those of torch.vmap
+        found = 0
     if not found and tensor.numel():
         raise InvalidInputError(
             f"{name} must have memory, but this {type(tensor).__name__} has none: it is fake, "
@@ -69,28 +72,28 @@ def require_memory(name: str, value: Any) -> None:
 
 def require_alike(**tensors: Any) -> None:
     """Requires torch tensors that all have memory, or all have none."""
-    fake = {name: is_fake(tensor) for name, tensor in tensors.items() if tensor.numel()}
-    if len({*fake.values()}) > 1:
+    there, fake = [], []
+    for name, tensor in tensors.items():
+        if tensor.numel():
+            (fake if is_fake(tensor) else there).append(name)
+    if there and fake:
+        names = [name for name in tensors if name in (*there, *fake)]
         raise InvalidInputError(
-            f"{', '.join(fake)} must all have memory, or all be fake, functional, wrapping or on "
-            f"the meta device: there is none for {', '.join(n for n in fake if fake[n])} only"
+            f"{', '.join(names)} must all have memory, or all be fake, functional, wrapping or on "
+            f"the meta device: there is none for {', '.join(fake)} only"
         )
 
 
 def is_fake(tensor: Any) -> bool:
     """Whether a torch tensor has elements, but no memory."""
-    return not _address(tensor) and tensor.numel() > 0
+    try:
+        return not tensor.data_ptr() and tensor.numel() > 0
+    except RuntimeError:  # as in `address`
+        return tensor.numel() > 0
 
 
 def _may_hold(kind: type) -> bool:
     return kind in (list, tuple) or issubclass(kind, TorchTensor)
-
-
-def _address(tensor) -> int:
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:  # as fake tensors while torch.compile traces, and those of torch.vmap
-        return 0
 
 
 def _bytes_spanned(tensor) -> int:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Integer, Shaped
 
-from .typing import is_torch
+from .typing import TorchTensor, is_torch
 
 
 def cdiv(count, size):
@@ -26,7 +26,7 @@ def namespace(array) -> ModuleType:
     >>> namespace(np.arange(3)) is np
     True
     """
-    if is_torch(array):
+    if isinstance(array, TorchTensor):
         return sys.modules["torch"]  # loaded already, since a tensor exists
     return np if isinstance(array, np.ndarray | np.generic | int | float) else jnp
 

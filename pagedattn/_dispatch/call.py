@@ -4,13 +4,14 @@ Backends are chosen by these facts, and launched with them.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from .._arrays.devices import device_of, strides_of
 from .._arrays.inspect import dtype_name
 from .._arrays.memory import is_fake
 from .._arrays.namespace import cdiv
-from .._arrays.typing import is_torch
+from .._arrays.typing import TorchTensor
 from ..spec import AttentionSpec, set_options
 
 
@@ -56,7 +57,7 @@ def layer_of(query, cache) -> Layer:
         strides=Strides(*strides[:3]),
         cache_dtype=None if cache_dtype == dtype else cache_dtype,
         value_dim=value_dim_of(cache),
-        fake_tensors=is_torch(query) and any(map(is_fake, (query, *cache.planes))),
+        fake_tensors=isinstance(query, TorchTensor) and any(map(is_fake, (query, *cache.planes))),
     )
 
 
@@ -117,7 +118,7 @@ class Call:
         """Whether the shapes leave no query that could see a key."""
         return 0 in (self.num_tokens, self.num_seqs, self.max_blocks, self.num_blocks)
 
-    @property
+    @cached_property
     def out_dim(self) -> int:
         """Columns of the values, and of out."""
         return self.value_dim or self.head_dim
@@ -150,7 +151,7 @@ class Call:
         """The shape of the cache's key."""
         return self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim
 
-    @property
+    @cached_property
     def group(self) -> int:
         """Query heads that share a KV head."""
         return self.num_heads // self.num_kv_heads
@@ -164,7 +165,7 @@ class Call:
         """Whether the logits get more than a mask added: such sums need float32."""
         return self.spec.alibi_slopes is not None or self.bias is not None
 
-    @property
+    @cached_property
     def scale(self) -> float:
         """The factor on the dot product."""
         return self.spec.scale_for(self.head_dim)
@@ -174,12 +175,12 @@ class Call:
         """The most tokens that one sequence can bring."""
         return max(1, min(self.max_query_len, self.num_tokens))
 
-    @property
+    @cached_property
     def capacity(self) -> int:
         """Tokens that a row of the block tables holds: no sequence has more keys."""
         return self.max_blocks * self.block_size
 
-    @property
+    @cached_property
     def window(self) -> int | None:
         """The sliding window; None also where it is too wide to hide anything.
 

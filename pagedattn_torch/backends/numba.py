@@ -5,6 +5,7 @@ the same call. The calling thread works itself, outside the GIL, and threads of 
 in all as `torch.get_num_threads()` said when the step was prepared.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -41,53 +42,57 @@ class Plan(NamedTuple):
     """What the layers of a step share.
 
     Fields:
-      call: the struct that the kernel takes, without the addresses of a layer's arrays.
+      args: the bytes of the struct that the kernel takes, without the addresses of a layer's
+        arrays. (NumPy copies structs field by field, which takes 20 us.)
       kept: the arrays whose addresses it has.
+      task: the address of the machine code for the call's dtypes.
       partner: the backend of long queries, and its plan; None if there are none.
     """
 
-    args: np.ndarray
+    args: bytes
     kept: tuple[Any, ...]
+    task: int
     partner: tuple[Backend, Any] | None
 
 
 def refusals(call: Call) -> list[str]:
-    planes = [strides for strides in call.strides[1:] if strides]
-    if all(strides[3] == 1 for strides in planes):
-        return refusals_of(call)
-    strides = tuple(strides[3] for strides in planes)
-    return [*refusals_of(call), f"the cache must have stride 1 along head_dim, got {strides}"]
+    reasons, strides = refusals_of(call), [plane[3] for plane in call.strides[1:] if plane]
+    if {*strides} == {1}:
+        return reasons
+    return [*reasons, f"the cache must have stride 1 along head_dim, got {(*strides,)}"]
 
 
 def plan(call: Call, batch: Sequences) -> Plan:
-    arrays = batch.block_tables, batch.seq_lens, batch.query_start_loc
-    tables, lens, starts = (array.contiguous() for array in arrays)
-    numbers = numbers_of(call)
-    args = np.zeros(1, CALL_ARGS)
-    _fill(args, _addresses(tables=tables, seq_lens=lens, starts=starts))
-    _fill(args, _sizes(call) | _strides(call) | _options(call, numbers))
+    tables, lens = batch.block_tables.contiguous(), batch.seq_lens.contiguous()
+    starts = batch.query_start_loc.contiguous()
+    struct, numbers = _of_call(call)
+    args, task = _writable(struct), compiled.task(*dtypes_of(call)).address
+    args["threads"] = torch.get_num_threads()
+    _point(args, tables=tables, seq_lens=lens, starts=starts)
     other = None
     if call.longest_query > LONGEST:
         backend = partner(call, Framework.TORCH)
         other = backend, backend.plan(call, long_ones(nondecreasing_starts(batch)))
-    return Plan(args, (tables, lens, starts, numbers), other)
+    return Plan(args.tobytes(), (tables, lens, starts, numbers), task, other)
 
 
 def run(call: Call, query: Tensor, cache: KVCache, plan: Plan, *, bias: Tensor | None = None):
     """out and lse of a call; every element is written by the kernel, or by the partner."""
     require_unrecorded()
-    dtype = getattr(torch, dtype_of(call))
-    given = query.to(dtype).contiguous() if call.cache_dtype else query
+    given = query
+    if call.cache_dtype is not None:
+        given = query.to(getattr(torch, dtype_of(call))).contiguous()
     if plan.partner is None:
         out = given.new_empty(call.out_shape)
         lse = query.new_empty(call.lse_shape, dtype=torch.float32) if call.return_lse else None
     else:
         backend, prepared = plan.partner
         out, lse = attend(backend, call, query, cache, prepared, None, {"bias": bias})
-        out = out.to(dtype)
-    args, value = plan.args.copy(), cache.key if cache.value is None else cache.value
-    _fill(args, _addresses(query=given, key=cache.key, value=value, out=out))
-    args["lse"] = 0 if lse is None else address("lse", lse)
+        out = out.to(given.dtype)
+    args, value = _writable(plan.args), cache.key if cache.value is None else cache.value
+    _point(args, query=given, key=cache.key, value=value, out=out)
+    if lse is not None:
+        _point(args, lse=lse)
     if bias is not None:
         bias = bias.to(torch.float32).contiguous()
         _fill(args, _bias(bias))
@@ -95,8 +100,7 @@ def run(call: Call, query: Tensor, cache: KVCache, plan: Plan, *, bias: Tensor |
     scales = {name: scale.float() for name, scale in scales.items() if scale is not None}
     for name, scale in scales.items():
         _fill(args, _scale(name, scale))
-    task = compiled.task(*dtypes_of(call)).address
-    thread_pool.attention().ctypes(thread_pool.pool(), args.ctypes.data, task)
+    thread_pool.attention().ctypes(thread_pool.pool(), args.ctypes.data, plan.task)
     return out.to(query.dtype), lse
 
 
@@ -108,8 +112,21 @@ def _fill(args: np.ndarray, fields: Mapping[str, Any]) -> None:
         args[name] = value
 
 
-def _addresses(**tensors: Tensor) -> dict[str, int]:
-    return {name: address(name, tensor) for name, tensor in tensors.items()}
+def _point(args: np.ndarray, **tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        args[name] = address(name, tensor)
+
+
+@functools.lru_cache(256)  # the steps of a model are of a few sizes
+def _of_call(call: Call) -> tuple[bytes, np.ndarray]:
+    """The struct with what follows from the call, and the numbers that it has the address of."""
+    args, numbers = np.zeros(1, CALL_ARGS), numbers_of(call)
+    _fill(args, _sizes(call) | _strides(call) | _options(call, numbers))
+    return args.tobytes(), numbers
+
+
+def _writable(struct: bytes) -> np.ndarray:
+    return np.frombuffer(bytearray(struct), CALL_ARGS)
 
 
 def _sizes(call: Call) -> dict[str, int]:
@@ -152,5 +169,4 @@ def _options(call: Call, numbers: np.ndarray) -> dict[str, Any]:
         "causal": call.spec.causal,
         "window": NO_WINDOW if call.window is None else call.window,
         "longest": LONGEST,
-        "threads": torch.get_num_threads(),
     }

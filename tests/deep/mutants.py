@@ -122,8 +122,8 @@ MUTANTS = {
         "tests/backends/test_grouping.py",
     ),
     "dropped clamp of the queries": Mutant(
-        "batch.query_lens.clamp(0, call.longest_query)",
-        "batch.query_lens",
+        "query_lens = query_lens.clamp(0, call.longest_query)",
+        "query_lens = query_lens",
         "tests/backends/test_grouping.py",
     ),
     "turns of sdpa not weighed": Mutant(

@@ -9,7 +9,8 @@ joined by their log-sum-exps. Masks are explicit, because `is_causal` aligns the
 the first key, which is wrong as soon as there is a context.
 """
 
-from collections.abc import Iterator
+import collections
+import functools
 from typing import NamedTuple
 
 import torch
@@ -51,11 +52,16 @@ class Plan(NamedTuple):
 
 
 def plan(call: Call, batch: Sequences) -> Plan:
-    token_bytes = call.num_kv_heads * (call.head_dim + call.out_dim) * _dtype(call).itemsize
+    dtype = _dtype(call.device, call.dtype)
+    token_bytes = call.num_kv_heads * (call.head_dim + call.out_dim) * dtype.itemsize
     made = rectangles(call, batch, SCRATCH_BYTES // token_bytes)
-    sizes = [(turn.blocks.shape[0], turn.run) for each in made for turn in each.turns]
-    gathered = max((size for size, run in sizes if run is None), default=0)
-    return Plan(made, max((size for size, _ in sizes), default=0), gathered, _is_whole(call, made))
+    num_blocks = num_gathered = 0
+    for rectangle in made:
+        for turn in rectangle.turns:
+            size = turn.blocks.shape[0]
+            num_blocks = max(num_blocks, size)
+            num_gathered = num_gathered if turn.run is not None else max(num_gathered, size)
+    return Plan(made, num_blocks, num_gathered, _is_whole(call, made))
 
 
 def _is_whole(call: Call, rectangles: list[Rectangle]) -> bool:
@@ -64,7 +70,8 @@ def _is_whole(call: Call, rectangles: list[Rectangle]) -> bool:
     written = torch.zeros(call.num_tokens + 1, dtype=torch.bool, device="cpu")  # one for padding
     for rectangle in rectangles:
         for number in {part.tile for turn in rectangle.turns for part in turn.parts}:
-            written[rectangle.tiles[number].tokens] = True
+            tile = rectangle.tiles[number]
+            written[tile.tokens if tile.run is None else tile.run] = True
     return bool(written[:-1].all())
 
 
@@ -92,10 +99,10 @@ def run(
 BACKEND = Backend("sdpa", SUPPORTS, run, plan=plan, takes_out=True)
 
 
-def _dtype(call) -> torch.dtype:
+@functools.cache
+def _dtype(device: str, dtype: str) -> torch.dtype:
     """The dtype to compute in: on a CPU float16 is several times slower than float32."""
-    slow = call.device == "cpu" and call.dtype == "float16"
-    return torch.float32 if slow else getattr(torch, call.dtype)
+    return torch.float32 if (device, dtype) == ("cpu", "float16") else getattr(torch, dtype)
 
 
 def _results(call: Call, query, is_whole: bool, out) -> tuple[Tensor, Tensor | None]:
@@ -122,7 +129,7 @@ def _rooms(call: Call, cache: KVCache, plan: Plan) -> list[tuple[Tensor | None, 
     None where none is needed. All rectangles use it, one after the other: fresh memory for each
     would cost page faults.
     """
-    dtype, rooms = _dtype(call), []
+    dtype, rooms = _dtype(call.device, call.dtype), []
     for plane in cache.planes:
         shape = plane.shape[1:]
         room = plane.new_empty(plan.num_gathered, *shape) if plan.num_gathered else None
@@ -134,15 +141,14 @@ def _rooms(call: Call, cache: KVCache, plan: Plan) -> list[tuple[Tensor | None, 
 def _attend(call: Call, rectangle: Rectangle, query, cache: KVCache, bias, rooms, results) -> None:
     """Computes one rectangle and writes its rows of out and lse."""
     queries = [_queries(call, tile, query) for tile in rectangle.tiles]
-    states = [[] for _ in queries]
+    states = collections.defaultdict(list)
     for turn in rectangle.turns:
-        planes = list(_gathered(turn, cache, rooms))
+        planes = _gathered(turn, cache, rooms)
         for part in turn.parts:
             hidden = _hidden(call, part, rectangle.tiles[part.tile], bias)
             states[part.tile].append(_state(call, part, hidden, queries[part.tile], planes))
-    for tile, tile_states in zip(rectangle.tiles, states, strict=True):
-        if tile_states:
-            _write(tile, tile_states, results)
+    for number, of_tile in states.items():
+        _write(rectangle.tiles[number], of_tile, results)
 
 
 def _queries(
@@ -153,16 +159,16 @@ def _queries(
         rows = query[tile.read]
     else:
         rows = _slice(query, tile.run).view(*tile.tokens.shape, *query.shape[1:])
-    return fold(rows.to(_dtype(call)), call.num_kv_heads)
+    return fold(rows.to(_dtype(call.device, call.dtype)), call.num_kv_heads)
 
 
 def _slice(rows: Tensor, run: slice) -> Tensor:
     return rows if run.stop - run.start == rows.shape[0] else rows[run]
 
 
-def _gathered(turn: Turn, cache, rooms) -> Iterator[Tensor]:
+def _gathered(turn: Turn, cache, rooms) -> list[Tensor]:
     """Keys and values of a turn as `[size, kv_heads, keys, dim]`; of a latent cache the keys."""
-    count = turn.blocks.shape[0]
+    count, gathered = turn.blocks.shape[0], []
     for plane, (room, wide) in zip(cache.planes, rooms, strict=True):
         if room is None or turn.run is not None:
             pages = plane[turn.run]
@@ -173,7 +179,9 @@ def _gathered(turn: Turn, cache, rooms) -> Iterator[Tensor]:
                 _clear(bits(pages).flatten(0, 1), turn.absent)
         if wide is not None:
             pages = wide[:count].copy_(pages)
-        yield pages.reshape(turn.size, -1, *plane.shape[2:]).transpose(1, 2)
+        pages = pages.reshape(turn.size, -1, *plane.shape[2:])
+        gathered.append(pages.transpose(1, 2))
+    return gathered
 
 
 def _clear(
@@ -216,13 +224,13 @@ def _write(tile: Tile, states, results) -> None:
     """Joins the states of a tile's queries, and writes them to the rows of their tokens."""
     outs, lses = zip(*states, strict=True)
     out, lse = results
-    _put(out, tile, _joined(outs, lses))
+    _put(out, tile, outs[0] if len(outs) == 1 else _joined(outs, lses))
     if lse is not None:
         _put(lse, tile, torch.stack(lses).logsumexp(0))
 
 
 def _put(result, tile: Tile, folded) -> None:
-    rows = by_group(folded, tile.num_queries)
+    rows = by_group(folded, tile.tokens.shape[1])
     if tile.run is not None:
         _slice(result, tile.run).view(rows.shape).copy_(rows)
         return
@@ -238,7 +246,5 @@ def _joined(
     lses: tuple[Float[Tensor, "size kv_heads rows"], ...],
 ) -> Float[Tensor, "size kv_heads rows value_dim"]:
     """The result for all keys, from the results for disjoint parts of them."""
-    if len(outs) == 1:
-        return outs[0]
     weights = torch.stack(lses).softmax(0).nan_to_num(0)  # NaN where a row sees no key
     return (torch.stack(outs) * weights[..., None]).sum(0)

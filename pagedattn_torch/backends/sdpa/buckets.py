@@ -1,6 +1,5 @@
 """Sequences of like lengths, computed as one rectangle of queries and keys."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,8 +40,18 @@ class Rows(NamedTuple):
     contexts: Int[Tensor, "size"]
     num_keys: Int[Tensor, "size"]
 
-    def take(self, which) -> "Rows":
-        return Rows(*(part[which] for part in self))
+    def of(self, seqs: list[int]) -> "Rows":
+        """These sequences, on a CPU."""
+        if seqs == [*range(len(self.num_keys))]:
+            return self
+        which = torch.tensor(seqs, dtype=torch.long, device="cpu")
+        return Rows(*[part[which] for part in self])
+
+    def between(self, first: int, last: int) -> "Rows":
+        """The sequences from `first` up to, but not including, `last`."""
+        if last - first == len(self.num_keys):
+            return self
+        return Rows(*[part[first:last] for part in self])
 
 
 class Bounds(NamedTuple):
@@ -75,12 +84,13 @@ class Bucket:
     def device(self) -> torch.device:
         return self.rows.num_keys.device
 
-    def spans(self) -> Iterator[Span]:
+    def spans(self) -> list[Span]:
         """All keys, in parts of `blocks_at_once` blocks."""
-        block_size = self.call.block_size
+        block_size, spans = self.call.block_size, []
         for first in range(0, self.num_blocks, self.blocks_at_once):
             last = min(first + self.blocks_at_once, self.num_blocks)
-            yield Span(first * block_size, last * block_size)
+            spans.append(Span(first * block_size, last * block_size))
+        return spans
 
     def present(self) -> Span:
         """Keys that every sequence has, within its first query's window; none if unknown."""
@@ -88,7 +98,7 @@ class Bucket:
             return Span(0, 0)
         first = self.bounds.max_context
         keys = common_key_range(first, first, self.bounds.min_keys, False, self.call.window)
-        return Span(int(keys[0]), self.bounds.min_keys)
+        return Span(keys[0], self.bounds.min_keys)
 
     def seen_by_all(self, begin: int, end: int) -> Span:
         """Keys that queries `begin` to `end` of every sequence all see; none if unknown."""
@@ -96,8 +106,7 @@ class Bucket:
             return Span(0, 0)
         lowest, highest = self.bounds.min_context + begin, self.bounds.max_context + end - 1
         num_keys, causal = self.bounds.min_keys, self.call.spec.causal
-        keys = common_key_range(lowest, highest, num_keys, causal, self.call.window)
-        return Span(*map(int, keys))
+        return Span(*common_key_range(lowest, highest, num_keys, causal, self.call.window))
 
     def seen_by_any(self, begin: int, end: int, span: Span) -> Span:
         """The part of a span of which queries `begin` to `end` of any sequence may see keys."""
@@ -106,7 +115,7 @@ class Bucket:
         lowest, highest = self.bounds.min_context + begin, self.bounds.max_context + end - 1
         causal, window = self.call.spec.causal, self.call.window
         first, last = key_range(lowest, highest, span.last, causal, window)
-        return Span(max(int(first), span.first), int(last))
+        return Span(max(first, span.first), last)
 
     def tokens(self) -> Int[Tensor, "{self.size} {self.num_queries}"]:
         """The token of each query, `[size, num_queries]`; `num_tokens` where a row is padding."""
@@ -118,7 +127,7 @@ class Bucket:
 
     def blocks(self, span: Span) -> Int[Tensor, "size_times_blocks"]:
         """The blocks of a span, `[size * blocks]`, clamped to those of the cache."""
-        first, last = (key // self.call.block_size for key in span)
+        first, last = span.first // self.call.block_size, span.last // self.call.block_size
         tables = self.rows.tables[:, first:last]
         if self.call.window is not None:
             columns = torch.arange(first, last, device=self.device)

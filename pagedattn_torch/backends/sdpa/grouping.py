@@ -1,12 +1,13 @@
 """Sequences of a batch grouped by length, so that a kernel for rectangles wastes little padding."""
 
-import torch
+import functools
+from typing import NamedTuple
 
 from pagedattn._arrays.namespace import cdiv
 from pagedattn._dispatch.call import Call
 from pagedattn.batch.metadata import Sequences
+from pagedattn.masks import key_range
 
-from ..gather import first_blocks
 from .buckets import Bounds, Bucket, Rows
 
 # On a CPU one more call costs about as much as padding a sequence by so many keys.
@@ -14,6 +15,24 @@ KEYS_A_CALL = 128
 # A group of decodes may be gathered in turns, but each turn gives a sequence at least so many keys:
 # the results of every turn have to be joined.
 KEYS_A_TURN = 256
+
+
+class Group(NamedTuple):
+    """Sequences that are computed together, padded to the first one, which has the most keys.
+
+    Fields:
+      queries: their number of queries, padded (`_padded`).
+      blocks: the blocks of the first one.
+      least_blocks: the fewest that another may have.
+      most_seqs: how many sequences there may be.
+      seqs: these sequences.
+    """
+
+    queries: int
+    blocks: int
+    least_blocks: int
+    most_seqs: int
+    seqs: list[int]
 
 
 def make_buckets(call: Call, batch: Sequences, keys_at_once: int) -> list[Bucket]:
@@ -27,46 +46,53 @@ def make_buckets(call: Call, batch: Sequences, keys_at_once: int) -> list[Bucket
         blocks = call.visible_blocks
         return [Bucket(call, rows, call.longest_query, blocks, blocks, None)]
     groups = _groups(rows, call.block_size, keys_at_once)
-    order = [seq for group in groups for *_, seq in group]
-    rows = rows.take(torch.tensor(order, dtype=torch.long, device="cpu"))
+    rows = rows.of([seq for group in groups for seq in group.seqs])
     buckets, first = [], 0
     for group in groups:
-        members = rows.take(slice(first, first + len(group)))
-        buckets.append(_bucket(call, members, group[0][1], keys_at_once))
-        first += len(group)
+        members = rows.between(first, first + len(group.seqs))
+        buckets.append(_bucket(call, members, group.blocks, keys_at_once))
+        first += len(group.seqs)
     return buckets
 
 
 def _rows(call, batch) -> Rows:
-    first = first_blocks(call, batch)
+    query_lens = batch.query_lens
+    contexts = batch.seq_lens - query_lens
+    seen, _ = key_range(contexts, contexts, batch.seq_lens, False, call.window)
+    first = seen // call.block_size
     first_keys = first * call.block_size
     # Inside jit nobody has checked the lengths: clamped, they lead past no table and no token.
     num_keys = batch.seq_lens.clamp(0, call.capacity) - first_keys
-    query_lens = batch.query_lens.clamp(0, call.longest_query)
-    starts, contexts = batch.query_start_loc[:-1], batch.context_lens - first_keys
-    return Rows(batch.block_tables, first, starts, query_lens, contexts, num_keys)
+    query_lens = query_lens.clamp(0, call.longest_query)
+    starts = batch.query_start_loc[:-1]
+    return Rows(batch.block_tables, first, starts, query_lens, contexts - first_keys, num_keys)
 
 
-def _groups(rows, block_size, keys_at_once) -> list[list[tuple[int, int, int]]]:
-    """Groups of (query class, number of blocks, index) of sequences that have queries and keys.
-
-    In each group the first sequence has the most blocks; equal ones stay in their order.
-    """
+def _groups(rows, block_size, keys_at_once) -> list[Group]:
+    """Groups of the sequences that have queries and keys; equal ones stay in their order."""
     lengths = zip(rows.query_lens.tolist(), rows.num_keys.tolist(), strict=True)
-    sizes = [
-        (_query_class(queries), cdiv(keys, block_size), seq)
+    sizes = [  # negative, so that the most queries, and of these the most blocks, come first
+        (-_padded(queries), -keys // block_size, seq)
         for seq, (queries, keys) in enumerate(lengths)
         if queries > 0 and keys > 0
     ]
-    groups: list[list] = []
-    for size in sorted(sizes, key=lambda size: (-size[0], -size[1])):
-        if not groups or not _joins(size, groups[-1], block_size, keys_at_once):
-            groups.append([])
-        groups[-1].append(size)
+    groups: list[Group] = []
+    group = None
+    for queries, blocks, seq in sorted(sizes):
+        if (
+            group is None
+            or group.queries != -queries
+            or group.least_blocks > -blocks
+            or group.most_seqs <= len(group.seqs)
+        ):
+            group = _group(-queries, -blocks, block_size, keys_at_once)
+            groups.append(group)
+        group.seqs.append(seq)
     return groups
 
 
-def _query_class(queries: int) -> int:
+@functools.lru_cache(1024)
+def _padded(queries: int) -> int:
     """The number of queries, padded: sequences with the same number may be computed together.
 
     A single query is not padded, so that decodes stay among themselves. More are rounded up to a
@@ -76,24 +102,18 @@ def _query_class(queries: int) -> int:
     return queries if queries <= 1 else cdiv(queries, step) * step
 
 
-def _joins(size, group, block_size, keys_at_once) -> bool:
-    """Whether to add a sequence to a group, padded to its first one, which has the most keys."""
-    queries, blocks, _ = group[0]
-    keys, padding = blocks * block_size, (blocks - size[1]) * block_size
+def _group(queries: int, blocks: int, block_size: int, keys_at_once: int) -> Group:
+    keys = blocks * block_size
+    padding = max(KEYS_A_CALL, keys // 8)
     turn = min(keys, KEYS_A_TURN) if queries == 1 else keys
-    return (
-        size[0] == queries
-        and padding <= max(KEYS_A_CALL, keys // 8)
-        and (len(group) + 1) * turn <= keys_at_once
-    )
+    return Group(queries, blocks, blocks - padding // block_size, keys_at_once // turn, [])
 
 
 def _bucket(call, rows, num_blocks, keys_at_once) -> Bucket:
-    query_lens, contexts, num_keys = (
-        part.tolist() for part in (rows.query_lens, rows.contexts, rows.num_keys)
-    )
+    query_lens, contexts = rows.query_lens.tolist(), rows.contexts.tolist()
+    num_keys, num_queries = rows.num_keys.tolist(), max(query_lens)
     # More keys at once for long queries: their results of every turn are kept until the last one.
     at_once = max(1, keys_at_once // call.block_size // len(contexts))
-    at_once *= max(1, max(query_lens) // 16)
+    at_once *= max(1, num_queries // 16)
     bounds = Bounds(min(contexts), max(contexts), min(num_keys))
-    return Bucket(call, rows, max(query_lens), num_blocks, min(num_blocks, at_once), bounds)
+    return Bucket(call, rows, num_queries, num_blocks, min(num_blocks, at_once), bounds)

@@ -43,10 +43,6 @@ class Tile(NamedTuple):
     run: slice | None
     live: Bool[Tensor, "size queries"] | None
 
-    @property
-    def num_queries(self) -> int:
-        return self.tokens.shape[1]
-
 
 class Hidden(NamedTuple):
     """Mask and bias of the queries and keys of a part.
@@ -117,12 +113,13 @@ def _mask_bytes(bucket: Bucket) -> int:
 
 def _rectangle(bucket: Bucket, keeps_masks: bool) -> Rectangle:
     step = max(1, TILE_ROWS // bucket.call.group)
-    tiles = [_tile(bucket, tokens) for tokens in bucket.tokens().split(step, dim=1)]
-    begins = range(0, bucket.num_queries, step)
-    ends = [begin + tile.num_queries for begin, tile in zip(begins, tiles, strict=True)]
-    queries = list(zip(begins, ends, strict=True))
-    turns = [_turn(bucket, span, queries, keeps_masks) for span in bucket.spans()]
-    return Rectangle(tiles, turns)
+    tiles, queries, begin = [], [], 0
+    for tokens in bucket.tokens().split(step, dim=1):
+        tiles.append(_tile(bucket, tokens))
+        end = begin + tokens.shape[1]
+        queries.append((begin, end))
+        begin = end
+    return Rectangle(tiles, [_turn(bucket, span, queries, keeps_masks) for span in bucket.spans()])
 
 
 def _tile(bucket: Bucket, tokens) -> Tile:
