@@ -131,7 +131,7 @@ def additive(visible: Bool[Any, "*n"]) -> Float32[Any, "*n"]:
         return 1 - 1 / _float32(visible)
 
 
-def key_range(lowest, highest, num_keys, causal: bool, window: int | None):
+def key_range(lowest, highest, num_keys, causal: bool, window: int | None) -> tuple[Any, Any]:
     """The keys `[first, last)` that any query from position `lowest` to `highest` sees.
 
     No key outside is seen by any of them; a single query may see only some of those inside. Takes
@@ -153,7 +153,9 @@ def _clip(number: int, least: int | None, most: int | None) -> int:
     return number if most is None else min(number, most)
 
 
-def common_key_range(lowest, highest, num_keys, causal: bool, window: int | None):
+def common_key_range(
+    lowest, highest, num_keys, causal: bool, window: int | None
+) -> tuple[Any, Any]:
     """The keys `[first, last)` that every query from position `lowest` to `highest` sees.
 
     There are none where `last <= first`. Takes what `key_range` takes.

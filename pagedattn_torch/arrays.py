@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -91,21 +92,25 @@ def _negated(name: str) -> InvalidInputError:
     return InvalidInputError(f"{name} is negated lazily: call .resolve_neg() first")
 
 
-def require_cache(cache: KVCache) -> dict[str, Tensor]:
-    """Requires a cache of tensors; returns those that it has, by what errors call them."""
+def require_cache(cache: KVCache) -> None:
+    """Requires a cache of tensors."""
+    require_tensors(**arrays_of(cache))
+
+
+def arrays_of(cache: KVCache) -> dict[str, Any]:
+    """What a cache has for arrays, by the names that errors call them; requires a cache."""
     if not isinstance(cache, KVCache):
         raise InvalidInputError(
             f"cache must be a KVCache of torch tensors, got {type(cache).__name__}; "
             "split_kv_cache makes one of a layer's kv_cache"
         )
-    arrays = {"the cache's key": cache.key}
+    arrays: dict[str, Any] = {"the cache's key": cache.key}
     if cache.value is not None:
         arrays["the cache's value"] = cache.value
     if cache.key_scale is not None:
         arrays["the cache's key_scale"] = cache.key_scale
     if cache.value_scale is not None:
         arrays["the cache's value_scale"] = cache.value_scale
-    require_tensors(**arrays)
     return arrays
 
 

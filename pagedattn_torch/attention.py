@@ -26,7 +26,7 @@ from .arrays import (
     tensor,
     with_dense_rows,
 )
-from .step import Bias, Lse, Out, Query, Sinks, described, given_of, prepared
+from .step import Bias, Lse, Out, Query, Sinks, computed, described, given_of, prepared
 from .uncompiled import uncompiled
 
 Keys = Float[Tensor, "num_keys num_kv_heads head_dim"]
@@ -72,10 +72,10 @@ def paged_attention(
     >>> paged_attention(torch.ones(1, 2, 8), cache, batch).shape
     torch.Size([1, 2, 8])
     """
-    given = given_of(sinks=sinks, bias=bias)
-    step = prepared(query, cache, batch, spec, backend, return_lse, given)
+    given = given_of({"sinks": sinks, "bias": bias})
+    step, query = prepared(query, cache, batch, spec, backend, return_lse, given)
     with torch.no_grad():
-        out, lse = step.run(query, cache, **given)
+        out, lse = computed(step, query, cache, given)
     return (out, cast(Tensor, lse)) if return_lse else out
 
 
@@ -102,7 +102,8 @@ def explain(
     >>> explain(torch.ones(1, 2, 8), cache, batch)["sdpa"]
     []
     """
-    call, _ = described(query, cache, batch, spec, return_lse, given_of(sinks=sinks, bias=bias))
+    given = given_of({"sinks": sinks, "bias": bias})
+    call, *_ = described(query, cache, batch, spec, return_lse, given)
     with on_device_of(query):
         return select.explain(call, Framework.TORCH)
 
@@ -130,7 +131,8 @@ def select_backend(
     >>> select_backend(torch.ones(1, 2, 8), cache, batch) in ("numba", "sdpa")
     True
     """
-    call, _ = described(query, cache, batch, spec, return_lse, given_of(sinks=sinks, bias=bias))
+    given = given_of({"sinks": sinks, "bias": bias})
+    call, *_ = described(query, cache, batch, spec, return_lse, given)
     with on_device_of(query):
         return select.select(None, call, Framework.TORCH).name
 

@@ -18,7 +18,7 @@ from pagedattn import (
     PagedAttentionError,
     UnsupportedError,
 )
-from pagedattn._arrays.memory import require_alike, require_dense
+from pagedattn._arrays.memory import is_fake, require_alike, require_dense
 from pagedattn._dispatch import emulate, select, validate
 from pagedattn._dispatch.call import Call, call_of, layer_of, options_of
 from pagedattn._dispatch.registry import Framework
@@ -27,10 +27,10 @@ from pagedattn.batch.metadata import Sequences
 from pagedattn.cache import validate as validate_cache
 
 from .arrays import (
+    arrays_of,
     batch_on,
     on_device_of,
     require_beside,
-    require_cache,
     require_no_grad,
     require_tensors,
     tensor,
@@ -86,7 +86,7 @@ class Step:
         expected, got = self.call.layer, layer_of(query, cache)
         if got != expected:
             raise InvalidInputError(f"the step was prepared for {expected}, got {got}")
-        options = given_of(sinks=sinks, bias=bias)
+        options = given_of({"sinks": sinks, "bias": bias})
         if options:
             _require_options(query, **options)
         got = options_of(**options)
@@ -107,14 +107,9 @@ class Step:
 
         To be called under `torch.no_grad`.
         """
-        backend = _EMPTY if self.call.is_empty else self.backend
         for name, array in vars(self.batch).items():  # backends may read it again
             require_dense(name, array)
-        query = as_loaded(query, cache)
-        # Triton's and xFormers' kernels start on the current device.
-        errors = _refused() if self.call.fake_tensors else contextlib.nullcontext()
-        with on_device_of(query), without_autocast(query.device), errors:
-            return emulate.attend(backend, self.call, query, cache, self.plan, self.live, options)
+        return computed(self, as_loaded(query, cache), cache, options)
 
 
 @uncompiled
@@ -145,21 +140,37 @@ def prepare(
     >>> [step.attend(query, cache)[0].shape for cache in layers][-1]
     torch.Size([1, 2, 8])
     """
-    given = given_of(sinks=sinks, bias=bias)
-    return prepared(query, cache, batch, spec, backend, return_lse, given)
+    given = given_of({"sinks": sinks, "bias": bias})
+    return prepared(query, cache, batch, spec, backend, return_lse, given)[0]
 
 
-def prepared(query, cache, batch, spec, backend, return_lse, given: Mapping[str, Tensor]) -> Step:
-    """`prepare` for those who are uncompiled themselves; `given` as `given_of` gives it."""
-    call, sequences = described(query, cache, batch, spec, return_lse, given)
+def prepared(
+    query, cache, batch, spec, backend, return_lse, given: Mapping[str, Tensor]
+) -> tuple[Step, Tensor]:
+    """`prepare` for those who are uncompiled themselves, and the query `as_loaded`."""
+    call, sequences, query = described(query, cache, batch, spec, return_lse, given)
     with on_device_of(query):
         chosen = select.select(backend, call, Framework.TORCH)
         plan = None if call.is_empty else chosen.plan(chosen.native_call(call), sequences)
-        return Step(call, chosen, plan, sequences, emulate.live_tokens(call, sequences))
+        live = emulate.live_tokens(call, sequences)
+    return Step(call, chosen, plan, sequences, live), query
 
 
-def described(query, cache, batch, spec, return_lse, options) -> tuple[Call, Sequences]:
-    """The call, validated, and its batch on the query's device."""
+def computed(
+    step: Step, query: Query, cache: KVCache, options: Mapping[str, Tensor]
+) -> tuple[Out, Lse | None]:
+    """`Step.run` for the arrays that it was prepared for a moment ago, the query `as_loaded`."""
+    backend = _EMPTY if step.call.is_empty else step.backend
+    errors = _refused() if is_fake(query) else contextlib.nullcontext()
+    # Triton's and xFormers' kernels start on the current device.
+    with on_device_of(query), without_autocast(query.device), errors:
+        return emulate.attend(backend, step.call, query, cache, step.plan, step.live, options)
+
+
+def described(
+    query, cache, batch, spec, return_lse, options: Mapping[str, Tensor]
+) -> tuple[Call, Sequences, Tensor]:
+    """The call, validated, its batch on the query's device, and the query `as_loaded`."""
     validate_batch.a_batch(batch)
     _require_layer(query, cache)
     # Checked before the batch moves to the query's device, while values on the CPU can be read.
@@ -168,22 +179,23 @@ def described(query, cache, batch, spec, return_lse, options) -> tuple[Call, Seq
     if options:
         _require_options(query, **options)
         validate.columns(tensors.seq_lens, **options)
-    call = call_of(as_loaded(query, cache), cache, tensors, spec, return_lse, **options)
-    return call, _owned(batch, tensors, query.device)
+    query = as_loaded(query, cache)
+    call = call_of(query, cache, tensors, spec, return_lse, **options)
+    return call, _owned(batch, tensors, query.device), query
 
 
 def _require_layer(query, cache):
     """Requires tensors on one device, without gradients."""
-    arrays = require_cache(cache)
-    require_tensors(query=query)
+    arrays = {"query": query, **arrays_of(cache)}
+    require_tensors(**arrays)
     require_beside("query", query, **arrays)
-    require_alike(query=query, **arrays)
-    require_no_grad(query, *arrays.values())
+    require_alike(**arrays)
+    require_no_grad(*arrays.values())
 
 
-def given_of(**options: Tensor | None) -> dict[str, Tensor]:
+def given_of(arrays: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """The arrays that are given beside query and cache."""
-    return {name: array for name, array in options.items() if array is not None}
+    return {name: array for name, array in arrays.items() if array is not None}
 
 
 def _require_options(query, **given) -> None:

@@ -14,10 +14,13 @@ from ..errors import InvalidInputError
 from .typing import TorchTensor
 
 
-def require_dense(name: str, tensor: Any) -> None:
+def require_dense(name: str, tensor: Any) -> int:
     """Requires a torch tensor of shape and strides, whose storage holds all of its elements.
 
     Tensors without memory pass: torch says of their storage what it would hold.
+
+    Returns:
+      where the first element lies; 0 for nowhere.
     """
     strided = sys.modules["torch"].strided  # loaded, since there is a tensor
     if tensor.layout is not strided or tensor.is_quantized or tensor.is_nested:
@@ -28,7 +31,7 @@ def require_dense(name: str, tensor: Any) -> None:
     try:
         held = tensor.untyped_storage().nbytes()
     except NotImplementedError:  # inside torch.vmap and torch.func.grad they have no storage
-        return
+        return 0
     plain = tensor.is_contiguous() and not tensor.storage_offset()
     needed = tensor.nbytes if plain else _bytes_spanned(tensor)
     if isinstance(held, int) and held < needed:  # it may be a symbol, while torch traces
@@ -36,6 +39,10 @@ def require_dense(name: str, tensor: Any) -> None:
             f"{name} needs {needed} bytes of memory, its storage has {held}: it was freed or cut "
             "by untyped_storage().resize_; give a tensor whose memory is there"
         )
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # as fake tensors while torch.compile traces
+        return 0
 
 
 def address(name: str, tensor: Any) -> int:
@@ -44,17 +51,13 @@ def address(name: str, tensor: Any) -> int:
     Raises:
       InvalidInputError: nowhere; tensors without elements are nowhere, too, and lie at 0.
     """
-    try:
-        found = tensor.data_ptr()
-    except RuntimeError:  # as fake tensors while torch.compile traces, and those of torch.vmap
-        found = 0
-    if not found and tensor.numel():
+    if is_fake(tensor):
         raise InvalidInputError(
             f"{name} must have memory, but this {type(tensor).__name__} has none: it is fake, "
             "functional, on the meta device, wraps another tensor, or stands for one inside a "
             "transform of torch.func; give the tensor that holds the values"
         )
-    return found
+    return tensor.data_ptr() if tensor.numel() else 0
 
 
 def require_memory(name: str, value: Any) -> None:
@@ -63,8 +66,8 @@ def require_memory(name: str, value: Any) -> None:
     Of one, and of those in a list, which are read one by one; anything else passes.
     """
     if isinstance(value, TorchTensor):
-        require_dense(name, value)
-        address(name, value)
+        if not require_dense(name, value):
+            address(name, value)
     elif type(value) in (list, tuple) and any(map(_may_hold, {*map(type, value)})):
         for item in value:
             require_memory(name, item)
@@ -88,7 +91,7 @@ def is_fake(tensor: Any) -> bool:
     """Whether a torch tensor has elements, but no memory."""
     try:
         return not tensor.data_ptr() and tensor.numel() > 0
-    except RuntimeError:  # as in `address`
+    except RuntimeError:  # as fake tensors while torch.compile traces, and those of torch.vmap
         return tensor.numel() > 0
 
 

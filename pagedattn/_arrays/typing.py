@@ -29,6 +29,10 @@ class TorchTensor(metaclass=ABCMeta):
     """
 
     device: Any
+    dtype: Any
+    ndim: Any
+    stride: Any
+    detach: Any
 
     @classmethod
     def __subclasshook__(cls, kind: type) -> bool:

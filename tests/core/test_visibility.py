@@ -148,6 +148,9 @@ def test_ranges_of_keys(array, num_keys, first, num_queries, causal, window):
     assert seen == [] or (begin, end) == (seen[0], seen[-1] + 1)
     begin, end = (int(bound[0]) for bound in common_key_range(*ends))
     assert [*range(begin, end)] == [key for key in range(num_keys) if mask[:, key].all()]
+    numbers = first, first + num_queries - 1, num_keys, causal, window
+    for ranges in (key_range, common_key_range):
+        assert ranges(*numbers) == tuple(int(bound[0]) for bound in ranges(*ends))
 
 
 @pytest.mark.parametrize("causal", [True, False])

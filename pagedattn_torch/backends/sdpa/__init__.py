@@ -87,9 +87,10 @@ def run(
     Float[Tensor, "num_tokens num_heads value_dim"], Float[Tensor, "num_tokens num_heads"] | None
 ]:
     results = _results(call, query, plan.is_whole, out)
-    rooms = _rooms(call, cache, plan)
+    planes = cache.planes
+    rooms = _rooms(call, planes, plan)
     for rectangle in plan.rectangles:
-        _attend(call, rectangle, query, cache, bias, rooms, results)
+        _attend(call, rectangle, query, planes, bias, rooms, results)
     result, lse = results
     if call.device == "cpu":
         return result, lse
@@ -123,14 +124,14 @@ def _results(call: Call, query, is_whole: bool, out) -> tuple[Tensor, Tensor | N
     return result, lse
 
 
-def _rooms(call: Call, cache: KVCache, plan: Plan) -> list[tuple[Tensor | None, Tensor | None]]:
+def _rooms(call: Call, planes, plan: Plan) -> list[tuple[Tensor | None, Tensor | None]]:
     """Memory for the gathered blocks of each plane, in its own dtype and, if another, in `_dtype`.
 
     None where none is needed. All rectangles use it, one after the other: fresh memory for each
     would cost page faults.
     """
     dtype, rooms = _dtype(call.device, call.dtype), []
-    for plane in cache.planes:
+    for plane in planes:
         shape = plane.shape[1:]
         room = plane.new_empty(plan.num_gathered, *shape) if plan.num_gathered else None
         shape = plan.num_blocks, *shape
@@ -138,15 +139,17 @@ def _rooms(call: Call, cache: KVCache, plan: Plan) -> list[tuple[Tensor | None, 
     return rooms
 
 
-def _attend(call: Call, rectangle: Rectangle, query, cache: KVCache, bias, rooms, results) -> None:
+def _attend(call: Call, rectangle: Rectangle, query, planes, bias, rooms, results) -> None:
     """Computes one rectangle and writes its rows of out and lse."""
     queries = [_queries(call, tile, query) for tile in rectangle.tiles]
     states = collections.defaultdict(list)
     for turn in rectangle.turns:
-        planes = _gathered(turn, cache, rooms)
+        gathered = _gathered(turn, planes, rooms)
         for part in turn.parts:
-            hidden = _hidden(call, part, rectangle.tiles[part.tile], bias)
-            states[part.tile].append(_state(call, part, hidden, queries[part.tile], planes))
+            hidden = part.hidden()
+            if bias is not None:
+                hidden = _with_bias(call, part, hidden, rectangle.tiles[part.tile], bias)
+            states[part.tile].append(_state(call, part, hidden, queries[part.tile], gathered))
     for number, of_tile in states.items():
         _write(rectangle.tiles[number], of_tile, results)
 
@@ -166,10 +169,10 @@ def _slice(rows: Tensor, run: slice) -> Tensor:
     return rows if run.stop - run.start == rows.shape[0] else rows[run]
 
 
-def _gathered(turn: Turn, cache, rooms) -> list[Tensor]:
+def _gathered(turn: Turn, planes, rooms) -> list[Tensor]:
     """Keys and values of a turn as `[size, kv_heads, keys, dim]`; of a latent cache the keys."""
     count, gathered = turn.blocks.shape[0], []
-    for plane, (room, wide) in zip(cache.planes, rooms, strict=True):
+    for plane, (room, wide) in zip(planes, rooms, strict=True):
         if room is None or turn.run is not None:
             pages = plane[turn.run]
         else:
@@ -195,10 +198,7 @@ def _clear(
         rows.index_fill_(0, absent, 0)  # touches only these rows
 
 
-def _hidden(call: Call, part: Part, tile: Tile, bias) -> Hidden:
-    hidden = part.hidden()
-    if bias is None:
-        return hidden
+def _with_bias(call: Call, part: Part, hidden: Hidden, tile: Tile, bias) -> Hidden:
     return hidden.with_bias(fold_bias(bias_at(bias, tile.tokens, part.numbers()), call))
 
 

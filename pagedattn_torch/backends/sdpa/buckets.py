@@ -1,5 +1,6 @@
 """Sequences of like lengths, computed as one rectangle of queries and keys."""
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -76,11 +77,11 @@ class Bucket:
     blocks_at_once: int
     bounds: Bounds | None
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         return self.rows.num_keys.shape[0]
 
-    @property
+    @functools.cached_property
     def device(self) -> torch.device:
         return self.rows.num_keys.device
 

@@ -46,8 +46,10 @@ def make_buckets(call: Call, batch: Sequences, keys_at_once: int) -> list[Bucket
         blocks = call.visible_blocks
         return [Bucket(call, rows, call.longest_query, blocks, blocks, None)]
     groups = _groups(rows, call.block_size, keys_at_once)
-    rows = rows.of([seq for group in groups for seq in group.seqs])
-    buckets, first = [], 0
+    order, buckets, first = [], [], 0
+    for group in groups:
+        order += group.seqs
+    rows = rows.of(order)
     for group in groups:
         members = rows.between(first, first + len(group.seqs))
         buckets.append(_bucket(call, members, group.blocks, keys_at_once))
