@@ -139,7 +139,7 @@ def fields_of_lists(
     cross_block_tables: Sequence[Lengths] | None,
 ) -> dict:
     """The fields of metadata that follow from lists with one entry a sequence."""
-    if encoder_lens is None != cross_block_tables is None:
+    if (encoder_lens is None) != (cross_block_tables is None):
         raise InvalidInputError(
             "encoder_lens and cross_block_tables must both be given or both be None, got "
             + ("cross_block_tables" if encoder_lens is None else "encoder_lens")
