@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from .._arrays.checks import flag
 from .._arrays.inspect import shown
@@ -18,12 +18,14 @@ EMULATED = {"sinks": "return_lse", SCALES: "cache_dtype"}
 LACKS = "does not have it"
 
 
+@runtime_checkable
 class Plan(Protocol):
     """What a backend works out once a step: `plan(call, batch)`, handed to `run` of all layers."""
 
     def __call__(self, call: Call, batch: Sequences, /) -> Any: ...
 
 
+@runtime_checkable
 class Run(Protocol):
     """How a backend computes a call: `run(call, query, cache, plan, **arrays)`.
 
