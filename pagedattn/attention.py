@@ -13,8 +13,15 @@ from ._arrays.shard_map import varying_alike
 from ._dispatch import emulate, select, validate
 from ._dispatch.backend import Backend
 from ._dispatch.call import call_of
+from ._dispatch.options import given_of, validate_arrays, validate_keys
 from ._dispatch.registry import Framework
-from ._dispatch.signatures import PagedAttention, RaggedAttention, typed_as, without_other_names
+from ._dispatch.signatures import (
+    PagedAttention,
+    RaggedAttention,
+    lists_arrays,
+    typed_as,
+    without_other_names,
+)
 from .batch.metadata import BatchMetadata, sequences_of
 from .batch.packed import packed_batch, packed_cache
 from .cache.kv_cache import KVCache
@@ -90,16 +97,12 @@ def paged_attention(
     >>> paged_attention(jnp.ones((3, 2, 8)), cache, batch, backend="xla").shape
     (3, 2, 8)
     """
-    options = _given(sinks=sinks, bias=bias)
+    options = given_of({"sinks": sinks, "bias": bias})
     call = _call(query, cache, batch, spec, return_lse, options)
     chosen = select.select(backend, call, Framework.JAX)
     arrays = varying_alike((query, cache, sequences_of(batch), options))
     out, lse = _run(_EMPTY if call.is_empty else chosen, call, *arrays)
     return (out, lse) if return_lse else out
-
-
-def _given(**options):
-    return {name: array for name, array in options.items() if array is not None}
 
 
 def _run(backend: Backend, call, query, cache, batch, options):
@@ -109,6 +112,7 @@ def _run(backend: Backend, call, query, cache, batch, options):
 
 @takes_any_array
 @on_one_device
+@lists_arrays
 def explain(
     query: Query,
     cache: KVCache,
@@ -116,10 +120,13 @@ def explain(
     spec: AttentionSpec = AttentionSpec(),
     *,
     return_lse: bool = False,
-    sinks: Sinks | None = None,
-    bias: Bias | None = None,
+    **arrays: Array | None,
 ) -> select.Explanation:
     """Why each backend can or cannot run a call, and which one `backend=None` takes.
+
+    Args:
+      query, cache, batch, spec, return_lse: as in `paged_attention`.
+      arrays: its keywords for arrays, `sinks` and `bias`.
 
     Returns:
       a mapping from names to reasons, where no reasons mean that it can; `.choice` is the name of
@@ -134,12 +141,13 @@ def explain(
     >>> why["xla"], why.choice in why
     ([], True)
     """
-    call = _call(query, cache, batch, spec, return_lse, _given(sinks=sinks, bias=bias))
+    call = _call(query, cache, batch, spec, return_lse, given_of(arrays))
     return select.explain(call, Framework.JAX)
 
 
 @takes_any_array
 @on_one_device
+@lists_arrays
 def select_backend(
     query: Query,
     cache: KVCache,
@@ -147,10 +155,11 @@ def select_backend(
     spec: AttentionSpec = AttentionSpec(),
     *,
     return_lse: bool = False,
-    sinks: Sinks | None = None,
-    bias: Bias | None = None,
+    **arrays: Array | None,
 ) -> str:
     """The name of the backend that `backend=None` takes for a call.
+
+    Args: as of `explain`.
 
     Raises:
       InvalidInputError: the arguments do not fit together.
@@ -161,7 +170,7 @@ def select_backend(
     >>> select_backend(jnp.ones((1, 2, 8), cache.dtype), cache, batch) in available_backends()
     True
     """
-    call = _call(query, cache, batch, spec, return_lse, _given(sinks=sinks, bias=bias))
+    call = _call(query, cache, batch, spec, return_lse, given_of(arrays))
     return select.select(None, call, Framework.JAX).name
 
 
@@ -169,8 +178,8 @@ def _call(query, cache, batch, spec, return_lse, options):
     """The call, validated."""
     validate.attention(query, cache, batch, spec, return_lse)
     require_no_explicit_axes(query=query, **{"the cache's key": cache.key})
-    validate.options(query, **options)
-    validate.columns(batch.seq_lens, **options)
+    validate_arrays(options, query)
+    validate_keys(options, batch.seq_lens)
     return call_of(query, cache, batch, spec, return_lse, **options)
 
 

@@ -8,10 +8,12 @@ from torch import Tensor
 
 from pagedattn import AttentionSpec, Backend, BatchMetadata, KVCache
 from pagedattn._dispatch import select, validate
+from pagedattn._dispatch.options import given_of
 from pagedattn._dispatch.registry import Framework
 from pagedattn._dispatch.signatures import (
     PagedAttention,
     RaggedAttention,
+    lists_arrays,
     typed_as,
     without_other_names,
 )
@@ -26,12 +28,14 @@ from .arrays import (
     tensor,
     with_dense_rows,
 )
-from .step import Bias, Lse, Out, Query, Sinks, computed, described, given_of, prepared
+from .step import Lse, Out, Query, computed, described, prepared
 from .uncompiled import uncompiled
 
 Keys = Float[Tensor, "num_keys num_kv_heads head_dim"]
 Values = Float[Tensor, "num_keys num_kv_heads value_dim"]
 Starts = Integer[Any, "num_seqs_plus_1"]
+Sinks = Float[Tensor, "num_heads"]
+Bias = Float[Tensor, "num_tokens heads max_keys"]
 
 
 @typed_as(PagedAttention[Tensor])
@@ -80,6 +84,7 @@ def paged_attention(
 
 
 @uncompiled
+@lists_arrays
 def explain(
     query: Query,
     cache: KVCache,
@@ -87,8 +92,7 @@ def explain(
     spec: AttentionSpec = AttentionSpec(),
     *,
     return_lse: bool = False,
-    sinks: Sinks | None = None,
-    bias: Bias | None = None,
+    **arrays: Tensor | None,
 ) -> select.Explanation:
     """Why each torch backend can or cannot run a call, as `pagedattn.explain`.
 
@@ -102,13 +106,13 @@ def explain(
     >>> explain(torch.ones(1, 2, 8), cache, batch)["sdpa"]
     []
     """
-    given = given_of({"sinks": sinks, "bias": bias})
-    call, *_ = described(query, cache, batch, spec, return_lse, given)
+    call, *_ = described(query, cache, batch, spec, return_lse, given_of(arrays))
     with on_device_of(query):
         return select.explain(call, Framework.TORCH)
 
 
 @uncompiled
+@lists_arrays
 def select_backend(
     query: Query,
     cache: KVCache,
@@ -116,8 +120,7 @@ def select_backend(
     spec: AttentionSpec = AttentionSpec(),
     *,
     return_lse: bool = False,
-    sinks: Sinks | None = None,
-    bias: Bias | None = None,
+    **arrays: Tensor | None,
 ) -> str:
     """The name of the backend that `backend=None` takes for a call.
 
@@ -131,8 +134,7 @@ def select_backend(
     >>> select_backend(torch.ones(1, 2, 8), cache, batch) in ("numba", "sdpa")
     True
     """
-    given = given_of({"sinks": sinks, "bias": bias})
-    call, *_ = described(query, cache, batch, spec, return_lse, given)
+    call, *_ = described(query, cache, batch, spec, return_lse, given_of(arrays))
     with on_device_of(query):
         return select.select(None, call, Framework.TORCH).name
 

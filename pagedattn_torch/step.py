@@ -20,8 +20,10 @@ from pagedattn import (
 )
 from pagedattn._arrays.memory import is_fake, require_alike, require_dense
 from pagedattn._dispatch import emulate, select, validate
-from pagedattn._dispatch.call import Call, call_of, layer_of, options_of
+from pagedattn._dispatch.call import Call, call_of, layer_of
+from pagedattn._dispatch.options import ARRAYS, facts_of, given_of, validate_arrays, validate_keys
 from pagedattn._dispatch.registry import Framework
+from pagedattn._dispatch.signatures import lists_arrays
 from pagedattn.batch import validate as validate_batch
 from pagedattn.batch.metadata import Sequences
 from pagedattn.cache import validate as validate_cache
@@ -42,8 +44,6 @@ from .uncompiled import uncompiled
 Query = Float[Tensor, "num_tokens num_heads head_dim"]
 Out = Float[Tensor, "num_tokens num_heads value_dim"]
 Lse = Float[Tensor, "num_tokens num_heads"]
-Sinks = Float[Tensor, "num_heads"]
-Bias = Float[Tensor, "num_tokens heads max_keys"]
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,14 @@ class Step:
     live: Bool[Tensor, "num_tokens"] | None
 
     @uncompiled
+    @lists_arrays
     def attend(
-        self, query: Query, cache: KVCache, *, sinks: Sinks | None = None, bias: Bias | None = None
+        self, query: Query, cache: KVCache, **arrays: Tensor | None
     ) -> tuple[Out, Lse | None]:
         """Attention of one layer: out, and lse if the step was prepared with `return_lse`.
+
+        Args:
+          arrays: the keywords of `paged_attention` for arrays: those that it was prepared with.
 
         Raises:
           InvalidInputError: query or cache have other sizes, dtypes or strides than those that the
@@ -86,12 +90,11 @@ class Step:
         expected, got = self.call.layer, layer_of(query, cache)
         if got != expected:
             raise InvalidInputError(f"the step was prepared for {expected}, got {got}")
-        options = given_of({"sinks": sinks, "bias": bias})
+        options = given_of(arrays)
         if options:
             _require_options(query, **options)
-        got = options_of(**options)
-        expected = {name: getattr(self.call, name) for name in got}
-        if got != expected:
+        expected = {name: fact for name in ARRAYS if (fact := getattr(self.call, name))}
+        if (got := facts_of(options)) != expected:
             raise InvalidInputError(f"the step was prepared with {expected}, got {got}")
         with torch.no_grad():
             return self.run(query, cache, **options)
@@ -113,6 +116,7 @@ class Step:
 
 
 @uncompiled
+@lists_arrays
 def prepare(
     query: Query,
     cache: KVCache,
@@ -121,14 +125,14 @@ def prepare(
     *,
     backend: str | Backend | None = None,
     return_lse: bool = False,
-    sinks: Sinks | None = None,
-    bias: Bias | None = None,
+    **arrays: Tensor | None,
 ) -> Step:
     """Does once what all layers of a step need: checks, chooses the backend, works out the batch.
 
     Layers with the same spec and sizes share it: call `attend(query, cache)` of the result for
-    each. Of query and cache only shapes, dtypes, strides and the device matter here, of sinks and
-    bias only whether `attend` will be given them, and the shape.
+    each. Of query and cache only shapes, dtypes, strides and the device matter here, of the arrays
+    (the keywords `sinks`, `bias` of `paged_attention`) only whether `attend` will be given them,
+    and the shape.
 
     Raises:
       InvalidInputError, UnsupportedError, BackendUnavailableError: as `paged_attention`.
@@ -140,8 +144,7 @@ def prepare(
     >>> [step.attend(query, cache)[0].shape for cache in layers][-1]
     torch.Size([1, 2, 8])
     """
-    given = given_of({"sinks": sinks, "bias": bias})
-    return prepared(query, cache, batch, spec, backend, return_lse, given)[0]
+    return prepared(query, cache, batch, spec, backend, return_lse, given_of(arrays))[0]
 
 
 def prepared(
@@ -178,7 +181,7 @@ def described(
     validate.attention(query, cache, tensors, spec, return_lse)
     if options:
         _require_options(query, **options)
-        validate.columns(tensors.seq_lens, **options)
+        validate_keys(options, tensors.seq_lens)
     query = as_loaded(query, cache)
     call = call_of(query, cache, tensors, spec, return_lse, **options)
     return call, _owned(batch, tensors, query.device), query
@@ -193,15 +196,10 @@ def _require_layer(query, cache):
     require_no_grad(*arrays.values())
 
 
-def given_of(arrays: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """The arrays that are given beside query and cache."""
-    return {name: array for name, array in arrays.items() if array is not None}
-
-
 def _require_options(query, **given) -> None:
     require_tensors(**given)
     require_no_grad(*given.values())
-    validate.options(query, **given)
+    validate_arrays(given, query)
     require_beside("query", query, **given)
     require_alike(query=query, **given)
 

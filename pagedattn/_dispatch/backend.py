@@ -1,7 +1,7 @@
 """What a backend is."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, runtime_checkable
 
 from .._arrays.checks import flag
@@ -9,13 +9,11 @@ from .._arrays.inspect import shown
 from ..batch.metadata import Sequences, nondecreasing_starts
 from ..errors import InvalidInputError
 from .call import Call
+from .options import AROUND
 
-# What `emulate` does for a backend without it, and what the backend must support for that. Scales
-# are no option of a call, but come with a cache: a backend that does not name them never sees any.
-SCALES = "scales"
-EMULATED = {"sinks": "return_lse", SCALES: "cache_dtype"}
 # The end of the reason for refusing an option that a backend knows nothing of.
 LACKS = "does not have it"
+_NOT_ASKED = {field.name: field.default for field in fields(Call)}
 
 
 @runtime_checkable
@@ -129,13 +127,17 @@ class Backend:
 
     def native_call(self, call: Call) -> Call:
         """The call as it comes to `run`: without what is done around it."""
-        if call.sinks and "sinks" not in self.supports:
-            call = replace(call, sinks=False, return_lse=True)
-        if call.cache_dtype and call.dtype == "float16" and SCALES not in self.supports:
-            call = replace(
-                call, dtype="float32"
-            )  # float16 has not the range of queries times scales
+        for name, around in AROUND.items():
+            if around.fact and getattr(call, around.fact) and name not in self.supports:
+                changes = dict(around.changes)
+                if name in _NOT_ASKED:
+                    changes[name] = _NOT_ASKED[name]
+                changes["dtype"] = around.dtypes.get(call.dtype, call.dtype)
+                call = replace(call, **changes)
         return call
 
     def _lacks(self, option: str) -> bool:
-        return option not in self.supports and EMULATED.get(option) not in self.supports
+        if option in self.supports:
+            return False
+        around = AROUND.get(option)
+        return around is None or (around.needs is not None and around.needs not in self.supports)

@@ -3,9 +3,9 @@
 Backends are chosen by these facts, and launched with them.
 """
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .._arrays.devices import device_of, strides_of
 from .._arrays.inspect import dtype_name
@@ -13,6 +13,7 @@ from .._arrays.memory import is_fake
 from .._arrays.namespace import cdiv
 from .._arrays.typing import TorchTensor
 from ..spec import AttentionSpec, set_options
+from .options import facts_of
 
 
 class Strides(NamedTuple):
@@ -69,8 +70,6 @@ def value_dim_of(cache) -> int | None:
     return None if value_dim == cache.key.shape[-1] else value_dim
 
 
-# What a caller may ask for beside the spec, and what a cache may: the fields of `Call` that say so.
-KEYWORDS = ("cache_dtype", "value_dim", "fake_tensors", "sinks", "bias", "return_lse")
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -101,12 +100,13 @@ class Call:
     device: str  # "cpu", "cuda", "xpu", "tpu", ...
     strides: Strides
     spec: AttentionSpec
-    return_lse: bool = False
-    sinks: bool = False  # whether the call brings them
-    bias: tuple[int, ...] | None = None  # its shape, if the call brings one
+    # From here on, what a cache or a caller may ask for beside the spec: options.
     cache_dtype: str | None = None  # that of a quantised cache; None: the cache is of `dtype`
     value_dim: int | None = None  # columns of the values, if the cache is latent or not head_dim
     fake_tensors: bool = False  # torch's that have no memory: fake, functional, meta, wrapped ones
+    sinks: bool = False  # whether the call brings them
+    bias: tuple[int, ...] | None = None  # its shape, if the call brings one
+    return_lse: bool = False
 
     @property
     def set_options(self) -> tuple[str, ...]:
@@ -207,10 +207,15 @@ class Call:
         return min(self.max_blocks, cdiv(self.max_keys - 1, self.block_size) + 1)
 
 
-def call_of(
-    query, cache, batch, spec: AttentionSpec, return_lse: bool = False, *, sinks=None, bias=None
-) -> Call:
-    """The call of arrays that `validate.attention` has accepted; they may be traced."""
+# The options that are no field of the spec.
+KEYWORDS = tuple(field.name for field in fields(Call) if field.default is not MISSING)
+
+
+def call_of(query, cache, batch, spec: AttentionSpec, return_lse: bool = False, **given) -> Call:
+    """The call of arrays that `validate.attention` has accepted; they may be traced.
+
+    Those given beside query and cache are named by the keywords of `paged_attention`.
+    """
     layer = layer_of(query, cache)
     num_tokens, num_heads, head_dim = layer.query_shape
     num_blocks, block_size, num_kv_heads, _ = layer.cache_shape
@@ -232,10 +237,5 @@ def call_of(
         cache_dtype=layer.cache_dtype,
         value_dim=layer.value_dim,
         fake_tensors=layer.fake_tensors,
-        **options_of(sinks, bias),
+        **facts_of(given),
     )
-
-
-def options_of(sinks=None, bias=None) -> dict[str, Any]:
-    """The fields of a call that say which arrays it brings beside query and cache."""
-    return {"sinks": sinks is not None, "bias": None if bias is None else tuple(bias.shape)}

@@ -4,17 +4,18 @@ And the keywords that they have not.
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Generic, Literal, Protocol, TypedDict, TypeVar, Unpack, cast, overload
+from typing import Any, Literal, Protocol, TypeVar, Unpack, cast, overload
 
 from ..batch.metadata import BatchMetadata
 from ..cache.kv_cache import KVCache
 from ..errors import InvalidInputError
 from ..spec import AttentionSpec
 from .backend import Backend
+from .options import ARRAYS, A, Arrays
 
-A = TypeVar("A")  # the arrays of a framework
 Starts = TypeVar("Starts", contravariant=True)  # what starts may be given as
 S = TypeVar("S")
 Fn = TypeVar("Fn", bound=Callable)
@@ -24,6 +25,15 @@ def typed_as(signature: type[S]) -> Callable[[Callable], S]:
     """A decorator: type checkers take the function for one of this signature."""
     del signature
     return lambda function: cast(S, function)
+
+
+def lists_arrays(function: Fn) -> Fn:
+    """`help` and `inspect.signature` list each keyword of the function's `**arrays`."""
+    *others, arrays = inspect.signature(function).parameters.values()
+    kind = inspect.Parameter.KEYWORD_ONLY
+    listed = [arrays.replace(name=n, kind=kind, default=None, annotation=Any) for n in ARRAYS]
+    vars(function)["__signature__"] = inspect.Signature([*others, *listed])
+    return function
 
 
 def without_other_names(function: Fn) -> Fn:
@@ -43,26 +53,22 @@ def _of_spec(field: str) -> str:
     return f"it belongs to the formula, spec=AttentionSpec({field}=...)"
 
 
-_BIAS = "bias=jnp.where(mask, 0.0, -jnp.inf), [num_tokens, num_heads or 1, max_keys], hides keys"
 OTHER_NAMES = {
     **{field.name: _of_spec(field.name) for field in fields(AttentionSpec)},
     **dict.fromkeys(("softmax_scale", "sm_scale"), _of_spec("scale")),
     **dict.fromkeys(("is_causal",), _of_spec("causal")),
     **dict.fromkeys(("window_size", "local_window_size", "window"), _of_spec("sliding_window")),
     **dict.fromkeys(("softcap", "soft_cap", "logits_soft_capping"), _of_spec("logits_soft_cap")),
-    **dict.fromkeys(("mask", "attn_mask", "attention_mask"), _BIAS),
-    "attn_bias": "bias is added to the logits, [num_tokens, num_heads or 1, max_keys]",
-    **dict.fromkeys(("s_aux", "attention_sinks", "learnable_sink"), "sinks is one for each head"),
     **dict.fromkeys(("return_softmax_lse", "save_residuals"), "return_lse=True gives the lse too"),
 }
+for _option in ARRAYS.values():
+    OTHER_NAMES |= _option.other_names
 
 
-class Options(TypedDict, Generic[A], total=False):
+class Options(Arrays[A], total=False):
     """The keywords of an attention call that do not change what kind of result it gives."""
 
     backend: str | Backend | None
-    sinks: A | None
-    bias: A | None
 
 
 class PagedAttention(Protocol[A]):

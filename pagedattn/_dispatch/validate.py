@@ -13,7 +13,7 @@ from .._arrays.checks import (
     packed,
     start_locs,
 )
-from .._arrays.inspect import describe, dtype_name, is_floating, known
+from .._arrays.inspect import describe, is_floating, known
 from ..batch import validate as validate_batch
 from ..cache.validate import dtypes_for, goes_with, kv_cache
 from ..errors import InvalidInputError
@@ -98,49 +98,4 @@ def _query(query, dtype, num_kv_heads, head_dim, spec):
         raise InvalidInputError(
             f"alibi_slopes must have one slope for each of the {num_heads} query heads, got "
             f"{len(slopes or ())}"
-        )
-
-
-def options(query, *, sinks=None, bias=None) -> None:
-    """Requires arrays that fit a query that `validate.attention` has accepted."""
-    if sinks is not None:
-        _sinks(sinks, query.shape[1])
-    if bias is not None:
-        _bias(bias, query)
-
-
-def columns(seq_lens, *, bias=None, **_) -> None:
-    """Requires, where lengths are known, a bias with a column for each key of a sequence."""
-    if bias is None or (lens := known(seq_lens)) is None:
-        return
-    if not lens.max(initial=0) <= bias.shape[2]:
-        raise InvalidInputError(
-            f"bias must have a column for each key of the longest sequence, got {describe(bias)} "
-            f"and seq_lens {lens}"
-        )
-
-
-def _sinks(sinks, num_heads):
-    an_array("sinks", sinks)
-    if not (sinks.shape == (num_heads,) and is_floating(sinks.dtype)):
-        raise InvalidInputError(
-            f"sinks must be floating [num_heads], one for each of the {num_heads} query heads, got "
-            f"{describe(sinks)}"
-        )
-
-
-def _bias(bias, query):
-    an_array("bias", bias)
-    if dtype_name(bias.dtype) == "bool":
-        raise InvalidInputError(
-            f"bias must be floating, got {describe(bias)}: where True shows a key, jnp.where(bias, "
-            "0.0, -jnp.inf) is the bias"
-        )
-    num_tokens, num_heads, _ = query.shape
-    fits = bias.ndim == 3 and bias.shape[0] == num_tokens and bias.shape[1] in (1, num_heads)
-    dtypes = ("float32", dtype_name(query.dtype))
-    if not (fits and bias.shape[2] > 0 and dtype_name(bias.dtype) in dtypes):
-        raise InvalidInputError(
-            f"bias must be [num_tokens, num_heads or 1, max_keys] = [{num_tokens}, {num_heads} or "
-            f"1, at least 1], float32 or of the query's dtype, got {describe(bias)}"
         )

@@ -94,3 +94,8 @@ def scaled(
     grouped = rows.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
     product = as_dtype(grouped, wide) * as_dtype(scale, wide).reshape(1, -1, 1, 1)
     return as_dtype(product, rows.dtype).reshape(rows.shape)
+
+
+def scale_of_values(cache) -> Any:
+    """Those of a latent cache are columns of its keys."""
+    return cache.key_scale if cache.value is None else cache.value_scale

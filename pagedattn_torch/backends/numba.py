@@ -17,7 +17,7 @@ from pagedattn import KVCache
 from pagedattn._arrays.memory import address
 from pagedattn._dispatch.backend import Backend
 from pagedattn._dispatch.call import Call
-from pagedattn._dispatch.emulate import attend, scale_of_values
+from pagedattn._dispatch.emulate import attend
 from pagedattn._dispatch.registry import Framework
 from pagedattn._kernels.cpu import compiled, thread_pool
 from pagedattn._kernels.cpu.call_args import CALL_ARGS, NO_WINDOW
@@ -34,6 +34,7 @@ from pagedattn.backends.numba.support import (
 from pagedattn.backends.numba.support import numbers as numbers_of
 from pagedattn.backends.numba.support import refusals as refusals_of
 from pagedattn.batch.metadata import Sequences, nondecreasing_starts
+from pagedattn.cache.quantise import scale_of_values
 
 from ..uncompiled import require_unrecorded
 

@@ -10,7 +10,7 @@ import pytest
 
 from pagedattn import BackendUnavailableError
 from pagedattn._dispatch import registry
-from pagedattn._dispatch.backend import EMULATED
+from pagedattn._dispatch.options import AROUND
 from pagedattn._dispatch.registry import Framework
 
 ROOT = Path(__file__).parents[2]
@@ -142,8 +142,8 @@ def test_the_options_that_a_backend_lacks_are_those_of_its_record():
     """What it supports, or what the library does around it, it does not lack."""
     table = table_of(DOCS / "backends.md", "backend")
     assert {"xla", "sdpa"} <= set(records())
-    every = {*EMULATED, *(option for record in records().values() for option in record.supports)}
+    every = {*AROUND, *(option for record in records().values() for option in record.supports)}
     for name, record in records().items():
-        around = {option for option, by in EMULATED.items() if by in record.supports}
+        around = {o for o, by in AROUND.items() if by.needs in {None, *record.supports}}
         lacks = re.findall(r"\w+", table[name]["options that it lacks"])
         assert set(lacks) == every - record.supports - around, name

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from ..._arrays.shard_map import axes_of, varying
 from ..._dispatch.backend import Backend
 from ..._dispatch.call import Call
-from ..._dispatch.emulate import attend, scale_of_values
+from ..._dispatch.emulate import attend
 from ..._dispatch.registry import Framework
 from ...batch.metadata import Sequences, nondecreasing_starts
+from ...cache.quantise import scale_of_values
 from ..gradient import with_xla_gradient
 from .support import (
     LONGEST,

@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 
 from ..._arrays.namespace import namespace
-from ..._dispatch.backend import SCALES, Backend
+from ..._dispatch.backend import Backend
 from ..._dispatch.call import ITEM_BYTES, Call
+from ..._dispatch.options import SCALES
 from ..._dispatch.registry import Framework, can_load, load
 from ..._kernels.cpu.call_args import NO_WINDOW
 from ..._kernels.cpu.dtypes import UNITS
