@@ -18,7 +18,7 @@ from ._dispatch.registry import can_load
 from .batch.indices import PAD_SLOT
 from .cache import validate
 from .cache.kv_cache import KVCache
-from .cache.quantise import largest, quantised
+from .cache.quantise import held, largest
 from .errors import UnsupportedError
 
 WIDENED = ("bfloat16", "float8_e4m3fn", "float8_e5m2")  # what XLA:CPU computes in a wider dtype
@@ -126,13 +126,9 @@ def fill_blocks(cache: KVCache, blocks: Integer[Any, "*n"], value: float = 0.0) 
 
 def _set(cache, indices, *rows) -> KVCache:
     """Sets rows of the key and, if there is one, of the value."""
-    held = zip(cache.planes, rows, (cache.key_scale, cache.value_scale), strict=False)
-    return cache.with_planes(
-        *(
-            set_rows(plane, indices, quantised(jnp.asarray(new), cache.dtype, scale))
-            for plane, new, scale in held
-        )
-    )
+    rows = (None if new is None else jnp.asarray(new) for new in rows)
+    planes = zip(cache.planes, held(cache, rows), strict=True)
+    return cache.with_planes(*(set_rows(plane, indices, new) for plane, new in planes))
 
 
 def _copy(src_plane, dst_plane, src, dst):

@@ -12,7 +12,7 @@ from torch import Tensor
 from pagedattn import KVCache
 from pagedattn._arrays.memory import require_alike, require_memory
 from pagedattn.cache import validate
-from pagedattn.cache.quantise import quantised
+from pagedattn.cache.quantise import held
 
 from .arrays import (
     bits,
@@ -161,15 +161,8 @@ def write_rows_(
 ) -> None:
     """`write_kv_` without its checks, under `torch.no_grad`; never waits for the device."""
     with on_device_of(cache.key):
-        held = [_held(key, cache.dtype, cache.key_scale)]
-        if value is not None:
-            held.append(_held(value, cache.dtype, cache.value_scale))
-        for plane, tokens in zip(cache.planes, held, strict=False):
+        for plane, tokens in zip(cache.planes, held(cache, (key, value)), strict=True):
             rows.put_(bits(plane), bits(tokens))
-
-
-def _held(rows, dtype, scale):
-    return rows if rows.dtype is dtype else quantised(rows, dtype, scale)
 
 
 def require_planes(cache: KVCache, **rows: Tensor | None) -> None:

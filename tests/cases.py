@@ -1,18 +1,22 @@
 """How the tests call the library: one problem in, numpy out."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NoReturn
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from hypothesis import strategies as st
 
 from pagedattn import AttentionSpec, KVCache, UnsupportedError, explain, paged_attention
-from pagedattn._dispatch.registry import can_load
-from pagedattn.testing import Problem, batch_of, cache_of, random_problem, reference_attention
-from pagedattn.testing.features import signed_slopes, spec_of
+from pagedattn._dispatch.call import KEYWORDS
+from pagedattn._dispatch.registry import Framework, can_load, load
+from pagedattn.testing import Problem, batch_of, cache_of, random_problem
+from pagedattn.testing.features import OPTIONS, signed_slopes, spec_of
 from pagedattn.testing.running import attend_with_lse
-from pagedattn.testing.tolerances import arguments
+from pagedattn.testing.strategies import BUCKETS, options_table, problems
 
 # The options that a backend may refuse; any other must support every one.
 REFUSING = {
@@ -42,10 +46,16 @@ class Calls:
     def clear(self) -> None:
         self.ran, self.refused = 0, []
 
-    def refuse(self, error: UnsupportedError, asked: list[str], backend: str) -> None:
-        """Notes a refusal, which must name something that is asked for and may be refused."""
+    def refuse(self, error: UnsupportedError, asked: list[str], backend: str) -> NoReturn:
+        """Ends a test, or rejects an example, that a backend refused.
+
+        The refusal must name something that is asked for and may be refused.
+        """
         assert any(name in str(error) for name in asked if name in REFUSING[backend]), str(error)
         self.refused.append(str(error))
+        if hypothesis.currently_in_test_context():
+            hypothesis.reject()
+        pytest.skip(str(error))
 
 
 calls = Calls()
@@ -55,10 +65,11 @@ def may_refuse(backend: str | None, option: str) -> bool:
     return option in REFUSING.get(backend, ())
 
 
-def run(problem: Problem, backend: str | None, mode: str = "jit") -> tuple[np.ndarray, np.ndarray]:
+def run(problem: Problem, backend: str | None, mode: str = "jit") -> tuple[Any, Any]:
     """out and lse of a problem as float arrays of numpy; mode is "eager" or "jit".
 
-    Both by the oracle where the backend refuses the call, lse where it gives none; `calls` tells.
+    lse is None where the backend gives none. Where it refuses the call the test ends: nothing else
+    stands for its results.
     """
     try:
         out, lse = attend_with_lse(problem, backend, mode == "jit")
@@ -66,13 +77,33 @@ def run(problem: Problem, backend: str | None, mode: str = "jit") -> tuple[np.nd
         if backend not in REFUSING:
             raise
         calls.refuse(error, asked_of(problem.spec) + beside(problem), backend)
-        out, lse = reference_attention(**arguments(problem))
-        return out.astype(problem.query.dtype), lse.astype(np.float32)
-    if lse is None:
-        assert may_refuse(backend, "return_lse"), f"{backend} gives no lse"
-        lse = reference_attention(**arguments(problem))[1].astype(np.float32)
+    assert lse is not None or may_refuse(backend, "return_lse"), f"{backend} gives no lse"
     calls.ran += backend in REFUSING
-    return np.asarray(out), np.asarray(lse)
+    return np.asarray(out), None if lse is None else np.asarray(lse)
+
+
+def rows_of(results: tuple[Any, Any], rows: Any) -> list[Any]:
+    """Some rows of out and lse."""
+    return [None if array is None else array[rows] for array in results]
+
+
+def lacks(backend: str, name: str) -> list[str]:
+    """The options of a name in `features.OPTIONS` that a backend knows nothing of."""
+    record, known = load(backend, Framework.JAX), {*KEYWORDS, *AttentionSpec.__annotations__}
+    return [option for option in OPTIONS.get(name, ()) if option in known and record.lacks(option)]
+
+
+def problems_for(backend: str, strategy=problems, bucket=None, **kwargs: Any):
+    """Problems with options that a backend knows: to refuse most examples would be no test."""
+
+    def of_bucket(bucket):
+        table = options_table(bucket.num_heads)
+        known = [options for name, options in table.items() if not lacks(backend, name)]
+        return st.sampled_from(known).flatmap(
+            lambda options: strategy(bucket=bucket, **options._asdict(), **kwargs)
+        )
+
+    return of_bucket(bucket) if bucket else st.sampled_from(BUCKETS).flatmap(of_bucket)
 
 
 def asked_of(spec: AttentionSpec) -> list[str]:
@@ -96,11 +127,10 @@ def supported(problem: Problem, backend: str) -> Problem:
 
 
 def attend_with_any_lse(query, cache, batch, spec, backend: str):
-    """`paged_attention` with lse, inside jit too; by xla where the backend gives none."""
-    if not may_refuse(backend, "return_lse"):
-        return paged_attention(query, cache, batch, spec, backend=backend, return_lse=True)
-    out = paged_attention(query, cache, batch, spec, backend=backend)
-    return out, paged_attention(query, cache, batch, spec, backend="xla", return_lse=True)[1]
+    """`paged_attention` with lse, inside jit too; None where the backend gives none."""
+    if may_refuse(backend, "return_lse"):
+        return paged_attention(query, cache, batch, spec, backend=backend), None
+    return paged_attention(query, cache, batch, spec, backend=backend, return_lse=True)
 
 
 def mixed(spec: AttentionSpec = SPECS["plain"], **kwargs: Any) -> Problem:

@@ -128,12 +128,14 @@ def pytest_runtest_teardown():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call():
-    """A test of which a backend refused every call shows nothing: it counts as skipped."""
+    """A test of which a backend refused every example shows nothing: it counts as skipped."""
     calls.clear()
-    result = yield
-    if calls.refused and not calls.ran:
-        pytest.skip(calls.refused[0])
-    return result
+    try:
+        return (yield)
+    except (hypothesis.errors.Unsatisfiable, hypothesis.errors.FailedHealthCheck):
+        if calls.refused and not calls.ran:
+            pytest.skip(calls.refused[0])
+        raise
 
 
 @pytest.fixture

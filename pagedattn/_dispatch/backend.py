@@ -116,7 +116,7 @@ class Backend:
 
     def why_not(self, call: Call) -> list[str]:
         """The reasons why it cannot run a call, options that it does not know first of all."""
-        unknown = [option for option in call.set_options if self._lacks(option)]
+        unknown = [option for option in call.set_options if self.lacks(option)]
         if unknown:
             return [f"{option}: {self.name} {LACKS}" for option in unknown]
         return self.refusals(self.native_call(call))
@@ -136,7 +136,8 @@ class Backend:
                 call = replace(call, **changes)
         return call
 
-    def _lacks(self, option: str) -> bool:
+    def lacks(self, option: str) -> bool:
+        """Whether neither it supports an option nor the library can do it around it."""
         if option in self.supports:
             return False
         around = AROUND.get(option)

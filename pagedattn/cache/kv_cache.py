@@ -13,6 +13,10 @@ from .._arrays.inspect import dtype_of
 from .._arrays.typing import ArrayT
 from . import validate
 
+# Of fields that hold one positive number, or one for each KV head: whether only quantised caches
+# have them. They are checked, copied and moved by that alone.
+QUANTISED = {"quantised": True}
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -41,8 +45,8 @@ class KVCache(Generic[ArrayT]):
 
     key: Shaped[ArrayT, "num_blocks block_size num_kv_heads head_dim"]
     value: Shaped[ArrayT, "num_blocks block_size num_kv_heads value_dim"] | None
-    key_scale: Float[ArrayT, "*heads"] | None = None
-    value_scale: Float[ArrayT, "*value_heads"] | None = None
+    key_scale: Float[ArrayT, "*heads"] | None = field(default=None, metadata=QUANTISED)
+    value_scale: Float[ArrayT, "*value_heads"] | None = field(default=None, metadata=QUANTISED)
     value_dim: int | None = field(default=None, metadata={"static": True})
 
     def with_planes(self, key: ArrayT, value: ArrayT | None = None) -> "KVCache[ArrayT]":

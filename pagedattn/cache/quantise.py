@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from functools import partial
 from typing import Any
 
@@ -94,6 +94,19 @@ def scaled(
     grouped = rows.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
     product = as_dtype(grouped, wide) * as_dtype(scale, wide).reshape(1, -1, 1, 1)
     return as_dtype(product, rows.dtype).reshape(rows.shape)
+
+
+def held(cache, rows: Iterable[Any]) -> list[Any]:
+    """New keys and values as a cache holds them, one for each of its planes.
+
+    >>> from types import SimpleNamespace as Cache
+    >>> cache = Cache(planes=[0], dtype="int8", key_scale=jnp.float32(2), value_scale=None)
+    >>> [plane.tolist() for plane in held(cache, [jnp.array([[4.0]]), None])]
+    [[[2]]]
+    """
+    scales = cache.key_scale, cache.value_scale
+    of_planes = zip(cache.planes, rows, scales, strict=False)
+    return [quantised(new, cache.dtype, scale) for _, new, scale in of_planes]
 
 
 def scale_of_values(cache) -> Any:

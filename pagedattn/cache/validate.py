@@ -71,15 +71,22 @@ def kv_cache(cache) -> None:
     scales(cache)
 
 
+@functools.cache
+def of_heads(cache_type: type) -> dict[str, bool]:
+    """The fields of a cache that hold numbers of KV heads; whether of quantised caches alone."""
+    fields = getattr(cache_type, "__dataclass_fields__", {}).values()
+    return {f.name: f.metadata["quantised"] for f in fields if "quantised" in f.metadata}
+
+
 def scales(cache) -> None:
     """Requires scales of quantised caches only, one or one for each KV head, above 0."""
-    for name in ("key_scale", "value_scale"):
-        scale = getattr(cache, name, None)
+    for name, of_quantised in of_heads(type(cache)).items():
+        scale = getattr(cache, name)
         if scale is not None:
-            _scale(f"the cache's {name}", scale, cache)
+            _scale(f"the cache's {name}", scale, cache, of_quantised)
 
 
-def _scale(name, scale, cache):
+def _scale(name, scale, cache, of_quantised):
     an_array(name, scale)
     shapes = ((), (cache.num_kv_heads,))
     if not (tuple(scale.shape) in shapes and is_floating(scale.dtype)):
@@ -87,7 +94,7 @@ def _scale(name, scale, cache):
             f"{name} must be one floating number, or [num_kv_heads] = {shapes[1]}, got "
             f"{describe(scale)}"
         )
-    if largest(cache.dtype) is None:
+    if of_quantised and largest(cache.dtype) is None:
         raise InvalidInputError(
             f"{name} is for a cache of {', '.join(LARGEST)}, this one is {cache.dtype}"
         )
@@ -230,8 +237,8 @@ def block_copies(src_cache, dst_cache, src, dst) -> None:
     kv_cache(src_cache)
     kv_cache(dst_cache)
     same_blocks(src_cache, dst_cache)
-    for name in ("key_scale", "value_scale"):
-        _same_scales(name, getattr(src_cache, name, None), getattr(dst_cache, name, None))
+    for name in of_heads(type(dst_cache)):
+        _same_scales(name, getattr(src_cache, name, None), getattr(dst_cache, name))
     int_array("src", src, 1)
     int_array("dst", dst, 1)
     known_sizes("src", src)

@@ -1,9 +1,10 @@
 """What each backend can do on this machine: feature x backend x attention type, from `explain`."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from .._arrays.namespace import cdiv
 from .._dispatch.backend import LACKS
@@ -13,14 +14,19 @@ from ..batch.packed import packed_batch
 from ..cache.kv_cache import KVCache
 from ..spec import AttentionSpec
 from ..testing.features import (
+    ARRAYS,
     ATTENTION_TYPES,
     DTYPES,
     OPTIONS,
     PHASES,
+    Sizes,
     arrays_of,
     cache_of,
     spec_of,
+    with_kinds,
 )
+from ..testing.problem import Problem
+from ..testing.running import cache_of as problem_cache
 
 NUM_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 64, 16
 # Options named by what they set. Not causality: that follows from the type of attention.
@@ -42,9 +48,7 @@ class Request(NamedTuple):
     dtype: str
     return_lse: bool
     arrays: tuple[str, ...]
-    cache_dtype: str | None = None
-    value_dim: int | None = None
-    latent: bool = False
+    cache: tuple[tuple[str, Any], ...] = ()
 
 
 class Cell(NamedTuple):
@@ -78,7 +82,7 @@ def request(feature: str, attn_type: str) -> Request:
         feature if feature in DTYPES else "bfloat16",
         feature == "lse",
         arrays_of(options),
-        **cache_of(options),
+        tuple(cache_of(options).items()),
     )
 
 
@@ -96,26 +100,26 @@ def call(request: Request, normal: Callable = jnp.zeros) -> tuple:
         starts = jnp.cumsum(jnp.array((0, *query_lens)))
         batch = packed_batch(len(query), starts, starts, max(query_lens), max(key_lens))
         shape = (sum(key_lens), 1, *rows)
-    return query, _cache(request, shape, normal), batch, request.spec
+    return query, _cache(request, query, shape, normal), batch, request.spec
 
 
-def _cache(request: Request, shape: tuple[int, ...], normal: Callable) -> KVCache:
-    columns = (HEAD_DIM,) if request.latent else (HEAD_DIM, request.value_dim or HEAD_DIM)
-    planes = [normal((*shape[:3], width), request.dtype) for width in columns]
-    if request.cache_dtype is not None:
-        planes = [plane.astype(request.cache_dtype) for plane in planes]
-    return (
-        KVCache(planes[0], None, value_dim=request.value_dim)
-        if request.latent
-        else KVCache(*planes)
-    )
+def _cache(request: Request, query, shape: tuple[int, ...], normal: Callable) -> KVCache:
+    """A quantised one has no scales: those of layers come with each call."""
+    kinds = dict(request.cache)
+    dtype = kinds.pop("cache_dtype", None)
+    plane = np.asarray(normal((*shape[:3], HEAD_DIM), request.dtype))
+    problem = Problem(np.asarray(query), plane, plane, [], [], [], request.spec)
+    cache = problem_cache(with_kinds(problem, kinds))
+    if dtype is None:
+        return cache
+    return cache.with_planes(*(plane.astype(dtype) for plane in cache.planes))
 
 
 def keywords(request: Request, normal: Callable = jnp.zeros) -> dict:
     """The keyword arguments of a request."""
     num_tokens, max_keys = (sum(lens) for lens in zip(*request.lengths, strict=True))
-    shapes = {"sinks": (NUM_HEADS,), "bias": (num_tokens, 1, max_keys)}
-    arrays = {name: normal(shapes[name], "float32") for name in request.arrays}
+    sizes = Sizes(num_tokens, NUM_HEADS, max_keys)
+    arrays = {name: normal(ARRAYS[name].shape(sizes), "float32") for name in request.arrays}
     return {"return_lse": request.return_lse} | arrays
 
 

@@ -1,11 +1,16 @@
 """What attention calls differ in: options, phases, types of attention, dtypes.
 
-The only list of them: the printed table, `check_backend`, the strategies and the tests use it.
+The only list of them, with example values: the printed table, `check_backend`, the strategies and
+the tests use it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import ml_dtypes  # noqa: F401  (teaches NumPy the names of float8)
+import numpy as np
+
+from ..cache.quantise import LARGEST
 from ..spec import AttentionSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -20,20 +25,86 @@ def signed_slopes(num_heads: int) -> tuple[float, ...]:
     return tuple((-1.0) ** head * 0.25 * (head + 1) for head in range(num_heads))
 
 
-# Options of a call that are arrays, keywords of `paged_attention`.
-ARRAYS = ("sinks", "bias")
+class Sizes(NamedTuple):
+    """The sizes of a call that arrays beside query and cache have axes of."""
+
+    num_tokens: int
+    num_heads: int
+    max_keys: int
+
+
+class ArrayOption(NamedTuple):
+    """An option of a call that is an array: its shape, and what random ones are like.
+
+    `fill(rng, array)` changes an array of unit normal numbers in place.
+    """
+
+    shape: Callable[[Sizes], tuple[int, ...]]
+    fill: Callable[[np.random.Generator, np.ndarray], None]
+
+
+def _none_of_the_last_head(_rng, sinks):
+    sinks[1:][-1:] = -np.inf
+
+
+def _hide_some_keys(rng, bias):
+    """It hides a third of the keys, and from a tenth of the rows all."""
+    bias[rng.random(bias.shape) < 1 / 3] = -np.inf
+    bias[rng.random(bias.shape[:2]) < 1 / 10] = -np.inf
+
+
+# By the keywords of `paged_attention`.
+ARRAYS = {
+    "sinks": ArrayOption(lambda sizes: (sizes.num_heads,), _none_of_the_last_head),
+    "bias": ArrayOption(
+        lambda sizes: (sizes.num_tokens, sizes.num_heads, max(1, sizes.max_keys)), _hide_some_keys
+    ),
+}
+
+
+def _with_columns(problem, value_dim: int):
+    shape = (*problem.value_cache.shape[:3], value_dim)
+    return problem.replace(value_cache=np.resize(problem.value_cache, shape))
+
+
+def _latent(problem, _yes: bool):
+    return problem.replace(value_cache=None, value_dim=problem.value_cache.shape[3])
+
+
+def _quantised(problem, cache_dtype):
+    """Caches of eight bits: what they hold is what they are said to hold."""
+    dtype, heads = np.dtype(cache_dtype), problem.key_cache.shape[2]
+    step = np.float32(0.01 if dtype == np.int8 else 0.1)
+    scales = np.resize(np.array([3, 2], np.float32), heads) * step, np.asarray(5 * step)
+    key = {"key_cache": _held(problem.key_cache, scales[0], dtype), "key_scale": scales[0]}
+    if problem.value_cache is None:
+        return problem.replace(**key)
+    value = _held(problem.value_cache, scales[1], dtype)
+    return problem.replace(**key, value_cache=value, value_scale=scales[1])
+
+
+def _held(plane, scale, dtype):
+    held = plane.astype(np.float32) / scale.reshape(-1, 1)
+    return (np.rint(held) if dtype == np.int8 else held).clip(-127, 127).astype(dtype)
+
+
 # Dtypes of caches that any query goes with.
-CACHE_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
-# What caches differ in: dtype, the columns of the values, whether these are some of the keys'.
-CACHES = ("cache_dtype", "value_dim", "latent")
+CACHE_DTYPES = tuple(LARGEST)
+# What caches differ in, and how a problem whose cache is plain gets it: the columns of the values,
+# whether these are some of the keys', the dtype with a scale for each KV head of the keys and one
+# of the values.
+CACHES: dict[str, Callable[[Any, Any], Any]] = {
+    "value_dim": _with_columns,
+    "latent": _latent,
+    "cache_dtype": _quantised,
+}
 # All that goes together with causal attention over any cache.
 EVERY = {
     "scale": 0.4,
     "sliding_window": 9,
     "logits_soft_cap": 2.0,
     "alibi_slopes": signed_slopes,
-    "sinks": True,
-    "bias": True,
+    **dict.fromkeys(ARRAYS, True),
 }
 # Fields of a spec, arrays, and what caches differ in; alone and together. A function is called with
 # the number of query heads; the arrays of a problem are made with it.
@@ -43,8 +114,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sliding_window": {"sliding_window": 5},
     "logits_soft_cap": {"logits_soft_cap": 1.5},
     "alibi_slopes": {"alibi_slopes": signed_slopes},
-    "sinks": {"sinks": True},
-    "bias": {"bias": True},
+    **{name: {name: True} for name in ARRAYS},
     "cache_dtype": {"cache_dtype": "float8_e4m3fn"},
     "value_dim": {"value_dim": 8},
     "latent": {"value_dim": 8, "latent": True},
@@ -114,6 +184,14 @@ def cache_of(options: str) -> dict[str, Any]:
     {'value_dim': 8, 'latent': True}
     """
     return {name: value for name, value in OPTIONS[options].items() if name in CACHES}
+
+
+def with_kinds(problem, kinds: Mapping[str, Any]):
+    """A problem with a plain cache, which it gets as `cache_of` says."""
+    for name, make in CACHES.items():
+        if kinds.get(name):
+            problem = make(problem, kinds[name])
+    return problem
 
 
 def _for_heads(value: Any | Callable[[int], Any], num_heads: int) -> Any:

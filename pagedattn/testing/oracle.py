@@ -1,6 +1,6 @@
 """The float64 reference: walks the block table token by token, shares no code with the library."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -103,10 +103,10 @@ def bias_of(bias: np.ndarray | None, head: int, rows: slice, seq_len: int) -> np
     return bias[rows, min(head, bias.shape[1] - 1), :seq_len].astype(np.float64)
 
 
-def logits(head: Head, spec: Any) -> np.ndarray:
-    """float64 `[q, k]`: scale, then cap, then ALiBi and the bias, then the mask."""
+def logits(head: Head, spec: Any, product: Callable = np.matmul) -> np.ndarray:
+    """`[q, k]`: scale, then cap, then ALiBi and the bias, then the mask; of the product's dtype."""
     scale = head.query.shape[-1] ** -0.5 if spec.scale is None else spec.scale
-    score = scale * (head.query @ head.keys.T)
+    score = scale * product(head.query, head.keys.T)
     if spec.logits_soft_cap is not None:
         score = spec.logits_soft_cap * np.tanh(score / spec.logits_soft_cap)
     if spec.alibi_slopes is not None:
@@ -127,6 +127,11 @@ def softmax(score: np.ndarray, sink: float) -> tuple[np.ndarray, np.ndarray]:
     seen = total > 0
     lse = np.where(seen, shift + np.log(np.where(seen, total, 1)), -np.inf)
     return weight / np.where(seen, total, 1)[:, None], lse
+
+
+def weighted(head: Head, probability: np.ndarray, product: Callable = np.matmul) -> np.ndarray:
+    """`[q, value_dim]`: the head's out."""
+    return product(probability, head.values)
 
 
 def reference_attention(
@@ -181,7 +186,7 @@ def reference_attention(
     args = (query, key_cache, value_cache, block_tables, seq_lens, query_start_loc)
     for head in heads(*args, spec, sinks, bias, key_scale, value_scale, value_dim):
         probability, lse[head.rows, head.index] = softmax(logits(head, spec), head.sink)
-        out[head.rows, head.index] = probability @ head.values
+        out[head.rows, head.index] = weighted(head, probability)
     return out, lse
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from . import oracle
-from .features import ARRAYS
+from . import features, oracle
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,7 +77,7 @@ class Problem:
     @property
     def arrays(self) -> dict[str, np.ndarray]:
         """The options of the call that are arrays, by the keywords of `paged_attention`."""
-        given = {name: getattr(self, name) for name in ARRAYS}
+        given = {name: getattr(self, name) for name in features.ARRAYS}
         return {name: array for name, array in given.items() if array is not None}
 
     def replace(self, **changes: Any) -> "Problem":

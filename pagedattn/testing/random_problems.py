@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from .._arrays.namespace import cdiv
+from . import features
 from .problem import Problem
 
 
@@ -29,6 +30,7 @@ def random_problem(
     value_dim: int | None = None,
     latent: bool = False,
     seed: int = 0,
+    **kinds: Any,
 ) -> Problem:
     """A problem with unit normal values and shuffled blocks, poisoned wherever no query looks.
 
@@ -36,7 +38,8 @@ def random_problem(
     axis, by default without padding; `block_tables=None` draws tables without sharing; `arrays` are
     the options of `features.ARRAYS` that it has; `cache_dtype` quantises the caches, with a scale
     for each KV head of the keys, and one of the values; `value_dim` are the columns of the values,
-    by default those of the keys, which hold them if it is a latent cache.
+    by default those of the keys, which hold them if it is a latent cache; `kinds` are others of
+    `features.CACHES`.
 
     Example:
         >>> from pagedattn import AttentionSpec
@@ -50,52 +53,26 @@ def random_problem(
     if block_tables is None:
         block_tables = random_tables(rng, blocks, num_blocks)
     num_tokens = int(sum(query_lens)) if pad_tokens is None else pad_tokens
-    pool, value_dim = (num_blocks, block_size, num_kv_heads), value_dim or head_dim
-    shapes = (num_tokens, num_heads, head_dim), (*pool, head_dim), (*pool, value_dim)
+    pool = num_blocks, block_size, num_kv_heads, head_dim
+    shapes = (num_tokens, num_heads, head_dim), pool, pool
     query, key, value = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
     lens = list(query_lens), list(seq_lens)
     problem = Problem(query, key, value, block_tables, *lens, spec, max_query_len)
-    problem = problem.replace(value_cache=None, value_dim=value_dim) if latent else problem
-    problem = problem.replace(**{name: _MAKERS[name](rng, problem) for name in arrays})
-    problem = problem if cache_dtype is None else quantised_problem(problem, cache_dtype)
+    problem = problem.replace(**{name: random_array(rng, problem, name) for name in arrays})
+    kinds |= {"value_dim": value_dim, "latent": latent, "cache_dtype": cache_dtype}
+    problem = features.with_kinds(problem, kinds)
     return problem if poison is None else problem.poisoned(poison)
 
 
-def quantised_problem(problem: Problem, cache_dtype: Any) -> Problem:
-    """The problem with caches of eight bits: what they hold is what they are said to hold."""
-    dtype, heads = np.dtype(cache_dtype), problem.key_cache.shape[2]
-    step = np.float32(0.01 if dtype == np.int8 else 0.1)
-    scales = np.resize(np.array([3, 2], np.float32), heads) * step, np.asarray(5 * step)
-    key = {"key_cache": _held(problem.key_cache, scales[0], dtype), "key_scale": scales[0]}
-    if problem.value_cache is None:
-        return problem.replace(**key)
-    value = _held(problem.value_cache, scales[1], dtype)
-    return problem.replace(**key, value_cache=value, value_scale=scales[1])
-
-
-def _held(plane, scale, dtype):
-    held = plane.astype(np.float32) / scale.reshape(-1, 1)
-    return (np.rint(held) if dtype == np.int8 else held).clip(-127, 127).astype(dtype)
-
-
-def random_sinks(rng: np.random.Generator, problem: Problem) -> np.ndarray:
-    """Sinks of the size of logits; of several heads, the last has none."""
-    sinks = rng.standard_normal(problem.query.shape[1]).astype(np.float32)
-    sinks[1:][-1:] = -np.inf
-    return sinks
-
-
-def random_bias(rng: np.random.Generator, problem: Problem) -> np.ndarray:
-    """A bias for each head that hides a third of the keys, and from a tenth of the rows all."""
+def random_array(rng: np.random.Generator, problem: Problem, name: str) -> np.ndarray:
+    """An option of `features.ARRAYS` for a problem, float32."""
     num_tokens, num_heads, _ = problem.query.shape
     width = max((len(row) for row in problem.block_tables), default=0) * problem.block_size
-    bias = rng.standard_normal((num_tokens, num_heads, max(1, width))).astype(np.float32)
-    bias[rng.random(bias.shape) < 1 / 3] = -np.inf
-    bias[rng.random(bias.shape[:2]) < 1 / 10] = -np.inf
-    return bias
-
-
-_MAKERS = {"sinks": random_sinks, "bias": random_bias}
+    option = features.ARRAYS[name]
+    shape = option.shape(features.Sizes(num_tokens, num_heads, width))
+    array = rng.standard_normal(shape).astype(np.float32)
+    option.fill(rng, array)
+    return array
 
 
 def random_tables(

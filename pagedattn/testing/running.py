@@ -1,5 +1,6 @@
 """A problem as the library runs it: its batch, its cache, and attention on JAX arrays."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -42,9 +43,10 @@ def cache_of(problem: Problem) -> KVCache:
         >>> cache_of(problem).block_size
         4
     """
-    names = ("key_cache", "value_cache", "key_scale", "value_scale")
-    arrays = jax.tree.map(jnp.asarray, [getattr(problem, name) for name in names])
-    return KVCache(*arrays, value_dim=problem.value_dim)
+    planes = {"key": "key_cache", "value": "value_cache"}
+    fields = [field.name for field in dataclasses.fields(KVCache)]
+    held = KVCache(*(getattr(problem, planes.get(name, name)) for name in fields))
+    return jax.tree.map(jnp.asarray, held)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "backend", "return_lse"))

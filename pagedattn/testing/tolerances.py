@@ -1,6 +1,9 @@
 """The one precision rule: how far a backend may be from the float64 oracle."""
 
+import functools
+import inspect
 import itertools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -77,9 +80,10 @@ def gaps(out, lse, other_out, other_lse) -> tuple[np.ndarray, np.ndarray]:
 
 def arguments(problem: Problem) -> dict[str, Any]:
     """The arguments of the oracle, by name."""
-    names = "query key_cache value_cache block_tables seq_lens query_start_loc spec"
-    names += " sinks bias key_scale value_scale value_dim"
-    return {name: getattr(problem, name) for name in names.split()}
+    return {name: getattr(problem, name) for name in _ARGUMENTS}
+
+
+_ARGUMENTS = tuple(inspect.signature(oracle.reference_attention).parameters)
 
 
 def reference(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
@@ -108,12 +112,13 @@ def plain_attention(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     """
     spec, dtype, value_scale = problem.spec, problem.query.dtype, out_scale(problem)
     problem = folded(problem)
+    product = functools.partial(plain_matmul, dtype=dtype)
     out = np.zeros(problem.out_shape)
     lse = np.full(problem.query.shape[:2], -np.inf)
     for head in oracle.heads(**arguments(problem)):
-        score = plain_logits(head, spec, dtype)
+        score = oracle.logits(single(head), spec, product)
         probability, lse[head.rows, head.index] = oracle.softmax(score, head.sink)
-        out[head.rows, head.index] = plain_matmul(probability, head.values, dtype)
+        out[head.rows, head.index] = oracle.weighted(head, probability, product)
     return scaled(out, value_scale, problem.key_cache.shape[2]).astype(dtype).astype(float), lse
 
 
@@ -135,18 +140,10 @@ def scaled(rows: np.ndarray, scale: np.ndarray | None, num_kv_heads: int) -> np.
     return rows * np.repeat(scale, rows.shape[1] // num_kv_heads)[:, None]
 
 
-def plain_logits(head: oracle.Head, spec: Any, dtype: Any) -> np.ndarray:
-    """float32 `[q, k]`, from scores rounded to `dtype`."""
-    scale = head.query.shape[-1] ** -0.5 if spec.scale is None else spec.scale
-    score = np.float32(scale) * plain_matmul(head.query, head.keys.T, dtype)
-    if spec.logits_soft_cap is not None:
-        cap = np.float32(spec.logits_soft_cap)
-        score = cap * np.tanh(score / cap)
-    if spec.alibi_slopes is not None:
-        slope = np.float32(spec.alibi_slopes[head.index])
-        score = score - slope * head.distance.astype(np.float32)
-    score = score + head.bias.astype(np.float32)
-    return np.where(head.visible, score, np.float32(-np.inf))
+def single(head: oracle.Head) -> oracle.Head:
+    """What is added to the logits of a head in float32, as its matrix products are."""
+    distance, bias = head.distance.astype(np.float32), head.bias.astype(np.float32)
+    return head._replace(distance=distance, bias=bias)
 
 
 def plain_matmul(a: np.ndarray, b: np.ndarray, dtype: Any) -> np.ndarray:
@@ -173,16 +170,26 @@ def float32_error(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     for head in oracle.heads(**arguments(problem)):
         probability, exact = oracle.softmax(oracle.logits(head, spec), head.sink)
         blur = probability * (1 + logit_magnitude(head, spec))
-        spread = np.abs(head.values).max(-1, initial=0)
-        out[head.rows, head.index] = eps * (blur @ spread)
+        spread = np.abs(head.values).max(-1, initial=0, keepdims=True)
+        summed = oracle.weighted(head._replace(values=spread), blur)
+        out[head.rows, head.index] = eps * np.abs(summed)[:, 0]
         lse[head.rows, head.index] = eps * (blur.sum(-1) + np.abs(np.where(blur.any(-1), exact, 0)))
     return out, lse
 
 
 def logit_magnitude(head: oracle.Head, spec: Any) -> np.ndarray:
-    """float64 `[q, k]`: the absolute sum of the terms of each logit."""
-    scale = head.query.shape[-1] ** -0.5 if spec.scale is None else spec.scale
-    size = abs(scale) * (np.abs(head.query) @ np.abs(head.keys).T)
-    if spec.alibi_slopes is not None:
-        size = size + abs(spec.alibi_slopes[head.index]) * head.distance
-    return size + np.where(np.isfinite(head.bias), np.abs(head.bias), 0)
+    """float64 `[q, k]`: the absolute sum of the terms of each logit, before any cap."""
+    slopes = spec.alibi_slopes
+    spec = replace(
+        spec,
+        scale=None if spec.scale is None else abs(spec.scale),
+        logits_soft_cap=None,
+        alibi_slopes=None if slopes is None else tuple(-abs(slope) for slope in slopes),
+    )
+    sizes = head._replace(
+        query=np.abs(head.query),
+        keys=np.abs(head.keys),
+        bias=np.where(np.isfinite(head.bias), np.abs(head.bias), 0),
+        visible=np.ones_like(head.visible),
+    )
+    return oracle.logits(sizes, spec)

@@ -12,7 +12,7 @@ from pagedattn._arrays.checks import whole
 from pagedattn._arrays.inspect import shown
 from pagedattn._arrays.memory import require_memory
 from pagedattn._dispatch.registry import Framework, record
-from pagedattn.cache.quantise import quantised
+from pagedattn.cache.quantise import held
 
 from ..arrays import require_tensors
 
@@ -64,9 +64,7 @@ def like_cache(packed: KVCache, cache: KVCache | None) -> KVCache:
     """
     if cache is None or cache.dtype is packed.dtype:
         return packed
-    key = quantised(packed.key, cache.dtype, cache.key_scale)
-    value = quantised(packed.value, cache.dtype, cache.value_scale)
-    return cache.with_planes(key, value)
+    return cache.with_planes(*held(cache, packed.planes))
 
 
 def _scale(name, scale, device) -> Tensor:

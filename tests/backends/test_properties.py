@@ -13,9 +13,12 @@ from cases import (
     REFUSING,
     SPECS,
     attend_with_any_lse,
+    lacks,
     may_refuse,
     mixed,
+    problems_for,
     replace_spec,
+    rows_of,
     run,
     supported,
 )
@@ -77,19 +80,23 @@ PLAIN = AttentionSpec()
 def assert_same(got, want, name):
     """Equal to float32 rounding; both are also held to the oracle elsewhere."""
     np.testing.assert_allclose(got[0], want[0], rtol=1e-4, atol=1e-5, err_msg=f"{name}: out")
-    np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-5, err_msg=f"{name}: lse")
+    if got[1] is not None:
+        np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-5, err_msg=f"{name}: lse")
 
 
-@given(problem=any_phase())
+@given(data=st.data())
 @settings(settings(), max_examples=settings().max_examples // 2)  # each is a program
-def test_matches_the_oracle(backend, mode, problem):
+def test_matches_the_oracle(backend, mode, data):
     """Any spec, dtype and phase, poison wherever nobody may look."""
+    problem = data.draw(problems_for(backend, any_phase))
     assert_attention_close(*run(problem, backend, mode), problem, name=backend)
 
 
 @pytest.mark.parametrize("name", options_table(BUCKET.num_heads))
 @given(data=st.data())
 def test_all_options_match_the_oracle(backend, name, data):
+    if lacking := lacks(backend, name):
+        pytest.skip(f"{backend} does not have {lacking}")
     options = options_table(BUCKET.num_heads)[name]._asdict()
     problem = data.draw(problems(bucket=BUCKET, dtype=np.float32, **options))
     assert_attention_close(*run(problem, backend), problem, name=backend)
@@ -105,9 +112,10 @@ def test_every_feature_matches_or_is_refused(backend, mode):
     assert options or not refused
 
 
-@given(problem=problems(**FLOAT32), seed=seeds())
-def test_relabelling_blocks(backend, problem, seed):
+@given(data=st.data(), seed=seeds())
+def test_relabelling_blocks(backend, data, seed):
     """Which blocks hold a sequence is of no account."""
+    problem = data.draw(problems_for(backend, **FLOAT32))
     order = np.random.default_rng(seed).permutation(BUCKET.num_blocks)
     planes = {name: getattr(problem, name) for name in ("key_cache", "value_cache")}
     planes = {name: plane[np.argsort(order)] for name, plane in planes.items() if plane is not None}
@@ -127,9 +135,10 @@ def with_tokens(problem, index):
     return problem.replace(**moved)
 
 
-@given(problem=problems(**FLOAT32), data=st.data())
-def test_batch_mates(backend, problem, data):
+@given(data=st.data())
+def test_batch_mates(backend, data):
     """A sequence gives the same alone, with the others gone and all else NaN."""
+    problem = data.draw(problems_for(backend, **FLOAT32))
     s = data.draw(st.integers(0, BUCKET.num_seqs - 1), label="sequence")
     rows = slice(*problem.query_start_loc[s : s + 2])
     lone = [[n if i == s else 0 for i, n in enumerate(problem.query_lens)]]
@@ -138,13 +147,14 @@ def test_batch_mates(backend, problem, data):
     alone = moved.replace(query_lens=lone[0], seq_lens=lone[1]).poisoned()
     got, want = run(alone, backend), run(problem, backend)
     count = rows.stop - rows.start
-    assert_same([x[:count] for x in got], [x[rows] for x in want], "alone")
+    assert_same(rows_of(got, slice(count)), rows_of(want, rows), "alone")
     assert not got[0][count:].any()
 
 
-@given(problem=problems(**FLOAT32), data=st.data())
-def test_order_of_sequences(backend, problem, data):
+@given(data=st.data())
+def test_order_of_sequences(backend, data):
     """Sequences may stand in any order; their rows move with them."""
+    problem = data.draw(problems_for(backend, **FLOAT32))
     order = data.draw(st.permutations(range(BUCKET.num_seqs)))
     starts = problem.query_start_loc
     index = np.concatenate([np.arange(starts[s], starts[s + 1]) for s in order])
@@ -154,7 +164,7 @@ def test_order_of_sequences(backend, problem, data):
         seq_lens=[problem.seq_lens[s] for s in order],
     )
     got, want = run(moved, backend), run(problem, backend)
-    assert_same([x[: len(index)] for x in got], [x[index] for x in want], "reordered")
+    assert_same(rows_of(got, slice(len(index))), rows_of(want, index), "reordered")
 
 
 def test_padding(backend, mode):
@@ -173,9 +183,9 @@ def test_padding(backend, mode):
     query[:14] = tight.query
     pools = {"key_cache": tight.key_cache, "value_cache": tight.value_cache}
     got = run(wide.replace(query=query, **pools), backend, mode)
-    assert_same([x[:14] for x in got], run(tight, backend, mode), "padded")
+    assert_same(rows_of(got, slice(14)), run(tight, backend, mode), "padded")
     assert not got[0][14:].any()
-    assert (got[1][14:] == -np.inf).all()
+    assert got[1] is None or (got[1][14:] == -np.inf).all()
 
 
 @pytest.mark.parametrize("poison", POISONS)
@@ -225,8 +235,9 @@ def test_queries_that_see_nothing_through_a_window_wider_than_the_table(backend,
     problem = random_problem([10], [3], spec, max_query_len=16)
     out, lse = run(problem, backend, mode)
     assert_attention_close(out, lse, problem)
-    assert np.isneginf(lse[: 7 if causal else 3]).all()
-    assert np.isfinite(lse[7 if causal else 3 :]).all()
+    if lse is not None:
+        assert np.isneginf(lse[: 7 if causal else 3]).all()
+        assert np.isfinite(lse[7 if causal else 3 :]).all()
 
 
 def test_grouped_queries_are_repeated_kv_heads(backend):
@@ -307,8 +318,10 @@ def serve(key, value, query, tables, totals, cuts, *, spec, backend, room):
         out, lse = ATTEND(packed[0], cache, batch, spec, backend)
         for s, (start, stop) in enumerate(zip(*(ends(lens)), strict=True)):
             outs[s].append(np.asarray(out)[start:stop])
-            lses[s].append(np.asarray(lse)[start:stop])
-    return [np.concatenate([np.concatenate(x) for x in xs]) for xs in (outs, lses)]
+            if lse is not None:
+                lses[s].append(np.asarray(lse)[start:stop])
+    results = [[row for rows in of_sequences for row in rows] for of_sequences in (outs, lses)]
+    return [np.concatenate(rows) if rows else None for rows in results]
 
 
 WRITE = jax.jit(write_kv)
@@ -383,6 +396,8 @@ MERGEABLE = {name: SPECS[name] for name in ("plain", "logits_soft_cap", "causal=
 @given(splits=st.tuples(st.integers(0, 5), st.integers(0, 5)), seed=seeds())
 def test_split_and_merge_is_whole(backend, name, splits, seed):
     """Attention over parts of the context and over the rest, merged in either order."""
+    if may_refuse(backend, "return_lse"):
+        pytest.skip(f"{backend} gives no lse to merge by")
     spec = MERGEABLE[name]
     whole = random_problem([3, 1], [23, 22], spec, seed=seed, max_query_len=4, poison=None)
     first, second = sorted(4 * n for n in splits)
@@ -427,7 +442,7 @@ def test_ragged_attention_is_paged_attention(backend, mode, name):
     tables = [range(start, stop) for start, stop in itertools.pairwise(starts[1])]
     pools = key[:, None], value[:, None]
     want = reference_attention(query, *pools, tables, key_lens, starts[0], spec)
-    assert_same(got if return_lse else (got, want[1]), want, "ragged")
+    assert_same(got if return_lse else (got, None), want, "ragged")
 
 
 RAGGED = jax.jit(
@@ -456,8 +471,9 @@ def test_alibi_is_exact_at_100k_tokens(backend, dtype):
     problem = problem.replace(key_cache=np.zeros_like(problem.key_cache))
     out, lse = run(problem, backend)
     assert_attention_close(out, lse, problem, name=backend)
-    want = [np.logaddexp.reduce(-slope * np.arange(100_003)) for slope in slopes]
-    np.testing.assert_allclose(lse[0], want, rtol=2e-5)
+    if lse is not None:
+        want = [np.logaddexp.reduce(-slope * np.arange(100_003)) for slope in slopes]
+        np.testing.assert_allclose(lse[0], want, rtol=2e-5)
 
 
 @given(dtype=dtypes(), seed=seeds())
@@ -465,8 +481,8 @@ def test_identical_values_average_to_themselves(backend, dtype, seed):
     """With one value everywhere the weights must sum to one, whatever they are."""
     problem = supported(mixed(SPECS["all"], dtype=dtype, seed=seed), backend)
     value = np.where(np.isnan(problem.value_cache), problem.value_cache, 1).astype(dtype)
-    out, lse = run(problem.replace(value_cache=value), backend)
-    seen = np.isfinite(lse)
+    out, _ = run(problem.replace(value_cache=value), backend)
+    seen = np.isfinite(expect(problem).lse)
     allowed = float(ml_dtypes.finfo(dtype).eps) + 1e-6
     np.testing.assert_allclose(out.astype(np.float64)[seen], 1, atol=allowed)
 

@@ -4,7 +4,7 @@ import os
 
 import hypothesis
 import pytest
-from cases import run
+from cases import problems_for, run
 from hypothesis import given
 
 from pagedattn.testing import assert_attention_close
@@ -18,7 +18,7 @@ EXAMPLES = int(os.environ.get("PAGEDATTN_EXAMPLES", "20000")) // (PARTS * MODES)
 def test_matches_the_oracle(backend, mode, part):
     @hypothesis.seed(part)
     @hypothesis.settings(hypothesis.settings(), max_examples=EXAMPLES, derandomize=False)
-    @given(problem=any_phase())
+    @given(problem=problems_for(backend, any_phase))
     def check(problem):
         assert_attention_close(*run(problem, backend, mode), problem, name=backend)
 

@@ -2,10 +2,8 @@
 
 from typing import Any, NamedTuple
 
-import hypothesis
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import torch
 from cases import asked_of, calls
 from pagedattn_interop import to_torch
@@ -34,9 +32,6 @@ class RefusingLayer(IpexAttnBackendImpl):
             asked = asked_of(self.specs[AttentionType.DECODER])
             biased = getattr(args[4], "attn_bias", None) is not None
             calls.refuse(error, [*asked, *["bias"] * biased], "ipex")
-            if hypothesis.currently_in_test_context():
-                hypothesis.reject()
-            pytest.skip(str(error))
         calls.ran += 1
         return out
 

@@ -61,10 +61,11 @@ def test_rows_without_room_see_no_key(name, option, mode, backend):
         *(np.asarray(x) for x in (query, key, value, pool.block_tables, lens, starts)), spec
     )
     np.testing.assert_allclose(out, want, atol=1e-4)
-    np.testing.assert_allclose(lse, want_lse, atol=1e-4)
     idle = np.repeat([not o for o in ok], new)
     assert not np.asarray(out)[: len(idle)][idle].any()
-    assert (np.asarray(lse)[: len(idle)][idle] == -np.inf).all()
+    if lse is not None:
+        np.testing.assert_allclose(lse, want_lse, atol=1e-4)
+        assert (np.asarray(lse)[: len(idle)][idle] == -np.inf).all()
     assert (np.asarray(batch.slot_mapping)[: len(idle)] >= 0).tolist() == (~idle).tolist()
 
 
