@@ -78,6 +78,8 @@ def _not_taken(dtype) -> str:
 @functools.cache
 def takes(dtype: str) -> bool:
     """Whether torch takes arrays of this dtype by DLPack: float8 came after torch 2.8."""
+    if not hasattr(torch, dtype):
+        return False
     try:
         torch.from_dlpack(torch.zeros(1, dtype=getattr(torch, dtype), device="cpu"))
     except (BufferError, RuntimeError):

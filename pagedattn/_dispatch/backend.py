@@ -61,11 +61,11 @@ class Backend:
       name: how callers ask for it.
       supports: the options it knows, by the names of `AttentionSpec`'s fields and of the keywords
         of `paged_attention`. A call that asks for any other is refused before anything here runs,
-        unless the library can do it around the backend: `sinks`, where it gives `return_lse`.
+        unless the library can do it around the backend, by what the backend does support.
         With `scales`, `run` is given the cache with its `key_scale` and `value_scale`; without,
         queries and results are multiplied by them around it, float16 ones as float32.
       run: `run(call, query, cache, plan)` gives `(out, lse)`, as `Run` says. Options that are
-        arrays, as `sinks`, are keyword arguments: only those that it supports, and that the call
+        arrays are keyword arguments: only those that it supports, and that the call
         brings. Arguments are validated, and the call is not empty.
       refusals: `refusals(call)` lists the reasons why it cannot run a call; none means it can.
       slower_because: `slower_because(call)` lists the reasons why another backend is likely faster:

@@ -1,7 +1,8 @@
 """What must hold of an option that `test_adding_an_option` adds: run in a process on the copy.
 
-`python added_options.py number|array|cache`: temperature, a field of the spec, which xla alone
-supports; out_scale, an array that any backend has; value_gain, a field of caches.
+`python added_options.py number|array|cache|dtype`: temperature, a field of the spec, which xla
+alone supports; out_scale, an array that any backend has; value_gain, a field of caches; a dtype of
+caches that the kernels do not read.
 """
 
 import inspect
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pagedattn as pa
+from pagedattn import testing
 from pagedattn._dispatch import registry
 from pagedattn._dispatch.registry import Framework, can_load
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, tolerances
@@ -155,5 +157,14 @@ def cache():
     return ran
 
 
+def dtype():
+    results = {name: result_of(name, "b11") for name in HERE}
+    assert results.pop("xla") == "ok"
+    assert all(result.startswith("refused") for result in results.values()), results
+    assert "float8_e4m3b11fnuz" in testing.features.CACHE_DTYPES
+    return results
+
+
 if __name__ == "__main__":
-    print(*{"number": number, "array": array, "cache": cache}[sys.argv[1]]())
+    CHECKS = {"number": number, "array": array, "cache": cache, "dtype": dtype}
+    print(*CHECKS[sys.argv[1]]())

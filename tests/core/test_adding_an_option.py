@@ -1,4 +1,4 @@
-"""How many files an option touches: three are added to a copy of the library, and tried there.
+"""How many files an option touches: four are added to a copy of the library, and tried there.
 
 Each patch is all that its kind of option takes. What must hold of it then says `added_options`.
 """
@@ -182,7 +182,19 @@ CACHE: Patch = {
         ("value_scale, value_dim):", "value_scale, value_dim, value_gain):"),
     ],
 }
-PATCHES = {"number": (NUMBER, 5), "array": (ARRAY, 7), "cache": (CACHE, 6)}
+# Caches in eight bits of another dtype, which the kernels do not read.
+DTYPE: Patch = {
+    "pagedattn/cache/quantise.py": [
+        ("LARGEST = {", 'LARGEST = {"float8_e4m3b11fnuz": 30.0, '),
+    ],
+    "pagedattn/testing/features.py": [
+        (
+            '    "plain": {},\n',
+            '    "plain": {},\n    "b11": {"cache_dtype": "float8_e4m3b11fnuz"},\n',
+        ),
+    ],
+}
+PATCHES = {"number": (NUMBER, 5), "array": (ARRAY, 7), "cache": (CACHE, 6), "dtype": (DTYPE, 6)}
 
 
 @pytest.mark.parametrize("kind", PATCHES)

@@ -13,6 +13,7 @@ from .tiling import Tiling, device_of
 from .widths import power_of_two, widths_of
 
 DTYPES = ("float16", "bfloat16", "float32")
+CACHE_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 E4M3 = (8, 9)  # the compute capability from which Triton reads float8_e4m3fn
 # The options that the kernels know.
 SUPPORTS = frozenset(
@@ -40,6 +41,8 @@ class Launch(NamedTuple):
 def refusals(call: Call, capability: tuple[int, int] | None) -> list[str]:
     """Why the kernels cannot run a call on a device of a compute capability (None: no GPU)."""
     reasons = []
+    if call.cache_dtype not in (None, *CACHE_DTYPES):
+        reasons.append(f"cache_dtype: the kernel does not read {call.cache_dtype}")
     if call.cache_dtype == "float8_e4m3fn" and capability is not None and capability < E4M3:
         reasons.append(f"cache_dtype {call.cache_dtype} needs compute capability 8.9")
     if call.dtype not in DTYPES:

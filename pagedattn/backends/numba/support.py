@@ -12,6 +12,7 @@ from ..._dispatch.call import ITEM_BYTES, Call
 from ..._dispatch.options import SCALES
 from ..._dispatch.registry import Framework, can_load, load
 from ..._kernels.cpu.call_args import NO_WINDOW
+from ..._kernels.cpu.dtypes import DTYPES as HELD
 from ..._kernels.cpu.dtypes import UNITS
 from ...batch.metadata import Sequences
 
@@ -25,9 +26,12 @@ LONGEST = 32  # the most queries of a sequence that the kernel computes; others 
 
 def refusals(call: Call) -> list[str]:
     """Why the kernel cannot run a call."""
-    if call.dtype in DTYPES:
-        return []
-    return [f"it computes {', '.join(DTYPES)}, not {call.dtype}"]
+    reasons = []
+    if call.dtype not in DTYPES:
+        reasons.append(f"it computes {', '.join(DTYPES)}, not {call.dtype}")
+    if call.cache_dtype not in (None, *HELD):
+        reasons.append(f"cache_dtype: the kernel does not read {call.cache_dtype}")
+    return reasons
 
 
 def cache_dtype_of(call: Call) -> str:
