@@ -152,8 +152,8 @@ MUTANTS = {
         "tests/backends/test_bias.py -k window and sdpa",
     ),
     "a key's scale left out": Mutant(
-        "query = scaled(_without_padding(query, live), key_scale, call.num_kv_heads)",
-        "query = query",
+        "return scaled(_without_padding(query, live), cache.key_scale, cache.num_kv_heads)",
+        "return query",
         "tests/backends/test_quantised.py -k scales_of_every_kind and xla and int8",
     ),
     "padding tokens in the gradient of a scale": Mutant(
@@ -207,8 +207,8 @@ MUTANTS = {
         "tests/core/test_quantise.py -k divides_as and jit",
     ),
     "float16 queries times scales in float16": Mutant(
-        'call.cache_dtype and call.dtype == "float16"',
-        'call.cache_dtype and call.dtype == "float8"',
+        'dtypes={"float16": "float32"}',
+        'dtypes={"float8": "float32"}',
         "tests/backends/test_quantised.py -k any_magnitude and xla",
     ),
     "a window whose end int32 does not hold": Mutant(
