@@ -105,13 +105,17 @@ def arrays_of(cache: KVCache) -> dict[str, Any]:
             "split_kv_cache makes one of a layer's kv_cache"
         )
     arrays: dict[str, Any] = {"the cache's key": cache.key}
-    if cache.value is not None:
-        arrays["the cache's value"] = cache.value
-    if cache.key_scale is not None:
-        arrays["the cache's key_scale"] = cache.key_scale
-    if cache.value_scale is not None:
-        arrays["the cache's value_scale"] = cache.value_scale
+    for name, called in _IN_CACHES.items():
+        if (array := getattr(cache, name)) is not None:
+            arrays[called] = array
     return arrays
+
+
+_IN_CACHES = {
+    field.name: f"the cache's {field.name}"
+    for field in dataclasses.fields(KVCache)
+    if field.name != "key" and not field.metadata.get("static")
+}
 
 
 def require_writable(**arrays: Tensor) -> None:
