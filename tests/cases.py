@@ -179,6 +179,13 @@ def assert_same(got: Any, want: Any) -> None:
         np.testing.assert_array_equal(*pair)
 
 
+def assert_close(got: Any, want: Any) -> None:
+    """Two pytrees of one structure, as results without lse have another than those with it."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for pair in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(*pair, rtol=1e-5, atol=1e-6)
+
+
 def assert_words(error, words):
     missing = [word for word in words if word not in str(error.value)]
     assert not missing, str(error.value)
