@@ -19,6 +19,7 @@ def gather(*, check: bool) -> dict[str, Any]:
         found["devices"] = machine.devices()
     except RuntimeError as error:
         return found | {"error": str(error)}
+    found |= {"unmeasured": machine.unmeasured()}
     found |= {"processor": machine.processor(), "kernel": machine.kernel()}
     tried = probed(usable())
     found |= {"features": features(cells()), "backends": tried()}

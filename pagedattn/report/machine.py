@@ -17,6 +17,7 @@ PACKAGES = (
 )
 CPUINFO = Path("/proc/cpuinfo")
 DRIVER = Path("/proc/driver/nvidia/version")
+MEASURED = ("NVIDIA H200",)  # what docs/results has figures of, beside CPUs
 
 
 def versions() -> dict[str, str | None]:
@@ -40,6 +41,12 @@ def devices() -> tuple[str, ...]:
     """
     kinds = Counter(device.device_kind for device in jax.devices())
     return tuple(f"{count} x {kind}" for kind, count in kinds.items())
+
+
+def unmeasured() -> tuple[str, ...]:
+    """The kinds of JAX's devices, but for CPUs, on which nobody has measured the library."""
+    kinds = dict.fromkeys(d.device_kind for d in jax.devices() if d.platform != "cpu")
+    return tuple(kind for kind in kinds if kind not in MEASURED)
 
 
 def driver(file: Path = DRIVER) -> str | None:

@@ -10,6 +10,8 @@ from ..testing.features import ATTENTION_TYPES
 Table = list[Sequence[str]]  # rows, the heading first
 TYPES = f"Attention of each type ({', '.join(ATTENTION_TYPES)}); partly: not of all."
 
+UNMEASURED = "Nobody has measured pagedattn on {}: docs/backends.md says what was tested for it."
+
 
 def width() -> int:
     """Columns to fill: 79, fewer on a narrower screen (or by COLUMNS), 40 at least."""
@@ -26,6 +28,8 @@ def parts(found: dict[str, Any]) -> list[str | Table]:
         return [*shown, f"JAX finds no device: {found['error']}"]
     driver = f"NVIDIA driver {found['driver']}" if found["driver"] else "no NVIDIA driver"
     shown.append(f"Devices: {', '.join(found['devices'])}; {driver}")
+    if found["unmeasured"]:
+        shown.append(UNMEASURED.format(", ".join(found["unmeasured"])))
     kernel = f"; the CPU kernel uses {found['kernel']}" if found["kernel"] else ""
     shown.append(f"Processor: {found['processor']}{kernel}")
     shown += [backends(found["backends"]), found["features"]["rows"], TYPES]

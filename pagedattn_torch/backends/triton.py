@@ -15,9 +15,10 @@ from pagedattn._dispatch.call import Call
 from pagedattn._kernels.triton import launch
 from pagedattn._kernels.triton.arguments import Arrays, Results
 from pagedattn._kernels.triton.attention import attention_kernel
+from pagedattn._kernels.triton.device import Device, device_of
 from pagedattn._kernels.triton.launch import Launch
 from pagedattn._kernels.triton.merge import merge_kernel
-from pagedattn._kernels.triton.tiling import Device, Tiling, device_of, tiling
+from pagedattn._kernels.triton.tiling import Tiling, tiling
 
 from .bias import slopes_on
 
@@ -88,6 +89,6 @@ def _start(kernel, arrays, plan: Launch, outs: Results):
 @functools.cache
 def _device(device) -> Device:
     if device.type != "cuda":
-        return Device(num_sms=64, shared_bytes=1 << 20)  # any will do for Triton's interpreter
+        return Device(64, 1 << 20, "mma")  # any will do for Triton's interpreter
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     return device_of(num_sms, torch.cuda.get_device_capability(device))

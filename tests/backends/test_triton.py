@@ -18,8 +18,9 @@ import pytest
 from pagedattn import AttentionSpec
 from pagedattn._dispatch.call import Call, Strides
 from pagedattn._kernels.triton.arguments import Arrays, Results, Scalars
+from pagedattn._kernels.triton.device import device_of
 from pagedattn._kernels.triton.launch import attention_launch, merge_launch, refusals
-from pagedattn._kernels.triton.tiling import MAX_SPLITS, device_of, tiling
+from pagedattn._kernels.triton.tiling import MAX_SPLITS, tiling
 from pagedattn._kernels.triton.widths import power_of_two, widths_of
 from pagedattn.extend import triton_call
 

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import types
+from pathlib import Path
 
 import jax
 import pytest
@@ -165,6 +167,39 @@ def test_a_machine_without_a_device(monkeypatch):
     found = gather.gather(check=True)
     assert gather.failures(found) == ["no CUDA here"]
     assert "JAX finds no device: no CUDA here" in text.plain(text.parts(found))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "told"),
+    [
+        (["NVIDIA H200"] * 2, ()),
+        (["NVIDIA L4"] * 8, ("NVIDIA L4",)),
+        (["NVIDIA H200", "NVIDIA A100-SXM4-40GB"], ("NVIDIA A100-SXM4-40GB",)),
+        (["cpu"], ()),
+    ],
+)
+def test_a_gpu_that_nobody_has_measured_is_told_once(monkeypatch, recwarn, kinds, told):
+    """However many of a kind there are; and not by a warning."""
+    devices = [
+        types.SimpleNamespace(device_kind=kind, platform="cpu" if kind == "cpu" else "gpu")
+        for kind in kinds
+    ]
+    monkeypatch.setattr(machine.jax, "devices", lambda: devices)
+    nothing = {"versions": {}, "driver": None, "processor": "", "kernel": None, "backends": {}}
+    found = nothing | {"devices": machine.devices(), "unmeasured": machine.unmeasured()}
+    found["features"] = {"rows": [], "reasons": {}}
+    assert found["unmeasured"] == told
+    shown = [part for part in text.parts(found) if "Nobody has measured" in part]
+    assert len(shown) == len(told)
+    assert all(kind in shown[0] for kind in told)
+    assert not recwarn
+
+
+def test_the_gpus_called_measured_are_those_of_the_figures():
+    files = Path(__file__).parents[2].glob("docs/results/*.json")
+    machines = [json.loads(file.read_text())["machine"] for file in files]
+    devices = {each.get("device", each.get("gpu", "cpu")) for each in machines}
+    assert devices - {"cpu"} == set(machine.MEASURED)
 
 
 def test_the_driver_is_read_where_linux_has_it(tmp_path):

@@ -8,12 +8,14 @@ from ..._dispatch.call import Call
 from ...batch.metadata import Sequences, nondecreasing_starts
 from . import widths
 from .arguments import Config, Layout, Options, Scalars, TileShape
-from .programs import held, in_eight_bits, is_short
-from .tiling import Tiling, device_of
+from .device import device_of
+from .programs import Program, held, in_eight_bits, is_short
+from .tiling import Tiling
 from .widths import power_of_two, widths_of
 
 DTYPES = ("float16", "bfloat16", "float32")
 CACHE_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
+OLDEST = (8, 0)  # the compute capability from which Triton has products of matrices
 E4M3 = (8, 9)  # the compute capability from which Triton reads float8_e4m3fn
 # The options that the kernels know.
 SUPPORTS = frozenset(
@@ -40,20 +42,29 @@ class Launch(NamedTuple):
 
 def refusals(call: Call, capability: tuple[int, int] | None) -> list[str]:
     """Why the kernels cannot run a call on a device of a compute capability (None: no GPU)."""
-    reasons = []
+    reasons = [] if capability is None else _unsupported_device(call, capability)
     if call.cache_dtype not in (None, *CACHE_DTYPES):
         reasons.append(f"cache_dtype: the kernel does not read {call.cache_dtype}")
-    if call.cache_dtype == "float8_e4m3fn" and capability is not None and capability < E4M3:
-        reasons.append(f"cache_dtype {call.cache_dtype} needs compute capability 8.9")
     if call.dtype not in DTYPES:
         reasons.append(f"the dtype must be one of {', '.join(DTYPES)}, got {call.dtype}")
-    least = held(16, 1, 16, call)
-    if capability is not None and least > (shared := device_of(0, capability).shared_bytes):
+    return reasons + widths.refusals(call)
+
+
+def _unsupported_device(call: Call, capability: tuple[int, int]) -> list[str]:
+    """Why the kernels cannot run a call on a device of a compute capability."""
+    reasons = []
+    if capability < OLDEST:
+        reasons.append("it needs compute capability 8.0, this GPU has {}.{}".format(*capability))
+    if call.cache_dtype == "float8_e4m3fn" and capability < E4M3:
+        reasons.append(f"cache_dtype {call.cache_dtype} needs compute capability 8.9")
+    device = device_of(0, capability)
+    least = held(Program(rows=16, keys=16, num_warps=4, num_stages=2), call, device)
+    if least > device.shared_bytes:
         reasons.append(
             f"keys and values of {call.head_dim} and {call.out_dim} columns in {call.dtype} need "
-            f"{least} bytes of shared memory, the device has {shared}"
+            f"{least} bytes of shared memory, the device has {device.shared_bytes}"
         )
-    return reasons + widths.refusals(call)
+    return reasons
 
 
 def starts_in_order(call: Call, batch: Sequences) -> Sequences:

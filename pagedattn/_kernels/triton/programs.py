@@ -6,10 +6,12 @@ The figures in the rules were measured on an H200 with 132 multiprocessors, in b
 from typing import NamedTuple
 
 from ..._dispatch.call import Call
+from .device import Device
 from .widths import is_wide, widths_of
 
 # Up to this query length each sequence gets a fixed number of tiles; beyond, tiles search theirs.
 SHORT_QUERY = 16
+BARRIERS = 1024  # bytes of shared memory at most; and what little else there is
 
 
 class Program(NamedTuple):
@@ -32,13 +34,14 @@ def in_eight_bits(call: Call) -> bool:
     return eight and not is_wide(call) and not widths_of(call).latent and call.out_dim % 2 == 0
 
 
-def short_program(call: Call, programs: int, rows: int, num_sms: int):
+def short_program(call: Call, programs: int, rows: int, device: Device):
     """The program, the most splits of the keys, and the fewest keys of a split.
 
     `programs` is their number without splits. If these fill the device, splits serve only to even
     out sequences of different lengths; they are long then, since each one costs writing a partial
     result and reading it in the merge.
     """
+    num_sms = device.num_sms
     crowd = _crowd(call, programs, rows, num_sms)
     one_wave = 3 * num_sms // programs  # three programs of four warps share a multiprocessor
     if crowd.whole:
@@ -102,18 +105,21 @@ def _in_registers(program: Program, call: Call) -> Program:
     return program._replace(keys=max(16, keys))
 
 
-def long_program(call: Call, programs: int, rows: int, num_sms: int):
+def long_program(call: Call, programs: int, rows: int, device: Device):
     """As `short_program`; arithmetic takes the time here, so splits only fill the device.
 
     Where they do, two programs a multiprocessor hide each other's latencies.
     """
-    warps = 8 if rows > 128 or (call.head_dim > 128 and rows > 64) else 4
-    splits = 2 * num_sms // programs if 2 * programs <= num_sms else 1
+    # Four warps would spill of 128 columns already, but for wgmma, which takes queries from memory.
+    crowded = call.head_dim > (128 if device.products == "wgmma" else 64)
+    warps = 8 if rows > 128 or (crowded and rows > 64) else 4
+    splits = 2 * device.num_sms // programs if 2 * programs <= device.num_sms else 1
     return Program(rows, 64, warps, 3), splits, 512
 
 
-def wide_program(call: Call, programs: int, rows: int, num_sms: int):
+def wide_program(call: Call, programs: int, rows: int, device: Device):
     """As `short_program`, for keys and values that fill shared memory and the registers."""
+    num_sms = device.num_sms
     if rows < 64:
         return Program(rows, keys=32, num_warps=4, num_stages=3), 2 * num_sms // programs, 256
     # Eight warps share what is summed, 64 rows of 512 columns; one program a multiprocessor.
@@ -121,22 +127,29 @@ def wide_program(call: Call, programs: int, rows: int, num_sms: int):
     return Program(rows, keys, 8, num_stages), num_sms // programs, 256
 
 
-def fitting(program: Program, call: Call, shared_bytes: int) -> Program:
+def fitting(program: Program, call: Call, device: Device) -> Program:
     """The program with fewer keys a step, if the pipeline would not fit into shared memory."""
     if call.itemsize > 2:
-        program = program._replace(
-            keys=16 if call.head_dim > 128 else 32, num_warps=4, num_stages=2
-        )
-    # Not every stage holds keys: one looks up their blocks, and with short queries one more is
-    # the step being computed.
-    short = is_short(call) and not is_wide(call)
-    copies = max(1, program.num_stages - (2 if short else 1))
-    while program.keys > 16 and held(program.keys, copies, program.rows, call) > shared_bytes:
+        # No tensor cores: threads hold what they multiply, in 32 bits.
+        keys = 16 if call.head_dim > 128 else 32
+        num_warps = 8 if program.rows > 16 and call.head_dim > 64 else 4
+        program = Program(program.rows, keys, num_warps, num_stages=2)
+    while program.keys > 16 and held(program, call, device) > device.shared_bytes:
         program = program._replace(keys=program.keys // 2)
     return program
 
 
-def held(keys: int, copies: int, rows: int, call: Call) -> int:
-    """Bytes of shared memory: keys and values of `copies` steps, and the queries of the rows."""
+def held(program: Program, call: Call, device: Device) -> int:
+    """Bytes of shared memory that a program takes at most."""
+    rows, keys, _, num_stages = program
     columns = widths_of(call)
-    return (copies * keys * columns.loaded + rows * columns.query) * call.itemsize
+    tcgen05 = device.products == "tcgen05" and rows >= 64
+    # Not every stage holds keys: one looks up their blocks, and with short queries one more is
+    # the step being computed.
+    in_registers = is_short(call) and not is_wide(call) and not tcgen05
+    loaded = max(1, num_stages - (2 if in_registers else 1)) * columns.loaded
+    if tcgen05 and columns.latent:
+        loaded += columns.query + columns.value_dims  # laid out anew for each of the products
+    # Weights of few rows go through memory from one product to the next.
+    weights = keys + 16 if rows <= 64 else 0
+    return (keys * loaded + rows * (columns.query + weights)) * call.itemsize + BARRIERS

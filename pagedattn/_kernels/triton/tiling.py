@@ -7,20 +7,12 @@ from typing import NamedTuple
 
 from ..._arrays.namespace import cdiv
 from ..._dispatch.call import Call
+from .device import Device
 from .programs import Program, fitting, is_short, long_program, short_program, wide_program
 from .widths import is_wide, power_of_two
 
 MAX_SPLITS = 128  # a program of the merge holds all parts of a row at once
-# KiB of shared memory that one program can have, by compute capability; others have 99.
-SHARED_KILOBYTES = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
 ROOMY = 160 << 10  # bytes of shared memory that hold 64 of the widest queries beside their keys
-
-
-class Device(NamedTuple):
-    """The limits of a device that launches depend on."""
-
-    num_sms: int
-    shared_bytes: int
 
 
 class Tiling(NamedTuple):
@@ -34,12 +26,6 @@ class Tiling(NamedTuple):
     num_tiles: int
     splits: int
     min_steps: int  # steps of keys below which a split is not split further
-
-
-def device_of(num_sms: int, capability: tuple[int, int]) -> Device:
-    """The limits of a device, by its number of multiprocessors and its compute capability."""
-    kilobytes = SHARED_KILOBYTES.get(capability[0] * 10 + capability[1], 99)
-    return Device(num_sms, kilobytes << 10)
 
 
 def tiling(call: Call, device: Device) -> Tiling:
@@ -59,8 +45,8 @@ def tiling(call: Call, device: Device) -> Tiling:
         num_tiles = call.num_tokens // tokens + call.num_seqs + 1
     programs = max(1, busy * head_tiles * call.num_kv_heads)
     choose = wide_program if is_wide(call) else short_program if is_short(call) else long_program
-    program, splits, min_keys = choose(call, programs, rows, device.num_sms)
-    program = fitting(program, call, device.shared_bytes)
+    program, splits, min_keys = choose(call, programs, rows, device)
+    program = fitting(program, call, device)
     return Tiling(
         program=program,
         heads=heads,
@@ -92,10 +78,15 @@ def tile_rows(call: Call, device: Device) -> int:
         most = 32
     elif is_wide(call) or is_short(call):
         most = 64
-    elif call.num_tokens >= 1024 * call.num_seqs and 64 < call.head_dim <= 128:
-        most = 256  # long prefills; in a mixed batch smaller tiles overlap better
+    elif _is_long(call) and device.products == "wgmma":
+        most = 256  # in a mixed batch smaller tiles overlap better
     else:
         most = 128
     if call.itemsize > 2:
         most = min(32, most // 2)  # no tensor cores: rows gain little
     return max(16, min(most, power_of_two(call.group * call.longest_query)))
+
+
+def _is_long(call: Call) -> bool:
+    """Whether a call is of long prefills, and 256 rows have registers for what they sum up."""
+    return call.num_tokens >= 1024 * call.num_seqs and 64 < call.head_dim <= 128

@@ -13,6 +13,7 @@ from ..._dispatch.backend import Backend
 from ..._dispatch.call import Call
 from ..._kernels.triton.arguments import Arrays, Results
 from ..._kernels.triton.attention import attention_kernel
+from ..._kernels.triton.device import device_of
 from ..._kernels.triton.launch import (
     SUPPORTS,
     Launch,
@@ -22,7 +23,7 @@ from ..._kernels.triton.launch import (
     starts_in_order,
 )
 from ..._kernels.triton.merge import merge_kernel
-from ..._kernels.triton.tiling import device_of, tiling
+from ..._kernels.triton.tiling import tiling
 from ..gradient import with_xla_gradient
 from .program import missing, start
 

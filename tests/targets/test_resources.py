@@ -1,0 +1,81 @@
+"""What the programs of the Triton kernels take of each GPU: `make test-targets`, without a GPU."""
+
+import pytest
+from calls import Attention, on, started
+from gpus import A_THREAD, GPUS, REGISTERS, taken
+
+from pagedattn import AttentionSpec
+
+pytestmark = pytest.mark.targets
+
+LATENT = {"latent": True, "head_dim": 576, "value_dim": 512, "num_heads": 128, "num_kv_heads": 1}
+CHUNKS = {"num_seqs": 2, "queries": 300}
+PREFILL = {"num_seqs": 2, "queries": 4096}
+VERIFY = {"queries": 8}
+CAP = AttentionSpec(logits_soft_cap=30.0)
+ALL = AttentionSpec(sliding_window=1000, logits_soft_cap=30.0, alibi_slopes=(0.5,) * 32)
+BYTES = {"cache_dtype": "int8"}
+FLOATS = {"dtype": "float32"}
+
+CALLS = {
+    "decodes": Attention(),
+    "split keys": Attention(num_seqs=1, keys=1 << 17),
+    "few keys": Attention(num_seqs=8, keys=512),
+    "whole sequences": Attention(num_seqs=256, keys=1024),
+    "drafts": Attention(**VERIFY),
+    "chunks": Attention(**CHUNKS),
+    "prefill": Attention(**PREFILL),
+    "decodes of 64 in float16": Attention(head_dim=64, dtype="float16"),
+    "decodes of 256": Attention(head_dim=256),
+    "chunks of 64": Attention(head_dim=64, **CHUNKS),
+    "prefill of 256, soft-cap": Attention(head_dim=256, spec=CAP, **PREFILL),
+    "keys of 192, values of 128": Attention(head_dim=192, value_dim=128, **PREFILL),
+    "odd sizes": Attention(head_dim=80, block_size=12, num_heads=14, num_kv_heads=2),
+    "64 heads a KV head": Attention(num_heads=64, num_kv_heads=1),
+    "decodes, all options": Attention(spec=ALL, sinks=True),
+    "chunks, all options": Attention(spec=ALL, sinks=True, **CHUNKS),
+    "decodes of int8": Attention(**BYTES),
+    "decodes of e4m3": Attention(cache_dtype="float8_e4m3fn"),
+    "decodes of e5m2": Attention(cache_dtype="float8_e5m2"),
+    "chunks of int8": Attention(**BYTES, **CHUNKS),
+    "latents": Attention(**LATENT),
+    "latents, prefill": Attention(**LATENT, **PREFILL),
+    "latents of int8": Attention(**LATENT, **BYTES),
+    "512 columns": Attention(head_dim=512, **VERIFY),
+    "576 and 512 columns": Attention(head_dim=576, value_dim=512, **CHUNKS),
+    "float32": Attention(**FLOATS),
+    "float32, chunks": Attention(**FLOATS, **CHUNKS),
+    "float32 of 256": Attention(head_dim=256, **FLOATS, **VERIFY),
+    "float32, int8": Attention(**FLOATS, **BYTES, **VERIFY),
+    "float32, latents": Attention(**LATENT, **FLOATS),
+}
+
+
+# GPUs without instructions for this dtype; test_refusals.py says what is refused.
+REFUSED = {"decodes of e4m3": {"A100", "A10"}}
+RUN = [(gpu, name) for name in CALLS for gpu in GPUS if gpu not in REFUSED.get(name, ())]
+
+
+def spills(call: Attention) -> int:
+    """Bytes that a thread may spill, as measured: more is a program that has grown by mistake."""
+    if call.dtype == "float32":
+        return 320  # no tensor cores: threads multiply, and hold both operands
+    if call.head_dim > 128:
+        return 160  # sums of 256 columns and more fill the registers by themselves
+    return 32  # a few addresses
+
+
+@pytest.mark.parametrize(("gpu", "name"), RUN)
+def test_programs_fit(gpu, name):
+    call = CALLS[name]
+    with on(GPUS[gpu]):
+        programs, held = started(call)
+    for program in programs:
+        took = taken(program)
+        print("TOOK", gpu, name, program.metadata.name, program.metadata.num_warps, took, held)
+        assert took.shared <= GPUS[gpu].kilobytes << 10
+        assert took.columns <= GPUS[gpu].tensor_columns
+        assert took.registers <= A_THREAD
+        assert took.registers * took.threads <= REGISTERS
+        assert took.spilled <= spills(call)
+    assert taken(programs[0]).shared <= held, "the launch chooses by this number"
