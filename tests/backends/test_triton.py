@@ -14,14 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pagedattn import AttentionSpec
 from pagedattn._dispatch.call import Call, Strides
 from pagedattn._kernels.triton.arguments import Arrays, Results, Scalars
 from pagedattn._kernels.triton.device import device_of
 from pagedattn._kernels.triton.launch import attention_launch, merge_launch, refusals
+from pagedattn._kernels.triton.programs import held
 from pagedattn._kernels.triton.tiling import MAX_SPLITS, tiling
-from pagedattn._kernels.triton.widths import power_of_two, widths_of
+from pagedattn._kernels.triton.widths import power_of_two
 from pagedattn.extend import triton_call
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +38,7 @@ needs_triton = pytest.mark.skipif(
 )
 H200 = device_of(132, (9, 0))
 SMALL = device_of(20, (8, 9))
+B200 = device_of(148, (10, 0))
 STRIDES = Strides((4096, 128, 1), *[(16384, 1024, 128, 1)] * 2)
 
 
@@ -88,7 +92,7 @@ def test_launch_arithmetic_loads_no_triton():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("device", [H200, SMALL])
+@pytest.mark.parametrize("device", [H200, SMALL, B200])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("head_dim", [16, 80, 128, 256, 576])
 @pytest.mark.parametrize("group", [1, 3, 4, 71, 300])
@@ -116,10 +120,31 @@ def test_tiles_cover_the_batch(max_query_len, group, head_dim, dtype, device):
         assert tiles.tiles_a_seq * tiles.tokens >= max_query_len
         assert tiles.num_tiles > 3 * tiles.tiles_a_seq  # the padding's
     assert tiles.min_steps >= 1
-    columns = widths_of(sizes)
-    held = tiles.program.keys * columns.loaded + tiles.program.rows * columns.query
-    shared = held * sizes.itemsize
-    assert shared <= device.shared_bytes
+    assert held(tiles.program, sizes, device) <= device.shared_bytes
+
+
+@given(
+    capability=st.sampled_from([(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)]),
+    head_dim=st.integers(1, 576),
+    value_dim=st.none() | st.integers(1, 512),
+    latent=st.booleans(),
+    group=st.integers(1, 200),
+    max_query_len=st.integers(1, 5000),
+    num_seqs=st.integers(1, 300),
+    max_blocks=st.integers(1, 5000),
+    dtype=st.sampled_from(["float16", "bfloat16", "float32"]),
+    cache_dtype=st.sampled_from([None, "int8", "float8_e5m2"]),
+)
+def test_what_is_not_refused_fits(capability, latent, group, **sizes):
+    """On any GPU; tests/targets shows that compiled programs take no more than is reckoned."""
+    sizes |= {"num_tokens": sizes["num_seqs"] * sizes["max_query_len"]}
+    sizes |= {"num_heads": 2 * group, "num_kv_heads": 2}
+    if latent and sizes["value_dim"]:
+        sizes |= LATENT | {"value_dim": min(sizes["value_dim"], sizes["head_dim"])}
+    asked = call(**sizes)
+    device = device_of(132, capability)
+    if not refusals(asked, capability):
+        assert held(tiling(asked, device).program, asked, device) <= device.shared_bytes
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 64])

@@ -13,6 +13,7 @@ from cases import SPECS, mixed
 
 import pagedattn_torch
 from pagedattn import AttentionSpec, KVCache, paged_attention
+from pagedattn._kernels.triton.device import device_of
 from pagedattn.testing import (
     Problem,
     assert_attention_close,
@@ -26,6 +27,10 @@ from pagedattn_torch.arrays import batch_on
 
 if not torch.cuda.is_available() or jax.default_backend() != "gpu":
     pytest.skip("needs a CUDA device that both JAX and torch see", allow_module_level=True)
+
+from pagedattn.backends import triton as jax_backend
+from pagedattn.backends.triton import program
+from pagedattn_torch.backends import triton as torch_backend
 
 PLAIN = AttentionSpec()
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
@@ -164,6 +169,57 @@ def test_bad_values_stay_inside_the_arrays(query_lens):
     starts = torch.tensor([-5, 30, 10**6, 7], dtype=torch.int32, device="cuda")
     by_triton(query, KVCache(*guarded), dataclasses.replace(bad, query_start_loc=starts), spec)
     torch.cuda.synchronize()
+
+
+@pytest.fixture(params=[(8, 9), (8, 0)], ids=["L4", "A100"])
+def limits(request, monkeypatch):
+    """Launches are chosen as for a smaller GPU, whose limits this one has too."""
+    device = device_of({(8, 9): 58, (8, 0): 108}[request.param], request.param)
+    monkeypatch.setattr(jax_backend, "_device", lambda: device)
+    monkeypatch.setattr(torch_backend, "_device", lambda _: device)
+    jax_backend.run.clear_cache()  # of calls that were traced for this GPU
+    yield device
+    jax_backend.run.clear_cache()
+
+
+LATENT = {"head_dim": 576, "value_dim": 512, "latent": True, "num_heads": 32, "num_kv_heads": 1}
+SMALLER = [
+    ([1] * 3, {"head_dim": 128}),
+    ([8, 1, 3], {"head_dim": 256}),
+    ([300, 1, 40], {"head_dim": 128}),  # eight warps, where this GPU takes four
+    ([300, 1, 40], {"head_dim": 256}),
+    ([1100, 1024], {"head_dim": 128}),  # 128 rows, where it takes 256
+    ([1, 5, 1], LATENT),
+    ([70, 1, 1], {"head_dim": 512}),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize(("query_lens", "sizes"), SMALLER, ids=str)
+def test_within_the_limits_of_smaller_gpus(limits, query_lens, sizes, dtype):
+    """From JAX, and that the programs took no more memory than those GPUs have."""
+    key_lens = [length + extra for length, extra in zip(query_lens, (900, 0, 333), strict=False)]
+    sizes = {"num_heads": 16, "num_kv_heads": 2, "block_size": 16, "dtype": dtype} | sizes
+    problem = random_problem(query_lens, key_lens, AttentionSpec(logits_soft_cap=20.0), **sizes)
+    shared = []
+    compiled = program._compiled
+
+    def compile_one(*described):
+        code = compiled(*described)
+        shared.append(code.metadata.shared)
+        return code
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program, "_compiled", compile_one)
+        results = attend(problem, backend="triton", jit=True)
+    assert_attention_close(*results, problem)
+    assert 0 < max(shared) <= limits.shared_bytes
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_every_feature_within_the_limits_of_smaller_gpus(limits, name):
+    problem = mixed(SPECS[name], dtype=np.float16, max_query_len=32)
+    assert_attention_close(*by_triton(*call(problem)), problem)
 
 
 def test_new_sizes_do_not_recompile():
