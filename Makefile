@@ -35,17 +35,20 @@ KEPT := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.jax_cache JAX_PERSISTENT_CACHE_MIN_
 OPTIMISED := tests/core/test_cache.py tests/core/test_jit.py tests/core/test_quantise.py \
 	tests/backends/test_grids.py
 PYTEST := -m pytest -q -n 2 --dist worksteal
-UNOPTIMISED := $(PYTEST) -m "not deep and not lint and not optimised"
+UNOPTIMISED := $(PYTEST) -m "not deep and not lint and not targets and not optimised"
 PLAIN := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
 PLAINLY := XLA_FLAGS="$(PLAIN) --xla_cpu_use_fusion_emitters=false \
 	--xla_cpu_parallel_codegen_split_count=1"
+# In processes that tests start too; in their own, pytest makes all warnings errors.
+NOT_DEPRECATED := \
+	PYTHONWARNINGS=error::DeprecationWarning,error::PendingDeprecationWarning,error::FutureWarning
 # For a processor of servers: what this one has says nothing about an emulated one.
 EMULATED := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/$(ARM_VENV)/jax \
 	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 NUMBA_CACHE_DIR=$(CURDIR)/$(ARM_VENV)/numba \
 	NUMBA_CPU_NAME=neoverse-v1 NUMBA_CPU_FEATURES= $(PLAINLY) OMP_NUM_THREADS=1 $(ARM_VENV)/bin/python
 
-.PHONY: demo serve docs test test-deep test-oldest test-newest test-hopper test-cpu test-arm smoke lint \
-	test-ipex test-gpu bench-cpu bench-gpu clean
+.PHONY: demo serve docs test test-deep test-oldest test-newest test-hopper test-targets test-cpu \
+	test-arm smoke lint test-ipex test-gpu bench-cpu bench-gpu clean
 
 # 740 MB: JAX without torch, so it shows the backends of JAX alone.
 demo: $(DEMO_VENV)/ready
@@ -76,9 +79,9 @@ test-oldest: $(OLDEST_VENV)/ready
 # The newest versions that the index has for this Python: make test-newest PYTHON=python3.13. XLA ends
 # a process, without a word under pytest, at a flag that it no longer has; these two it has had long.
 test-newest: $(NEWEST_VENV)/ready
-	$(KEPT) XLA_FLAGS="$(PLAIN)" OMP_NUM_THREADS=1 \
+	$(KEPT) $(NOT_DEPRECATED) XLA_FLAGS="$(PLAIN)" OMP_NUM_THREADS=1 \
 		$(NEWEST_VENV)/bin/python $(UNOPTIMISED) $(WITHOUT_TORCH)
-	$(KEPT) OMP_NUM_THREADS=1 $(NEWEST_VENV)/bin/python -m pytest -q -m optimised \
+	$(KEPT) $(NOT_DEPRECATED) OMP_NUM_THREADS=1 $(NEWEST_VENV)/bin/python -m pytest -q -m optimised \
 		$(filter $(OPTIMISED),$(WITHOUT_TORCH))
 
 # What XLA makes of programs for an H200, for which it needs neither a GPU nor CUDA's libraries: so JAX
@@ -86,6 +89,10 @@ test-newest: $(NEWEST_VENV)/ready
 test-hopper: $(HOPPER_VENV)/ready
 	JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 XLA_FLAGS=--xla_gpu_autotune_level=0 OMP_NUM_THREADS=1 \
 		$(HOPPER_VENV)/bin/python $(PYTEST) tests/hopper
+
+# What our Triton kernels, compiled for GPUs from 8.0 to 12.0, take of each, and what is refused there.
+test-targets: $(HOPPER_VENV)/ready
+	JAX_PLATFORMS=cpu OMP_NUM_THREADS=1 $(HOPPER_VENV)/bin/python $(PYTEST) -m "" tests/targets
 
 # JAX and Numba alone, on whatever processor and system this is.
 test-cpu: $(CPU_VENV)/ready

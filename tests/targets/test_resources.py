@@ -1,6 +1,8 @@
 """What the programs of the Triton kernels take of each GPU: `make test-targets`, without a GPU."""
 
 import pytest
+
+pytest.importorskip("triton", minversion="3.5")
 from calls import Attention, on, started
 from gpus import A_THREAD, GPUS, REGISTERS, taken
 
