@@ -8,6 +8,8 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import pytest
+
+pytest.importorskip("triton", minversion="3.5")
 from gpus import Gpu
 
 from pagedattn import AttentionSpec, KVCache, explain, paged_attention, select_backend

@@ -5,7 +5,9 @@ import subprocess
 import tempfile
 from typing import NamedTuple
 
-import triton
+import pytest
+
+pytest.importorskip("triton", minversion="3.5")
 from triton import knobs
 
 
@@ -45,7 +47,8 @@ class Taken(NamedTuple):
     spilled: int  # bytes of a thread's memory, for what found no register
 
 
-def taken(program: triton.compiler.CompiledKernel) -> Taken:
+def taken(program) -> Taken:
+    """What a program takes that Triton has compiled: by what it and CUDA's tools say of it."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(program.asm["cubin"])
         file.flush()

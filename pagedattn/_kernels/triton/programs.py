@@ -11,7 +11,7 @@ from .widths import is_wide, widths_of
 
 # Up to this query length each sequence gets a fixed number of tiles; beyond, tiles search theirs.
 SHORT_QUERY = 16
-BARRIERS = 1024  # bytes of shared memory at most; and what little else there is
+BARRIERS = 2048  # bytes of shared memory at most; and what little else there is
 
 
 class Program(NamedTuple):
@@ -143,13 +143,15 @@ def held(program: Program, call: Call, device: Device) -> int:
     """Bytes of shared memory that a program takes at most."""
     rows, keys, _, num_stages = program
     columns = widths_of(call)
-    tcgen05 = device.products == "tcgen05" and rows >= 64
+    from_memory = device.products != "mma" and rows >= 64
     # Not every stage holds keys: one looks up their blocks, and with short queries one more is
-    # the step being computed.
-    in_registers = is_short(call) and not is_wide(call) and not tcgen05
-    loaded = max(1, num_stages - (2 if in_registers else 1)) * columns.loaded
-    if tcgen05 and columns.latent:
-        loaded += columns.query + columns.value_dims  # laid out anew for each of the products
+    # the step being computed, if products take it from registers.
+    computed = is_short(call) and not is_wide(call) and not from_memory
+    loaded = max(1, num_stages - (2 if computed else 1)) * columns.loaded
+    if from_memory and columns.latent:
+        loaded += columns.value_dims  # laid out anew as values
+    if from_memory and columns.latent and device.products == "tcgen05":
+        loaded += columns.query  # and as keys
     # Weights of few rows go through memory from one product to the next.
-    weights = keys + 16 if rows <= 64 else 0
+    weights = 2 * keys if rows <= 64 else 0
     return (keys * loaded + rows * (columns.query + weights)) * call.itemsize + BARRIERS

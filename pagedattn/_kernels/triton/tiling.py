@@ -12,7 +12,6 @@ from .programs import Program, fitting, is_short, long_program, short_program, w
 from .widths import is_wide, power_of_two
 
 MAX_SPLITS = 128  # a program of the merge holds all parts of a row at once
-ROOMY = 160 << 10  # bytes of shared memory that hold 64 of the widest queries beside their keys
 
 
 class Tiling(NamedTuple):
@@ -74,8 +73,8 @@ def without_empty(splits: int, steps: int) -> int:
 
 def tile_rows(call: Call, device: Device) -> int:
     """Rows of a tile: more rows share each key that is loaded, but each takes registers."""
-    if is_wide(call) and device.shared_bytes < ROOMY:
-        most = 32
+    if is_wide(call) and device.products == "mma":
+        most = 32  # queries of more would fill the registers
     elif is_wide(call) or is_short(call):
         most = 64
     elif _is_long(call) and device.products == "wgmma":
