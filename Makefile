@@ -90,7 +90,7 @@ test-hopper: $(HOPPER_VENV)/ready
 	JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 XLA_FLAGS=--xla_gpu_autotune_level=0 OMP_NUM_THREADS=1 \
 		$(HOPPER_VENV)/bin/python $(PYTEST) tests/hopper
 
-# What our Triton kernels, compiled for GPUs from 8.0 to 12.0, take of each, and what is refused there.
+# What our Triton kernels take of GPUs from A100 to RTX 5090, and what is refused on which.
 test-targets: $(HOPPER_VENV)/ready
 	JAX_PLATFORMS=cpu OMP_NUM_THREADS=1 $(HOPPER_VENV)/bin/python $(PYTEST) -m "" tests/targets
 
