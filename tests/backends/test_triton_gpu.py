@@ -211,7 +211,7 @@ def test_within_the_limits_of_smaller_gpus(limits, query_lens, sizes, dtype):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, "_compiled", compile_one)
-        results = attend(problem, backend="triton", jit=True)
+        results = attend(problem, backend="triton")
     assert_attention_close(*results, problem)
     assert 0 < max(shared) <= limits.shared_bytes
 
