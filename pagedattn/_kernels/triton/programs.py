@@ -110,7 +110,7 @@ def long_program(call: Call, programs: int, rows: int, device: Device):
 
     Where they do, two programs a multiprocessor hide each other's latencies.
     """
-    # Four warps would spill of 128 columns already, but for wgmma, which takes queries from memory.
+    # Of 128 columns four warps spill; with wgmma they do so too, but are what was measured.
     crowded = call.head_dim > (128 if device.products == "wgmma" else 64)
     warps = 8 if rows > 128 or (crowded and rows > 64) else 4
     splits = 2 * device.num_sms // programs if 2 * programs <= device.num_sms else 1
