@@ -13,6 +13,7 @@ pytest.importorskip("triton", minversion="3.5")
 from gpus import Gpu
 
 from pagedattn import AttentionSpec, KVCache, explain, paged_attention, select_backend
+from pagedattn._dispatch import registry
 from pagedattn._kernels.triton.programs import held
 from pagedattn.backends import cudnn, mosaic
 from pagedattn.backends import triton as backend
@@ -60,6 +61,7 @@ class Attention(NamedTuple):
 CACHED = (
     *(backend._device, backend._capability, program._capability, program._compiled),
     *(mosaic.launch._capability, cudnn._capability),
+    registry.tried,
 )
 
 
