@@ -15,8 +15,8 @@ from cases import calls
 
 from pagedattn._dispatch.registry import can_load
 
-# Only ever run by test_triton and test_peers, in a process in which Triton interprets.
-collect_ignore = ["backends/triton_interpreted.py", "parallel/peers_interpreted.py"]
+# Only ever run by test_triton_interpreted and test_peers, in a process in which Triton interprets.
+collect_ignore = ["interpreters/triton_interpreted.py", "parallel/peers_interpreted.py"]
 DEMO = [name for name in ("matplotlib", "optax", "rich", "safetensors") if not find_spec(name)]
 if DEMO:  # the examples cannot be imported
     collect_ignore += ["serving", "parallel"]

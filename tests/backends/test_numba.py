@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import SPECS, as_numpy, random_cache, rows, run
-from interpreters import run_forked
+from forked import run_forked
 
 from pagedattn import (
     AttentionSpec,

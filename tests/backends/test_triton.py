@@ -1,8 +1,7 @@
-"""The Triton backend without a GPU: launch arithmetic, and the kernels by Triton's interpreter."""
+"""The Triton backend without a GPU: launch arithmetic; its kernels run in tests/interpreters."""
 
 import ast
 import importlib.util
-import os
 import re
 import subprocess
 import sys
@@ -64,19 +63,6 @@ def call(**sizes) -> Call:
         "spec": AttentionSpec(),
     }
     return Call(**defaults | sizes)
-
-
-@pytest.mark.early
-def test_kernels_by_the_interpreter():
-    """Triton decides at its import whether it interprets: so in a process of its own."""
-    pytest.importorskip("triton", minversion="3.5")
-    path = Path(__file__).with_name("triton_interpreted.py")
-    # The plugins would warn of xdist, or write while others do.
-    plugins = ["-p", "no:cacheprovider", "-p", "no:benchmark"]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", *plugins, str(path)]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 def test_what_does_not_fit_into_shared_memory_is_refused():

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from interpreters import run_forked
+from forked import run_forked
 
 from pagedattn._dispatch.registry import can_load
 

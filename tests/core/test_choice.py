@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import REFUSING, assert_words, good_call
-from interpreters import run_forked
+from forked import run_forked
 from pagedattn_interop import to_torch
 
 import pagedattn_torch

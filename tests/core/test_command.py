@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from interpreters import run_forked
+from forked import run_forked
 
 pytest.importorskip("rich")
 

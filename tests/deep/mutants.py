@@ -13,10 +13,11 @@ class Mutant(NamedTuple):
     mistake: str
     tests: str  # arguments of pytest
 
-    def files(self, root: Path) -> list[Path]:
-        """The library's files with the text, each as often as it stands there."""
-        files = [path for part in LIBRARY for path in sorted((root / part).rglob("*.py"))]
-        return [path for path in files for _ in range(path.read_text().count(self.text))]
+
+def files_with(text: str, root: Path) -> list[Path]:
+    """The library's files with a text, each as often as it stands there."""
+    files = [path for part in LIBRARY for path in sorted((root / part).rglob("*.py"))]
+    return [path for path in files for _ in range(path.read_text().count(text))]
 
 
 FEATURES = (

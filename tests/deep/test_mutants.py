@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from mutants import LIBRARY, MUTANTS
+from mutants import LIBRARY, MUTANTS, files_with
 
 ROOT = Path(__file__).parents[2]
 FAILED = 1  # pytest's exit code; others mean that the tests could not run
@@ -43,7 +43,7 @@ def test_the_tests_pass_without_a_mutant(copy, tests):
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_noticed(copy, name):
     mutant = MUTANTS[name]
-    (file,) = mutant.files(copy)
+    (file,) = files_with(mutant.text, copy)
     whole = file.read_text()
     file.write_text(whole.replace(mutant.text, mutant.mistake))
     try:

@@ -10,7 +10,7 @@ import weakref
 import jax
 import jax.numpy as jnp
 import pytest
-from interpreters import run_forked
+from forked import run_forked
 
 torch = pytest.importorskip("torch")
 from pagedattn_interop import torch_call

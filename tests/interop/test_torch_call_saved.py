@@ -3,7 +3,7 @@
 import textwrap
 
 import pytest
-from interpreters import run_forked
+from forked import run_forked
 
 pytest.importorskip("torch")
 

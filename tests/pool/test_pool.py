@@ -10,7 +10,7 @@ import pytest
 from cases import assert_same
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from interpreters import run_forked
+from forked import run_forked
 
 import pagedattn as pa
 from pagedattn.testing import reference_attention

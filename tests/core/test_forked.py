@@ -1,7 +1,7 @@
 """Forked programs end as they would alone: a test of theirs can fail."""
 
 import pytest
-from interpreters import run_forked
+from forked import run_forked
 
 
 def test_what_a_program_prints_is_given_and_takes_arguments():

@@ -1,7 +1,7 @@
 """The Triton kernels on CPU tensors, by Triton's interpreter, held to the oracle.
 
-Triton decides at its import whether it interprets, so `test_triton` runs this file in a process of
-its own: `TRITON_INTERPRET=1 python -m pytest tests/backends/triton_interpreted.py`.
+Triton decides at its import whether it interprets, so `test_triton_interpreted` runs this file in a
+process of its own: `TRITON_INTERPRET=1 python -m pytest tests/interpreters/triton_interpreted.py`.
 """
 
 import dataclasses

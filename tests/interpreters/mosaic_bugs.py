@@ -1,0 +1,154 @@
+"""Bugs to be seeded in the Mosaic kernels, and how the interpreter has to see each.
+
+They test the interpreter: a wrong rule of it would hide bugs.
+"""
+
+from typing import NamedTuple
+
+RACE, DEADLOCK, NUMBERS = "RACE DETECTED", "DEADLOCK", "AssertionError"
+
+
+class Bug(NamedTuple):
+    """A piece of text that stands once in the library, what replaces it, and how that is seen."""
+
+    text: str
+    mistake: str
+    caught: str  # stands in the error
+    case: str = "rings turn"
+
+
+BUGS = {
+    "phase: the first wait for room is left out": Bug(
+        "        @pl.when(self.done + step >= slots)",
+        "        @pl.when(self.done + step > slots)",
+        RACE,
+    ),
+    "ring: values are read from the other slot": Bug(
+        "        return lax.rem(self.done + step, jnp.int32(self.config.value_stages))",
+        "        return lax.rem(self.done + step + 1, jnp.int32(self.config.value_stages))",
+        NUMBERS,
+    ),
+    "no wait for values": Bug(
+        "        plgpu.barrier_wait(self.barriers.value_full.at[slot])\n        plgpu.wgmma",
+        "        plgpu.wgmma",
+        RACE,
+    ),
+    "no wait for keys": Bug(
+        "        plgpu.barrier_wait(self.barriers.key_full.at[self.key_slot(step)])\n", "", RACE
+    ),
+    "no wait for room for keys and values": Bug(
+        "            plgpu.barrier_wait(free.at[slot])\n", "            pass\n", RACE
+    ),
+    "page: the next entry of the table": Bug(
+        "index = jnp.minimum(lax.div(begin, jnp.int32(config.block_size)), config.max_blocks - 1)",
+        "index = jnp.minimum(begin // config.block_size + 1, config.max_blocks - 1)",
+        NUMBERS,
+    ),
+    "page: those of a step in the wrong order": Bug(
+        "target = room.at[pl.ds(page * self.rows, self.rows)]",
+        "target = room.at[pl.ds((self.config.pages - 1 - page) * self.rows, self.rows)]",
+        RACE,  # with the rows of a page that ends within a step
+    ),
+    "values not released": Bug(
+        "        result = pl.run_scoped(products, *accumulators)\n"
+        "        plgpu.barrier_arrive(self.barriers.value_free.at[self.value_slot(before)])\n",
+        "        result = pl.run_scoped(products, *accumulators)\n",
+        DEADLOCK,
+    ),
+    "no first turn": Bug(
+        "        plgpu.barrier_arrive(barriers.turn.at[0])\n", "        pass\n", DEADLOCK
+    ),
+    "lengths: one key too many": Bug(
+        "return Rows(None, None, None, tile.key_len - 1)",
+        "return Rows(None, None, None, tile.key_len)",
+        NUMBERS,
+        "all keys",
+    ),
+    "causality: one key too many": Bug(
+        "        last = jnp.minimum(last, position)\n",
+        "        last = jnp.minimum(last, position + 1)\n",
+        NUMBERS,
+    ),
+    "window: one key too many": Bug(
+        "position - (window - 1), last", "position - window, last", NUMBERS, "window, cap"
+    ),
+    "keys released before their product is awaited": Bug(
+        "            x = plgpu.wgmma_accumulator_load(x_ref, wait_n=1)\n"
+        "            plgpu.barrier_arrive(self.barriers.key_free.at[walk.key_slot(step)])",
+        "            plgpu.barrier_arrive(self.barriers.key_free.at[walk.key_slot(step)])\n"
+        "            x = plgpu.wgmma_accumulator_load(x_ref, wait_n=1)",
+        RACE,
+    ),
+    "a product awaited too late": Bug(
+        "            x = plgpu.wgmma_accumulator_load(x_ref, wait_n=1)\n"
+        "            plgpu.barrier_arrive(self.barriers.key_free",
+        "            x = plgpu.wgmma_accumulator_load(x_ref, wait_n=2)\n"
+        "            plgpu.barrier_arrive(self.barriers.key_free",
+        RACE,
+    ),
+    "results stored before they are committed": Bug(
+        "    memory.query.at[slot, warpgroup][...] = out\n    plgpu.commit_smem()\n",
+        "    memory.query.at[slot, warpgroup][...] = out\n",
+        RACE,
+    ),
+    "room for queries released while results are stored": Bug(
+        "        plgpu.wait_smem_to_gmem(0, wait_read_only=True)\n        slot =",
+        "        slot =",
+        RACE,
+        "many tiles of a program",
+    ),
+    "values behind the end are not zeroed": Bug(
+        "        block = jnp.where(seen, block, self.config.num_blocks)\n        room",
+        "        room",
+        NUMBERS,
+    ),
+    "cut keys: no wait for the results of others": Bug(
+        '        plgpu.semaphore_wait(arrays.finished.at[place], memory_scope="gpu")\n',
+        "",
+        RACE,
+        "cut decodes",
+    ),
+    "cut keys: no signal": Bug(
+        '        plgpu.semaphore_signal(arrays.finished.at[place], memory_scope="gpu")\n',
+        "",
+        DEADLOCK,
+        "cut decodes",
+    ),
+    "sums not shrunk to the new highest": Bug(
+        "return out * scores.wide(kept, out), state", "return out, state", NUMBERS
+    ),
+    "a barrier that counts pages only": Bug(
+        "full = max(config.pages, WARPS)", "full = config.pages", RACE, "whole tiles"
+    ),
+    "latents: keys released before their product is awaited": Bug(
+        "            summed = plgpu.wgmma_accumulator_load(out_ref, wait_n=1)\n"
+        "            release(self.values_free(self.other))\n",
+        "            release(self.values_free(self.other))\n"
+        "            summed = plgpu.wgmma_accumulator_load(out_ref, wait_n=1)\n",
+        RACE,
+        "latents",
+    ),
+    "latents: weights not committed": Bug(
+        "            self.hide_values(step)\n        plgpu.commit_smem()\n",
+        "            self.hide_values(step)\n",
+        RACE,
+        "latents",
+    ),
+    "latents: no wait for the other's weights": Bug(
+        "        plgpu.barrier_wait(self.barriers.weights.at[slot])\n", "", RACE, "latents"
+    ),
+    "merge: one part too few": Bug(
+        "times = lax.div(last - part + (AT_ONCE - 1), jnp.int32(AT_ONCE))",
+        "times = lax.div(last - part, jnp.int32(AT_ONCE))",
+        NUMBERS,
+        "latents",
+    ),
+}
+# One of each kind, for every run: test-deep has them all.
+FEW = (
+    "no wait for keys",
+    "values not released",
+    "keys released before their product is awaited",
+    "results stored before they are committed",
+    "cut keys: no wait for the results of others",
+)

@@ -1,0 +1,91 @@
+"""Several programs of one kernel, for JAX's GPU interpreter: their clocks, and semaphores.
+
+The interpreter runs programs one after another, in the order of the grid. Our programs wait only
+for those before them, so a signal that is not there by then never comes.
+"""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.pallas.mosaic_gpu.interpret import shared_memory as memory
+from mosaic_products import on_host
+
+MOST = 32  # programs of a kernel: clocks have a fixed size
+
+
+class Programs(memory.GPUSharedMemory):
+    """Each program has places of its own in the clocks.
+
+    JAX begins each with all clocks at zero: what two programs do would be ordered by chance.
+    """
+
+    program = -1
+
+    def reset_per_cluster_state(self):
+        self.program += 1
+        if self.program == 0:
+            self.signals = collections.defaultdict(list)  # of each semaphore, the senders' clocks
+        if self.program > MOST:
+            raise RuntimeError(f"more than {MOST} programs: take a smaller case")
+        places = len(self.all_concurrent_threads)
+        self.vector_clock_size = (MOST + 1) * places + self.num_tma_threads
+        super().reset_per_cluster_state()
+
+    def thread_to_vc_position(self, thread):
+        places = len(self.all_concurrent_threads)
+        return self.program * places + super().thread_to_vc_position(thread)
+
+    def get_next_tma_thread_id(self):
+        return MOST * len(self.all_concurrent_threads) + super().get_next_tma_thread_id()
+
+
+def get_global(interpreter, eqn, token):
+    """A name, the same in all threads and programs: they are one jaxpr."""
+    return token, [jnp.int32(id(eqn) % np.iinfo(np.int32).max)]
+
+
+def semaphore_signal(interpreter, eqn, token, *operands):
+    name, transforms, value, *_ = jax.tree.unflatten(eqn.params["args_tree"], operands)
+    operands = {"name": name, "place": place_of(transforms), "value": value}
+    return on_host(interpreter, token, signal, **operands)
+
+
+def semaphore_wait(interpreter, eqn, token, *operands):
+    name, transforms, value, decrement = jax.tree.unflatten(eqn.params["args_tree"], operands)
+    operands = {"name": name, "place": place_of(transforms), "value": value}
+    return on_host(interpreter, token, await_signal, decrement=decrement, **operands)
+
+
+def place_of(transforms):
+    return [index for transform in transforms for index in transform.indices]
+
+
+def signal(shared, thread, name, place, value):
+    clock = shared.incr_clock(thread) if shared.detect_races else None
+    shared.signals[int(name), *map(int, place)] += [clock] * int(value)
+
+
+def await_signal(shared, thread, name, place, value, decrement):
+    sent = shared.signals[int(name), *map(int, place)]
+    if len(sent) < value:
+        raise RuntimeError("DEADLOCK: no program before this one has signalled")
+    if shared.detect_races:
+        with shared.lock:
+            for clock in sent:
+                shared.clocks[thread].update(clock)
+    if decrement:
+        del sent[: int(value)]
+
+
+INLINE = {  # what the functions in MLIR of latents/ compute
+    "together": lambda: (),
+    "if_any": lambda sums, kept: sums * kept[:, None],
+}
+
+
+def inline_mgpu(interpreter, eqn, token, *operands):
+    """MLIR cannot be interpreted: it is not tested here."""
+    arguments = operands[: eqn.params["pytree_args"].num_leaves]
+    return token, jax.tree.leaves(INLINE[eqn.params["mgpu_fn"].__name__](*arguments))
