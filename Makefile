@@ -42,13 +42,16 @@ PLAINLY := XLA_FLAGS="$(PLAIN) --xla_cpu_use_fusion_emitters=false \
 # In processes that tests start too; in their own, pytest makes all warnings errors.
 NOT_DEPRECATED := \
 	PYTHONWARNINGS=error::DeprecationWarning,error::PendingDeprecationWarning,error::FutureWarning
+# Tracing and compiling are most of what is interpreted.
+INTERPRETED = XLA_FLAGS="$(PLAIN)" OMP_NUM_THREADS=1 $(NEWEST_VENV)/bin/python $(PYTEST)
+MOSAIC_DEEP := tests/deep/test_mosaic_long.py
 # For a processor of servers: what this one has says nothing about an emulated one.
 EMULATED := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/$(ARM_VENV)/jax \
 	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 NUMBA_CACHE_DIR=$(CURDIR)/$(ARM_VENV)/numba \
 	NUMBA_CPU_NAME=neoverse-v1 NUMBA_CPU_FEATURES= $(PLAINLY) OMP_NUM_THREADS=1 $(ARM_VENV)/bin/python
 
-.PHONY: demo serve docs test test-deep test-oldest test-newest test-hopper test-targets test-cpu \
-	test-arm smoke lint test-ipex test-gpu bench-cpu bench-gpu clean
+.PHONY: demo serve docs test test-deep test-interpreted test-oldest test-newest test-hopper \
+	test-targets test-cpu test-arm smoke lint test-ipex test-gpu bench-cpu bench-gpu clean
 
 # 740 MB: JAX without torch, so it shows the backends of JAX alone.
 demo: $(DEMO_VENV)/ready
@@ -64,10 +67,16 @@ test: $(VENV)/ready
 
 # More than an hour: 20 000 examples a backend, 50 000 hostile calls, mutants, ten minutes of threads.
 # A part: make test-deep DEEP="tests/deep/test_oracle_long.py -k xla-jit", or fewer: PAGEDATTN_FUZZ=1000
-# calls, PAGEDATTN_EXAMPLES=1000 a backend, PAGEDATTN_SOAK=60 seconds.
-test-deep: $(VENV)/ready
+# calls, PAGEDATTN_EXAMPLES=1000 a backend, PAGEDATTN_INTERPRETED=50 a Mosaic kernel, PAGEDATTN_SOAK=60
+# seconds. All kernels and bugs that JAX's GPU interpreter sees take the newest JAX.
+test-deep: $(VENV)/ready $(NEWEST_VENV)/ready
 	$(KEPT) OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=deep \
 		$(BIN)/python $(PYTEST) -rP -m deep $(DEEP)
+	$(if $(filter tests/deep $(MOSAIC_DEEP),$(DEEP)),$(INTERPRETED) -rP -m deep $(MOSAIC_DEEP))
+
+# The Mosaic kernels by JAX's GPU interpreter, which detects races: on JAX 0.12 and Python 3.12.
+test-interpreted: $(NEWEST_VENV)/ready
+	$(INTERPRETED) tests/interpreters
 
 # The oldest versions that pyproject.toml allows.
 test-oldest: $(OLDEST_VENV)/ready

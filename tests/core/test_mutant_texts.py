@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from mosaic_bugs import BUGS, FEW
+from mosaic_bugs import BUGS, FEW, UNSEEN
 from mutants import MUTANTS, files_with
 
 ROOT = Path(__file__).parents[2]
@@ -28,3 +28,8 @@ def test_a_bug_of_a_kernel_has_one_place_and_a_case_to_show_it(name):
 
 def test_bugs_of_every_run_are_among_all():
     assert set(FEW) <= set(BUGS)
+
+
+@pytest.mark.parametrize("text", UNSEEN)
+def test_a_fence_that_no_test_without_a_gpu_sees_is_there(text):
+    assert len(files_with(text, ROOT)) == 1

@@ -6,6 +6,7 @@ They test the interpreter: a wrong rule of it would hide bugs.
 from typing import NamedTuple
 
 RACE, DEADLOCK, NUMBERS = "RACE DETECTED", "DEADLOCK", "AssertionError"
+PHASE = f"{RACE}|observed"  # or a phase of a barrier that nobody has seen, whichever is first
 
 
 class Bug(NamedTuple):
@@ -13,7 +14,7 @@ class Bug(NamedTuple):
 
     text: str
     mistake: str
-    caught: str  # stands in the error
+    caught: str  # a pattern of what stands in the error
     case: str = "rings turn"
 
 
@@ -23,10 +24,10 @@ BUGS = {
         "        @pl.when(self.done + step > slots)",
         RACE,
     ),
-    "ring: values are read from the other slot": Bug(
+    "ring: values are awaited in the other slot": Bug(
         "        return lax.rem(self.done + step, jnp.int32(self.config.value_stages))",
         "        return lax.rem(self.done + step + 1, jnp.int32(self.config.value_stages))",
-        NUMBERS,
+        DEADLOCK,  # after the last tile, if their steps are odd in number; wrong numbers before
     ),
     "no wait for values": Bug(
         "        plgpu.barrier_wait(self.barriers.value_full.at[slot])\n        plgpu.wgmma",
@@ -118,7 +119,7 @@ BUGS = {
         "return out * scores.wide(kept, out), state", "return out, state", NUMBERS
     ),
     "a barrier that counts pages only": Bug(
-        "full = max(config.pages, WARPS)", "full = config.pages", RACE, "whole tiles"
+        "full = max(config.pages, WARPS)", "full = config.pages", PHASE, "whole tiles"
     ),
     "latents: keys released before their product is awaited": Bug(
         "            summed = plgpu.wgmma_accumulator_load(out_ref, wait_n=1)\n"
@@ -144,6 +145,13 @@ BUGS = {
         "latents",
     ),
 }
+# What it cannot see, since a warpgroup is one thread to it: fences among a warpgroup's own warps.
+UNSEEN = (
+    "    plgpu.commit_smem()  # all warps have read their queries\n"
+    "    memory.query.at[slot, warpgroup][...] = out\n",
+    "        plgpu.commit_smem()  # all warps have written, before one of them says so\n"
+    "        plgpu.semaphore_signal(",
+)
 # One of each kind, for every run: test-deep has them all.
 FEW = (
     "no wait for keys",

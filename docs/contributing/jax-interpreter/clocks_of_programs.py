@@ -31,3 +31,4 @@ except jax.errors.JaxRuntimeError as error:
     assert "RACE DETECTED" in str(error)
 else:
     raise AssertionError("a race, and none is reported")
+# It ends with: AssertionError: a race, and none is reported

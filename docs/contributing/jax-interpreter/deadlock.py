@@ -22,3 +22,4 @@ except jax.errors.JaxRuntimeError as error:
     assert "deadlock" in str(error).lower()
 else:
     raise AssertionError("a deadlock, and none is reported")
+# It ends with: nothing: it hangs

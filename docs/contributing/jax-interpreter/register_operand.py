@@ -27,3 +27,4 @@ run = plgpu.kernel(
     interpret=plgpu.InterpretGPUParams(),
 )
 assert (run() == 64).all()
+# It ends with: Expected shape (6,) but got (64, 64)

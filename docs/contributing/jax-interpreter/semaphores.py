@@ -29,3 +29,4 @@ run = plgpu.kernel(
     interpret=plgpu.InterpretGPUParams(detect_races=True),
 )
 assert (run() == 2).all()
+# It ends with: No ir_type_handler

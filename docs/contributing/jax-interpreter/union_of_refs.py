@@ -24,3 +24,4 @@ run = plgpu.kernel(
     interpret=plgpu.InterpretGPUParams(detect_races=True),
 )
 assert (run() == 1).all()
+# It ends with: which was last written through alias group 0

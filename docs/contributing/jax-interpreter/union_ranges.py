@@ -30,3 +30,4 @@ run = plgpu.kernel(
     interpret=plgpu.InterpretGPUParams(detect_races=True),
 )
 jax.block_until_ready(run())
+# It ends with: RACE DETECTED
