@@ -1,4 +1,4 @@
-"""The Mosaic kernels by JAX's GPU interpreter: PAGEDATTN_INTERPRETED lengths a kernel, 500 unless told.
+"""The Mosaic kernels by JAX's GPU interpreter: 500 lengths a kernel, or PAGEDATTN_INTERPRETED.
 
 And all bugs that it has to see.
 """

@@ -29,9 +29,7 @@ def told(path: Path) -> str:
 def test_jax_lacks_it_still(path):
     command = [sys.executable, str(path)]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=SECONDS
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
     except subprocess.TimeoutExpired:
         assert told(path) == HANGS
         return

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import assert_same
+from forked import run_forked
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from forked import run_forked
 
 import pagedattn as pa
 from pagedattn.testing import reference_attention

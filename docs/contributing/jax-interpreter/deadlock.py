@@ -19,7 +19,8 @@ run = plgpu.kernel(
 try:
     jax.block_until_ready(run())
 except jax.errors.JaxRuntimeError as error:
-    assert "deadlock" in str(error).lower()
+    if "deadlock" not in str(error).lower():
+        raise
 else:
     raise AssertionError("a deadlock, and none is reported")
 # It ends with: nothing: it hangs
