@@ -1,8 +1,8 @@
 """Paged attention of torch tensors on a CPU by the library's own compiled kernel.
 
-Decode and short queries read the pages in place; sequences with more queries are left to sdpa, in
-the same call. The calling thread works itself, outside the GIL, and threads of a pool help: as many
-in all as `torch.get_num_threads()` said when the step was prepared.
+Decode and short queries read the pages in place; prompts and chunks pack them, a tile at a time,
+for matrix products. The calling thread works itself, outside the GIL, and threads of a pool help: as
+many in all as `torch.get_num_threads()` said when the step was prepared.
 """
 
 import functools
@@ -17,8 +17,6 @@ from pagedattn import KVCache
 from pagedattn._arrays.memory import address
 from pagedattn._dispatch.backend import Backend
 from pagedattn._dispatch.call import Call
-from pagedattn._dispatch.emulate import attend
-from pagedattn._dispatch.registry import Framework
 from pagedattn._kernels.cpu import compiled, thread_pool
 from pagedattn._kernels.cpu.call_args import CALL_ARGS, NO_WINDOW
 from pagedattn.backends.numba.support import (
@@ -27,13 +25,10 @@ from pagedattn.backends.numba.support import (
     dtype_of,
     dtypes_of,
     itemsizes,
-    long_ones,
-    partner,
-    slower_because,
 )
 from pagedattn.backends.numba.support import numbers as numbers_of
 from pagedattn.backends.numba.support import refusals as refusals_of
-from pagedattn.batch.metadata import Sequences, nondecreasing_starts
+from pagedattn.batch.metadata import Sequences
 from pagedattn.cache.quantise import scale_of_values
 
 from ..uncompiled import require_unrecorded
@@ -47,13 +42,11 @@ class Plan(NamedTuple):
         arrays. (NumPy copies structs field by field, which takes 20 us.)
       kept: the arrays whose addresses it has.
       task: the address of the machine code for the call's dtypes.
-      partner: the backend of long queries, and its plan; None if there are none.
     """
 
     args: bytes
     kept: tuple[Any, ...]
     task: int
-    partner: tuple[Backend, Any] | None
 
 
 def refusals(call: Call) -> list[str]:
@@ -70,26 +63,19 @@ def plan(call: Call, batch: Sequences) -> Plan:
     args, task = _writable(struct), compiled.task(*dtypes_of(call)).address
     args["threads"] = torch.get_num_threads()
     _point(args, tables=tables, seq_lens=lens, starts=starts)
-    other = None
     if call.longest_query > LONGEST:
-        backend = partner(call, Framework.TORCH)
-        other = backend, backend.plan(call, long_ones(nondecreasing_starts(batch)))
-    return Plan(args.tobytes(), (tables, lens, starts, numbers), task, other)
+        args["prefill"] = compiled.prefill(*dtypes_of(call)).address
+    return Plan(args.tobytes(), (tables, lens, starts, numbers), task)
 
 
 def run(call: Call, query: Tensor, cache: KVCache, plan: Plan, *, bias: Tensor | None = None):
-    """out and lse of a call; every element is written by the kernel, or by the partner."""
+    """out and lse of a call; every element is written by the kernel."""
     require_unrecorded()
     given = query
     if call.cache_dtype is not None:
         given = query.to(getattr(torch, dtype_of(call))).contiguous()
-    if plan.partner is None:
-        out = given.new_empty(call.out_shape)
-        lse = query.new_empty(call.lse_shape, dtype=torch.float32) if call.return_lse else None
-    else:
-        backend, prepared = plan.partner
-        out, lse = attend(backend, call, query, cache, prepared, None, {"bias": bias})
-        out = out.to(given.dtype)
+    out = given.new_empty(call.out_shape)
+    lse = query.new_empty(call.lse_shape, dtype=torch.float32) if call.return_lse else None
     args, value = _writable(plan.args), cache.key if cache.value is None else cache.value
     _point(args, query=given, key=cache.key, value=value, out=out)
     if lse is not None:
@@ -105,7 +91,7 @@ def run(call: Call, query: Tensor, cache: KVCache, plan: Plan, *, bias: Tensor |
     return out.to(query.dtype), lse
 
 
-BACKEND = Backend("numba", SUPPORTS, run, refusals, slower_because=slower_because, plan=plan)
+BACKEND = Backend("numba", SUPPORTS, run, refusals, plan=plan)
 
 
 def _fill(args: np.ndarray, fields: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ ADDRESSES = (
     *("query", "key", "value", "tables", "seq_lens", "starts", "slopes"),
     "bias",  # float32; 0 if there is none
     *("key_scale", "value_scale"),  # float32 of the KV heads, or one number; 0 if there is none
+    "prefill",  # machine code that computes an item of a long sequence; 0 if there are none
     *("out", "lse"),
 )
 SIZES = (
@@ -34,7 +35,7 @@ STRIDES = (  # in bytes
 OPTIONS = (
     "causal",
     "window",  # NO_WINDOW if there is none
-    "longest",  # sequences with more queries are left to somebody else
+    "longest",  # sequences with more queries are long, and computed by `prefill`
     "threads",  # that may work on it
 )
 SCHEDULE = (
@@ -44,6 +45,7 @@ SCHEDULE = (
     "state_bytes",  # of one of these states
     "row_bytes",  # of a row of float32, of a query or of sums
     "rows",  # the most of a state
+    "tile_tokens",  # the most of an item of a long sequence
 )
 COUNTERS = (  # to which several threads add
     "users",  # who may still look at this struct: the last one frees it
@@ -77,8 +79,10 @@ CALL_ARGS = struct(
 )
 WORK_ITEM_FIELDS = (
     "seq",
-    "token",  # its sequence's first token
+    "token",  # its first one
     "num_queries",
+    "position",  # of its first token
+    "kv_head",  # of an item of a long sequence; -1 for all of them
     "seq_len",
     "first",  # its first key
     "last",  # the key after its last one

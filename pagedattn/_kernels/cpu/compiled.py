@@ -17,14 +17,17 @@ from numba import cfunc, types
 
 from ...cache.quantise import LARGEST
 from . import workers
+from .call_args import args_at, work_item_at
 from .compiling import MODE
 from .dtypes import DTYPES
+from .prefill import amx, tile
 
 PAIRS_OF_DTYPES = [(dtype, dtype) for dtype in DTYPES if dtype not in LARGEST]
 PAIRS_OF_DTYPES += [(dtype, held) for held in LARGEST for dtype in ("bfloat16", "float32")]
 CODES = {dtypes: code for code, dtypes in enumerate(PAIRS_OF_DTYPES)}
-TASKS = "pagedattn_tasks"  # the symbol by which machine code finds the addresses of `task`s
-_tasks = np.zeros(len(CODES), np.intp)
+TASKS = "pagedattn_tasks"  # the symbol by which machine code finds the addresses of `task`s,
+PREFILLS = len(CODES)  # and behind these, those of `prefill`s
+_tasks = np.zeros(2 * len(CODES), np.intp)
 binding.add_symbol(TASKS, _tasks.ctypes.data)
 NUMBER, NOTHING = types.intp, types.void
 
@@ -42,11 +45,12 @@ def machine_code(signature, function: Callable) -> Any:
 
 @functools.cache
 def sources() -> int:
-    """A number that changes with any of the sources that are compiled."""
+    """A number that changes with any of the sources that are compiled, and with what is allowed."""
     package = Path(__file__).parents[2]
     folders = package / "_kernels/cpu", package / "backends/numba"
-    files = sorted(file for folder in folders for file in folder.glob("*.py"))
-    return int(hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12], 16)
+    files = sorted(file for folder in folders for file in folder.rglob("*.py"))
+    text = b"".join(file.read_bytes() for file in files) + bytes([amx.is_allowed()])
+    return int(hashlib.sha256(text).hexdigest()[:12], 16)
 
 
 @functools.cache
@@ -64,4 +68,18 @@ def task(dtype: str, cache_dtype: str):
 
     compiled = machine_code(NOTHING(NUMBER), task)
     _tasks[CODES[dtype, cache_dtype]] = compiled.address
+    return compiled
+
+
+@functools.cache
+def prefill(dtype: str, cache_dtype: str):
+    """`void prefill(args, item, scratch)`: computes a work item of a long sequence."""
+    dtypes, version = (DTYPES[dtype], DTYPES[cache_dtype]), sources()
+
+    def prefill(args, item, scratch):
+        if args != version:
+            tile.attend_tile(args_at(args), dtypes, work_item_at(item), scratch)
+
+    compiled = machine_code(NOTHING(NUMBER, NUMBER, NUMBER), prefill)
+    _tasks[PREFILLS + CODES[dtype, cache_dtype]] = compiled.address
     return compiled

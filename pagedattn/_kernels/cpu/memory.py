@@ -91,16 +91,30 @@ def atomic_at(typing, address):
     return types.int64(types.intp), code
 
 
+def _call(builder, function, arguments):
+    word = ir.IntType(64)
+    kind = ir.FunctionType(word, [word] * len(arguments))
+    return builder.call(builder.inttoptr(function, kind.as_pointer()), arguments)
+
+
 @intrinsic
 def call_at(typing, function, argument):
     """Calls a C function that takes and returns an address."""
 
     def code(context, builder, signature, args):
-        word = ir.IntType(64)
-        pointer = builder.inttoptr(args[0], ir.FunctionType(word, [word]).as_pointer())
-        return builder.call(pointer, [args[1]])
+        return _call(builder, args[0], args[1:])
 
     return types.intp(types.intp, types.intp), code
+
+
+@intrinsic
+def call_3_at(typing, function, first, second, third):
+    """Calls a C function that takes three addresses and returns one."""
+
+    def code(context, builder, signature, args):
+        return _call(builder, args[0], args[1:])
+
+    return types.intp(*[types.intp] * 4), code
 
 
 def symbol(name):

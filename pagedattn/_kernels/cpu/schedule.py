@@ -5,6 +5,8 @@ import numpy as np
 from .call_args import APART, CALL_ARGS, WORK_ITEM, args_at, work_item_at
 from .compiling import fast
 from .memory import aligned_alloc, get_int32, memcpy, memset, put_float32, put_int64
+from .prefill import items
+from .prefill.items import PRODUCTS_OF_A_THREAD
 from .simd import LANES
 from .softmax import CHUNK, NONE, key_range
 
@@ -23,11 +25,14 @@ def begin(call):
     given = args_at(call)
     columns = 2 * LANES  # a multiple of what any product takes at a time
     row_bytes = 4 * columns * -(-max(given.head_dim, given.value_dim) // columns)
-    keys, most_queries = measure(given)
+    keys, most_queries, long_tokens, products = measure(given)
     token_bytes = bytes_of_token(given)
-    threads = min(given.threads, 1 + keys * token_bytes // BYTES_OF_A_THREAD)
-    size = item_keys(keys, threads, token_bytes)
-    num_items, num_cut, num_states = count_items(given, size)
+    threads = 1 + keys * token_bytes // BYTES_OF_A_THREAD + products // PRODUCTS_OF_A_THREAD
+    threads = min(given.threads, threads)
+    size, tile_tokens = item_keys(keys, threads, token_bytes), np.int64(0)
+    if long_tokens > 0:
+        tile_tokens = items.tile_tokens(given, long_tokens, threads)
+    num_long, num_items, num_cut, num_states = count_items(given, size, tile_tokens)
     rows = most_queries * given.num_kv_heads * given.group
     state_bytes = APART * -(-rows * (row_bytes + 8) // APART)
     items_bytes, partials_bytes = num_items * WORK_ITEM_BYTES, num_cut * APART
@@ -40,7 +45,10 @@ def begin(call):
     args.first_item = address + CALL_ARGS_BYTES
     args.partials = args.first_item + items_bytes
     args.state_bytes, args.row_bytes, args.rows = state_bytes, row_bytes, rows
-    set_items(args, size)
+    args.tile_tokens = tile_tokens
+    set_items(args, size, num_long)
+    if num_long > 0:
+        items.sort_items(args.first_item, num_long)
     return address
 
 
@@ -70,22 +78,25 @@ def keys_of(args, num_queries, seq_len):
 
 
 @fast
-def is_ours(args, num_queries):
-    return num_queries > 0 and num_queries <= args.longest
+def is_long(args, num_queries):
+    return args.prefill != 0 and num_queries > args.longest
 
 
 @fast
 def measure(args):
-    """The number of keys to read, and the most queries of a sequence."""
+    """Keys to read and the most queries of short sequences; tokens and products of long ones."""
     token, keys, most = np.int64(0), np.int64(0), np.int64(1)
+    tokens, products = np.int64(0), np.int64(0)
     for seq in range(args.num_seqs):
         token, num_queries, seq_len = sequence(args, seq, token)
         token += num_queries
-        if is_ours(args, num_queries):
-            first, last = keys_of(args, num_queries, seq_len)
-            keys += last - first
-            most = max(most, num_queries)
-    return keys, most
+        first, last = keys_of(args, num_queries, seq_len)
+        if is_long(args, num_queries):
+            tokens, products = tokens + num_queries, products + num_queries * (last - first)
+        elif num_queries > 0:
+            keys, most = keys + last - first, max(most, num_queries)
+    width = args.num_kv_heads * args.group * (args.head_dim + args.value_dim)
+    return keys, most, tokens, products * width
 
 
 @fast
@@ -103,49 +114,59 @@ def parts_of(first, last, size):
 
 
 @fast
-def count_items(args, size):
-    """The number of work items, of sequences in several, and of the work items of these."""
-    token, first_item, cut, states = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
+def count_items(args, size, tile_tokens):
+    """Work items of long sequences, and of all; short sequences in several, and their items."""
+    token, tiles, count, cut, states = (np.int64(0),) * 5
     for seq in range(args.num_seqs):
         token, num_queries, seq_len = sequence(args, seq, token)
         token += num_queries
-        if is_ours(args, num_queries):
+        if is_long(args, num_queries):
+            tiles += args.num_kv_heads * -(-num_queries // tile_tokens)
+        elif num_queries > 0:
             first, last = keys_of(args, num_queries, seq_len)
             parts = parts_of(first, last, size)
-            first_item += parts
+            count += parts
             if parts > 1:
                 cut, states = cut + 1, states + parts
-    return first_item, cut, states
+    return tiles, tiles + count, cut, states
 
 
 @fast
-def set_items(args, size):
-    """Writes the work items, and the rows that no sequence owns."""
-    token, at, free = np.int64(0), args.first_item, args.partials
+def set_items(args, size, num_long):
+    """Writes the work items, those of long sequences first, and the rows that no sequence owns."""
+    token, free, tiles = np.int64(0), args.partials, args.first_item
+    at = tiles + num_long * WORK_ITEM_BYTES
     for seq in range(args.num_seqs):
         end = token
         token, num_queries, seq_len = sequence(args, seq, end)
         clear_rows(args, end, token)
-        if is_ours(args, num_queries):
-            first, last = keys_of(args, num_queries, seq_len)
-            parts = parts_of(first, last, size)
-            finished, state = np.int64(0), np.int64(0)
-            if parts > 1:
-                finished, state = free, free + APART
-                put_int64(finished, 0, 0)
-                free = state + parts * args.state_bytes
-            for part in range(parts):
-                work_item = work_item_at(at)
-                work_item.seq, work_item.token = seq, token
-                work_item.num_queries, work_item.seq_len = num_queries, seq_len
-                work_item.first = first + part * size
-                work_item.last = min(last, first + (part + 1) * size)
-                work_item.part, work_item.parts = part, parts
-                work_item.state, work_item.finished = state, finished
-                at += WORK_ITEM_BYTES
-                state += args.state_bytes if parts > 1 else 0
+        if is_long(args, num_queries):
+            tiles = items.set_items(args, tiles, seq, token, num_queries, seq_len)
+        elif num_queries > 0:
+            at, free = set_parts(args, at, free, size, seq, token, num_queries, seq_len)
         token += num_queries
     clear_rows(args, token, args.num_tokens)
+
+
+@fast
+def set_parts(args, at, free, size, seq, token, num_queries, seq_len):
+    """Writes the items of a short sequence; gives the places of the next one, and of its states."""
+    first, last = keys_of(args, num_queries, seq_len)
+    parts = parts_of(first, last, size)
+    finished, state = np.int64(0), np.int64(0)
+    if parts > 1:
+        finished, state = free, free + APART
+        put_int64(finished, 0, 0)
+        free = state + parts * args.state_bytes
+    for part in range(parts):
+        item = work_item_at(at)
+        item.seq, item.token, item.num_queries, item.seq_len = seq, token, num_queries, seq_len
+        item.position, item.kv_head = seq_len - num_queries, -1
+        item.first, item.last = first + part * size, min(last, first + (part + 1) * size)
+        item.part, item.parts, item.state, item.finished = part, parts, state, finished
+        at += WORK_ITEM_BYTES
+        state += args.state_bytes if parts > 1 else 0
+    return at, free
 
 
 @fast

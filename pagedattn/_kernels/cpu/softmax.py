@@ -83,7 +83,6 @@ def soften(logits, highest, total, kept, row):
 @fast
 def mask_and_soften(args, work_item, kv_head, first, count, logits, shown, highest, total, kept):
     """From logits of a chunk and a KV head to weights."""
-    context = work_item.seq_len - work_item.num_queries
     for i in range(work_item.num_queries):
         for g in range(args.group):
             row, head = i * args.group + g, kv_head * args.group + g
@@ -91,12 +90,13 @@ def mask_and_soften(args, work_item, kv_head, first, count, logits, shown, highe
             if args.soft_cap > ZERO:
                 cap_logits(args.soft_cap, at, count)
             if args.slopes != 0:
-                add_alibi(get_float32(args.slopes, head), at, context + i, first, count)
+                slope = get_float32(args.slopes, head)
+                add_alibi(slope, at, work_item.position + i, first, count)
             if args.bias != 0:
                 bias = args.bias + (work_item.token + i) * args.bias_token + head * args.bias_head
                 add_bias(bias + 4 * first, at, args.bias_columns - first, count)
             if work_item.num_queries > 1:
-                hide(args, at, context + i, work_item.seq_len, first, count)
+                hide(args, at, work_item.position + i, work_item.seq_len, first, count)
             if args.bias != 0:
                 note_shown(at, shown)
             soften(at, highest, total, kept, row)

@@ -46,7 +46,7 @@ def highest_of(typing, numbers, count):
             builder.store(higher(builder, load(builder, place, 4), builder.load(top)), top)
 
         along(builder, LANES, word(0), count, take)
-        return _folded(builder, builder.load(top), higher)
+        return folded(builder, builder.load(top), higher)
 
     return types.float32(types.intp, types.intp), code
 
@@ -55,7 +55,7 @@ def higher(builder, a, b):
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
-def _folded(builder, vector, join):
+def folded(builder, vector, join):
     """The lanes of a vector, joined two by two down to one number."""
     lanes = LANES
     while lanes > 1:

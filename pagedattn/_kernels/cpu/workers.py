@@ -4,8 +4,18 @@ import numpy as np
 
 from .call_args import APART, WORK_ITEM, args_at, offset, work_item_at
 from .compiling import fast, within
-from .memory import add_at, aligned_alloc, atomic_at, free, get_float32, give_way, put_float32
+from .memory import (
+    add_at,
+    aligned_alloc,
+    atomic_at,
+    call_3_at,
+    free,
+    get_float32,
+    give_way,
+    put_float32,
+)
 from .online_softmax import attend, factor, load_queries, room_bytes
+from .prefill.room import room_of
 from .scalar_math import exp, log
 from .softmax import NONE, ZERO
 from .store_row import narrow_row
@@ -22,8 +32,12 @@ def work(address, dtypes):
     number = add_at(address + CLAIMED, 1)
     while number < args.num_items:
         if scratch == 0:
-            scratch = aligned_alloc(APART, scratch_bytes(args))
-        run_item(args, dtypes, args.first_item + number * WORK_ITEM_BYTES, scratch)
+            scratch = aligned_alloc(APART, scratch_bytes(args, dtypes))
+        at = args.first_item + number * WORK_ITEM_BYTES
+        if work_item_at(at).kv_head >= 0:
+            call_3_at(args.prefill, address, at, scratch)
+        else:
+            run_item(args, dtypes, at, scratch)
         add_at(address + DONE, 1)
         number = add_at(address + CLAIMED, 1)
     if scratch != 0:
@@ -47,10 +61,11 @@ def end(address):
 
 
 @fast
-def scratch_bytes(args):
+def scratch_bytes(args, dtypes):
     """Queries, a state, and what `attend` needs, for the most rows that a work item has."""
     room = room_bytes(args, args.rows // args.num_kv_heads)
-    return 2 * args.state_bytes + APART * -(-room // APART)
+    short = 2 * args.state_bytes + APART * -(-room // APART)
+    return max(short, room_of(args, dtypes, args.tile_tokens * args.group, 0).end)
 
 
 @within

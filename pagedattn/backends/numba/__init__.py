@@ -1,8 +1,8 @@
 """Paged attention on a CPU by the library's own compiled kernel, called by XLA itself.
 
-Decode and short queries read the pages in place. XLA calls the machine code on one of its threads,
-and its others help; no Python runs, and nothing waits for the GIL. Sequences with more queries are
-left to another backend, in the same call.
+Decode and short queries read the pages in place; prompts and chunks pack them, a tile at a time,
+for matrix products. XLA calls the machine code on one of its threads, and its others help: no
+Python runs, and nothing waits for the GIL.
 """
 
 import functools
@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from ..._arrays.shard_map import axes_of, varying
 from ..._dispatch.backend import Backend
 from ..._dispatch.call import Call
-from ..._dispatch.emulate import attend
-from ..._dispatch.registry import Framework
-from ...batch.metadata import Sequences, nondecreasing_starts
+from ..._kernels.cpu.compiled import prefill
+from ...batch.metadata import Sequences
 from ...cache.quantise import scale_of_values
 from ..gradient import with_xla_gradient
 from .support import (
@@ -24,20 +23,17 @@ from .support import (
     SUPPORTS,
     dtype_of,
     dtypes_of,
-    long_ones,
     num_threads,
     numbers,
     options,
-    partner,
     refusals,
-    slower_because,
 )
 from .targets import register_attention
 
 
 def plan(call: Call, batch: Sequences) -> Sequences:
     """The kernel itself takes starts that fall for those before them."""
-    return batch if call.longest_query <= LONGEST else nondecreasing_starts(batch)
+    return batch
 
 
 def run(call: Call, query, cache, batch: Sequences, *, bias=None, threads: int | None = None):
@@ -46,34 +42,23 @@ def run(call: Call, query, cache, batch: Sequences, *, bias=None, threads: int |
 
 @functools.partial(jax.jit, static_argnames=("call", "threads"))
 def _run(call: Call, query, cache, batch, bias, threads):
-    """out and lse of a call; every element of both is written by the kernel, or by the partner."""
-    given = _of_long_ones(call, query, cache, batch, bias)
+    """out and lse of a call; every element of both is written by the kernel."""
+    if call.longest_query > LONGEST:
+        prefill(*dtypes_of(call))
     value = cache.key if cache.value is None else cache.value
     arrays = query.astype(dtype_of(call)), cache.key, value, batch.block_tables, batch.seq_lens
     beside = bias, cache.key_scale, scale_of_values(cache)
     added = (jnp.asarray(array, jnp.float32) for array in beside if array is not None)
-    arrays = *arrays, batch.query_start_loc, *added, *given
+    arrays = *arrays, batch.query_start_loc, *added
     outs = [jax.ShapeDtypeStruct(call.out_shape, dtype_of(call))]
     if call.return_lse:
         outs.append(jax.ShapeDtypeStruct(call.lse_shape, jnp.float32))
-    aliases = {len(arrays) - len(given) + number: number for number in range(len(given))}
     target = register_attention(*dtypes_of(call))
-    kernel = jax.ffi.ffi_call(target, outs, input_output_aliases=aliases, vmap_method="sequential")
+    kernel = jax.ffi.ffi_call(target, outs, vmap_method="sequential")
     integers = options(call, threads, (array is not None for array in beside))
     results = kernel(*arrays, floats=numbers(call), integers=integers)
     out, *lse = varying(tuple(results), axes_of(arrays))
     return out.astype(query.dtype), lse[0] if lse else None
-
-
-def _of_long_ones(call, query, cache, batch, bias):
-    """Results in which the kernel overwrites the rows of short queries; () if all are short."""
-    if call.longest_query <= LONGEST:
-        return ()
-    backend = partner(call, Framework.JAX)
-    plan, beside = backend.plan(call, long_ones(batch)), {"bias": bias}
-    out, lse = attend(backend, call, query, cache, plan, None, beside)
-    out = out.astype(dtype_of(call))
-    return (out, lse) if call.return_lse else (out,)
 
 
 BACKEND = Backend(
@@ -81,7 +66,6 @@ BACKEND = Backend(
     SUPPORTS,
     with_xla_gradient(run),
     refusals,
-    slower_because=slower_because,
     plan=plan,
 )
 

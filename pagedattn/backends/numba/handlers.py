@@ -3,7 +3,7 @@
 from ctypes import sizeof
 
 from ..._kernels.cpu.call_args import args_at
-from ..._kernels.cpu.compiled import TASKS
+from ..._kernels.cpu.compiled import PREFILLS, TASKS
 from ..._kernels.cpu.compiling import fast
 from ..._kernels.cpu.memory import (
     call_at,
@@ -143,12 +143,13 @@ def set_bias(args, bias):
 def attention(frame, code):
     """Handles a call of attention: this thread works on it, and XLA's others are invited.
 
-    `code` says which `task` does so, by its dtypes.
+    `code` says which `task` does so, by its dtypes, and which `prefill` if that is compiled.
     """
     if asks_for_metadata(frame):
         return 0
     call = malloc(CALL_ARGS_BYTES)
     describe(frame, args_at(call))
+    args_at(call).prefill = get_int64(tasks(), PREFILLS + code)
     args, task = begin(call), get_int64(tasks(), code)
     free(call)
     invite(frame, args, task)

@@ -2,26 +2,21 @@
 
 import os
 from collections.abc import Iterable
-from dataclasses import replace
 
 import numpy as np
 
-from ..._arrays.namespace import namespace
-from ..._dispatch.backend import Backend
 from ..._dispatch.call import ITEM_BYTES, Call
 from ..._dispatch.options import SCALES
-from ..._dispatch.registry import Framework, can_load, load
 from ..._kernels.cpu.call_args import NO_WINDOW
 from ..._kernels.cpu.dtypes import DTYPES as HELD
 from ..._kernels.cpu.dtypes import UNITS
-from ...batch.metadata import Sequences
 
 SUPPORTS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
     | {"cache_dtype", "value_dim", "bias", "return_lse", SCALES}
 )
 DTYPES = "bfloat16", "float16", "float32"
-LONGEST = 32  # the most queries of a sequence that the kernel computes; others are `long_ones`
+LONGEST = 32  # queries of a sequence that read pages in place; more of them pack the keys
 
 
 def refusals(call: Call) -> list[str]:
@@ -78,24 +73,3 @@ def num_threads() -> int:
         return int(asked)
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
-
-
-def slower_because(call: Call) -> list[str]:
-    """Why another backend is likely faster: with many queries a sequence, by matrix products."""
-    if call.longest_query <= LONGEST or call.num_tokens < call.num_seqs * call.longest_query:
-        return []
-    return [f"no sequence of fewer than {LONGEST + 1} queries is likely: products are faster"]
-
-
-def partner(call: Call, framework: Framework) -> Backend:
-    """The backend that computes sequences of more queries than LONGEST."""
-    names = ("sdpa", "xla") if framework is Framework.JAX else ("sdpa",)
-    backends = [load(name, framework) for name in names if can_load(name, framework)]
-    fit = (b for b in backends if not (b.why_not(call) or b.why_passed_over(call)))
-    return next(fit, backends[-1])
-
-
-def long_ones(batch: Sequences) -> Sequences:
-    """The batch, in which short queries see no key: another backend spends no work on them."""
-    short = batch.query_lens <= LONGEST
-    return replace(batch, seq_lens=namespace(short).where(short, 0, batch.seq_lens))

@@ -1,0 +1,88 @@
+"""AMX: eight registers that each hold 16 rows of 64 bytes, and the product of two of them.
+
+Linux gives their memory to a process that asks for it. A thread sets their shapes before it uses
+them, and gives them back, since the system saves what is in use at each change of threads.
+"""
+
+import ctypes
+import functools
+import platform
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from ..simd import BYTE, FEATURES, WORD, at, store, word
+
+REQUEST, TILE_DATA = 0x1023, 18  # ARCH_REQ_XCOMP_PERM and XFEATURE_XTILEDATA of Linux
+ARCH_PRCTL = 158  # the number of the system call on x86-64
+ROWS, ROW = 16, 64  # bytes of a row
+CONFIG_BYTES = 64
+
+
+@functools.cache
+def is_allowed() -> bool:
+    """Whether this process may use AMX's products of bfloat16; asks the system for it."""
+    if not {"+amx-bf16", "+amx-tile"} <= {*FEATURES.split(",")} or platform.system() != "Linux":
+        return False
+    # Numba's settings may name another CPU than the one at hand.
+    return ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST, TILE_DATA) == 0
+
+
+def product(builder, kernel, c, row_bytes, a, panels, panel_bytes, slabs, accumulate):
+    """C in registers 0 to 3, A in 4 and 5, B in 6 and 7."""
+    four = [(2 * i + j, i, j) for i in range(2) for j in range(2)]
+    places = {}
+    for register, i, j in four:
+        corner = builder.add(c, builder.mul(row_bytes, word(ROWS * i)))
+        places[register] = builder.add(corner, word(ROW * j))
+        if accumulate:
+            _load(builder, register, places[register], row_bytes)
+        else:
+            _call(builder, "tilezero", _number(register))
+    with cgutils.for_range_slice(builder, word(0), slabs, word(1), WORD) as (slab, _):
+        here = builder.add(a, builder.mul(slab, word(kernel.block * ROW)))
+        for i in range(2):
+            _load(builder, 4 + i, builder.add(here, word(ROWS * ROW * i)), word(ROW))
+        here = builder.add(panels, builder.mul(slab, word(ROWS * ROW)))
+        for j in range(2):
+            panel = builder.add(here, builder.mul(panel_bytes, word(j)))
+            _load(builder, 6 + j, panel, word(ROW))
+        for register, i, j in four:
+            _call(builder, "tdpbf16ps", *map(_number, (register, 4 + i, 6 + j)))
+    for register, place in places.items():
+        _call(builder, "tilestored64", _number(register), _pointer(builder, place), row_bytes)
+
+
+def _load(builder, register, address, row_bytes):
+    _call(builder, "tileloadd64", _number(register), _pointer(builder, address), row_bytes)
+
+
+def _number(register):
+    return BYTE(register)
+
+
+def _pointer(builder, address):
+    return builder.inttoptr(address, BYTE.as_pointer())
+
+
+def _call(builder, name, *arguments):
+    kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}")
+    builder.call(function, arguments)
+
+
+def configure(builder, memory):
+    """Sets the shapes of this thread's registers; `memory` is room for CONFIG_BYTES."""
+    short = ir.IntType(16)
+    for offset in range(0, CONFIG_BYTES, 8):
+        store(builder, word(0), at(builder, memory, word(offset), WORD), 1)
+    store(builder, BYTE(1), at(builder, memory, word(0), BYTE), 1)  # the palette
+    for register in range(8):
+        store(builder, short(ROW), at(builder, memory, word(16 + 2 * register), short), 1)
+        store(builder, BYTE(ROWS), at(builder, memory, word(48 + register), BYTE), 1)
+    _call(builder, "ldtilecfg", _pointer(builder, memory))
+
+
+def release(builder):
+    """Gives this thread's registers back."""
+    _call(builder, "tilerelease")

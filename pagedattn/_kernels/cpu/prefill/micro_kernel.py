@@ -1,0 +1,206 @@
+"""The product that prompts are made of: a few rows of A times packed columns of B, in registers.
+
+A lies in slabs: `[slab][row][LANES numbers, or pairs of bfloat16]`, the rows of a block side by
+side. B lies in panels of PANEL columns: `[panel][number or pair of a column][PANEL]`, a pair being
+two neighbours of a column. So no address in the inner loop depends on a size that is not known when
+this is compiled, and AMX takes the same layout as `vdpbf16ps`.
+"""
+
+from typing import NamedTuple
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from ..bf16_dot import are_pairs
+from ..compiling import intrinsic
+from ..dtypes import pair_of
+from ..simd import (
+    FLOAT,
+    LANES,
+    VECTOR,
+    WORD,
+    ZEROS,
+    add_pairs,
+    at,
+    fused,
+    load,
+    spread,
+    store,
+    word,
+)
+from . import amx
+
+PANEL = 16  # columns of B
+LINE = 4 * PANEL  # bytes of a panel's row
+SLAB = 4 * LANES  # bytes of a row of A in a slab
+UNROLLED = 4
+
+
+class MicroKernel(NamedTuple):
+    """How a pair of dtypes is multiplied.
+
+    Fields:
+      rows, columns: of C, that are in registers at a time.
+      block: rows that go through the softmax together, a multiple of `rows`.
+      pairs: whether A and B are pairs of bfloat16, rather than float32.
+      tiles: whether the registers are AMX's.
+    """
+
+    rows: int
+    columns: int
+    block: int
+    pairs: bool = False
+    tiles: bool = False
+
+    @property
+    def size(self) -> int:
+        """Bytes of a number of A and B."""
+        return 2 if self.pairs else 4
+
+    @property
+    def depth(self) -> int:
+        """Numbers of a row of A in a slab."""
+        return SLAB // self.size
+
+
+# As many rows as registers hold: 32 of 16 or of 4 lanes, 16 of 8 lanes.
+OF_FLOATS = {
+    16: MicroKernel(12, 32, 24),
+    8: MicroKernel(6, 16, 12),
+    4: MicroKernel(6, 16, 12),
+}[LANES]
+OF_PAIRS = MicroKernel(12, 32, 24, pairs=True)
+OF_TILES = MicroKernel(32, 32, 32, pairs=True, tiles=True)
+
+
+def micro_kernel(query_dtype, cache_dtype) -> MicroKernel:
+    """The one for queries and a cache of two dtypes."""
+    if not are_pairs(query_dtype, cache_dtype):
+        return OF_FLOATS
+    return OF_TILES if amx.is_allowed() else OF_PAIRS
+
+
+def kernel_of(dtypes) -> MicroKernel:
+    """That of the type of the pair of dtypes that Numba hands on."""
+    return micro_kernel(*pair_of(dtypes))
+
+
+def constant(of):
+    """A number that follows from the dtypes, known when the caller is compiled."""
+
+    @intrinsic
+    def number(typing, dtypes):
+        def code(context, builder, signature, args):
+            return word(of(kernel_of(signature.args[0])))
+
+        return types.intp(dtypes), code
+
+    return number
+
+
+rows, columns, block, size, depth = (
+    constant(of)
+    for of in (
+        lambda kernel: kernel.rows,
+        lambda kernel: kernel.columns,
+        lambda kernel: kernel.block,
+        lambda kernel: kernel.size,
+        lambda kernel: kernel.depth,
+    )
+)
+
+
+def _product(accumulate):
+    """Makes `product`, which sets C, or adds to it."""
+
+    @intrinsic
+    def product(typing, c, row_bytes, a, panels, panel_bytes, slabs, dtypes):
+        """`C = A @ B`, or `C += A @ B`, of `rows` times `columns`; C's rows are `row_bytes` apart."""
+
+        def code(context, builder, signature, args):
+            kernel = kernel_of(signature.args[-1])
+            make = amx.product if kernel.tiles else _in_registers
+            make(builder, kernel, *args[:-1], accumulate)
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 6, dtypes), code
+
+    return product
+
+
+set_product, add_product = _product(False), _product(True)
+
+
+def _in_registers(builder, kernel, c, row_bytes, a, panels, panel_bytes, slabs, accumulate):
+    vectors = kernel.columns // LANES
+    tile = [(row, v) for row in range(kernel.rows) for v in range(vectors)]
+    lines = [builder.add(c, builder.mul(row_bytes, word(row))) for row in range(kernel.rows)]
+    places = {(row, v): at(builder, lines[row], word(4 * LANES * v), VECTOR) for row, v in tile}
+    totals = {}
+    for place in tile:
+        first = load(builder, places[place], 4) if accumulate else ZEROS
+        totals[place] = cgutils.alloca_once_value(builder, first)
+    starts = []
+    for v in range(vectors):
+        panel, within = divmod(v * LANES, PANEL)
+        offset = builder.add(builder.mul(panel_bytes, word(panel)), word(4 * within))
+        starts.append(builder.add(panels, offset))
+    number = ir.IntType(32) if kernel.pairs else FLOAT
+    add = _add_pairs if kernel.pairs else _add
+    slab_bytes = word(kernel.block * SLAB)
+
+    def add_steps(slab, step):
+        """UNROLLED numbers of A's rows, times as many rows of B."""
+        a_here = builder.add(builder.mul(slab, slab_bytes), builder.mul(step, word(4)))
+        a_here = builder.add(a, a_here)
+        line = builder.add(builder.mul(slab, word(LANES)), step)
+        b_here = [builder.add(start, builder.mul(line, word(LINE))) for start in starts]
+        for ahead in range(UNROLLED):
+            places = [at(builder, here, word(LINE * ahead), VECTOR) for here in b_here]
+            right = [load(builder, place, 4) for place in places]
+            for row in range(kernel.rows):
+                left = at(builder, a_here, word(row * SLAB + 4 * ahead), number)
+                left = spread(builder, load(builder, left, 4), LANES)
+                for v, columns in enumerate(right):
+                    total = totals[row, v]
+                    builder.store(add(builder, builder.load(total), left, columns), total)
+
+    with cgutils.for_range_slice(builder, word(0), slabs, word(1), WORD) as (slab, _):
+        steps = word(0), word(LANES), word(UNROLLED), WORD
+        with cgutils.for_range_slice(builder, *steps) as (step, _):
+            add_steps(slab, step)
+    for place in tile:
+        store(builder, builder.load(totals[place]), places[place], 4)
+
+
+def _add(builder, total, left, right):
+    return fused(builder, left, right, total)
+
+
+def _add_pairs(builder, total, left, right):
+    return add_pairs(builder, total, left, right)
+
+
+@intrinsic
+def configure(typing, memory, dtypes):
+    """Makes this thread's registers ready; `memory` is room for `amx.CONFIG_BYTES`."""
+
+    def code(context, builder, signature, args):
+        if kernel_of(signature.args[-1]).tiles:
+            amx.configure(builder, args[0])
+        return context.get_dummy_value()
+
+    return types.void(types.intp, dtypes), code
+
+
+@intrinsic
+def release(typing, dtypes):
+    """Gives this thread's registers back."""
+
+    def code(context, builder, signature, args):
+        if kernel_of(signature.args[-1]).tiles:
+            amx.release(builder)
+        return context.get_dummy_value()
+
+    return types.void(dtypes), code
