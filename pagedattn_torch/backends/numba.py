@@ -1,8 +1,8 @@
 """Paged attention of torch tensors on a CPU by the library's own compiled kernel.
 
 Decode and short queries read the pages in place; prompts and chunks pack them, a tile at a time,
-for matrix products. The calling thread works itself, outside the GIL, and threads of a pool help: as
-many in all as `torch.get_num_threads()` said when the step was prepared.
+for matrix products. The calling thread works itself, outside the GIL, and threads of a pool help:
+as many in all as `torch.get_num_threads()` said when the step was prepared.
 """
 
 import functools

@@ -116,7 +116,8 @@ def parts_of(first, last, size):
 @fast
 def count_items(args, size, tile_tokens):
     """Work items of long sequences, and of all; short sequences in several, and their items."""
-    token, tiles, count, cut, states = (np.int64(0),) * 5
+    token, tiles, count = np.int64(0), np.int64(0), np.int64(0)
+    cut, states = np.int64(0), np.int64(0)
     for seq in range(args.num_seqs):
         token, num_queries, seq_len = sequence(args, seq, token)
         token += num_queries

@@ -116,7 +116,7 @@ def _product(accumulate):
 
     @intrinsic
     def product(typing, c, row_bytes, a, panels, panel_bytes, slabs, dtypes):
-        """`C = A @ B`, or `C += A @ B`, of `rows` times `columns`; C's rows are `row_bytes` apart."""
+        """`C = A @ B`, or `C += A @ B`, `rows` by `columns`; C's rows are `row_bytes` apart."""
 
         def code(context, builder, signature, args):
             kernel = kernel_of(signature.args[-1])
