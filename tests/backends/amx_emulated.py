@@ -1,0 +1,96 @@
+"""AMX's instructions as loops over memory, for one thread: run by `test_cpu_prompts.py`.
+
+It takes the place of what `amx` writes of LLVM's, so the kernel around it is the real one.
+"""
+
+import sys
+
+import jax
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils
+
+jax.config.update("jax_platforms", "cpu")
+from pagedattn._kernels.cpu.prefill import amx
+from pagedattn._kernels.cpu.simd import LANES, VECTOR, add_pairs, at, load, spread, store, word
+
+ROWS, ROW, TILE = 16, 64, 1024
+REGISTERS = np.full(8 * TILE + ROW, 0xFF, np.uint8)  # NaN: what is not set is seen
+BASE = -(-REGISTERS.ctypes.data // ROW) * ROW
+WORDS = ir.VectorType(ir.IntType(32), LANES)
+called = set()
+
+
+def _row(number, row):
+    return word(BASE + TILE * number.constant + ROW * row)
+
+
+def tilezero(builder, number):
+    for row in range(ROWS):
+        store(
+            builder,
+            ir.Constant(VECTOR, [0.0] * LANES),
+            at(builder, _row(number, row), word(0), VECTOR),
+            4,
+        )
+
+
+def _address(builder, pointer):
+    return builder.ptrtoint(pointer, ir.IntType(64))
+
+
+def tileloadd64(builder, number, pointer, stride):
+    for row in range(ROWS):
+        source = builder.add(_address(builder, pointer), builder.mul(stride, word(row)))
+        line = load(builder, at(builder, source, word(0), WORDS), 4)
+        store(builder, line, at(builder, _row(number, row), word(0), WORDS), 4)
+
+
+def tilestored64(builder, number, pointer, stride):
+    for row in range(ROWS):
+        target = builder.add(_address(builder, pointer), builder.mul(stride, word(row)))
+        line = load(builder, at(builder, _row(number, row), word(0), WORDS), 4)
+        store(builder, line, at(builder, target, word(0), WORDS), 4)
+
+
+def tdpbf16ps(builder, c, a, b):
+    for row in range(ROWS):
+        place = at(builder, _row(c, row), word(0), VECTOR)
+        total = cgutils.alloca_once_value(builder, load(builder, place, 4))
+        with cgutils.for_range(builder, word(ROWS)) as loop:
+            pair = at(builder, _row(a, row), builder.mul(loop.index, word(4)), ir.IntType(32))
+            left = spread(builder, load(builder, pair, 4))
+            line = at(builder, _row(b, 0), builder.mul(loop.index, word(ROW)), WORDS)
+            right = load(builder, line, 4)
+            builder.store(add_pairs(builder, builder.load(total), left, right), total)
+        store(builder, builder.load(total), place, 4)
+
+
+def ldtilecfg(builder, memory):
+    pass
+
+
+def tilerelease(builder):
+    pass
+
+
+def call(builder, name, *arguments):
+    called.add(name)
+    globals()[name](builder, *arguments)
+
+
+amx.is_allowed, amx._call = lambda: True, call
+
+
+def main() -> None:
+    from cpu_prompts import check_all
+
+    check_all(threads=1)
+    wanted = {"tilezero", "tileloadd64", "tilestored64", "tdpbf16ps", "ldtilecfg", "tilerelease"}
+    assert called == wanted, called
+    print("right")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, "tests/backends")
+    main()
