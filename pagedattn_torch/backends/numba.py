@@ -20,11 +20,11 @@ from pagedattn._dispatch.call import Call
 from pagedattn._kernels.cpu import compiled, thread_pool
 from pagedattn._kernels.cpu.call_args import CALL_ARGS, NO_WINDOW
 from pagedattn.backends.numba.support import (
-    LONGEST,
     SUPPORTS,
     dtype_of,
     dtypes_of,
     itemsizes,
+    longest,
 )
 from pagedattn.backends.numba.support import numbers as numbers_of
 from pagedattn.backends.numba.support import refusals as refusals_of
@@ -63,7 +63,7 @@ def plan(call: Call, batch: Sequences) -> Plan:
     args, task = _writable(struct), compiled.task(*dtypes_of(call)).address
     args["threads"] = torch.get_num_threads()
     _point(args, tables=tables, seq_lens=lens, starts=starts)
-    if call.longest_query > LONGEST:
+    if call.longest_query > longest(call):
         args["prefill"] = compiled.prefill(*dtypes_of(call)).address
     return Plan(args.tobytes(), (tables, lens, starts, numbers), task)
 
@@ -155,5 +155,5 @@ def _options(call: Call, numbers: np.ndarray) -> dict[str, Any]:
         "slopes": numbers[3:].ctypes.data if len(numbers) > 3 else 0,
         "causal": call.spec.causal,
         "window": NO_WINDOW if call.window is None else call.window,
-        "longest": LONGEST,
+        "longest": longest(call),
     }

@@ -19,10 +19,10 @@ from ...batch.metadata import Sequences
 from ...cache.quantise import scale_of_values
 from ..gradient import with_xla_gradient
 from .support import (
-    LONGEST,
     SUPPORTS,
     dtype_of,
     dtypes_of,
+    longest,
     num_threads,
     numbers,
     options,
@@ -43,7 +43,7 @@ def run(call: Call, query, cache, batch: Sequences, *, bias=None, threads: int |
 @functools.partial(jax.jit, static_argnames=("call", "threads"))
 def _run(call: Call, query, cache, batch, bias, threads):
     """out and lse of a call; every element of both is written by the kernel."""
-    if call.longest_query > LONGEST:
+    if call.longest_query > longest(call):
         prefill(*dtypes_of(call))
     value = cache.key if cache.value is None else cache.value
     arrays = query.astype(dtype_of(call)), cache.key, value, batch.block_tables, batch.seq_lens

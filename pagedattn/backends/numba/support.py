@@ -10,13 +10,13 @@ from ..._dispatch.options import SCALES
 from ..._kernels.cpu.call_args import NO_WINDOW
 from ..._kernels.cpu.dtypes import DTYPES as HELD
 from ..._kernels.cpu.dtypes import UNITS
+from ..._kernels.cpu.prefill.micro_kernel import micro_kernel
 
 SUPPORTS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
     | {"cache_dtype", "value_dim", "bias", "return_lse", SCALES}
 )
 DTYPES = "bfloat16", "float16", "float32"
-LONGEST = 32  # queries of a sequence that read pages in place; more of them pack the keys
 
 
 def refusals(call: Call) -> list[str]:
@@ -43,6 +43,12 @@ def dtypes_of(call: Call) -> tuple[str, str]:
     return dtype_of(call), cache_dtype_of(call)
 
 
+def longest(call: Call) -> int:
+    """The most queries of a sequence that read pages in place; more of them pack the keys."""
+    kernel = micro_kernel(*(HELD[dtype] for dtype in dtypes_of(call)))
+    return max(1, kernel.in_place // call.group)
+
+
 def itemsizes(call: Call) -> tuple[int, int]:
     """Bytes of a number of the query and out, and of one of the cache."""
     own = ITEM_BYTES[dtype_of(call)]
@@ -62,7 +68,7 @@ def options(call: Call, threads: int, brings: Iterable[bool]) -> np.ndarray:
     `brings` says which arrays it brings, of a bias and the scales of keys and of values.
     """
     window = NO_WINDOW if call.window is None else call.window
-    facts = call.spec.causal, window, LONGEST, threads, *itemsizes(call)
+    facts = call.spec.causal, window, longest(call), threads, *itemsizes(call)
     return np.asarray([*facts, *brings], np.int64)
 
 

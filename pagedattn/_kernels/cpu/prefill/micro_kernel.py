@@ -43,6 +43,7 @@ class MicroKernel(NamedTuple):
     Fields:
       rows, columns: of C, that are in registers at a time.
       block: rows that go through the softmax together, a multiple of `rows`.
+      in_place: rows of a KV head up to which reading pages in place is faster, as measured.
       pairs: whether A and B are pairs of bfloat16, rather than float32.
       tiles: whether the registers are AMX's.
     """
@@ -50,6 +51,7 @@ class MicroKernel(NamedTuple):
     rows: int
     columns: int
     block: int
+    in_place: int
     pairs: bool = False
     tiles: bool = False
 
@@ -66,12 +68,12 @@ class MicroKernel(NamedTuple):
 
 # As many rows as registers hold: 32 of 16 or of 4 lanes, 16 of 8 lanes.
 OF_FLOATS = {
-    16: MicroKernel(12, 32, 24),
-    8: MicroKernel(6, 16, 12),
-    4: MicroKernel(6, 16, 12),
+    16: MicroKernel(12, 32, 24, 96),
+    8: MicroKernel(6, 16, 12, 96),
+    4: MicroKernel(6, 16, 12, 96),
 }[LANES]
-OF_PAIRS = MicroKernel(12, 32, 24, pairs=True)
-OF_TILES = MicroKernel(32, 32, 32, pairs=True, tiles=True)
+OF_PAIRS = MicroKernel(12, 32, 24, 64, pairs=True)
+OF_TILES = MicroKernel(32, 32, 32, 64, pairs=True, tiles=True)
 
 
 def micro_kernel(query_dtype, cache_dtype) -> MicroKernel:
