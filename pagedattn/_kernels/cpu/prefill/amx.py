@@ -28,8 +28,9 @@ def is_allowed() -> bool:
     return ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST, TILE_DATA) == 0
 
 
-def product(builder, kernel, c, row_bytes, a, panels, panel_bytes, slabs, accumulate):
+def product(builder, kernel, arguments, accumulate):
     """C in registers 0 to 3, A in 4 and 5, B in 6 and 7."""
+    c, row_bytes, a, panels, panel_bytes, slabs = arguments
     four = [(2 * i + j, i, j) for i in range(2) for j in range(2)]
     places = {}
     for register, i, j in four:

@@ -29,7 +29,7 @@ from ..simd import (
     store,
     word,
 )
-from . import amx
+from . import amx, rates
 
 PANEL = 16  # columns of B
 LINE = 4 * PANEL  # bytes of a panel's row
@@ -80,7 +80,14 @@ def micro_kernel(query_dtype, cache_dtype) -> MicroKernel:
     """The one for queries and a cache of two dtypes."""
     if not are_pairs(query_dtype, cache_dtype):
         return OF_FLOATS
-    return OF_TILES if amx.is_allowed() else OF_PAIRS
+    return of_pairs()
+
+
+def of_pairs() -> MicroKernel:
+    """That of bfloat16, by what the process may use and by what was measured."""
+    if amx.is_allowed():
+        return OF_TILES
+    return OF_PAIRS if rates.pairs_are_faster() else OF_FLOATS
 
 
 def kernel_of(dtypes) -> MicroKernel:
@@ -123,7 +130,7 @@ def _product(accumulate):
         def code(context, builder, signature, args):
             kernel = kernel_of(signature.args[-1])
             make = amx.product if kernel.tiles else _in_registers
-            make(builder, kernel, *args[:-1], accumulate)
+            make(builder, kernel, args[:-1], accumulate)
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 6, dtypes), code
@@ -134,7 +141,8 @@ def _product(accumulate):
 set_product, add_product = _product(False), _product(True)
 
 
-def _in_registers(builder, kernel, c, row_bytes, a, panels, panel_bytes, slabs, accumulate):
+def _in_registers(builder, kernel, arguments, accumulate):
+    c, row_bytes, a, panels, panel_bytes, slabs = arguments
     vectors = kernel.columns // LANES
     tile = [(row, v) for row in range(kernel.rows) for v in range(vectors)]
     lines = [builder.add(c, builder.mul(row_bytes, word(row))) for row in range(kernel.rows)]
