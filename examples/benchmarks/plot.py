@@ -68,13 +68,16 @@ def cpu_figure(data: dict):
     machine, looks = data["machine"], styles(data)
     decodes, others = split(data)
     rate = machine["matmul_gflop_s"]["float32"]
-    bandwidth = median(row["kv_bytes"] / row["us"][SUM] for row in decodes.values()) / 1e3
     figure, panels = panels_of((len(decodes) + 1, len(others) + 1), 13)
-    plot_shares(panels[0], decodes, "kv_bytes", bandwidth / 1e3, looks)
-    panels[0].set_xlabel(
-        f"K and V read, as a share of the {bandwidth:.1f} GB/s of sums in turns with them "
-        "(further right is faster)"
-    )
+    if decodes:
+        bandwidth = median(row["kv_bytes"] / row["us"][SUM] for row in decodes.values()) / 1e3
+        plot_shares(panels[0], decodes, "kv_bytes", bandwidth / 1e3, looks)
+        panels[0].set_xlabel(
+            f"K and V read, as a share of the {bandwidth:.1f} GB/s of sums in turns with them "
+            "(further right is faster)"
+        )
+    else:
+        panels[0].remove()
     # Shares may exceed 1: torch's product is not the fastest there is.
     plot_shares(panels[1], others, "flops", rate / 1e3, looks)
     panels[1].set_xlabel(
