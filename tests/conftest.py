@@ -15,8 +15,13 @@ from cases import calls
 
 from pagedattn._dispatch.registry import can_load
 
-# Only ever run by test_triton_interpreted and test_peers, in a process in which Triton interprets.
-collect_ignore = ["interpreters/triton_interpreted.py", "parallel/peers_interpreted.py"]
+# Programs that tests run in a process of their own: with Triton's interpreter, or emulated AMX.
+collect_ignore = [
+    "interpreters/triton_interpreted.py",
+    "parallel/peers_interpreted.py",
+    "backends/amx_emulated.py",
+    "backends/cpu_prompts.py",
+]
 DEMO = [name for name in ("matplotlib", "optax", "rich", "safetensors") if not find_spec(name)]
 if DEMO:  # the examples cannot be imported
     collect_ignore += ["serving", "parallel"]

@@ -1,6 +1,7 @@
-"""AMX's instructions as loops over memory, for one thread: run by `test_cpu_prompts.py`.
+"""AMX's instructions as loops over memory, for one thread: a program, run by `test_cpu_prompts.py`.
 
-It takes the place of what `amx` writes of LLVM's, so the kernel around it is the real one.
+It takes the place of what `amx` writes of LLVM's, so the kernel around it is the real one. Its
+registers are those of all threads, so a process that emulates does nothing else.
 """
 
 import sys
@@ -79,12 +80,10 @@ def call(builder, name, *arguments):
     globals()[name](builder, *arguments)
 
 
-amx.is_allowed, amx._call = lambda: True, call
-
-
 def main() -> None:
     from cpu_prompts import check_all
 
+    amx.is_allowed, amx._call = lambda: True, call
     check_all(threads=1)
     wanted = {"tilezero", "tileloadd64", "tilestored64", "tdpbf16ps", "ldtilecfg", "tilerelease"}
     assert called == wanted, called

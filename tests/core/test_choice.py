@@ -322,7 +322,8 @@ def test_torch_is_called_only_for_work_that_is_worth_it():
         chosen = "numba" if can_load("numba") else best
         assert select_backend(*call) == explain(*call).choice == chosen
         assert explain(*call)["sdpa"] == []
-        assert ("sdpa" in explain(*call).passed_over) == (best == "xla")
+        passed_over = explain(*call).passed_over
+        assert chosen == "numba" or ("sdpa" in passed_over) == (best == "xla")
 
 
 def test_a_backend_object_is_held_to_its_device_and_its_packages():

@@ -19,9 +19,9 @@ from ...cache.quantise import LARGEST
 from . import workers
 from .call_args import args_at, work_item_at
 from .compiling import MODE
-from .dtypes import DTYPES
+from .dtypes import DTYPES, Dtype
 from .prefill import tile
-from .prefill.micro_kernel import of_pairs
+from .prefill.micro_kernel import micro_kernel
 
 PAIRS_OF_DTYPES = [(dtype, dtype) for dtype in DTYPES if dtype not in LARGEST]
 PAIRS_OF_DTYPES += [(dtype, held) for held in LARGEST for dtype in ("bfloat16", "float32")]
@@ -33,11 +33,13 @@ binding.add_symbol(TASKS, _tasks.ctypes.data)
 NUMBER, NOTHING = types.intp, types.void
 
 
-def machine_code(signature, function: Callable) -> Any:
+def machine_code(signature, function: Callable, name: str) -> Any:
     """A C function. What a closure holds is part of its key on disk: let it hold `sources()`.
 
-    The functions below do so by comparing an address with it, which is never equal.
+    The functions below do so by comparing an address with it, which is never equal. On disk, Numba
+    counts the functions of a name, and two processes may count alike: so each has its own name.
     """
+    function.__qualname__ = name
     try:
         return cfunc(signature, cache=True, **MODE)(function)
     except RuntimeError:  # no folder to write to
@@ -46,12 +48,20 @@ def machine_code(signature, function: Callable) -> Any:
 
 @functools.cache
 def sources() -> int:
-    """A number that changes with any of the sources that are compiled, and what was measured."""
+    """A number that changes with any of the sources that are compiled."""
     package = Path(__file__).parents[2]
     folders = package / "_kernels/cpu", package / "backends/numba"
     files = sorted(file for folder in folders for file in folder.rglob("*.py"))
-    text = b"".join(file.read_bytes() for file in files) + repr(of_pairs()).encode()
+    return _number(b"".join(file.read_bytes() for file in files))
+
+
+def _number(text: bytes) -> int:
     return int(hashlib.sha256(text).hexdigest()[:12], 16)
+
+
+def _version(dtypes: tuple[Dtype, Dtype]) -> int:
+    """That of the sources, and of how this machine multiplies."""
+    return _number(f"{sources()} {micro_kernel(*dtypes)}".encode())
 
 
 @functools.cache
@@ -60,14 +70,15 @@ def task(dtype: str, cache_dtype: str):
 
     Query and out are of the cache's dtype, or of bfloat16 or float32 where that has eight bits.
     """
-    dtypes, version = (DTYPES[dtype], DTYPES[cache_dtype]), sources()
+    dtypes = DTYPES[dtype], DTYPES[cache_dtype]
+    version = _version(dtypes)
 
     def task(args):
         if args != version:
             workers.work(args, dtypes)
             workers.leave(args)
 
-    compiled = machine_code(NOTHING(NUMBER), task)
+    compiled = machine_code(NOTHING(NUMBER), task, f"task_{dtype}_{cache_dtype}")
     _tasks[CODES[dtype, cache_dtype]] = compiled.address
     return compiled
 
@@ -75,12 +86,14 @@ def task(dtype: str, cache_dtype: str):
 @functools.cache
 def prefill(dtype: str, cache_dtype: str):
     """`void prefill(args, item, scratch)`: computes a work item of a long sequence."""
-    dtypes, version = (DTYPES[dtype], DTYPES[cache_dtype]), sources()
+    dtypes = DTYPES[dtype], DTYPES[cache_dtype]
+    version = _version(dtypes)
 
     def prefill(args, item, scratch):
         if args != version:
             tile.attend_tile(args_at(args), dtypes, work_item_at(item), scratch)
 
-    compiled = machine_code(NOTHING(NUMBER, NUMBER, NUMBER), prefill)
+    signature, name = NOTHING(NUMBER, NUMBER, NUMBER), f"prefill_{dtype}_{cache_dtype}"
+    compiled = machine_code(signature, prefill, name)
     _tasks[PREFILLS + CODES[dtype, cache_dtype]] = compiled.address
     return compiled

@@ -156,7 +156,7 @@ def attention():
         if pool != version:
             attend(pool, call, task)
 
-    return machine_code(types.void(NUMBER, NUMBER, NUMBER), attention)
+    return machine_code(types.void(NUMBER, NUMBER, NUMBER), attention, "attention")
 
 
 @functools.cache
@@ -169,7 +169,7 @@ def worker():
             serve(pool)
         return 0
 
-    return machine_code(NUMBER(NUMBER), worker)
+    return machine_code(NUMBER(NUMBER), worker, "worker")
 
 
 @functools.cache

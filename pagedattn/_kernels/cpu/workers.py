@@ -65,6 +65,8 @@ def scratch_bytes(args, dtypes):
     """Queries, a state, and what `attend` needs, for the most rows that a work item has."""
     room = room_bytes(args, args.rows // args.num_kv_heads)
     short = 2 * args.state_bytes + APART * -(-room // APART)
+    if args.tile_tokens == 0:
+        return short
     return max(short, room_of(args, dtypes, args.tile_tokens * args.group, 0).end)
 
 

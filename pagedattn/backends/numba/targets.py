@@ -44,5 +44,5 @@ def register_set_rows() -> None:
 
 
 def _register(name, function):
-    code = machine_code(types.intp(types.intp), function)
+    code = machine_code(types.intp(types.intp), function, name)
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(code.address), platform="cpu")
