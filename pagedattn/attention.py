@@ -49,6 +49,7 @@ def paged_attention(
     *,
     backend: str | Backend | None = None,
     return_lse: bool = False,
+    batch_invariant: bool = False,
     sinks: Sinks | None = None,
     bias: Bias | None = None,
 ) -> Out | tuple[Out, Lse]:
@@ -73,6 +74,9 @@ def paged_attention(
       backend: a name or a `Backend`: this one runs, or says why not. None takes the first one that
         can run the call and is likely fast (`explain` says why).
       return_lse: also return the natural log of the sum of exponentials, for `merge_states`.
+      batch_invariant: out and lse of a token have the same bits alone and in any batch, in blocks
+        of any place and size, as a prompt, in chunks, in a draft or in decode; on one backend and
+        kind of device. Backends that do not promise it refuse.
       sinks: a logit for each query head that takes weight and has no value (gpt-oss); -inf is
         none. The lse counts it. To split the keys, give it to one of the parts.
       bias: added to the logits, float32 or of the query's dtype: `[num_tokens, heads, max_keys]`,
@@ -98,7 +102,7 @@ def paged_attention(
     (3, 2, 8)
     """
     options = given_of({"sinks": sinks, "bias": bias})
-    call = _call(query, cache, batch, spec, return_lse, options)
+    call = _call(query, cache, batch, spec, return_lse, batch_invariant, options)
     chosen = select.select(backend, call, Framework.JAX)
     arrays = varying_alike((query, cache, sequences_of(batch), options))
     out, lse = _run(_EMPTY if call.is_empty else chosen, call, *arrays)
@@ -120,12 +124,13 @@ def explain(
     spec: AttentionSpec = AttentionSpec(),
     *,
     return_lse: bool = False,
+    batch_invariant: bool = False,
     **arrays: Array | None,
 ) -> select.Explanation:
     """Why each backend can or cannot run a call, and which one `backend=None` takes.
 
     Args:
-      query, cache, batch, spec, return_lse: as in `paged_attention`.
+      query, cache, batch, spec, return_lse, batch_invariant: as in `paged_attention`.
       arrays: its keywords for arrays, `sinks` and `bias`.
 
     Returns:
@@ -141,7 +146,7 @@ def explain(
     >>> why["xla"], why.choice in why
     ([], True)
     """
-    call = _call(query, cache, batch, spec, return_lse, given_of(arrays))
+    call = _call(query, cache, batch, spec, return_lse, batch_invariant, given_of(arrays))
     return select.explain(call, Framework.JAX)
 
 
@@ -155,6 +160,7 @@ def select_backend(
     spec: AttentionSpec = AttentionSpec(),
     *,
     return_lse: bool = False,
+    batch_invariant: bool = False,
     **arrays: Array | None,
 ) -> str:
     """The name of the backend that `backend=None` takes for a call.
@@ -170,17 +176,17 @@ def select_backend(
     >>> select_backend(jnp.ones((1, 2, 8), cache.dtype), cache, batch) in available_backends()
     True
     """
-    call = _call(query, cache, batch, spec, return_lse, given_of(arrays))
+    call = _call(query, cache, batch, spec, return_lse, batch_invariant, given_of(arrays))
     return select.select(None, call, Framework.JAX).name
 
 
-def _call(query, cache, batch, spec, return_lse, options):
+def _call(query, cache, batch, spec, return_lse, batch_invariant, options):
     """The call, validated."""
-    validate.attention(query, cache, batch, spec, return_lse)
+    validate.attention(query, cache, batch, spec, return_lse, batch_invariant)
     require_no_explicit_axes(query=query, **{"the cache's key": cache.key})
     validate_arrays(options, query)
     validate_keys(options, batch.seq_lens)
-    return call_of(query, cache, batch, spec, return_lse, **options)
+    return call_of(query, cache, batch, spec, return_lse, batch_invariant, **options)
 
 
 def _no_results(call, *_arrays, **_options):
@@ -188,7 +194,7 @@ def _no_results(call, *_arrays, **_options):
 
 
 # Runs the calls whose shapes leave no query that could see a key.
-_EMPTY = Backend("empty", frozenset({"return_lse"}), _no_results)
+_EMPTY = Backend("empty", frozenset({"return_lse", "batch_invariant"}), _no_results)
 
 
 @typed_as(RaggedAttention[Array, Starts])
@@ -207,6 +213,7 @@ def ragged_attention(
     max_key_len: int,
     backend: str | Backend | None = None,
     return_lse: bool = False,
+    batch_invariant: bool = False,
     sinks: Sinks | None = None,
     bias: Bias | None = None,
 ) -> Out | tuple[Out, Lse]:
@@ -219,7 +226,7 @@ def ragged_attention(
       query_start_loc, key_start_loc: sequence s owns the queries, and the keys, from entry s up to
         entry s + 1; those after the last entry are padding.
       max_query_len, max_key_len: static upper bounds on the lengths of the sequences.
-      spec, backend, return_lse, sinks, bias: as in `paged_attention`.
+      spec, backend, return_lse, batch_invariant, sinks, bias: as in `paged_attention`.
 
     Returns, Raises: as `paged_attention`.
 
@@ -234,4 +241,5 @@ def ragged_attention(
     batch = packed_batch(query.shape[0], *starts, *max_lens)
     cache = packed_cache(key, value)
     options = {"backend": backend, "return_lse": return_lse, "sinks": sinks, "bias": bias}
+    options |= {"batch_invariant": batch_invariant}
     return paged_attention(query, cache, batch, spec, **options)

@@ -49,6 +49,7 @@ def paged_attention(
     *,
     backend: str | Backend | None = None,
     return_lse: bool = False,
+    batch_invariant: bool = False,
     sinks: Sinks | None = None,
     bias: Bias | None = None,
 ) -> Out | tuple[Out, Lse]:
@@ -77,7 +78,8 @@ def paged_attention(
     torch.Size([1, 2, 8])
     """
     given = given_of({"sinks": sinks, "bias": bias})
-    step, query = prepared(query, cache, batch, spec, backend, return_lse, given)
+    flags = return_lse, batch_invariant
+    step, query = prepared(query, cache, batch, spec, backend, flags, given)
     with torch.no_grad():
         out, lse = computed(step, query, cache, given)
     return (out, cast(Tensor, lse)) if return_lse else out
@@ -92,6 +94,7 @@ def explain(
     spec: AttentionSpec = AttentionSpec(),
     *,
     return_lse: bool = False,
+    batch_invariant: bool = False,
     **arrays: Tensor | None,
 ) -> select.Explanation:
     """Why each torch backend can or cannot run a call, as `pagedattn.explain`.
@@ -106,7 +109,8 @@ def explain(
     >>> explain(torch.ones(1, 2, 8), cache, batch)["sdpa"]
     []
     """
-    call, *_ = described(query, cache, batch, spec, return_lse, given_of(arrays))
+    flags = return_lse, batch_invariant
+    call, *_ = described(query, cache, batch, spec, flags, given_of(arrays))
     with on_device_of(query):
         return select.explain(call, Framework.TORCH)
 
@@ -120,6 +124,7 @@ def select_backend(
     spec: AttentionSpec = AttentionSpec(),
     *,
     return_lse: bool = False,
+    batch_invariant: bool = False,
     **arrays: Tensor | None,
 ) -> str:
     """The name of the backend that `backend=None` takes for a call.
@@ -134,7 +139,8 @@ def select_backend(
     >>> select_backend(torch.ones(1, 2, 8), cache, batch) in ("numba", "sdpa")
     True
     """
-    call, *_ = described(query, cache, batch, spec, return_lse, given_of(arrays))
+    flags = return_lse, batch_invariant
+    call, *_ = described(query, cache, batch, spec, flags, given_of(arrays))
     with on_device_of(query):
         return select.select(None, call, Framework.TORCH).name
 
@@ -154,6 +160,7 @@ def ragged_attention(
     max_key_len: int,
     backend: str | Backend | None = None,
     return_lse: bool = False,
+    batch_invariant: bool = False,
     sinks: Sinks | None = None,
     bias: Bias | None = None,
 ) -> Out | tuple[Out, Lse]:
@@ -174,4 +181,5 @@ def ragged_attention(
     batch = packed_batch(query.shape[0], *starts, *max_lens)
     cache = packed_cache(with_dense_rows(key), with_dense_rows(value))
     options = {"backend": backend, "return_lse": return_lse, "sinks": sinks, "bias": bias}
+    options |= {"batch_invariant": batch_invariant}
     return paged_attention(query, cache, batch, spec, **options)

@@ -44,6 +44,7 @@ from .uncompiled import uncompiled
 Query = Float[Tensor, "num_tokens num_heads head_dim"]
 Out = Float[Tensor, "num_tokens num_heads value_dim"]
 Lse = Float[Tensor, "num_tokens num_heads"]
+Flags = tuple[bool, bool]  # return_lse and batch_invariant
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ def prepare(
     *,
     backend: str | Backend | None = None,
     return_lse: bool = False,
+    batch_invariant: bool = False,
     **arrays: Tensor | None,
 ) -> Step:
     """Does once what all layers of a step need: checks, chooses the backend, works out the batch.
@@ -144,14 +146,15 @@ def prepare(
     >>> [step.attend(query, cache)[0].shape for cache in layers][-1]
     torch.Size([1, 2, 8])
     """
-    return prepared(query, cache, batch, spec, backend, return_lse, given_of(arrays))[0]
+    flags = return_lse, batch_invariant
+    return prepared(query, cache, batch, spec, backend, flags, given_of(arrays))[0]
 
 
 def prepared(
-    query, cache, batch, spec, backend, return_lse, given: Mapping[str, Tensor]
+    query, cache, batch, spec, backend, flags: Flags, given: Mapping[str, Tensor]
 ) -> tuple[Step, Tensor]:
     """`prepare` for those who are uncompiled themselves, and the query `as_loaded`."""
-    call, sequences, query = described(query, cache, batch, spec, return_lse, given)
+    call, sequences, query = described(query, cache, batch, spec, flags, given)
     with on_device_of(query):
         chosen = select.select(backend, call, Framework.TORCH)
         plan = None if call.is_empty else chosen.plan(chosen.native_call(call), sequences)
@@ -171,19 +174,19 @@ def computed(
 
 
 def described(
-    query, cache, batch, spec, return_lse, options: Mapping[str, Tensor]
+    query, cache, batch, spec, flags: Flags, options: Mapping[str, Tensor]
 ) -> tuple[Call, Sequences, Tensor]:
     """The call, validated, its batch on the query's device, and the query `as_loaded`."""
     validate_batch.a_batch(batch)
     _require_layer(query, cache)
     # Checked before the batch moves to the query's device, while values on the CPU can be read.
     tensors = batch_on(batch, None)
-    validate.attention(query, cache, tensors, spec, return_lse)
+    validate.attention(query, cache, tensors, spec, *flags)
     if options:
         _require_options(query, **options)
         validate_keys(options, tensors.seq_lens)
     query = as_loaded(query, cache)
-    call = call_of(query, cache, tensors, spec, return_lse, **options)
+    call = call_of(query, cache, tensors, spec, *flags, **options)
     return call, _owned(batch, tensors, query.device), query
 
 
@@ -249,4 +252,4 @@ def _no_results(call, query, *_arrays, **_options):
 
 
 # Runs the calls whose shapes leave no query that could see a key.
-_EMPTY = Backend("empty", frozenset({"return_lse"}), _no_results)
+_EMPTY = Backend("empty", frozenset({"return_lse", "batch_invariant"}), _no_results)

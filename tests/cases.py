@@ -87,9 +87,9 @@ def rows_of(results: tuple[Any, Any], rows: Any) -> list[Any]:
     return [None if array is None else array[rows] for array in results]
 
 
-def lacks(backend: str, name: str) -> list[str]:
+def lacks(backend: str, name: str, framework: Framework = Framework.JAX) -> list[str]:
     """The options of a name in `features.OPTIONS` that a backend knows nothing of."""
-    record, known = load(backend, Framework.JAX), {*KEYWORDS, *AttentionSpec.__annotations__}
+    record, known = load(backend, framework), {*KEYWORDS, *AttentionSpec.__annotations__}
     return [option for option in OPTIONS.get(name, ()) if option in known and record.lacks(option)]
 
 

@@ -26,11 +26,11 @@ def _tensor(array):
     return torch.from_numpy(np.asarray(array).view(np.uint8).copy()).view(getattr(torch, dtype))
 
 
-def by_torch(problem, backend):
-    """out and lse of a problem by a backend on tensors."""
+def by_torch(problem, backend, **options):
+    """out and lse of a problem by a backend on tensors; options are those of `paged_attention`."""
     tree = (jnp.asarray(problem.query), cache_of(problem), problem.arrays)
     query, cache, arrays = tensors(jax.tree.map(jnp.asarray, tree))
-    arrays |= {"backend": backend, "return_lse": True}
+    arrays |= {"backend": backend, "return_lse": True, **options}
     results = pagedattn_torch.paged_attention(
         query, cache, batch_of(problem), problem.spec, **arrays
     )

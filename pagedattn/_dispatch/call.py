@@ -107,6 +107,7 @@ class Call:
     sinks: bool = False  # whether the call brings them
     bias: tuple[int, ...] | None = None  # its shape, if the call brings one
     return_lse: bool = False
+    batch_invariant: bool = False  # whether the bits of a token's results follow from it alone
 
     @property
     def set_options(self) -> tuple[str, ...]:
@@ -211,7 +212,15 @@ class Call:
 KEYWORDS = tuple(field.name for field in fields(Call) if field.default is not MISSING)
 
 
-def call_of(query, cache, batch, spec: AttentionSpec, return_lse: bool = False, **given) -> Call:
+def call_of(
+    query,
+    cache,
+    batch,
+    spec: AttentionSpec,
+    return_lse: bool = False,
+    batch_invariant: bool = False,
+    **given,
+) -> Call:
     """The call of arrays that `validate.attention` has accepted; they may be traced.
 
     Those given beside query and cache are named by the keywords of `paged_attention`.
@@ -234,6 +243,7 @@ def call_of(query, cache, batch, spec: AttentionSpec, return_lse: bool = False, 
         strides=layer.strides,
         spec=spec,
         return_lse=return_lse,
+        batch_invariant=batch_invariant,
         cache_dtype=layer.cache_dtype,
         value_dim=layer.value_dim,
         fake_tensors=layer.fake_tensors,

@@ -39,10 +39,15 @@ def _first_fit(call, framework) -> Backend:
     refusals = []
     for name in registry.order(framework):
         reasons = why_not(name, call, framework)
-        if not reasons and not (reasons := load(name, framework).why_passed_over(call)):
+        if not reasons and not (reasons := _why_passed_over(name, call, framework)):
             return load(name, framework)
         refusals.append(f"{name}: {'; '.join(reasons)}")
     raise UnsupportedError("no backend can run this call: " + " | ".join(refusals))
+
+
+def _why_passed_over(name, call, framework) -> list[str]:
+    """Sizes, which say what is faster, do not decide where decode and prompt must be one kernel."""
+    return [] if call.batch_invariant else load(name, framework).why_passed_over(call)
 
 
 def why_not(backend: str | Backend, call: Call, framework: Framework) -> list[str]:
@@ -81,7 +86,7 @@ def explain(call: Call, framework: Framework) -> Explanation:
     """What every backend says to a call."""
     reasons = {name: why_not(name, call, framework) for name in registry.names(framework)}
     usable = [name for name in registry.order(framework) if not reasons[name]]
-    slower_because = {name: load(name, framework).why_passed_over(call) for name in usable}
+    slower_because = {name: _why_passed_over(name, call, framework) for name in usable}
     choice = next((name for name in usable if not slower_because[name]), None)
     before = usable[: usable.index(choice)] if choice else usable
     return Explanation(reasons, choice, {name: slower_because[name] for name in before})

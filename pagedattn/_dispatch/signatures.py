@@ -69,6 +69,7 @@ class Options(Arrays[A], total=False):
     """The keywords of an attention call that do not change what kind of result it gives."""
 
     backend: str | Backend | None
+    batch_invariant: bool
 
 
 class PagedAttention(Protocol[A]):

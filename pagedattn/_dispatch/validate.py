@@ -20,9 +20,10 @@ from ..errors import InvalidInputError
 from ..spec import require_spec
 
 
-def attention(query, cache, batch, spec, return_lse) -> None:
+def attention(query, cache, batch, spec, return_lse, batch_invariant=False) -> None:
     """Checks shapes, dtypes and, where they are known, values of an attention call."""
     flag("return_lse", return_lse)
+    flag("batch_invariant", batch_invariant)
     kv_cache(cache)
     validate_batch.fits(batch, cache)
     require_spec(spec)

@@ -33,7 +33,7 @@ NUM_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 64, 16
 SPECS = [name for name, fields in OPTIONS.items() if name in fields]
 OF_DECODERS = ("prefill", "chunked prefill", "decode")
 KV_HEADS = {"grouped queries": 2, "multi-query": 1}
-FEATURES = ("plain", *OF_DECODERS, *SPECS, *KV_HEADS, "lse", *DTYPES)
+FEATURES = ("plain", *OF_DECODERS, *SPECS, *KV_HEADS, "lse", "batch_invariant", *DTYPES)
 
 
 class Request(NamedTuple):
@@ -49,6 +49,7 @@ class Request(NamedTuple):
     return_lse: bool
     arrays: tuple[str, ...]
     cache: tuple[tuple[str, Any], ...] = ()
+    batch_invariant: bool = False
 
 
 class Cell(NamedTuple):
@@ -83,6 +84,7 @@ def request(feature: str, attn_type: str) -> Request:
         feature == "lse",
         arrays_of(options),
         tuple(cache_of(options).items()),
+        feature == "batch_invariant",
     )
 
 
@@ -120,7 +122,8 @@ def keywords(request: Request, normal: Callable = jnp.zeros) -> dict:
     num_tokens, max_keys = (sum(lens) for lens in zip(*request.lengths, strict=True))
     sizes = Sizes(num_tokens, NUM_HEADS, max_keys)
     arrays = {name: normal(ARRAYS[name].shape(sizes), "float32") for name in request.arrays}
-    return {"return_lse": request.return_lse} | arrays
+    flags = {"return_lse": request.return_lse, "batch_invariant": request.batch_invariant}
+    return flags | arrays
 
 
 def cells(explain: Callable = explain) -> list[Cell]:

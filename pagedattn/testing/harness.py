@@ -34,6 +34,7 @@ def check_backend(
     *,
     dtypes: Sequence[str] = DTYPES,
     jit: bool = False,
+    batch_invariant: bool = False,
     num_heads: int = 4,
     num_kv_heads: int = 2,
     head_dim: int = 16,
@@ -51,6 +52,7 @@ def check_backend(
         backend: one of `available_backends()` by name, or any `Backend` for JAX arrays.
         dtypes: input dtypes to try.
         jit: call inside `jax.jit`.
+        batch_invariant: ask for it in every call, as in `paged_attention`.
         num_heads, num_kv_heads, head_dim, block_size: sizes of the problems.
         verbose: print the table.
 
@@ -79,7 +81,8 @@ def check_backend(
         for phase in PHASES
         for dtype in dtypes
     ]
-    cells = [cell._replace(result=run_cell(backend, cell, jit=jit, sizes=sizes)) for cell in cells]
+    options = {"jit": jit, "batch_invariant": batch_invariant, "sizes": sizes}
+    cells = [cell._replace(result=run_cell(backend, cell, **options)) for cell in cells]
     if verbose:
         print(table(str(backend), cells))
     raise_on_failures(str(backend), cells)
@@ -110,18 +113,26 @@ def cell_problem(cell: Cell, sizes: dict[str, int]) -> Problem:
     )
 
 
-def run_cell(backend: str | Backend, cell: Cell, *, jit: bool, sizes: dict[str, int]) -> str:
+def run_cell(
+    backend: str | Backend,
+    cell: Cell,
+    *,
+    jit: bool,
+    sizes: dict[str, int],
+    batch_invariant: bool = False,
+) -> str:
     """The result of one cell, as `Cell.result` holds it."""
     problem = cell_problem(cell, sizes)
     held = with_shapes_held(backend) if isinstance(backend, Backend) else backend
     try:
-        out, lse = attend_with_lse(problem, held, jit)
+        out, lse = attend_with_lse(problem, held, jit, batch_invariant=batch_invariant)
         hold_shapes((out, lse), problem.out_shape, str(problem.query.dtype))
         assert_attention_close(out, lse, problem, name=str(backend))
     except UnsupportedError as error:
-        if any(word in str(error) for word in words(cell)):
+        allowed = words(cell) + ["batch_invariant"] * batch_invariant
+        if any(word in str(error) for word in allowed):
             return f"refused: {error}"
-        allowed = ", ".join(words(cell))
+        allowed = ", ".join(allowed)
         return f"FAILED: the reason names no feature of the cell, one of {allowed}: {error}"
     except AssertionError as error:
         return f"FAILED: {error}"

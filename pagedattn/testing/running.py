@@ -49,14 +49,18 @@ def cache_of(problem: Problem) -> KVCache:
     return jax.tree.map(jnp.asarray, held)
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "backend", "return_lse"))
-def attend_in_jit(query, cache, batch, spec, *, backend, return_lse, **arrays):
-    options = {"backend": backend, "return_lse": return_lse}
-    return paged_attention(query, cache, batch, spec, **options, **arrays)
+@functools.partial(jax.jit, static_argnames=("spec", "backend", "return_lse", "batch_invariant"))
+def attend_in_jit(query, cache, batch, spec, **options):
+    return paged_attention(query, cache, batch, spec, **options)
 
 
 def attend(
-    problem: Problem, *, backend: str | Backend | None, jit: bool = False, return_lse: bool = True
+    problem: Problem,
+    *,
+    backend: str | Backend | None,
+    jit: bool = False,
+    return_lse: bool = True,
+    batch_invariant: bool = False,
 ) -> Any:
     """`paged_attention` on a problem: `(out, lse)`, or out alone without `return_lse`.
 
@@ -74,14 +78,17 @@ def attend(
     call = attend_in_jit if jit else paged_attention
     rows = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
     arrays = jax.tree.map(jnp.asarray, problem.arrays)
-    return call(*rows, problem.spec, backend=backend, return_lse=return_lse, **arrays)
+    options = {"return_lse": return_lse, "batch_invariant": batch_invariant}
+    return call(*rows, problem.spec, backend=backend, **options, **arrays)
 
 
-def attend_with_lse(problem: Problem, backend: str | Backend | None, jit: bool) -> tuple[Any, Any]:
+def attend_with_lse(
+    problem: Problem, backend: str | Backend | None, jit: bool, **options: bool
+) -> tuple[Any, Any]:
     """out and lse; lse is None if the backend refuses to give it."""
     try:
-        return attend(problem, backend=backend, jit=jit)
+        return attend(problem, backend=backend, jit=jit, **options)
     except UnsupportedError as error:
         if "lse" not in str(error):
             raise
-        return attend(problem, backend=backend, jit=jit, return_lse=False), None
+        return attend(problem, backend=backend, jit=jit, return_lse=False, **options), None

@@ -17,7 +17,7 @@ from pagedattn._kernels.triton.arguments import Arrays, Results
 from pagedattn._kernels.triton.attention import attention_kernel
 from pagedattn._kernels.triton.device import Device, device_of
 from pagedattn._kernels.triton.launch import Launch
-from pagedattn._kernels.triton.merge import merge_kernel
+from pagedattn._kernels.triton.merge import join_kernel, merge_kernel
 from pagedattn._kernels.triton.tiling import Tiling, tiling
 
 from .bias import slopes_on
@@ -65,10 +65,11 @@ def run(call: Call, query: Tensor, cache, plan: Plan, *, sinks: Tensor | None = 
     if plan.tiles.splits == 1:
         _start(attention_kernel, arrays, plan.attention, outs)
         return outs
-    parts = (query.new_empty(plan.tiles.splits, *o.shape, dtype=torch.float32) for o in outs)
-    parts = Results(*parts)
+    shapes = launch.parts_of(call, plan.tiles)
+    parts = Results(*(query.new_empty(shape, dtype=torch.float32) for shape in shapes))
     _start(attention_kernel, arrays, plan.attention, parts)
-    _start(merge_kernel, parts, plan.merge, outs)
+    merge = join_kernel if call.batch_invariant else merge_kernel
+    _start(merge, parts, plan.merge, outs)
     return outs
 
 

@@ -32,7 +32,13 @@ from .metadata import AttentionMetadata
 from .metadata.derived import held, refresh
 from .plans import Part, plan
 from .quantised import as_quantised, cache_dtype, require_quantised
-from .settings import check_heads, check_slopes, slopes_of, specs_by_type
+from .settings import (
+    check_batch_invariant,
+    check_heads,
+    check_slopes,
+    slopes_of,
+    specs_by_type,
+)
 from .step import ANYWHERE, LayerStep, likeness, shared
 
 
@@ -50,6 +56,7 @@ class AttentionImpl:
         "fp8_e5m2", "int8". `kv_cache` is then of that dtype or of torch.uint8.
       blocksparse_params: only None.
       attn_type: the type that `forward` computes if it is given none.
+      batch_invariant: as in `pagedattn.paged_attention`, for layers of a backend that promises it.
 
     Fields, which engines print and read: those arguments but the last ones, with `scale` and
     `num_kv_heads` never None and `alibi_slopes` a float32 tensor on the CPU or None;
@@ -57,8 +64,8 @@ class AttentionImpl:
 
     Raises:
       InvalidInputError: values out of range.
-      UnsupportedError: another kv_cache_dtype, one that the backend does not read, or
-        blocksparse_params.
+      UnsupportedError: another kv_cache_dtype, one that the backend does not read,
+        blocksparse_params, or batch_invariant by a backend that does not promise it.
 
     >>> from pagedattn_torch import TorchSDPABackendImpl
     >>> layer = TorchSDPABackendImpl(num_heads=8, head_size=16, num_kv_heads=2)
@@ -80,6 +87,7 @@ class AttentionImpl:
         blocksparse_params: dict[str, Any] | None = None,
         logits_soft_cap: float | None = None,
         attn_type: AttentionType | str = AttentionType.DECODER,
+        batch_invariant: bool = False,
     ):
         self.num_heads: int = num_heads
         self.head_size: int = head_size
@@ -93,6 +101,8 @@ class AttentionImpl:
         self.cache_dtype: torch.dtype | None = cache_dtype(kv_cache_dtype)
         if self.cache_dtype is not None:
             require_quantised(self.backend)
+        check_batch_invariant(batch_invariant, self.backend)
+        self.batch_invariant: bool = batch_invariant
         spec = self.specs[AttentionType.DECODER]
         self.scale: float = spec.scale_for(head_size)
         self.alibi_slopes: Tensor | None = slopes_of(spec)
@@ -246,13 +256,15 @@ class AttentionImpl:
         window = spec.sliding_window if bias is None else None
         parts, rows = plan(call.fresh, call.cache, attn_metadata, call.kind, window)
         parts = [part.with_bias(bias) for part in parts]
-        return LayerStep([(part, self._part(call, part)) for part in parts], rows)
+        steps = [(part, self._part(call, part)) for part in parts]
+        return LayerStep(steps, rows, self.batch_invariant)
 
     def _part(self, call: LayerCall, part: Part) -> Step:
         arrays = part.arrays(call.query, call.fresh, call.cache)
         spec = self.specs[call.kind] if part.bias is None else under_bias(self.specs[call.kind])
-        backend = self.backend_of(call_of(*arrays, part.batch, spec, **part.options))
-        return prepare(*arrays, part.batch, spec, backend=backend, **part.options)
+        options = {"batch_invariant": self.batch_invariant, **part.options}
+        backend = self.backend_of(call_of(*arrays, part.batch, spec, **options))
+        return prepare(*arrays, part.batch, spec, backend=backend, **options)
 
     def backend_of(self, call: Call) -> str:
         """The name of the backend that runs a part of a call; subclasses may override it."""

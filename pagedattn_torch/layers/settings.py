@@ -6,10 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedattn import AttentionSpec, InvalidInputError
-from pagedattn._arrays.checks import is_count
+from pagedattn import AttentionSpec, InvalidInputError, UnsupportedError
+from pagedattn._arrays.checks import flag, is_count
 from pagedattn._arrays.inspect import shown
 from pagedattn._arrays.memory import require_memory
+from pagedattn._dispatch.backend import LACKS
+from pagedattn._dispatch.registry import Framework, record
 
 from ..arrays import tensor
 from .attention_type import AttentionType
@@ -57,6 +59,15 @@ def check_slopes(specs: dict[AttentionType, AttentionSpec], num_heads: int) -> N
         raise InvalidInputError(
             f"alibi_slopes must have one slope for each of the {num_heads} query heads, got "
             f"{len(slopes or ())}"
+        )
+
+
+def check_batch_invariant(batch_invariant, backend: str) -> None:
+    """Requires a flag, and a backend that promises it where it is set."""
+    flag("batch_invariant", batch_invariant)
+    if batch_invariant and "batch_invariant" not in record(backend, Framework.TORCH).supports:
+        raise UnsupportedError(
+            f"backend {backend!r} cannot run these layers: batch_invariant: {backend} {LACKS}"
         )
 
 

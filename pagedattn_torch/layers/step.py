@@ -24,6 +24,7 @@ class LayerStep(NamedTuple):
 
     parts: list[tuple[Part, Step]]
     rows: HostRows | DeviceRows | None
+    batch_invariant: bool = False
 
     @uncompiled
     @torch.no_grad()
@@ -43,7 +44,7 @@ class LayerStep(NamedTuple):
         ]
         for more, _ in others:
             out[: more.shape[0]] += more
-        return out
+        return out.add_(0) if self.batch_invariant else out  # no -0, as in sums of parts
 
 
 def likeness(layer: Any, kind, query: Tensor, fresh: Fresh | None, cache: KVCache | None):
@@ -51,7 +52,7 @@ def likeness(layer: Any, kind, query: Tensor, fresh: Fresh | None, cache: KVCach
     planes = () if cache is None else cache.planes
     arrays = (query, *(fresh or ()), *planes)
     facts = tuple((x.shape, x.stride(), x.dtype, x.device) for x in arrays)
-    formula = type(layer), layer.backend, kind, layer.specs[kind]
+    formula = type(layer), layer.backend, kind, layer.specs[kind], layer.batch_invariant
     return *formula, fresh is None, cache is None, facts
 
 

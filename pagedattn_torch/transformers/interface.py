@@ -10,7 +10,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from pagedattn import UnsupportedError
 
 from .masks import mask
-from .options import require_supported, spec_of
+from .options import require_positions, require_supported, spec_of
 from .padded import attend_padded
 from .paged import attend_paged
 from .requirements import require_interface, require_version
@@ -20,7 +20,9 @@ NAME = "pagedattn"
 PAGED_NAME = "pagedattn_flash"
 
 
-def use(model: PreTrainedModel, *, backend: str | None = None) -> None:
+def use(
+    model: PreTrainedModel, *, backend: str | None = None, batch_invariant: bool = False
+) -> None:
     """Makes a model attend by this library; `model.set_attn_implementation("sdpa")` undoes it.
 
     Padding on either side, dynamic and static caches, sliding windows, soft-caps, sinks, grouped
@@ -29,7 +31,7 @@ def use(model: PreTrainedModel, *, backend: str | None = None) -> None:
     refused by name.
 
     Args:
-      backend: the torch backend that runs, as in `pagedattn_torch.paged_attention`.
+      backend, batch_invariant: as in `pagedattn_torch.paged_attention`.
 
     Raises:
       UnsupportedError: the model computes its attention by itself, as Falcon, Bloom, MPT and GPT-J
@@ -46,10 +48,10 @@ def use(model: PreTrainedModel, *, backend: str | None = None) -> None:
     torch.Size([1, 3, 31])
     """
     require_interface(model)
-    model.set_attn_implementation(register(backend=backend))
+    model.set_attn_implementation(register(backend=backend, batch_invariant=batch_invariant))
 
 
-def register(*, backend: str | None = None) -> str:
+def register(*, backend: str | None = None, batch_invariant: bool = False) -> str:
     """Registers attention by this library with transformers; returns the name.
 
     For `attn_implementation="pagedattn"` when a model is loaded. A model that computes its
@@ -57,17 +59,20 @@ def register(*, backend: str | None = None) -> str:
     logs a warning.
 
     Args:
-      backend: the torch backend that runs, as in `pagedattn_torch.paged_attention`.
+      backend, batch_invariant: as in `pagedattn_torch.paged_attention`.
 
     >>> register()
     'pagedattn'
     """
-    AttentionInterface.register(NAME, partial(attend, backend=backend))
+    function = partial(attend, backend=backend, batch_invariant=batch_invariant)
+    AttentionInterface.register(NAME, function)
     AttentionMaskInterface.register(NAME, mask)
     return NAME
 
 
-def use_pages(model: PreTrainedModel, *, backend: str | None = None) -> None:
+def use_pages(
+    model: PreTrainedModel, *, backend: str | None = None, batch_invariant: bool = False
+) -> None:
     """Makes continuous batching of a model (`generate_batch`, ...) read its pages in place.
 
     transformers' own ways on a CPU gather the keys of a batch for every layer, and mask out those
@@ -75,7 +80,7 @@ def use_pages(model: PreTrainedModel, *, backend: str | None = None) -> None:
     are still gathered, and not masked. `model.set_attn_implementation` undoes it.
 
     Args:
-      backend: the torch backend that runs, as in `pagedattn_torch.paged_attention`.
+      backend, batch_invariant: as in `pagedattn_torch.paged_attention`.
 
     Raises:
       BackendUnavailableError: transformers is older than 5.19, which has other pages.
@@ -84,7 +89,8 @@ def use_pages(model: PreTrainedModel, *, backend: str | None = None) -> None:
     require_version("5.19", "use_pages")
     require_interface(model)
     # Not by set_attn_implementation: the word in the name would make it look for a flash kernel.
-    AttentionInterface.register(PAGED_NAME, partial(attend_in_pages, backend=backend))
+    function = partial(attend_in_pages, backend=backend, batch_invariant=batch_invariant)
+    AttentionInterface.register(PAGED_NAME, function)
     AttentionMaskInterface.register(PAGED_NAME, no_mask)
     model.config._attn_implementation = PAGED_NAME
 
@@ -103,11 +109,13 @@ def attend(
     s_aux: Tensor | None = None,
     *,
     backend: str | None = None,
+    batch_invariant: bool = False,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: `[batch, heads, length, head_dim]` in,
     `[batch, length, heads, head_dim]` out, and no weights."""
     require_supported(module, dropout, options)
+    require_positions(batch_invariant, sliding_window)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     out = attend_padded(
         query,
@@ -120,6 +128,7 @@ def attend(
         softcap=softcap,
         sinks=_values(s_aux),
         backend=backend,
+        batch_invariant=batch_invariant,
     )
     return out, None
 
@@ -139,6 +148,7 @@ def attend_in_pages(
     cache: PagedAttentionCache | None = None,
     *,
     backend: str | None = None,
+    batch_invariant: bool = False,
     **step: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of continuous batching; `step` is the engine's, alike for all layers.
@@ -147,6 +157,7 @@ def attend_in_pages(
       UnsupportedError: it is called outside of continuous batching, or as `attend` does.
     """
     require_supported(module, dropout, step)
+    require_positions(batch_invariant, sliding_window)
     if cache is None:
         raise UnsupportedError(
             "use_pages is for continuous batching (generate_batch, ...), and this call brings no "
@@ -154,7 +165,9 @@ def attend_in_pages(
         )
     spec = spec_of(scaling, is_causal, sliding_window, softcap)
     return attend_paged(
-        module.layer_idx, query, key, value, cache, step, spec, _values(s_aux), backend
+        *(module.layer_idx, query, key, value, cache, step, spec, _values(s_aux)),
+        backend=backend,
+        batch_invariant=batch_invariant,
     ), None
 
 

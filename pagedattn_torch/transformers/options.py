@@ -27,6 +27,19 @@ def require_supported(module: Any, dropout: float, options: dict[str, Any]) -> N
         )
 
 
+def require_positions(batch_invariant: bool, window: int | None) -> None:
+    """Refuses `batch_invariant` where keys lose their positions.
+
+    Raises:
+      UnsupportedError: a layer with a window, whose cache drops the keys behind it.
+    """
+    if batch_invariant and window is not None:
+        raise UnsupportedError(
+            "batch_invariant: transformers' caches of layers with a sliding window drop keys, and "
+            f"what is left begins at another position in each call; got sliding_window={window}"
+        )
+
+
 def spec_of(
     scaling: float | None, causal: bool, window: int | None, softcap: float | None
 ) -> AttentionSpec:

@@ -22,6 +22,7 @@ def attend_padded(
     softcap: float | None,
     sinks: Tensor | None,
     backend: str | None,
+    batch_invariant: bool,
 ) -> Tensor:
     """out `[batch, q_length, num_heads, value_dim]` of `[batch, heads, length, head_dim]`.
 
@@ -43,6 +44,7 @@ def attend_padded(
         max_query_len=rows.max_query_len,
         max_key_len=rows.max_key_len,
         backend=backend,
+        batch_invariant=batch_invariant,
         sinks=sinks,
     )
     batch, _, length, _ = query.shape

@@ -26,7 +26,9 @@ def attend_paged(
     step: dict[str, Any],
     spec: AttentionSpec,
     sinks: Tensor | None,
+    *,
     backend: str | None,
+    batch_invariant: bool,
 ) -> Tensor:
     """out `[1, num_tokens, num_heads, head_dim]` of packed `[1, heads, num_tokens, head_dim]`.
 
@@ -47,7 +49,8 @@ def attend_paged(
         copies = cache.update(key, value, layer, dict(step))  # pyright: ignore[reportAttributeAccessIssue]
         pages = packed_cache(*(copy[0].transpose(0, 1) for copy in copies))
         shared = shared_by_layers(step, allocator, lambda: _gathered(step, allocator, len(queries)))
-    return shared.attend(queries, pages, spec, sinks, backend)[None]
+    choice = {"backend": backend, "batch_invariant": batch_invariant}
+    return shared.attend(queries, pages, spec, sinks, **choice)[None]
 
 
 def _pages(cache: PagedAttentionCache, allocator: Any, layer: int) -> KVCache:

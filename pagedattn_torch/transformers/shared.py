@@ -35,12 +35,14 @@ class Shared:
         pages: KVCache,
         spec: AttentionSpec,
         sinks: Tensor | None,
+        *,
         backend: str | None,
+        batch_invariant: bool,
     ) -> Tensor:
-        kind = (spec, backend, sinks is None, layer_of(query, pages))
+        kind = (spec, backend, batch_invariant, sinks is None, layer_of(query, pages))
         if kind not in self.steps:
-            step = prepare(query, pages, self.batch, spec, backend=backend, sinks=sinks)
-            self.steps[kind] = step
+            options = {"backend": backend, "batch_invariant": batch_invariant}
+            self.steps[kind] = prepare(query, pages, self.batch, spec, **options, sinks=sinks)
         return self.steps[kind].attend(query, pages, sinks=sinks)[0]
 
 

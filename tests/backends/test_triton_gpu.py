@@ -27,6 +27,7 @@ from pagedattn_torch.arrays import batch_on
 
 if not torch.cuda.is_available() or jax.default_backend() != "gpu":
     pytest.skip("needs a CUDA device that both JAX and torch see", allow_module_level=True)
+pytest.importorskip("triton")
 
 from pagedattn.backends import triton as jax_backend
 from pagedattn.backends.triton import program

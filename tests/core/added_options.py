@@ -23,6 +23,7 @@ SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "block_size": 4}
 BACKENDS = [n for n in registry.names(Framework.JAX) if can_load(n)]
 HERE = [n for n in BACKENDS if not registry.wrong_device(n, jax.devices()[0].platform)]
 TORCH = can_load("sdpa", Framework.TORCH)
+ANY = {"xla", "sdpa"} & {*HERE}
 
 
 def problem_of(feature, phase="mixed"):
@@ -100,7 +101,7 @@ def _tensors(tree):
 def array():
     hold_that_it_matters("out_scale", out_scale=None)
     ran = [name for name in HERE if result_of(name, "out_scale") == "ok"]
-    assert {"xla", *["sdpa"] * TORCH} <= {*ran}, ran
+    assert {*ran} >= ANY, ran
     for name in {*HERE} - {*ran}:  # the library does it around any
         assert "out_scale" not in result_of(name, "out_scale")
     assert result_of("xla", "all") == "ok"
@@ -131,7 +132,7 @@ def array():
 def cache():
     hold_that_it_matters("value_gain", value_gain=None)
     ran = [name for name in HERE if result_of(name, "value_gain") == "ok"]
-    assert {"xla", *["sdpa"] * TORCH} <= {*ran}, ran
+    assert {*ran} >= ANY, ran
     assert result_of("xla", "all") == result_of("xla", "latent, all") == "ok"
     gain, other = jnp.array([2.0, 0.5]), jnp.array([2.0, 4.0])
     empty = jnp.zeros((2, 4, 2, 8))

@@ -49,7 +49,8 @@ def quantised(num_blocks=9):
 
 
 def optional():
-    return {**shared(), "return_lse": True, "sinks": sinks(), "bias": bias()}
+    flags = {"return_lse": True, "batch_invariant": False}
+    return {**shared(), **flags, "sinks": sinks(), "bias": bias()}
 
 
 def attend(backend):

@@ -22,7 +22,7 @@ from pagedattn.report import gather, machine, probe, selfcheck, text
 from pagedattn.report.colour import coloured
 
 # Lines. A machine with a GPU has more devices and backends to tell of, and their reasons.
-SCREEN = 50 if jax.default_backend() == "cpu" else 60
+SCREEN = 50 if jax.default_backend() == "cpu" else 70
 COMMAND = "import runpy; runpy.run_module('pagedattn', run_name='__main__')"
 
 

@@ -42,10 +42,13 @@ FUNCTIONS = {
         "write_kv": ("cache key value slot_mapping", ""),
         "copy_blocks": ("cache src dst", ""),
         "swap_blocks": ("src_cache dst_cache src dst", ""),
-        "paged_attention": ("query cache batch spec", "backend return_lse sinks bias"),
+        "paged_attention": (
+            "query cache batch spec",
+            "backend return_lse batch_invariant sinks bias",
+        ),
         "ragged_attention": (
             "query key value query_start_loc key_start_loc spec",
-            "max_query_len max_key_len backend return_lse sinks bias",
+            "max_query_len max_key_len backend return_lse batch_invariant sinks bias",
         ),
         "cascade_attention": ("query cache prefix rest spec", "backend sinks"),
         "split_prefix": ("batch", ""),

@@ -23,6 +23,7 @@ def files_with(text: str, root: Path) -> list[Path]:
 FEATURES = (
     "tests/backends/test_properties.py -k test_every_feature_matches_or_is_refused and xla and jit"
 )
+INVARIANT = "tests/backends/test_batch_invariant.py -k same_bits and xla"
 POISON = "tests/backends/test_properties.py -k test_poison_behind_every_window and {} and eager"
 SINKS = "tests/backends/test_sinks.py -k rows_without_keys and xla and jit"
 
@@ -41,6 +42,16 @@ MUTANTS = {
         "_tile_queries(call, query, tiles) * call.scale",
         "_tile_queries(call, query, tiles)",
         FEATURES,
+    ),
+    "tiles of a prompt's size in every batch": Mutant(
+        "tile = INVARIANT if call.batch_invariant else min(TILE, call.longest_query)",
+        "tile = min(TILE, call.longest_query)",
+        INVARIANT,
+    ),
+    "chunks of a table's size in every batch": Mutant(
+        "chunk = CHUNK if call.batch_invariant else min(CHUNK, call.capacity)",
+        "chunk = min(CHUNK, call.capacity)",
+        INVARIANT,
     ),
     "query heads of the wrong group": Mutant(
         "rows.reshape(step, tile, call.num_kv_heads, call.group, call.head_dim)\n"

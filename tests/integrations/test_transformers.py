@@ -248,6 +248,46 @@ def test_pages_are_for_continuous_batching_alone():
     assert torch.equal(generated("Qwen3", NAME)[0], generated("Qwen3", "eager")[0])
 
 
+def test_batch_invariant_is_asked_for_in_forward():
+    made = copy.deepcopy(model("Qwen3"))
+    ours.use(made, backend="sdpa", batch_invariant=True)
+    try:
+        with pytest.raises(UnsupportedError, match="batch_invariant: sdpa"), torch.no_grad():
+            made(IDS)
+    finally:
+        ours.register()
+
+
+def test_batch_invariant_is_asked_for_over_pages(monkeypatch):
+    asked = []
+
+    def spy(*arrays, batch_invariant, **options):
+        asked.append(batch_invariant)
+        return prepare(*arrays, **options)
+
+    prepare = shared.prepare
+    monkeypatch.setattr(shared, "prepare", spy)
+    for flag in (True, False):
+        made = copy.deepcopy(model("Qwen3"))
+        ours.use_pages(made, batch_invariant=flag)
+        batched(made, 256)
+    half = len(asked) // 2
+    assert half
+    assert asked == [True] * half + [False] * half
+
+
+@pytest.mark.parametrize("use", [ours.use, ours.use_pages])
+def test_batch_invariant_is_refused_where_caches_drop_keys(use):
+    """What is left has other positions, and so other chunks."""
+    made = copy.deepcopy(model("Mistral", **MODELS["Mistral"]))
+    use(made, batch_invariant=True)
+    try:
+        with pytest.raises(UnsupportedError, match="sliding_window=7"), torch.no_grad():
+            made(IDS)
+    finally:
+        ours.register()
+
+
 @pytest.mark.parametrize("family", ["Qwen3", "Gemma2"])  # without and with sliding layers
 def test_the_layers_of_a_step_share_its_batch_and_its_plan(family, monkeypatch):
     made = model(family, **MODELS[family])

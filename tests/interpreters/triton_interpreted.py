@@ -15,6 +15,8 @@ import torch
 import triton.language as tl
 from cases import SIGNED, SPECS, mixed
 from hypothesis import given
+from hypothesis import strategies as st
+from rearranged import calls, differing, prompts
 from triton import knobs
 from triton.runtime import interpreter
 
@@ -30,7 +32,7 @@ from pagedattn.testing import (
     random_problem,
     reference_attention,
 )
-from pagedattn.testing.features import CACHE_DTYPES
+from pagedattn.testing.features import CACHE_DTYPES, OPTIONS
 from pagedattn.testing.strategies import any_phase
 from pagedattn_torch import paged_attention
 from pagedattn_torch.arrays import batch_on
@@ -101,9 +103,10 @@ def arrays_of(problem: Problem, **changes):
     return tensor(problem.query), cache, batch
 
 
-def run(query, cache, batch, spec, **arrays):
+def run(query, cache, batch, spec, batch_invariant=False, **arrays):
     """The backend, without the checks that come before it."""
-    call = call_of(query, cache, batch, spec, return_lse=True, **arrays)
+    flags = {"return_lse": True, "batch_invariant": batch_invariant}
+    call = call_of(query, cache, batch, spec, **flags, **arrays)
     given = (backend.plan(call, batch), emulate.live_tokens(call, batch), arrays)
     return emulate.attend(backend.BACKEND, call, query, cache, *given)
 
@@ -123,10 +126,13 @@ def poisoned_memory(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
 
 
-def check(problem: Problem, **changes):
+def solve(problem: Problem, batch_invariant=False, **changes):
     options = {name: tensor(array) for name, array in problem.arrays.items()}
-    out, lse = run(*arrays_of(problem, **changes), problem.spec, **options)
-    assert_attention_close(out, lse, problem, name="triton")
+    return run(*arrays_of(problem, **changes), problem.spec, batch_invariant, **options)
+
+
+def check(problem: Problem, **changes):
+    assert_attention_close(*solve(problem, **changes), problem, name="triton")
 
 
 def splits(problem: Problem) -> int:
@@ -167,6 +173,43 @@ def test_caches_of_eight_bits(cache_dtype, dtype):
 def test_any_problem(problem):
     hypothesis.assume(problem.bias is None)  # which it refuses
     check(problem)
+
+
+# What the kernels have, alone and together.
+KNOWN = [name for name, options in OPTIONS.items() if "bias" not in options]
+
+
+def invariant(problem: Problem, _jit: bool = False):
+    """out and lse, in NumPy; float32 holds every number of 16 bits."""
+    return [x.float().numpy() for x in solve(problem, batch_invariant=True)]
+
+
+@hypothesis.settings(max_examples=12)
+@given(data=st.data())
+def test_other_batches_give_the_same_bits(data):
+    """By given tiles and searched ones, whose keys are split or not."""
+    problem = data.draw(prompts(KNOWN))
+    wrong = differing(problem, data.draw(calls(problem)), invariant)
+    assert not wrong, "\n".join(wrong)
+
+
+@hypothesis.settings(max_examples=25)
+@given(problem=any_phase())
+def test_any_problem_with_the_same_bits_in_every_batch(problem):
+    hypothesis.assume(problem.bias is None)
+    check(problem, batch_invariant=True)
+
+
+@pytest.mark.parametrize("max_query_len", [8, 32])
+@pytest.mark.parametrize("cache_dtype", [None, *CACHE_DTYPES])
+@pytest.mark.parametrize("cache", [{}, {"value_dim": 8, "latent": True}], ids=str)
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_segments(name, cache, cache_dtype, max_query_len):
+    """Of padding, of rows without keys, and of sequences of several, joined in both ways."""
+    sizes = {"max_query_len": max_query_len, "pad_tokens": 13, "cache_dtype": cache_dtype, **cache}
+    for last, arrays in ((0, []), (5, ["sinks"])):
+        lens = [3, 2, 0, 1, 1], [1100, 513, 7, 512, last]
+        check(random_problem(*lens, SPECS[name], arrays=arrays, **sizes), batch_invariant=True)
 
 
 WINDOWED = AttentionSpec(causal=False, sliding_window=6, logits_soft_cap=3.0)

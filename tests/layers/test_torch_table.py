@@ -24,6 +24,7 @@ LAYERS = {
     "ipex": pagedattn_torch.IpexAttnBackendImpl,
 }
 ENCODERS = ("encoder", "encoder_only")
+STATIC = ("spec", "backend", "return_lse", "batch_invariant")
 NO_LAYER = ("lse", "value_dim", "latent", *ARRAYS)
 
 
@@ -44,9 +45,10 @@ def problem_of(asked, query, cache, batch, spec, **options):
     return Problem(*arrays, query_lens, key_lens, spec, value_dim=cache.value_dim, **options)
 
 
-def torch_explain(query, cache, batch, spec, *, return_lse, **options):
-    query, cache, options = tensors((query, cache, options))
-    return pagedattn_torch.explain(query, cache, batch, spec, return_lse=return_lse, **options)
+def torch_explain(query, cache, batch, spec, *, return_lse, batch_invariant, **arrays):
+    query, cache, arrays = tensors((query, cache, arrays))
+    flags = {"return_lse": return_lse, "batch_invariant": batch_invariant}
+    return pagedattn_torch.explain(query, cache, batch, spec, **flags, **arrays)
 
 
 @functools.cache
@@ -99,7 +101,7 @@ def test_the_table_of_the_core_is_true(feature):
 def hold(asked, backend, *reasons):
     arguments = random_call(asked)
     options = keywords(asked, normal)
-    attend = jax.jit(paged_attention, static_argnames=("spec", "backend", "return_lse"))
+    attend = jax.jit(paged_attention, static_argnames=STATIC)
     if reasons:
         with pytest.raises((UnsupportedError, BackendUnavailableError)) as error:
             attend(*arguments, backend=backend, **options)
@@ -107,6 +109,7 @@ def hold(asked, backend, *reasons):
         return
     result = attend(*arguments, backend=backend, **options)
     out, lse = result if options.pop("return_lse") else (result, None)
+    del options["batch_invariant"]
     assert_attention_close(out, lse, problem_of(asked, *arguments, **options), name=backend)
 
 
@@ -119,7 +122,8 @@ def test_the_layers_keep_to_the_table(backend, feature):
         if (cell.backend, asked.feature) != (backend, feature):
             continue
         query, cache, batch, spec = random_call(asked)
-        layer = LAYERS[backend](
+        make = functools.partial(
+            LAYERS[backend],
             query.shape[1],
             query.shape[2],
             num_kv_heads=asked.num_kv_heads,
@@ -128,13 +132,16 @@ def test_the_layers_keep_to_the_table(backend, feature):
             logits_soft_cap=spec.logits_soft_cap,
             alibi_slopes=spec.alibi_slopes,
             attn_type=asked.attn_type,
+            batch_invariant=asked.batch_invariant,
         )
         if cell.reasons and not computed_otherwise(cell):
             with pytest.raises((UnsupportedError, BackendUnavailableError)) as error:
-                forward(layer, asked, query, cache, batch)
-            assert all(reason in str(error.value) for reason in cell.reasons)
+                forward(make(), asked, query, cache, batch)
+            # Constructors refuse the mode, before there is a device to refuse.
+            reasons = ["batch_invariant"] if asked.batch_invariant else cell.reasons
+            assert all(reason in str(error.value) for reason in reasons)
         else:
-            out = forward(layer, asked, query, cache, batch)
+            out = forward(make(), asked, query, cache, batch)
             assert_attention_close(out, None, problem_of(asked, query, cache, batch, spec))
 
 

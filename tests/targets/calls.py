@@ -39,6 +39,7 @@ class Attention(NamedTuple):
     cache_dtype: str | None = None
     spec: AttentionSpec = AttentionSpec()
     sinks: bool = False
+    batch_invariant: bool = False
 
     def arrays(self) -> tuple[Any, ...]:
         """query, cache, batch and sinks, without values."""
@@ -129,7 +130,8 @@ def traced(function, call: Attention):
     results = []
 
     def body(query, cache, batch, sinks):
-        options = {} if sinks is None else {"sinks": sinks}
+        options = {"batch_invariant": call.batch_invariant}
+        options |= {} if sinks is None else {"sinks": sinks}
         results.append(function(query, cache, batch, call.spec, **options))
         return 0
 

@@ -18,6 +18,7 @@ CAP = AttentionSpec(logits_soft_cap=30.0)
 ALL = AttentionSpec(sliding_window=1000, logits_soft_cap=30.0, alibi_slopes=(0.5,) * 32)
 BYTES = {"cache_dtype": "int8"}
 FLOATS = {"dtype": "float32"}
+ALIKE = {"batch_invariant": True}
 
 CALLS = {
     "decodes": Attention(),
@@ -50,6 +51,16 @@ CALLS = {
     "float32 of 256": Attention(head_dim=256, **FLOATS, **VERIFY),
     "float32, int8": Attention(**FLOATS, **BYTES, **VERIFY),
     "float32, latents": Attention(**LATENT, **FLOATS),
+    "decodes, invariant": Attention(**ALIKE),
+    "split keys, invariant": Attention(num_seqs=1, keys=1 << 17, **ALIKE),
+    "prefill, invariant": Attention(**ALIKE, **PREFILL),
+    "chunks, all options, invariant": Attention(spec=ALL, sinks=True, **ALIKE, **CHUNKS),
+    "decodes of int8, invariant": Attention(num_seqs=8, **ALIKE, **BYTES),
+    "chunks of int8, invariant": Attention(**ALIKE, **BYTES, **CHUNKS),
+    "latents, invariant": Attention(**LATENT, **ALIKE),
+    "latents, prefill, invariant": Attention(**LATENT, **ALIKE, **PREFILL),
+    "256 columns, invariant": Attention(head_dim=256, **ALIKE, **CHUNKS),
+    "float32, invariant": Attention(**FLOATS, **ALIKE, **CHUNKS),
 }
 
 
@@ -61,9 +72,11 @@ RUN = [(gpu, name) for name in CALLS for gpu in GPUS if gpu not in REFUSED.get(n
 def spills(gpu: str, call: Attention) -> int:
     """Bytes that a thread may spill, as measured: more is a program that has grown by mistake."""
     if call.dtype == "float32":
-        return 320  # no tensor cores: threads multiply, and hold both operands
+        return 400  # no tensor cores: threads multiply, and hold both operands
     if gpu == "H200":
         return 400  # rows and warps were measured there, with what they spill
+    if call.batch_invariant:
+        return 200  # two sums of a row's columns: of a segment, and of those before it
     if call.head_dim > 128:
         return 240  # sums of 256 columns and more fill the registers by themselves
     return 32  # a few addresses

@@ -35,7 +35,7 @@ STRIDES = (  # in bytes
 OPTIONS = (
     "causal",
     "window",  # NO_WINDOW if there is none
-    "longest",  # sequences with more queries are long, and computed by `prefill`
+    "longest",  # sequences with more queries are long: by `prefill`; 0: batch-invariant
     "threads",  # that may work on it
 )
 SCHEDULE = (
@@ -46,6 +46,7 @@ SCHEDULE = (
     "row_bytes",  # of a row of float32, of a query or of sums
     "rows",  # the most of a state
     "tile_tokens",  # the most of an item of a long sequence
+    "by_segments",  # whether an item of a long sequence has the keys of one segment
 )
 COUNTERS = (  # to which several threads add
     "users",  # who may still look at this struct: the last one frees it

@@ -7,6 +7,7 @@ from .compiling import fast
 from .memory import aligned_alloc, get_int32, memcpy, memset, put_float32, put_int64
 from .prefill import items
 from .prefill.items import PRODUCTS_OF_A_THREAD
+from .prefill.room import state_bytes
 from .simd import LANES
 from .softmax import CHUNK, NONE, key_range
 
@@ -29,14 +30,19 @@ def begin(call):
     token_bytes = bytes_of_token(given)
     threads = 1 + keys * token_bytes // BYTES_OF_A_THREAD + products // PRODUCTS_OF_A_THREAD
     threads = min(given.threads, threads)
-    size, tile_tokens = item_keys(keys, threads, token_bytes), np.int64(0)
+    size, long_state_bytes = item_keys(keys, threads, token_bytes), np.int64(0)
+    given.tile_tokens, given.by_segments = 0, 0
     if long_tokens > 0:
-        tile_tokens = items.tile_tokens(given, long_tokens, threads)
-    num_long, num_items, num_cut, num_states = count_items(given, size, tile_tokens)
+        given.tile_tokens = items.tile_tokens(given, long_tokens, threads)
+        long_state_bytes = state_bytes(given, given.tile_tokens * given.group)
+    num_long, num_items, num_cut, num_states = count_items(given, size)
+    if given.longest == 0 and threads > 1 and num_items < threads * items.ITEMS:
+        given.by_segments = 1
+        num_long, num_items, num_cut, num_states = count_items(given, size)
     rows = most_queries * given.num_kv_heads * given.group
-    state_bytes = APART * -(-rows * (row_bytes + 8) // APART)
+    state_size = APART * -(-rows * (row_bytes + 8) // APART)
     items_bytes, partials_bytes = num_items * WORK_ITEM_BYTES, num_cut * APART
-    partials_bytes += num_states * state_bytes
+    partials_bytes += num_states * max(state_size, long_state_bytes)
     address = aligned_alloc(APART, CALL_ARGS_BYTES + items_bytes + partials_bytes)
     memcpy(address, call, CALL_ARGS_BYTES)
     args = args_at(address)
@@ -44,8 +50,7 @@ def begin(call):
     args.users, args.claimed, args.done, args.num_items = args.threads + 1, 0, 0, num_items
     args.first_item = address + CALL_ARGS_BYTES
     args.partials = args.first_item + items_bytes
-    args.state_bytes, args.row_bytes, args.rows = state_bytes, row_bytes, rows
-    args.tile_tokens = tile_tokens
+    args.state_bytes, args.row_bytes, args.rows = state_size, row_bytes, rows
     set_items(args, size, num_long)
     if num_long > 0:
         items.sort_items(args.first_item, num_long)
@@ -114,15 +119,16 @@ def parts_of(first, last, size):
 
 
 @fast
-def count_items(args, size, tile_tokens):
-    """Work items of long sequences, and of all; short sequences in several, and their items."""
+def count_items(args, size):
+    """Work items of long sequences, and of all; what is cut into several, and the items of that."""
     token, tiles, count = np.int64(0), np.int64(0), np.int64(0)
     cut, states = np.int64(0), np.int64(0)
     for seq in range(args.num_seqs):
         token, num_queries, seq_len = sequence(args, seq, token)
         token += num_queries
         if is_long(args, num_queries):
-            tiles += args.num_kv_heads * -(-num_queries // tile_tokens)
+            parts, cut_here, states_here = items.count_parts(args, num_queries, seq_len)
+            tiles, cut, states = tiles + parts, cut + cut_here, states + states_here
         elif num_queries > 0:
             first, last = keys_of(args, num_queries, seq_len)
             parts = parts_of(first, last, size)
@@ -142,7 +148,7 @@ def set_items(args, size, num_long):
         token, num_queries, seq_len = sequence(args, seq, end)
         clear_rows(args, end, token)
         if is_long(args, num_queries):
-            tiles = items.set_items(args, tiles, seq, token, num_queries, seq_len)
+            tiles, free = items.set_items(args, tiles, free, seq, token, num_queries, seq_len)
         elif num_queries > 0:
             at, free = set_parts(args, at, free, size, seq, token, num_queries, seq_len)
         token += num_queries

@@ -28,7 +28,7 @@ class Results(NamedTuple):
     """What the kernel writes."""
 
     out: Any  # [splits, num_tokens, num_heads, value_dim]
-    lse: Any  # f32 [splits, num_tokens, num_heads]
+    lse: Any  # f32 [splits, num_tokens, num_heads]; of segments, see `store_part` in segments.py
 
 
 class Scalars(NamedTuple):
@@ -97,3 +97,4 @@ class Config(NamedTuple):
     tiles_a_seq: int  # tiles given to each sequence; 0 finds the sequence by search
     split: bool  # the grid's second axis splits the keys, for `merge_kernel`
     min_steps: int  # steps below which keys are not split further
+    segment: int  # keys that are summed up apart, to be joined in order; 0: all together

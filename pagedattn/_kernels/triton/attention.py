@@ -17,7 +17,7 @@ import triton.language as tl
 from .arguments import Scalars
 from .online_softmax import Formula
 from .pages import Cache
-from .tile import Rows, Task, attend, nothing_seen, store_rows
+from .tile import Rows, Task, attend, nothing_seen, store_no_parts, store_rows
 
 # NamedTuples are made by keyword here, and their fields read by name: Triton's cache of programs
 # goes by the source of functions, not by that of classes, whose fields may come in another order.
@@ -141,7 +141,12 @@ def rows_of(arrays, results, scalars, place, query_start, config: tl.constexpr):
     unit: tl.constexpr = config.layout.stride_unit
     head = place.kv_head * config.group + place.skipped_heads
     token = (query_start + place.first).to(tl.int64)
-    row = (tl.program_id(1) * scalars.num_tokens + token) * place.num_heads + head
+    row = token * place.num_heads + head
+    num_rows = scalars.num_tokens.to(tl.int64) * place.num_heads
+    if config.segment == 0:
+        row += tl.program_id(1) * num_rows
+    capacity = scalars.max_blocks * config.layout.block_size
+    num_parts = 1 + tl.cdiv(capacity, config.segment) if config.segment > 0 else 0
     query = arrays.query + token * (scalars.query_token_stride * unit)
     return Rows(
         query=query + head.to(tl.int64) * (scalars.query_head_stride * unit),
@@ -150,6 +155,8 @@ def rows_of(arrays, results, scalars, place, query_start, config: tl.constexpr):
         out=results.out + row * config.widths.value_dim,
         lse=results.lse + row,
         num_heads=place.num_heads,
+        num_rows=num_rows,
+        num_parts=num_parts,
         alibi_slopes=arrays.alibi_slopes + head,
         sinks=arrays.sinks + head,
     )
@@ -209,4 +216,7 @@ def store_padding(rows, task, place, num_seqs, config: tl.constexpr):
     stride = (place.num_tiles - num_seqs * config.tiles_a_seq) * tile.tokens
     nothing = tl.zeros([ROWS, COLUMNS], tl.float32)
     for skipped in range(0, task.query_len - task.first, stride):
-        store_rows(rows, task, nothing, nothing_seen(ROWS), skipped, config, tile)
+        if config.split and config.segment > 0:
+            store_no_parts(rows, task, skipped, tile)
+        else:
+            store_rows(rows, task, nothing, nothing_seen(ROWS), skipped, config, tile)

@@ -20,7 +20,7 @@ E4M3 = (8, 9)  # the compute capability from which Triton reads float8_e4m3fn
 # The options that the kernels know.
 SUPPORTS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
-    | {"cache_dtype", "value_dim", "sinks", "return_lse"}
+    | {"cache_dtype", "value_dim", "sinks", "return_lse", "batch_invariant"}
 )
 LOG2E = math.log2(math.e)
 
@@ -85,8 +85,28 @@ def attention_launch(call: Call, tiles: Tiling, table_stride: int) -> Launch:
     return Launch(grid, scalars, constants, tiles.program.num_warps, tiles.program.num_stages)
 
 
+def parts_of(call: Call, tiles: Tiling) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of the partial results of split keys, float32."""
+    rows = 2 * tiles.parts if tiles.segment > 0 else tiles.parts
+    return (tiles.parts, *call.out_shape), (rows, *call.lse_shape)
+
+
+def _join_launch(call: Call, tiles: Tiling) -> Launch:
+    """The launch of `join_kernel`."""
+    num_rows = call.num_tokens * call.num_heads
+    constants = {
+        "HEAD_DIM": call.out_dim,
+        "DIMS": power_of_two(call.out_dim),
+        "ALIBI": call.spec.alibi_slopes is not None,
+    }
+    scalars = {"num_rows": num_rows, "num_parts": tiles.parts}
+    return Launch((num_rows, 1, 1), scalars, constants, 1, 3)
+
+
 def merge_launch(call: Call, tiles: Tiling) -> Launch:
-    """The launch of `merge_kernel`."""
+    """The launch of `merge_kernel`, or of `join_kernel` for segments."""
+    if tiles.segment > 0:
+        return _join_launch(call, tiles)
     num_rows = call.num_tokens * call.num_heads
     constants = {
         "HEAD_DIM": call.out_dim,
@@ -140,6 +160,7 @@ def _config(call: Call, tiles: Tiling, unit: int) -> Config:
         tiles_a_seq=tiles.tiles_a_seq,
         split=tiles.splits > 1,
         min_steps=tiles.min_steps,
+        segment=tiles.segment,
     )
 
 
@@ -170,9 +191,9 @@ def _tile_shapes(call: Call, tiles: Tiling, pairs: bool) -> tuple[TileShape, Til
     # Hopper's matrix products, which take 64 rows at least.
     apart = 64 <= rows < 16 * num_warps
     # A second loop, without masks, pays where arithmetic takes the time.
-    unmasked = call.window is None and (pairs or not is_short(call))
+    unmasked = call.window is None and (pairs or not is_short(call)) and tiles.segment == 0
     tile = TileShape(tiles.heads, tiles.tokens, rows, apart, unmasked)
-    if is_short(call) or not tiles.heads <= 16 < rows:
+    if is_short(call) or tiles.segment > 0 or not tiles.heads <= 16 < rows:
         return tile, None
     return tile, TileShape(tiles.heads, 16 // tiles.heads, 16, apart=False, unmasked=False)
 

@@ -1,7 +1,13 @@
-"""Joins the partial results of split keys by their log-sum-exps."""
+"""Joins the partial results of split keys: by their log-sum-exps, or segments in order."""
+
+# Constants are NamedTuples here, which the type `constexpr` does not say.
+# pyright: reportAttributeAccessIssue=false
 
 import triton
 import triton.language as tl
+
+from .online_softmax import State
+from .states import finished, join_states
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -39,3 +45,39 @@ def merge_kernel(
     out = results.out + row * HEAD_DIM + dims
     tl.store(out, values.to(results.out.dtype.element_ty), mask=dims < HEAD_DIM)
     tl.store(results.lse + row, tl.where(empty, float("-inf"), shift + tl.log(total)))
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_parts"])
+def join_kernel(
+    parts,  # as `store_part` says: out f32 [num_parts, num_rows, HEAD_DIM], lse [.., 2, num_rows]
+    num_rows,  # tokens x heads
+    num_parts,
+    results,  # out [num_rows, HEAD_DIM], and lse f32 [num_rows]
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    ALIBI: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    apart = num_rows.to(tl.int64)
+    dims = tl.arange(0, DIMS)
+    inside = (dims < HEAD_DIM)[None, :]
+    highest = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    summed = tl.zeros([1, DIMS], tl.float32)
+    for part in range(num_parts):
+        at = part * apart + row
+        of = parts.lse + 2 * part * apart + row + tl.arange(0, 1)
+        top = tl.load(of)
+        seen = top > float("-inf")
+        weights = tl.load(of + apart, mask=seen, other=0.0)
+        values = parts.out + at * HEAD_DIM + dims[None, :]
+        values = tl.load(values, mask=seen[:, None] & inside, other=0.0)
+        before = State(highest=highest, total=total, summed=summed, odd=summed)
+        after = State(highest=top, total=weights, summed=values, odd=values)
+        joined = join_states(before, after, ALIBI, False)
+        highest, total, summed = joined.highest, joined.total, joined.summed
+    over, log_total = finished(highest, total, ALIBI)
+    out = results.out + row * HEAD_DIM + dims[None, :]
+    values = summed / over[:, None]
+    tl.store(out, values.to(results.out.dtype.element_ty), mask=inside)
+    tl.store(results.lse + row + tl.arange(0, 1), log_total)

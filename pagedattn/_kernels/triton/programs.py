@@ -127,6 +127,28 @@ def wide_program(call: Call, programs: int, rows: int, device: Device):
     return Program(rows, keys, 8, num_stages), num_sms // programs, 256
 
 
+def invariant_program(program: Program, call: Call, device: Device) -> Program:
+    """The program that takes as many keys at a time whatever the lengths and their number are.
+
+    16 rows are a warp's, so the bits of 64 by four warps are those of 128 by eight.
+    """
+    rows = program.rows
+    most = max(rows, 128) if rows > 32 else rows
+    stages = 2 if is_wide(call) else 3
+    keys = 32 if max(call.head_dim, call.out_dim) > 128 else 64
+    program = fitting(
+        Program(most, keys, 8 if most > 64 or is_wide(call) else 4, stages), call, device
+    )
+    if rows < most:
+        program = program._replace(rows=rows, num_warps=4)
+    while program.num_stages < 5 and is_short(call):
+        more = program._replace(num_stages=program.num_stages + 1)
+        if 2 * held(more, call, device) > device.shared_bytes:
+            break
+        program = more
+    return program
+
+
 def fitting(program: Program, call: Call, device: Device) -> Program:
     """The program with fewer keys a step, if the pipeline would not fit into shared memory."""
     if call.itemsize > 2:
@@ -146,7 +168,8 @@ def held(program: Program, call: Call, device: Device) -> int:
     from_memory = device.products != "mma" and rows >= 64
     # Not every stage holds keys: one looks up their blocks, and with short queries one more is
     # the step being computed, if products take it from registers.
-    computed = is_short(call) and not is_wide(call) and not from_memory
+    alike = call.batch_invariant  # short queries get the program of long ones
+    computed = is_short(call) and not alike and not is_wide(call) and not from_memory
     loaded = max(1, num_stages - (2 if computed else 1)) * columns.loaded
     if from_memory and columns.latent:
         loaded += columns.value_dims  # laid out anew as values

@@ -1,7 +1,7 @@
 """Attention of one tile: the keys that its rows see, its queries, and what is stored."""
 
 # Constants are NamedTuples here, which the type `constexpr` does not say.
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 from typing import Any, NamedTuple
 
@@ -10,9 +10,9 @@ import triton.language as tl
 
 from .eight_bits import half_query
 from .online_softmax import Formula, Queries, Span, State, attend_keys
+from .states import finished, join_states
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 
 
 class Rows(NamedTuple):
@@ -24,6 +24,8 @@ class Rows(NamedTuple):
     out: Any
     lse: Any
     num_heads: Any  # of the call, in a row of out and lse
+    num_rows: Any  # of the call: tokens x heads
+    num_parts: Any  # segments of a row, where they are split
     alibi_slopes: Any
     sinks: Any
 
@@ -52,6 +54,9 @@ def attend(rows, cache, task, formula, config: tl.constexpr, tile: tl.constexpr)
     options: tl.constexpr = config.options
     places = places_of(task, tile)
     span = span_of(task, formula.window, config, tile)
+    if config.segment > 0:
+        attend_segments(rows, places, span, cache, task, formula, config, tile)
+        return
     if config.split:
         nothing = span.start >= span.stop
         if options.sinks:
@@ -102,7 +107,7 @@ def span_of(task, window, config: tl.constexpr, tile: tl.constexpr):
         begin = tl.maximum(begin, first_position - window + 1)
     start = begin // KEYS * KEYS
     stop = end
-    if config.split:
+    if config.split and config.segment == 0:
         # In whole steps; of few keys, the last splits get none.
         steps = tl.maximum(end - start + KEYS - 1, 0) // KEYS
         share = tl.maximum(tl.cdiv(steps, tl.num_programs(1)), config.min_steps)
@@ -162,7 +167,6 @@ def load_query(
 def first_state(rows, places, task, config: tl.constexpr, tile: tl.constexpr):
     """The state before any key: of nothing, or of the sinks."""
     ROWS: tl.constexpr = tile.rows
-    COLUMNS: tl.constexpr = config.widths.value_dims
     highest = nothing_seen(ROWS)
     total = tl.zeros([ROWS], tl.float32)
     if config.options.sinks:
@@ -172,7 +176,7 @@ def first_state(rows, places, task, config: tl.constexpr, tile: tl.constexpr):
         total = tl.where(highest > float("-inf"), 1.0, 0.0)
         if not config.options.alibi:
             highest *= LOG2E
-    summed = tl.zeros([ROWS, COLUMNS // 2 if config.layout.pairs else COLUMNS], tl.float32)
+    summed = empty_state(config, tile).summed
     return State(highest=highest, total=total, summed=summed, odd=summed)
 
 
@@ -182,21 +186,115 @@ def nothing_seen(ROWS: tl.constexpr):
 
 
 @triton.jit
-def store_state(rows, task, state, config: tl.constexpr, tile: tl.constexpr):
-    """Stores what a tile's keys gave."""
-    highest, summed = state.highest, state.summed
+def attend_segments(
+    rows, places, span, cache, task, formula, config: tl.constexpr, tile: tl.constexpr
+):
+    """Computes a tile segment by segment.
+
+    Where they are split, it stores the state before any key, and that of each segment.
+    """
+    KEYS: tl.constexpr = config.keys
+    SEGMENT: tl.constexpr = config.segment
+    alibi: tl.constexpr = config.options.alibi
+    pairs: tl.constexpr = config.layout.pairs
+    queries, formula = load_queries(rows, places, task, formula, config, tile)
+    nothing = empty_state(config, tile)
+    joined = first_state(rows, places, task, config, tile)
+    highest, total, summed, odd = joined.highest, joined.total, joined.summed, joined.odd
+    first = span.begin // SEGMENT
+    count = tl.maximum(tl.cdiv(span.end, SEGMENT) - first, 0)
+    begin, stop = 0, count
+    if config.split:
+        share = tl.cdiv(count, tl.num_programs(1))
+        begin = tl.minimum(tl.program_id(1) * share, count)
+        stop = tl.minimum(begin + share, count)
+        if tl.program_id(1) == 0:
+            store_part(rows, places, joined, 0, config, tile)
+    for index in range(begin, stop):
+        left = (first + index) * SEGMENT
+        start = tl.maximum(left, span.begin // KEYS * KEYS)
+        part = Span(
+            begin=span.begin, end=span.end, start=start, stop=tl.minimum(left + SEGMENT, span.end)
+        )
+        state = attend_keys(nothing, part, queries, cache, formula, config, tile.apart, True)
+        if config.split:
+            store_part(rows, places, state, 1 + index, config, tile)
+        else:
+            joined = State(highest=highest, total=total, summed=summed, odd=odd)
+            joined = join_states(joined, state, alibi, pairs)
+            highest, total, summed, odd = joined.highest, joined.total, joined.summed, joined.odd
+    if config.split:
+        for part in range(1 + count + tl.program_id(1), rows.num_parts, tl.num_programs(1)):
+            store_top(rows, places, nothing.highest, part)
+    else:
+        joined = State(highest=highest, total=total, summed=summed, odd=odd)
+        store_state(rows, task, joined, config, tile)
+
+
+@triton.jit
+def empty_state(config: tl.constexpr, tile: tl.constexpr):
+    """The state before any key."""
     ROWS: tl.constexpr = tile.rows
     COLUMNS: tl.constexpr = config.widths.value_dims
+    summed = tl.zeros([ROWS, COLUMNS // 2 if config.layout.pairs else COLUMNS], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    return State(highest=nothing_seen(ROWS), total=total, summed=summed, odd=summed)
+
+
+@triton.jit
+def columns_of(state, config: tl.constexpr, tile: tl.constexpr):
+    """What is summed up, all columns in order."""
+    ROWS: tl.constexpr = tile.rows
+    COLUMNS: tl.constexpr = config.widths.value_dims
+    summed = state.summed
     if config.layout.pairs:
         summed = tl.reshape(tl.join(summed, state.odd), [ROWS, COLUMNS])
-    empty = state.total == 0
-    total = tl.where(empty, 1.0, state.total)
-    # Without ALiBi the logits are in base 2: see `Formula`.
+    return summed
+
+
+@triton.jit
+def store_part(rows, places, state, part, config: tl.constexpr, tile: tl.constexpr):
+    """Stores a state: `[parts, rows]` sums, and `[parts, 2, rows]` highest logits and totals."""
+    widths: tl.constexpr = config.widths
+    dims = tl.arange(0, widths.value_dims)
+    row = places.tokens.to(tl.int64) * rows.num_heads + places.heads
+    at = part * rows.num_rows + row
+    tl.store(
+        rows.out + at[:, None] * widths.value_dim + dims[None, :],
+        columns_of(state, config, tile),
+        mask=places.exists[:, None] & (dims < widths.value_dim)[None, :],
+    )
+    store_top(rows, places, state.highest, part)
+    tl.store(rows.lse + (2 * part + 1) * rows.num_rows + row, state.total, mask=places.exists)
+
+
+@triton.jit
+def store_top(rows, places, highest, part):
+    """Stores the highest logits of a part; -inf says that it has no keys, and nothing else."""
+    row = places.tokens.to(tl.int64) * rows.num_heads + places.heads
+    tl.store(rows.lse + 2 * part * rows.num_rows + row, highest, mask=places.exists)
+
+
+@triton.jit
+def store_no_parts(rows, task, skipped, tile: tl.constexpr):
+    """Says that padding tokens, from a number of tokens on, have no keys in any part."""
+    places = tl.arange(0, tile.rows)
+    tokens = places // tile.heads
+    heads = places % tile.heads
+    left = task.query_len - task.first
+    exists = (tokens < tile.tokens) & (tokens + skipped < left) & (heads < task.num_heads)
+    places = Places(tokens=tokens + skipped, heads=heads, exists=exists)
+    for part in range(tl.program_id(1), rows.num_parts, tl.num_programs(1)):
+        store_top(rows, places, nothing_seen(tile.rows), part)
+
+
+@triton.jit
+def store_state(rows, task, state, config: tl.constexpr, tile: tl.constexpr):
+    """Stores what a tile's keys gave."""
     alibi: tl.constexpr = config.options.alibi
-    log_total = highest + tl.log(total) if alibi else (highest + tl.log2(total)) * LN2
-    values = summed / total[:, None]
-    log_total = tl.where(empty, float("-inf"), log_total)
-    store_rows(rows, task, values, log_total, 0, config, tile)
+    summed = columns_of(state, config, tile)
+    over, log_total = finished(state.highest, state.total, alibi)
+    store_rows(rows, task, summed / over[:, None], log_total, 0, config, tile)
 
 
 @triton.jit

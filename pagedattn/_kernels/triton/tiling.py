@@ -8,9 +8,18 @@ from typing import NamedTuple
 from ..._arrays.namespace import cdiv
 from ..._dispatch.call import Call
 from .device import Device
-from .programs import Program, fitting, is_short, long_program, short_program, wide_program
+from .programs import (
+    Program,
+    fitting,
+    invariant_program,
+    is_short,
+    long_program,
+    short_program,
+    wide_program,
+)
 from .widths import is_wide, power_of_two
 
+SEGMENT = 512  # keys
 MAX_SPLITS = 128  # a program of the merge holds all parts of a row at once
 
 
@@ -25,6 +34,8 @@ class Tiling(NamedTuple):
     num_tiles: int
     splits: int
     min_steps: int  # steps of keys below which a split is not split further
+    segment: int  # keys whose sums are joined in order; 0 where bits may follow from the splits
+    parts: int  # results of a row that are written to be merged: splits, or segments if they split
 
 
 def tiling(call: Call, device: Device) -> Tiling:
@@ -45,7 +56,11 @@ def tiling(call: Call, device: Device) -> Tiling:
     programs = max(1, busy * head_tiles * call.num_kv_heads)
     choose = wide_program if is_wide(call) else short_program if is_short(call) else long_program
     program, splits, min_keys = choose(call, programs, rows, device)
-    program = fitting(program, call, device)
+    fitted = invariant_program if call.batch_invariant else fitting
+    program = fitted(program, call, device)
+    segment = SEGMENT if call.batch_invariant else 0
+    splits = min(splits, MAX_SPLITS, cdiv(call.max_keys, max(min_keys, segment)))
+    splits = without_empty(splits, cdiv(call.max_keys, segment or program.keys))
     return Tiling(
         program=program,
         heads=heads,
@@ -53,11 +68,11 @@ def tiling(call: Call, device: Device) -> Tiling:
         tokens=tokens,
         tiles_a_seq=tiles_a_seq,
         num_tiles=num_tiles,
-        splits=without_empty(
-            min(splits, MAX_SPLITS, cdiv(call.max_keys, min_keys)),
-            cdiv(call.max_keys, program.keys),
-        ),
+        splits=splits,
         min_steps=max(1, min_keys // program.keys),
+        segment=segment,
+        # The first one is the state before any key.
+        parts=1 + cdiv(call.capacity, segment) if splits > 1 and segment else splits,
     )
 
 
@@ -73,6 +88,8 @@ def without_empty(splits: int, steps: int) -> int:
 
 def tile_rows(call: Call, device: Device) -> int:
     """Rows of a tile: more rows share each key that is loaded, but each takes registers."""
+    if call.batch_invariant:
+        return _invariant_rows(call)
     if is_wide(call) and device.products == "mma":
         most = 32  # queries of more would fill the registers
     elif is_wide(call) or is_short(call):
@@ -84,6 +101,18 @@ def tile_rows(call: Call, device: Device) -> int:
     if call.itemsize > 2:
         most = min(32, most // 2)  # no tensor cores: rows gain little
     return max(16, min(most, power_of_two(call.group * call.longest_query)))
+
+
+def _invariant_rows(call: Call) -> int:
+    """Rows of a tile: products of 16 have other bits than those of 64 or 128 on Hopper.
+
+    Registers hold two sums for each: of a segment, and of those before it.
+    """
+    if call.itemsize > 2:
+        return 16
+    if max(call.head_dim, call.out_dim) > 128:
+        return 32
+    return 64 if is_short(call) else 128
 
 
 def _is_long(call: Call) -> bool:

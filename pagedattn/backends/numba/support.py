@@ -14,7 +14,7 @@ from ..._kernels.cpu.prefill.micro_kernel import micro_kernel
 
 SUPPORTS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
-    | {"cache_dtype", "value_dim", "bias", "return_lse", SCALES}
+    | {"cache_dtype", "value_dim", "bias", "return_lse", "batch_invariant", SCALES}
 )
 DTYPES = "bfloat16", "float16", "float32"
 
@@ -44,7 +44,12 @@ def dtypes_of(call: Call) -> tuple[str, str]:
 
 
 def longest(call: Call) -> int:
-    """The most queries of a sequence that read pages in place; more of them pack the keys."""
+    """The most queries of a sequence that read pages in place; more of them pack the keys.
+
+    0, all pack, where results are batch-invariant: decode's products add up in another order.
+    """
+    if call.batch_invariant:
+        return 0
     kernel = micro_kernel(*(HELD[dtype] for dtype in dtypes_of(call)))
     return max(1, kernel.in_place // call.group)
 

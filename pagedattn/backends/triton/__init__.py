@@ -19,10 +19,11 @@ from ..._kernels.triton.launch import (
     Launch,
     attention_launch,
     merge_launch,
+    parts_of,
     refusals,
     starts_in_order,
 )
-from ..._kernels.triton.merge import merge_kernel
+from ..._kernels.triton.merge import join_kernel, merge_kernel
 from ..._kernels.triton.tiling import tiling
 from ..gradient import with_xla_gradient
 from .program import missing, start
@@ -44,9 +45,10 @@ def run(call: Call, query, cache, batch, *, sinks=None):
     launch = attention_launch(call, tiles, table_stride=call.max_blocks)
     if tiles.splits == 1:
         return _start(attention_kernel, arrays, launch, outs)
-    parts = (jax.ShapeDtypeStruct((tiles.splits, *out.shape), jnp.float32) for out in outs)
+    parts = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in parts_of(call, tiles))
     parts = _start(attention_kernel, arrays, launch, Results(*parts))
-    return _start(merge_kernel, parts, merge_launch(call, tiles), outs)
+    merge = join_kernel if call.batch_invariant else merge_kernel
+    return _start(merge, parts, merge_launch(call, tiles), outs)
 
 
 BACKEND = Backend(

@@ -25,6 +25,7 @@ from .tiles import Tiles, cut, grouped, rows_of_tokens
 TILE = 64  # most query tokens of a tile, and about as many in a step of several tiles
 FEW = 4  # most query tokens of a tile that is computed as a smaller one
 CHUNK = 256  # keys of a chunk
+INVARIANT = 8  # query tokens of each tile where bits must not follow from the number of tokens
 
 
 @functools.partial(jax.jit, static_argnames="call")
@@ -36,13 +37,15 @@ def run(
     *,
     bias: Float[Array, "num_tokens heads max_keys"] | None = None,
 ) -> tuple[Float[Array, "num_tokens num_heads value_dim"], Float[Array, "num_tokens num_heads"]]:
-    tile = min(TILE, call.longest_query)
+    tile = INVARIANT if call.batch_invariant else min(TILE, call.longest_query)
     tiles = cut(call, batch, tile)
     # On a CPU one tile's chunk stays in the cache, and more tiles at a time gain nothing.
     step = 1 if call.device == "cpu" else TILE // tile
     attend = functools.partial(_attend, call, query, cache, bias, _slopes(call, query))
-    if step == 1 and tile > FEW:
+    if step == 1 and tile > FEW and not call.batch_invariant:
         attend = functools.partial(_by_size, attend)
+    # XLA chooses the order of a product's sums by its sizes: these are the same for all calls then.
+    step = step if call.batch_invariant else min(step, tiles.first_key.shape[0])
     out, lse = jax.lax.map(attend, grouped(tiles, step))
     out = out.reshape(-1, *call.out_shape[1:])
     lse = lse.reshape(-1, call.num_heads)
@@ -53,7 +56,7 @@ def run(
 
 SUPPORTS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
-    | {"cache_dtype", "value_dim", "bias", "return_lse"}
+    | {"cache_dtype", "value_dim", "bias", "return_lse", "batch_invariant"}
 )
 BACKEND = Backend("xla", SUPPORTS, run)
 
@@ -81,7 +84,7 @@ def _attend(
     tiles: Tiles,
 ) -> tuple[Float[Array, "step tile num_heads value_dim"], Float[Array, "step tile num_heads"]]:
     """Attention of some tiles."""
-    chunk = min(CHUNK, call.capacity)
+    chunk = CHUNK if call.batch_invariant else min(CHUNK, call.capacity)
     num_chunks = cdiv(call.capacity, chunk)
     scaled = _tile_queries(call, query, tiles) * call.scale
     rows = None if bias is None else _tile_bias(bias, tiles, num_chunks * chunk, scaled.dtype)

@@ -58,9 +58,7 @@ def _key_range(
 
 def grouped(tiles: Tiles, size: int) -> Tiles:
     """Tiles in groups of `size`, filled up with tiles that see nothing."""
-    num_tiles = tiles.first_key.shape[0]
-    size = min(size, num_tiles)
-    missing = -num_tiles % size
+    missing = -tiles.first_key.shape[0] % size
 
     def group(array):
         fill = jnp.zeros((missing, *array.shape[1:]), array.dtype)

@@ -28,12 +28,13 @@ def is_allowed() -> bool:
     return ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST, TILE_DATA) == 0
 
 
-def product(builder, kernel, arguments, accumulate):
-    """C in registers 0 to 3, A in 4 and 5, B in 6 and 7."""
+def product(builder, kernel, rows, arguments, accumulate):
+    """C in registers 0 to 3, A in 4 and 5, B in 6 and 7; half of A's and C's for half the rows."""
     c, row_bytes, a, panels, panel_bytes, slabs = arguments
-    four = [(2 * i + j, i, j) for i in range(2) for j in range(2)]
+    high = rows // ROWS
+    tiles = [(2 * i + j, i, j) for i in range(high) for j in range(2)]
     places = {}
-    for register, i, j in four:
+    for register, i, j in tiles:
         corner = builder.add(c, builder.mul(row_bytes, word(ROWS * i)))
         places[register] = builder.add(corner, word(ROW * j))
         if accumulate:
@@ -42,13 +43,13 @@ def product(builder, kernel, arguments, accumulate):
             _call(builder, "tilezero", _number(register))
     with cgutils.for_range_slice(builder, word(0), slabs, word(1), WORD) as (slab, _):
         here = builder.add(a, builder.mul(slab, word(kernel.block * ROW)))
-        for i in range(2):
+        for i in range(high):
             _load(builder, 4 + i, builder.add(here, word(ROWS * ROW * i)), word(ROW))
         here = builder.add(panels, builder.mul(slab, word(ROWS * ROW)))
         for j in range(2):
             panel = builder.add(here, builder.mul(panel_bytes, word(j)))
             _load(builder, 6 + j, panel, word(ROW))
-        for register, i, j in four:
+        for register, i, j in tiles:
             _call(builder, "tdpbf16ps", *map(_number, (register, 4 + i, 6 + j)))
     for register, place in places.items():
         _call(builder, "tilestored64", _number(register), _pointer(builder, place), row_bytes)

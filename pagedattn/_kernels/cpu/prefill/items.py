@@ -1,18 +1,19 @@
 """Long sequences cut into tiles of queries, one KV head each, the most expensive first.
 
-Threads claim them in order, so that what is left for the end is small.
+Threads claim them in order, so that what is left for the end is small. Where results are
+batch-invariant and tiles are few, each segment of a tile's keys is an item.
 """
 
 import numpy as np
 
-from ..call_args import WORK_ITEM, work_item_at
+from ..call_args import APART, WORK_ITEM, work_item_at
 from ..compiling import fast
 from ..memory import aligned_alloc, free, get_int64, memcpy, memset, put_int64
 from ..softmax import key_range
-from .room import KEYS
+from .room import KEYS, SEGMENT, state_bytes
 
 ITEM_BYTES = WORK_ITEM.itemsize
-ITEMS = 4  # for each thread, if there are tokens enough
+ITEMS = 4  # for each thread, if there are tokens enough, or segments of keys
 LEAST_ROWS = 96  # of an item: its keys are packed for all of them
 ROWS_BYTES = 1 << 19  # of an item's queries and sums, at most: they stay in the second level
 LEVELS = 64  # of costs that are told apart
@@ -29,25 +30,67 @@ def tile_tokens(args, tokens, threads):
 
 
 @fast
-def set_item(args, at, seq, token, num_queries, seq_len, first, kv_head):
-    """Writes the item of the queries of a sequence from `first` on."""
-    item = work_item_at(at)
+def keys_of_tile(args, num_queries, seq_len, first):
+    """How many tokens the tile from a sequence's token `first` on has, and the keys it sees."""
     count = min(args.tile_tokens, num_queries - first)
-    item.seq, item.token, item.num_queries, item.seq_len = seq, token + first, count, seq_len
-    item.position, item.kv_head = seq_len - num_queries + first, kv_head
-    low, high = key_range(args, seq_len, item.position, item.position + count - 1)
-    item.first, item.last, item.part, item.parts = low, high, 0, 1
-    item.state, item.finished = 0, 0
+    position = seq_len - num_queries + first
+    low, high = key_range(args, seq_len, position, position + count - 1)
+    return count, low, high
 
 
 @fast
-def set_items(args, at, seq, token, num_queries, seq_len):
-    """Writes the items of a sequence, and gives the place of the next one."""
+def parts_of(args, low, high):
+    """The items of a tile's keys."""
+    if args.by_segments == 0 or low == high:
+        return np.int64(1)
+    return (high - 1) // SEGMENT - low // SEGMENT + 1
+
+
+@fast
+def count_parts(args, num_queries, seq_len):
+    """The items of a sequence; its tiles of several, and the items of these."""
+    count, cut, states = np.int64(0), np.int64(0), np.int64(0)
+    for first in range(0, num_queries, args.tile_tokens):
+        _, low, high = keys_of_tile(args, num_queries, seq_len, first)
+        parts = args.num_kv_heads * parts_of(args, low, high)
+        count += parts
+        if parts > args.num_kv_heads:
+            cut, states = cut + args.num_kv_heads, states + parts
+    return count, cut, states
+
+
+@fast
+def set_items(args, at, free, seq, token, num_queries, seq_len):
+    """Writes the items of a sequence; gives the places of the next one, and of its states."""
     for first in range(0, num_queries, args.tile_tokens):
         for kv_head in range(args.num_kv_heads):
-            set_item(args, at, seq, token, num_queries, seq_len, first, kv_head)
-            at += ITEM_BYTES
-    return at
+            at, free = set_tile(args, at, free, seq, token, num_queries, seq_len, first, kv_head)
+    return at, free
+
+
+@fast
+def set_tile(args, at, free, seq, token, num_queries, seq_len, first, kv_head):
+    """Writes the items of the tile from a sequence's token `first` on."""
+    count, low, high = keys_of_tile(args, num_queries, seq_len, first)
+    parts, finished, state = parts_of(args, low, high), np.int64(0), np.int64(0)
+    size = state_bytes(args, args.tile_tokens * args.group)
+    if parts > 1:
+        finished, state = free, free + APART
+        put_int64(finished, 0, 0)
+        free = state + parts * size
+    begin = low // SEGMENT * SEGMENT
+    for part in range(parts):
+        item = work_item_at(at)
+        item.seq, item.token, item.num_queries, item.seq_len = seq, token + first, count, seq_len
+        item.position, item.kv_head = seq_len - num_queries + first, kv_head
+        item.first, item.last, item.part, item.parts = low, high, part, parts
+        item.state, item.finished = state, finished
+        if parts > 1:
+            item.first = max(low, begin + part * SEGMENT)
+            item.last = min(high, begin + (part + 1) * SEGMENT)
+            state += size
+        at += ITEM_BYTES
+    return at, free
 
 
 @fast

@@ -41,7 +41,7 @@ class MicroKernel(NamedTuple):
     """How a pair of dtypes is multiplied.
 
     Fields:
-      rows, columns: of C, that are in registers at a time.
+      rows, columns: of C, that are in registers at a time; `few`: rows of a smaller C, as wide.
       block: rows that go through the softmax together, a multiple of `rows`.
       in_place: rows of a KV head up to which reading pages in place is faster, as measured.
       pairs: whether A and B are pairs of bfloat16, rather than float32.
@@ -49,6 +49,7 @@ class MicroKernel(NamedTuple):
     """
 
     rows: int
+    few: int
     columns: int
     block: int
     in_place: int
@@ -68,12 +69,12 @@ class MicroKernel(NamedTuple):
 
 # As many rows as registers hold: 32 of 16 or of 4 lanes, 16 of 8 lanes.
 OF_FLOATS = {
-    16: MicroKernel(12, 32, 24, 96),
-    8: MicroKernel(6, 16, 12, 96),
-    4: MicroKernel(6, 16, 12, 96),
+    16: MicroKernel(12, 4, 32, 24, 96),
+    8: MicroKernel(6, 4, 16, 12, 96),
+    4: MicroKernel(6, 4, 16, 12, 96),
 }[LANES]
-OF_PAIRS = MicroKernel(12, 32, 24, 64, pairs=True)
-OF_TILES = MicroKernel(32, 32, 32, 64, pairs=True, tiles=True)
+OF_PAIRS = MicroKernel(12, 4, 32, 24, 64, pairs=True)
+OF_TILES = MicroKernel(32, 16, 32, 32, 8, pairs=True, tiles=True)
 
 
 def micro_kernel(query_dtype, cache_dtype) -> MicroKernel:
@@ -108,10 +109,13 @@ def constant(of):
     return number
 
 
-rows, columns, block, size, depth = (
+rows, few, in_place, columns, block, size, depth = (
     constant(of)
     for of in (
         lambda kernel: kernel.rows,
+        lambda kernel: kernel.few,
+        # Rows that are multiplied without packing. AMX sums a slab up in an order of its own.
+        lambda kernel: 0 if kernel.tiles else 3 * kernel.few,
         lambda kernel: kernel.columns,
         lambda kernel: kernel.block,
         lambda kernel: kernel.size,
@@ -120,17 +124,20 @@ rows, columns, block, size, depth = (
 )
 
 
-def _product(accumulate):
-    """Makes `product`, which sets C, or adds to it."""
+def _product(rows, accumulate):
+    """Makes `product` of some rows, which sets C, or adds to it.
+
+    A row's bits are the same among few rows and many: its sums have one order.
+    """
 
     @intrinsic
     def product(typing, c, row_bytes, a, panels, panel_bytes, slabs, dtypes):
-        """`C = A @ B`, or `C += A @ B`, `rows` by `columns`; C's rows are `row_bytes` apart."""
+        """`C = A @ B`, or `C += A @ B`, with `columns`; C's rows are `row_bytes` apart."""
 
         def code(context, builder, signature, args):
             kernel = kernel_of(signature.args[-1])
             make = amx.product if kernel.tiles else _in_registers
-            make(builder, kernel, args[:-1], accumulate)
+            make(builder, kernel, rows(kernel), args[:-1], accumulate)
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 6, dtypes), code
@@ -138,14 +145,15 @@ def _product(accumulate):
     return product
 
 
-set_product, add_product = _product(False), _product(True)
+set_product, add_product = (_product(lambda kernel: kernel.rows, add) for add in (False, True))
+set_few, add_few = (_product(lambda kernel: kernel.few, add) for add in (False, True))
 
 
-def _in_registers(builder, kernel, arguments, accumulate):
+def _in_registers(builder, kernel, rows, arguments, accumulate):
     c, row_bytes, a, panels, panel_bytes, slabs = arguments
     vectors = kernel.columns // LANES
-    tile = [(row, v) for row in range(kernel.rows) for v in range(vectors)]
-    lines = [builder.add(c, builder.mul(row_bytes, word(row))) for row in range(kernel.rows)]
+    tile = [(row, v) for row in range(rows) for v in range(vectors)]
+    lines = [builder.add(c, builder.mul(row_bytes, word(row))) for row in range(rows)]
     places = {(row, v): at(builder, lines[row], word(4 * LANES * v), VECTOR) for row, v in tile}
     totals = {}
     for place in tile:
@@ -157,7 +165,6 @@ def _in_registers(builder, kernel, arguments, accumulate):
         offset = builder.add(builder.mul(panel_bytes, word(panel)), word(4 * within))
         starts.append(builder.add(panels, offset))
     number = ir.IntType(32) if kernel.pairs else FLOAT
-    add = _add_pairs if kernel.pairs else _add
     slab_bytes = word(kernel.block * SLAB)
 
     def add_steps(slab, step):
@@ -169,12 +176,13 @@ def _in_registers(builder, kernel, arguments, accumulate):
         for ahead in range(UNROLLED):
             places = [at(builder, here, word(LINE * ahead), VECTOR) for here in b_here]
             right = [load(builder, place, 4) for place in places]
-            for row in range(kernel.rows):
+            for row in range(rows):
                 left = at(builder, a_here, word(row * SLAB + 4 * ahead), number)
                 left = spread(builder, load(builder, left, 4), LANES)
                 for v, columns in enumerate(right):
                     total = totals[row, v]
-                    builder.store(add(builder, builder.load(total), left, columns), total)
+                    held = builder.load(total)
+                    builder.store(multiplied(builder, kernel, held, left, columns), total)
 
     with cgutils.for_range_slice(builder, word(0), slabs, word(1), WORD) as (slab, _):
         steps = word(0), word(LANES), word(UNROLLED), WORD
@@ -184,12 +192,11 @@ def _in_registers(builder, kernel, arguments, accumulate):
         store(builder, builder.load(totals[place]), places[place], 4)
 
 
-def _add(builder, total, left, right):
+def multiplied(builder, kernel, total, left, right):
+    """The total plus products of numbers, or of pairs."""
+    if kernel.pairs:
+        return add_pairs(builder, total, left, right)
     return fused(builder, left, right, total)
-
-
-def _add_pairs(builder, total, left, right):
-    return add_pairs(builder, total, left, right)
 
 
 @intrinsic

@@ -15,7 +15,7 @@ from .micro_kernel import LINE, PANEL, SLAB, kernel_of
 WORDS = ir.VectorType(ir.IntType(32), LANES)
 
 
-def _operand(builder, kernel, numbers, dtype):
+def as_operand(builder, kernel, numbers, dtype):
     """A slab's worth of numbers of a row as A and B hold them: LANES of float32, or of pairs."""
     if not kernel.pairs:
         return widened(builder, numbers, dtype)
@@ -34,7 +34,7 @@ def pack_query(typing, source, row, dim, dtypes):
         def put(index, take):
             slab = builder.udiv(index, word(kernel.depth))
             place = builder.mul(slab, word(kernel.block * SLAB))
-            numbers = _operand(builder, kernel, take(source), dtype)
+            numbers = as_operand(builder, kernel, take(source), dtype)
             store(builder, numbers, at(builder, row, place, numbers.type), 4)
 
         each(builder, dtype, dim, (kernel.depth,), put)
@@ -53,10 +53,10 @@ def pack_keys(typing, rows, panels, dim, dtypes):
         sources = [builder.load(at(builder, rows, word(8 * i), WORD)) for i in range(LANES)]
 
         def put(index, take):
-            taken = [_operand(builder, kernel, take(source), dtype) for source in sources]
+            taken = [as_operand(builder, kernel, take(source), dtype) for source in sources]
             slab = builder.udiv(index, word(kernel.depth))
             place = builder.add(panels, builder.mul(slab, word(LANES * LINE)))
-            for i, column in enumerate(_transposed(builder, taken)):
+            for i, column in enumerate(transposed(builder, taken)):
                 store(builder, column, at(builder, place, word(LINE * i), column.type), 4)
 
         each(builder, dtype, dim, (kernel.depth,), put)
@@ -77,15 +77,10 @@ def pack_values(typing, rows, panels, panel_bytes, dim, dtypes):
         sources = [builder.load(at(builder, rows, word(8 * i), WORD)) for i in range(many)]
 
         def put(index, take):
-            taken = [take(source) for source in sources]
             panel = builder.mul(builder.udiv(index, word(PANEL)), panel_bytes)
             within = builder.mul(builder.urem(index, word(PANEL)), word(4))
             place = builder.add(panels, builder.add(panel, within))
-            if kernel.pairs:
-                first, second = (as_pairs(builder, numbers, dtype)[0] for numbers in taken)
-                columns = _side_by_side(builder, first, second)
-            else:
-                columns = [widened(builder, taken[0], dtype)]
+            columns = side_by_side(builder, kernel, [take(source) for source in sources], dtype)
             for i, vector in enumerate(columns):
                 here = builder.add(place, builder.mul(panel_bytes, word(i)))
                 store(builder, vector, at(builder, here, word(0), vector.type), 4)
@@ -96,14 +91,17 @@ def pack_values(typing, rows, panels, panel_bytes, dim, dtypes):
     return types.void(*[types.intp] * 4, dtypes), code
 
 
-def _side_by_side(builder, first, second):
-    """Two rows of bfloat16 as pairs, of a panel each."""
+def side_by_side(builder, kernel, rows, dtype):
+    """A row of B, of LANES columns a vector: of one row of numbers, or pairs of two rows'."""
+    if not kernel.pairs:
+        return [widened(builder, rows[0], dtype)]
+    first, second = (as_pairs(builder, numbers, dtype)[0] for numbers in rows)
     halves = [range(start, start + PANEL) for start in (0, PANEL)]
     mixed = [[lane + row for lane in half for row in (0, COUNT)] for half in halves]
     return [builder.shuffle_vector(first, second, picks(lanes)) for lanes in mixed]
 
 
-def _transposed(builder, rows):
+def transposed(builder, rows):
     """LANES vectors as a matrix: each step mixes rows that lie `half` apart."""
     half = LANES // 2
     while half:

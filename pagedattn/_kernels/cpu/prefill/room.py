@@ -8,7 +8,20 @@ from . import amx
 from .micro_kernel import LINE, PANEL, SLAB, block, columns, depth, size
 
 KEYS = 256  # of a tile
+# Keys whose sums are begun anew and then joined in order, where results are batch-invariant: so it
+# makes no difference which work items they are of.
+SEGMENT = 2 * KEYS
+MOST_ROWS, MOST_COLUMNS = 96, 32  # a multiple of any block's rows, and any product's columns
+ADDRESS_BYTES = 8
 GRAIN = 32  # keys: a multiple of what any product and any loop over weights takes at a time
+
+
+class State(NamedTuple):
+    """Addresses of rows: their sums, the highest logit of each, and LANES totals of each."""
+
+    sums: int
+    highest: int
+    totals: int
 
 
 class Room(NamedTuple):
@@ -17,10 +30,12 @@ class Room(NamedTuple):
     Fields:
       config: of AMX's registers.
       zeros: a row of the cache that holds nothing.
-      keys, values: addresses, one for each key of the tile; `shown`: whether any row sees it.
+      keys: addresses of keys and values, as `keys_at` has them; `shown`: whether any row sees one.
       key_panels, value_panels: the tile's.
       logits, weights: those of a block of rows.
-      queries, sums: those of the item. highest, totals: of each row, and LANES of each row.
+      queries: those of the item.
+      state: what the item's rows sum up of the keys so far, or of a segment.
+      joined: that of all segments so far.
       end: what lies behind it all.
       query_bytes, sum_bytes: of a row.
       key_panel_bytes, value_panel_bytes: of a panel.
@@ -30,16 +45,14 @@ class Room(NamedTuple):
     config: int
     zeros: int
     keys: int
-    values: int
     shown: int
     key_panels: int
     value_panels: int
     logits: int
     weights: int
     queries: int
-    sums: int
-    highest: int
-    totals: int
+    state: State
+    joined: State
     end: int
     query_bytes: int
     sum_bytes: int
@@ -62,6 +75,33 @@ def row_bytes(args, dtypes):
 
 
 @fast
+def state_at(args, dtypes, rows, address):
+    """The state of a number of rows, from an address on, and where it ends."""
+    rows = up_to(rows, block(dtypes))
+    highest = address + up_to(rows * row_bytes(args, dtypes)[1], APART)
+    totals = highest + up_to(4 * rows, APART)
+    return State(address, highest, totals), totals + up_to(rows * SLAB, APART)
+
+
+@fast
+def state_bytes(args, rows):
+    """No fewer than any state of so many rows has, whatever the dtypes are."""
+    rows = up_to(rows, MOST_ROWS)
+    return up_to(rows * (4 * up_to(args.value_dim, MOST_COLUMNS) + 4 + SLAB) + 3 * APART, APART)
+
+
+@fast
+def keys_at(room, first):
+    """Where the addresses of a tile's keys are, its values' behind them; two tiles have room."""
+    return room.keys + first // KEYS % 2 * (2 * KEYS * ADDRESS_BYTES)
+
+
+@fast
+def values_at(room, first):
+    return keys_at(room, first) + KEYS * ADDRESS_BYTES
+
+
+@fast
 def room_of(args, dtypes, rows, address):
     """The room for a number of rows, from an address on, a multiple of APART."""
     query_bytes, sum_bytes = row_bytes(args, dtypes)
@@ -70,31 +110,28 @@ def room_of(args, dtypes, rows, address):
     config = address
     zeros = config + up_to(amx.CONFIG_BYTES, APART)
     keys = zeros + up_to(max(args.head_dim, args.value_dim) * args.cache_itemsize, APART)
-    values = keys + 8 * KEYS
-    shown = values + 8 * KEYS
+    shown = keys + 4 * KEYS * ADDRESS_BYTES
     key_panels = shown + 4 * KEYS
     value_panels = key_panels + KEYS // PANEL * key_panel_bytes
     logits = value_panels + sum_bytes // LINE * value_panel_bytes
     weights = logits + 4 * KEYS * block(dtypes)
     queries = weights + number * KEYS * block(dtypes)
-    sums = queries + up_to(rows * query_bytes, APART)
-    highest = sums + up_to(rows * sum_bytes, APART)
-    totals = highest + up_to(4 * rows, APART)
-    end = totals + up_to(rows * SLAB, APART)
+    state, end = state_at(args, dtypes, rows, queries + up_to(rows * query_bytes, APART))
+    joined = state
+    if args.longest == 0:
+        joined, end = state_at(args, dtypes, rows, end)
     return Room(
         config,
         zeros,
         keys,
-        values,
         shown,
         key_panels,
         value_panels,
         logits,
         weights,
         queries,
-        sums,
-        highest,
-        totals,
+        state,
+        joined,
         end,
         query_bytes,
         sum_bytes,

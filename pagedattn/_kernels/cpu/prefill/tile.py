@@ -6,29 +6,46 @@ FlashAttention-4: until then weights are above 1, which the division by their su
 
 import numpy as np
 
+from ..call_args import APART
 from ..compiling import fast, within
-from ..memory import get_float32, memset, put_float32, put_int64
+from ..memory import add_at, get_float32, memcpy, memset, put_float32, put_int64
 from ..online_softmax import block_at, factor
 from ..scalar_math import exp, log
 from ..simd import LANES
 from ..softmax import NONE, ONE, ZERO, add_alibi, add_bias, cap_logits, hide, key_range
 from ..store_row import highest_of, narrow_row
+from .in_place import add_values, set_logits
 from .micro_kernel import (
     LINE,
     PANEL,
     SLAB,
+    add_few,
     add_product,
     block,
     columns,
     configure,
     depth,
+    few,
+    in_place,
     release,
     rows,
+    set_few,
     set_product,
 )
 from .packing import pack_keys, pack_query, pack_values
-from .room import GRAIN, KEYS, room_of, up_to
-from .weights import LOG2_E, scale_row, set_weights, total_of
+from .room import (
+    ADDRESS_BYTES,
+    GRAIN,
+    KEYS,
+    SEGMENT,
+    keys_at,
+    room_of,
+    state_at,
+    state_bytes,
+    up_to,
+    values_at,
+)
+from .weights import LOG2_E, join_row, scale_row, set_weights, total_of
 
 SLACK = np.float32(5.5)  # natural logarithm: weights up to 245
 FLOAT_LOG2_E = np.float32(LOG2_E)
@@ -41,13 +58,67 @@ def attend_tile(args, dtypes, item, scratch):
     room = room_of(args, dtypes, count, scratch)
     configure(room.config, dtypes)
     load_queries(args, dtypes, item, count, room)
-    clear(count, room)
+    clear(count, room.state, room)
+    if args.longest == 0:
+        clear(count, room.joined, room)
+    memset(room.zeros, 0, room.keys - room.zeros)
+    if item.first < item.last:
+        find_keys(args, item, item.first // KEYS * KEYS, room)
     for first in range(item.first // KEYS * KEYS, item.last, KEYS):
-        pack_tile(args, dtypes, item, first, room)
+        if first + KEYS < item.last:
+            find_keys(args, item, first + KEYS, room)
+        if count > in_place(dtypes):
+            pack_tile(args, dtypes, item, first, room)
         for start in range(0, count, block(dtypes)):
             add_tile(args, dtypes, item, first, start, count, room)
+        if args.longest == 0 and item.parts == 1 and ends_segment(first, item.last):
+            join(args, item, count, room.state, room)
+            clear(count, room.state, room)
     release(dtypes)
-    write_rows(args, dtypes, item, count, room)
+    if item.parts > 1:
+        keep_part(args, dtypes, item, count, room)
+    if item.parts == 1 or add_at(item.finished, 1) == item.parts - 1:
+        if item.parts > 1:
+            join_parts(args, dtypes, item, count, room)
+        write_rows(args, dtypes, item, count, room)
+
+
+@fast
+def ends_segment(first, last):
+    return (first + KEYS) % SEGMENT == 0 or first + KEYS >= last
+
+
+@fast
+def join(args, item, count, state, room):
+    """Adds a segment's state to that of those before it."""
+    joined, factor = room.joined, unit_of_logits(args, item) * FLOAT_LOG2_E
+    for row in range(count):
+        top, before = get_float32(state.highest, row), get_float32(joined.highest, row)
+        if top != NONE:
+            highest = max(top, before)
+            sums = row * room.sum_bytes
+            scales = highest, before, top, factor
+            join_row(joined.sums + sums, state.sums + sums, room.sum_columns, *scales)
+            join_row(joined.totals + row * SLAB, state.totals + row * SLAB, LANES, *scales)
+            put_float32(joined.highest, row, highest)
+
+
+@fast
+def keep_part(args, dtypes, item, count, room):
+    """Copies the state of an item that is one of a sequence's parts to where it is kept."""
+    kept, _ = state_at(args, dtypes, count, item.state)
+    memcpy(kept.sums, room.state.sums, count * room.sum_bytes)
+    memcpy(kept.highest, room.state.highest, 4 * count)
+    memcpy(kept.totals, room.state.totals, count * SLAB)
+
+
+@fast
+def join_parts(args, dtypes, item, count, room):
+    """Joins the states of all parts, which lie behind the counter of the finished ones."""
+    size = state_bytes(args, args.tile_tokens * args.group)
+    for part in range(item.parts):
+        kept, _ = state_at(args, dtypes, count, item.finished + APART + part * size)
+        join(args, item, count, kept, room)
 
 
 @within
@@ -63,52 +134,70 @@ def load_queries(args, dtypes, item, count, room):
 
 
 @fast
-def clear(count, room):
+def clear(count, state, room):
     """Rows that have seen no key."""
-    memset(room.sums, 0, count * room.sum_bytes)
-    memset(room.totals, 0, count * SLAB)
+    memset(state.sums, 0, count * room.sum_bytes)
+    memset(state.totals, 0, count * SLAB)
     for row in range(count):
-        put_float32(room.highest, row, NONE)
+        put_float32(state.highest, row, NONE)
+
+
+@fast
+def find_keys(args, item, first, room):
+    """The addresses of a tile's keys and values; of what the item does not see, those of zeros."""
+    begin, end = seen_of(item, first)
+    set_addresses(args, item, first, begin, end, room)
+    if args.bias != 0:
+        hide_values(args, item, first, begin, end, room)
+
+
+@fast
+def seen_of(item, first):
+    """The keys of a tile that the item sees, counted from the tile's first one."""
+    return max(item.first - first, 0), min(item.last - first, KEYS)
 
 
 @within
 def pack_tile(args, dtypes, item, first, room):
     """Packs what the item's rows see of the keys of a tile, and zeros up to whole grains."""
-    begin, end = max(item.first - first, 0), min(item.last - first, KEYS)
+    begin, end = seen_of(item, first)
     start, stop = begin // GRAIN * GRAIN, up_to(end, GRAIN)
-    set_addresses(args, item, first, begin, end, room)
-    if args.bias != 0:
-        hide_values(args, item, first, begin, end, room)
+    keys, values = keys_at(room, first), values_at(room, first)
     for key in range(start, stop, LANES):
         panels = room.key_panels + key // PANEL * room.key_panel_bytes + 4 * (key % PANEL)
-        pack_keys(room.keys + 8 * key, panels, args.head_dim, dtypes)
+        pack_keys(keys + ADDRESS_BYTES * key, panels, args.head_dim, dtypes)
     step = depth(dtypes) // LANES
     for key in range(start, stop, step):
         panels, width = room.value_panels + key // step * LINE, room.value_panel_bytes
-        pack_values(room.values + 8 * key, panels, width, args.value_dim, dtypes)
+        pack_values(values + ADDRESS_BYTES * key, panels, width, args.value_dim, dtypes)
 
 
 @fast
 def set_addresses(args, item, first, begin, end, room):
-    """Those of the keys and values of a tile; of what the item does not see, those of zeros."""
-    memset(room.zeros, 0, room.keys - room.zeros)
-    for key in range(KEYS):
-        put_int64(room.keys, key, room.zeros)
-        put_int64(room.values, key, room.zeros)
+    keys, values = keys_at(room, first), values_at(room, first)
+    set_zeros(keys, values, 0, begin, room)
+    set_zeros(keys, values, end, KEYS, room)
     table = args.tables + item.seq * args.table_row
-    keys, values = (
-        args.key + item.kv_head * args.key_head,
-        args.value + item.kv_head * args.value_head,
-    )
-    column = (first + begin) // args.block_size
-    slot, held = first + begin - column * args.block_size, block_at(args, table, column)
+    key_head = args.key + item.kv_head * args.key_head
+    value_head = args.value + item.kv_head * args.value_head
+    at = begin
+    while at < end:
+        column = (first + at) // args.block_size
+        slot, held = first + at - column * args.block_size, block_at(args, table, column)
+        key = key_head + held * args.key_block + slot * args.key_slot
+        value = value_head + held * args.value_block + slot * args.value_slot
+        stop = min(end, at + args.block_size - slot)
+        for i in range(stop - at):
+            put_int64(keys, at + i, key + i * args.key_slot)
+            put_int64(values, at + i, value + i * args.value_slot)
+        at = stop
+
+
+@fast
+def set_zeros(keys, values, begin, end, room):
     for key in range(begin, end):
-        if slot == args.block_size:
-            slot, column = np.int64(0), column + 1
-            held = block_at(args, table, column)
-        put_int64(room.keys, key, keys + held * args.key_block + slot * args.key_slot)
-        put_int64(room.values, key, values + held * args.value_block + slot * args.value_slot)
-        slot += 1
+        put_int64(keys, key, room.zeros)
+        put_int64(values, key, room.zeros)
 
 
 @fast
@@ -127,7 +216,7 @@ def hide_values(args, item, first, begin, end, room):
             note_shown(bias + head * args.bias_head, room.shown, low, high)
     for key in range(begin, end):
         if get_float32(room.shown, key) == NONE:
-            put_int64(room.values, key, room.zeros)
+            put_int64(values_at(room, first), key, room.zeros)
 
 
 @fast
@@ -147,35 +236,71 @@ def add_tile(args, dtypes, item, first, start, count, room):
     begin = max(begin - first, 0) // GRAIN * GRAIN
     end = up_to(min(end - first, KEYS), GRAIN)
     if begin < end:
-        multiply_keys(dtypes, start, begin, end, room)
+        if count <= in_place(dtypes):
+            multiply_keys_in_place(args, dtypes, first, rows_here, begin, end, room)
+        else:
+            multiply_keys(dtypes, start, rows_here, begin, end, room)
         for row in range(start, start + rows_here):
             weigh_row(args, dtypes, item, first, row, begin, end, room)
-        multiply_values(dtypes, start, begin, end, room)
+        if count <= in_place(dtypes):
+            multiply_values_in_place(args, dtypes, item, first, rows_here, begin, end, room)
+        else:
+            multiply_values(dtypes, start, rows_here, begin, end, room)
 
 
 @within
-def multiply_keys(dtypes, start, begin, end, room):
+def multiply_keys_in_place(args, dtypes, first, rows_here, begin, end, room):
+    for key in range(begin, end, LANES):
+        keys = keys_at(room, first) + ADDRESS_BYTES * key
+        values = values_at(room, first) + ADDRESS_BYTES * key
+        for row in range(0, rows_here, few(dtypes)):
+            logits, queries = room.logits + 4 * (KEYS * row + key), room.queries + row * SLAB
+            set_logits(logits, 4 * KEYS, queries, keys, values, args.head_dim, dtypes)
+
+
+@within
+def multiply_values_in_place(args, dtypes, item, first, rows_here, begin, end, room):
+    weights = room.weights + begin // depth(dtypes) * block(dtypes) * SLAB
+    values = values_at(room, first) + ADDRESS_BYTES * begin
+    later = values
+    if first + KEYS < item.last:
+        later = keys_at(room, first + KEYS) + ADDRESS_BYTES * begin
+    width, count = room.sum_bytes, end - begin
+    for row in range(0, rows_here, few(dtypes)):
+        sums, left = room.state.sums + row * width, weights + row * SLAB
+        add_values(sums, width, left, values, later, count, args.value_dim, dtypes)
+
+
+@within
+def multiply_keys(dtypes, start, rows_here, begin, end, room):
     """Sets the logits of a block of rows, without their scale."""
+    slabs, width = room.query_bytes // SLAB, room.key_panel_bytes
     for key in range(begin, end, columns(dtypes)):
-        panels = room.key_panels + key // PANEL * room.key_panel_bytes
-        for row in range(0, block(dtypes), rows(dtypes)):
-            logits = room.logits + 4 * (KEYS * row + key)
-            queries = room.queries + start * room.query_bytes + row * SLAB
-            slabs = room.query_bytes // SLAB
-            set_product(logits, 4 * KEYS, queries, panels, room.key_panel_bytes, slabs, dtypes)
+        panels = room.key_panels + key // PANEL * width
+        logits, queries = room.logits + 4 * key, room.queries + start * room.query_bytes
+        if rows_here <= few(dtypes):
+            set_few(logits, 4 * KEYS, queries, panels, width, slabs, dtypes)
+        else:
+            for row in range(0, rows_here, rows(dtypes)):
+                at, left = logits + 4 * KEYS * row, queries + row * SLAB
+                set_product(at, 4 * KEYS, left, panels, width, slabs, dtypes)
 
 
 @within
-def multiply_values(dtypes, start, begin, end, room):
+def multiply_values(dtypes, start, rows_here, begin, end, room):
     """Adds the values, weighted, to the sums of a block of rows."""
-    first, last = begin // depth(dtypes), end // depth(dtypes)
+    first, slabs = begin // depth(dtypes), end // depth(dtypes) - begin // depth(dtypes)
+    weights, width = room.weights + first * block(dtypes) * SLAB, room.value_panel_bytes
+    size = room.sum_bytes
     for column in range(0, room.sum_columns, columns(dtypes)):
-        panels = room.value_panels + column // PANEL * room.value_panel_bytes + first * LANES * LINE
-        for row in range(0, block(dtypes), rows(dtypes)):
-            sums = room.sums + (start + row) * room.sum_bytes + 4 * column
-            weights = room.weights + (first * block(dtypes) + row) * SLAB
-            width, slabs = room.value_panel_bytes, last - first
-            add_product(sums, room.sum_bytes, weights, panels, width, slabs, dtypes)
+        panels = room.value_panels + column // PANEL * width + first * LANES * LINE
+        sums = room.state.sums + start * size + 4 * column
+        if rows_here <= few(dtypes):
+            add_few(sums, size, weights, panels, width, slabs, dtypes)
+        else:
+            for row in range(0, rows_here, rows(dtypes)):
+                at, left = sums + row * size, weights + row * SLAB
+                add_product(at, size, left, panels, width, slabs, dtypes)
 
 
 @fast
@@ -202,10 +327,10 @@ def weigh_row(args, dtypes, item, first, row, begin, end, room):
         apply_options(args, item, i, head, logits, first + begin, count)
     hide(args, logits, item.position + i, item.seq_len, first + begin, count)
     raise_top(unit, row, highest_of(logits, count), room)
-    top = get_float32(room.highest, row)
+    top = get_float32(room.state.highest, row)
     shift = ZERO if top == NONE else top
     weights = room.weights + (begin // depth(dtypes) * wide + row % wide) * SLAB
-    totals = room.totals + row * SLAB
+    totals = room.state.totals + row * SLAB
     set_weights(logits, weights, count, shift, unit * FLOAT_LOG2_E, totals, dtypes)
 
 
@@ -223,28 +348,30 @@ def apply_options(args, item, i, head, logits, first, count):
 @within
 def raise_top(unit, row, highest, room):
     """Scales what a row has summed if its highest logit is too far above that of before."""
-    before = get_float32(room.highest, row)
+    state = room.state
+    before = get_float32(state.highest, row)
     if before == NONE:
-        put_float32(room.highest, row, highest)
+        put_float32(state.highest, row, highest)
     elif (highest - before) * unit > SLACK:
         kept = exp((before - highest) * unit)
-        scale_row(room.sums + row * room.sum_bytes, kept, room.sum_columns)
-        scale_row(room.totals + row * SLAB, kept, LANES)
-        put_float32(room.highest, row, highest)
+        scale_row(state.sums + row * room.sum_bytes, kept, room.sum_columns)
+        scale_row(state.totals + row * SLAB, kept, LANES)
+        put_float32(state.highest, row, highest)
 
 
 @within
 def write_rows(args, dtypes, item, count, room):
-    """out and lse."""
+    """out and lse of what is joined; without segments, that is the state itself."""
+    joined = room.joined
     unit = unit_of_logits(args, item)
     scale = args.unit * factor(args.value_scale, args.value_scale_head, item.kv_head)
     for row in range(count):
         token, head = item.token + row // args.group, row % args.group
         index = token * args.num_kv_heads * args.group + item.kv_head * args.group + head
-        total = total_of(room.totals + row * SLAB)
+        total = total_of(joined.totals + row * SLAB)
         over = ZERO if total == ZERO else ONE / total
         out = args.out + index * args.value_dim * args.itemsize
-        narrow_row(room.sums + row * room.sum_bytes, over * scale, out, args.value_dim, dtypes)
+        narrow_row(joined.sums + row * room.sum_bytes, over * scale, out, args.value_dim, dtypes)
         if args.lse != 0:
-            lse = get_float32(room.highest, row) * unit + log(total)
+            lse = get_float32(joined.highest, row) * unit + log(total)
             put_float32(args.lse, index, NONE if total == ZERO else lse)

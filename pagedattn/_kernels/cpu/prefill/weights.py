@@ -33,6 +33,11 @@ FIVE = 1.3264732e-3, 9.671513e-3, 5.5507336e-2, 2.4022243e-1, 6.93147e-1
 FOUR = 9.5828557e-3, 5.5906426e-2, 2.4024099e-1, 6.9312418e-1
 
 
+def _in_order(builder, total, number):
+    """A sum that LLVM does not join with others in another order, as Numba's flags allow it."""
+    return builder.fadd(total, number, flags=["nsz"])
+
+
 def _constant(number):
     return ir.Constant(VECTOR, [number] * LANES)
 
@@ -76,7 +81,7 @@ def set_weights(typing, logits, weights, count, top, factor, totals, dtypes):
                 x = load(builder, at(builder, place, word(4 * LANES * part), VECTOR), 4)
                 x = builder.fmul(builder.fsub(x, top), factor)
                 found.append(_exp2(builder, x, terms))
-                builder.store(builder.fadd(builder.load(total), found[-1]), total)
+                builder.store(_in_order(builder, builder.load(total), found[-1]), total)
             _put(builder, kernel, weights, index, found)
 
         along(builder, 2 * LANES, word(0), count, weigh)
@@ -121,6 +126,35 @@ def scale_row(typing, row, factor, count):
         return context.get_dummy_value()
 
     return types.void(types.intp, types.float32, types.intp), code
+
+
+@intrinsic
+def join_row(typing, kept, row, count, top, kept_top, row_top, factor):
+    """`kept = kept * 2 ** ((kept_top - top) * factor) + row * 2 ** ((row_top - top) * factor)`.
+
+    Of `count` float32, a multiple of LANES. The bits follow from the numbers alone, wherever this
+    is compiled into.
+    """
+
+    def code(context, builder, signature, args):
+        kept, row, count, *numbers = args
+        top, kept_top, row_top, factor = (spread(builder, number) for number in numbers)
+        scales = []
+        for of in (kept_top, row_top):
+            apart = builder.fsub(of, top, flags=["nsz"])
+            apart = builder.fmul(apart, factor, flags=["nsz"])
+            scales.append(_exp2(builder, apart, FIVE))
+
+        def join(index):
+            offset = builder.mul(index, word(4))
+            place, other = (at(builder, base, offset, VECTOR) for base in (kept, row))
+            scaled = builder.fmul(load(builder, place, 4), scales[0], flags=["nsz"])
+            store(builder, fused(builder, load(builder, other, 4), scales[1], scaled), place, 4)
+
+        along(builder, LANES, word(0), count, join)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 3, *[types.float32] * 4), code
 
 
 @intrinsic
