@@ -182,6 +182,7 @@ def full_batch(engine: Engine, plan: Plan, args: argparse.Namespace) -> dict:
     loop = seconds_a_step(model, params, lengths, args.steps, args.backend)
     return {
         "running": plan.running,
+        "batch_invariant": engine.batch_invariant,
         "loop_tokens_s": plan.running / loop,
         "engine_tokens_s": plan.running / ours,
         "share": loop / ours,
@@ -199,7 +200,8 @@ def ready_engine(model: Decoder, params: dict, plan: Plan, args: argparse.Namesp
     # The first prompts of the full batch are decoded while the others are computed.
     prefill = cdiv(int(lengths_of(plan).sum()), plan.budget - plan.running)
     room = max(2 * args.steps + prefill, plan.new_tokens)
-    engine = Engine(params, model, plan.limits(room), args.backend)
+    options = {"backend": args.backend, "batch_invariant": args.batch_invariant}
+    engine = Engine(params, model, plan.limits(room), **options)
     for first_id in (0, 2):  # the second time the prompts are found in the prefix cache
         all_running(engine, [(0,) * plan.longest, (1,) * plan.longest], BLOCK_SIZE, first_id)
     engine.prefixes.evict([1] * len(engine.memory.pools))
@@ -242,6 +244,7 @@ def parse_args(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--running", type=int, help="sequences at a time")
     parser.add_argument("--longest", type=int, help="tokens of a prompt")
     parser.add_argument("--steps", type=int, default=48, help="timed of the full batch")
+    parser.add_argument("--batch-invariant", action="store_true", help="the engine's mode")
     return parser.parse_args(arguments)
 
 

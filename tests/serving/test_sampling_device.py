@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagedattn_serving.decoding.request import Request
 from pagedattn_serving.decoding.sampling import GREEDY, Sampling
-from pagedattn_serving.decoding.sampling_device import ban, likeliest_rows, narrow_rows, pick_rows
+from pagedattn_serving.decoding.sampling_device import (
+    ban,
+    likeliest_rows,
+    logprobs_rows,
+    narrow_rows,
+    pick_rows,
+)
 from pagedattn_serving.engine.engine import Engine
 from test_serving import logits_after
 from tiny import QUICK, ROOMY, TINY, serve, tiny_params, tiny_requests
@@ -92,7 +98,7 @@ def test_draws_follow_the_softmax():
 def test_log_probabilities_are_those_of_the_softmax():
     logits = np.random.default_rng(1).normal(size=(ROWS, VOCAB)).astype(np.float32)
     chosen = np.array([3, 0, 11], np.int32)
-    of_chosen, tokens, top = likeliest_rows(logits, chosen, 4)
+    of_chosen, tokens, top = likeliest_rows(logprobs_rows(logits), chosen, 4)
     expected = np.asarray(jax.nn.log_softmax(logits))
     np.testing.assert_allclose(of_chosen, expected[range(ROWS), chosen], rtol=1e-6)
     np.testing.assert_array_equal(tokens, np.argsort(-expected)[:, :4])

@@ -17,7 +17,7 @@ from http_server import check_a_stream_outlives_sigterm
 from pagedattn_serving.checkpoint.folder import save_checkpoint
 from pagedattn_serving.server import arguments, command, launch
 from pagedattn_serving.training.initial import init_params
-from tiny import TINY, saved_tiny
+from tiny import QUICK, TINY, saved_tiny
 
 COMMAND = [sys.executable, "-m", "pagedattn_serving"]
 SMALL = ["--port", "0", "--num-blocks", "16", "--max-seqs", "2"]
@@ -82,6 +82,12 @@ def test_wrong_limits_are_refused_in_a_line(monkeypatch, folder):
             assert f"{name}={value}" in said(monkeypatch, folder, size, value)
 
 
+@pytest.mark.skipif(QUICK != "sdpa", reason="no torch, whose sdpa promises no bits")
+def test_a_backend_that_does_not_promise_bits_is_refused_in_a_line(monkeypatch, folder):
+    asked = ("--batch-invariant", "--backend", QUICK)
+    assert "batch_invariant" in said(monkeypatch, folder, *SMALL, *asked)
+
+
 def test_an_address_that_cannot_be_had_is_told_with_its_option(monkeypatch, folder):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -91,7 +97,7 @@ def test_an_address_that_cannot_be_had_is_told_with_its_option(monkeypatch, fold
 
 
 def test_too_little_memory_is_told_in_a_line(monkeypatch, folder):
-    def engine(*_):
+    def engine(*_, **__):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no 400 GB\nBuffers: ...")
 
     monkeypatch.setattr(launch, "Engine", engine)

@@ -90,10 +90,9 @@ def in_order(values: Float[Array, " n"]) -> UInt32[Array, " n"]:
 
 
 def likeliest(
-    logits: Float[Array, " vocab_size"], chosen: Int[Array, ""], count: int
+    logprobs: Float[Array, " vocab_size"], chosen: Int[Array, ""], count: int
 ) -> tuple[Float[Array, ""], Int[Array, " count"], Float[Array, " count"]]:
     """The chosen token's log-probability; the `count` likeliest tokens, and theirs."""
-    logprobs = jax.nn.log_softmax(logits)
     top, tokens = jax.lax.top_k(logprobs, count)
     return logprobs[chosen], tokens, top
 
@@ -115,9 +114,15 @@ def narrow_rows(logits: AllLogits, temperatures: Floats, top_ks: Ints, top_ps: F
     return jax.vmap(narrowed)(logits, temperatures, top_ks, top_ps)
 
 
+@jax.jit
+def logprobs_rows(logits: AllLogits) -> AllLogits:
+    """A program of its own, for the one after it differs by `count`, which others may ask for."""
+    return jax.nn.log_softmax(logits)
+
+
 @partial(jax.jit, static_argnames="count")
-def likeliest_rows(logits: AllLogits, chosen: Ints, count: int):
-    return jax.vmap(partial(likeliest, count=count))(logits, chosen)
+def likeliest_rows(logprobs: AllLogits, chosen: Ints, count: int):
+    return jax.vmap(partial(likeliest, count=count))(logprobs, chosen)
 
 
 @jax.jit
@@ -154,7 +159,7 @@ def enqueue(logits: AllLogits, draws: list[Draw]) -> Drawn:
     tokens, scores = choose(without_banned(logits, draws), draws, settings), None
     if any(s.scored for s in settings):
         count = min(power_of_two(max(s.num_top for s in settings)), logits.shape[1])
-        scores = likeliest_rows(logits, tokens, count)
+        scores = likeliest_rows(logprobs_rows(logits), tokens, count)
     jax.tree.map(lambda array: array.copy_to_host_async(), (tokens, scores))
     return Drawn(draws, tokens, scores)
 

@@ -1,7 +1,10 @@
 """Continuous batching: each step is one forward pass over all that the scheduler plans.
 
 A step is padded to one of two shapes, all decode or mixed with chunks of prompts, so two compiled
-programs serve every mix of requests; a small one after them chooses the tokens on the device.
+programs serve every mix of requests; a small one after them chooses the tokens on the device. The
+two may round otherwise, for the order of a matrix product's sums follows from its number of rows:
+a `batch_invariant` engine pads all steps to the larger shape, so that one program computes every
+token, in rows that know nothing of each other.
 
 The device never waits for the host: while it runs a forward, the host plans the next one, which
 takes the tokens that it does not know yet from the device. It reads them one step late. What was
@@ -78,6 +81,9 @@ class Engine:
 
     `completions` maps the id of a finished request to its completions, one for each sample or beam.
     A request for which the model computes NaN gets none: its last tokens say so; others go on.
+    With `batch_invariant` the log-probabilities of a request have the same bits alone and in any
+    company, whatever is cached or preempted: those of one compiled step, which the model, limits,
+    backend and kind of device decide.
     Raises ValueError for limits beyond the positions that the model knows.
     """
 
@@ -88,6 +94,7 @@ class Engine:
         limits: Limits,
         backend: str | None = None,
         preemption: Callable[[Memory], Preemption] = Recompute,
+        batch_invariant: bool = False,
     ):
         if limits.max_seq_len > model.max_position_embeddings:
             raise ValueError(
@@ -95,6 +102,7 @@ class Engine:
                 f" got {limits.max_seq_len}"
             )
         self.params, self.model, self.limits, self.backend = params, model, limits, backend
+        self.batch_invariant = batch_invariant
         self.memory = Memory(limits, model, params["embedding"].dtype)
         self.prefixes = PrefixCache(self.memory)
         self.scheduler = Scheduler(self.memory, self.prefixes, preemption(self.memory))
@@ -105,6 +113,17 @@ class Engine:
     @property
     def idle(self) -> bool:
         return not (self.scheduler.waiting or self.scheduler.running)
+
+    def update_weights(self, params: dict) -> None:
+        """Goes on with other parameters of the same shapes, which are not copied.
+
+        What the prefix cache holds is of the old ones, and is forgotten. Raises ValueError while
+        requests are waiting or running, whose keys and values are of the old ones too.
+        """
+        if not self.idle:
+            raise ValueError("expected no waiting or running request: finish or cancel them first")
+        self.prefixes.evict(self.prefixes.num_held)
+        self.params = params
 
     def cancel(self, request_id: int) -> bool:
         """Takes back a waiting or running request; returns whether there was one.
@@ -159,6 +178,7 @@ class Engine:
             sources,
             max_query_len,
             self.backend,
+            self.batch_invariant,
         )
         return Flight(enqueue(logits, draws), logits, holdings)
 
@@ -171,7 +191,8 @@ class Engine:
 
     def _pack(self, plan: Plan) -> tuple[np.ndarray, np.ndarray, int]:
         """(tokens, query_lens, max_query_len) of a plan, tokens in row order, padded to a shape."""
-        limits, decoding = self.limits, all(length == 1 for _, length in plan)
+        limits = self.limits
+        decoding = not self.batch_invariant and all(length == 1 for _, length in plan)
         query_lens = np.zeros(limits.max_seqs, np.int32)
         tokens = np.zeros(limits.max_seqs if decoding else limits.token_budget, np.int32)
         start = 0

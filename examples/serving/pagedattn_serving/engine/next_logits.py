@@ -1,4 +1,4 @@
-"""The forward of an engine's step, as one program that is compiled for each of the two shapes."""
+"""The forward of an engine's step, as one program that is compiled for each shape of a step."""
 
 from functools import partial
 
@@ -13,8 +13,10 @@ from pagedattn_serving.decoding.request import IN_FLIGHT
 from pagedattn_serving.families.decoder import Decoder, Tokens
 from pagedattn_serving.families.forward import cached_attention, forward_paged
 
+STATIC = ("model", "max_query_len", "backend", "batch_invariant")
 
-@partial(jax.jit, static_argnames=("model", "max_query_len", "backend"), donate_argnames="caches")
+
+@partial(jax.jit, static_argnames=STATIC, donate_argnames="caches")
 def next_logits(
     params: dict,
     model: Decoder,
@@ -26,6 +28,7 @@ def next_logits(
     sources: Int[Array, " max_seqs"],
     max_query_len: int,
     backend: str | None,
+    batch_invariant: bool,
 ) -> tuple[Float[Array, "max_seqs vocab_size"], Caches]:
     """Scores after the last token of the row `sources[s]`, for each s; caches change in place.
 
@@ -36,7 +39,8 @@ def next_logits(
     batch, by_window = batches[0], dict(zip(dict.fromkeys(model.windows), batches, strict=True))
 
     def attend(operands, cache, _, spec: AttentionSpec, backend):
-        return cached_attention(operands, cache, by_window[spec.sliding_window], spec, backend)
+        own = by_window[spec.sliding_window]
+        return cached_attention(operands, cache, own, spec, backend, batch_invariant)
 
     rows = sequence_ids(batch.query_start_loc, len(tokens))
     tokens = jnp.where(tokens == IN_FLIGHT, last[rows], tokens)

@@ -46,12 +46,14 @@ def cached_attention(
     batch: BatchMetadata,
     spec: AttentionSpec,
     backend: str | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Values, KVCache]:
     """Attention of new tokens, and the cache, to which their keys and values are written first."""
     query, key, value, sinks = operands
     held = None if cache.value is None else value  # else it is a part of the key
     cache = write_kv(cache, key, held, batch.slot_mapping)
-    return paged_attention(query, cache, batch, spec, backend=backend, sinks=sinks), cache
+    options = {"backend": backend, "batch_invariant": batch_invariant, "sinks": sinks}
+    return paged_attention(query, cache, batch, spec, **options), cache
 
 
 def forward_paged(

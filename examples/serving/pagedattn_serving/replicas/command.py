@@ -73,6 +73,7 @@ def run(args: argparse.Namespace, limits: Limits) -> None:
         most=args.most,
         dtype=args.dtype,
         backend=args.backend,
+        batch_invariant=args.batch_invariant,
         middleware=middleware_of(args),
         num_gpus=args.gpus,
     )

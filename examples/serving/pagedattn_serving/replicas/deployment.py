@@ -50,9 +50,12 @@ class PrefixRouter(RequestRouter):
 class Replica:
     """An engine in a thread of its own, as `pagedattn-serve` has one."""
 
-    async def __init__(self, folder: str, limits: Limits, dtype: str, backend: str | None):
+    async def __init__(
+        self, folder: str, limits: Limits, dtype: str, backend: str | None, batch_invariant: bool
+    ):
         loaded = load(Path(folder), dtype=dtype)
-        engine = await asyncio.to_thread(ready_engine, loaded, limits, backend)
+        options = backend, batch_invariant
+        engine = await asyncio.to_thread(ready_engine, loaded, limits, *options)
         self.thread = EngineThread(engine, MAX_REQUESTS)
         self.thread.start()
 
@@ -145,6 +148,7 @@ def application(
     most: int | None = None,
     dtype: str = "float32",
     backend: str | None = None,
+    batch_invariant: bool = False,
     middleware: Sequence[Middleware] = (),
     **resources,
 ) -> serve.Application:
@@ -174,7 +178,7 @@ def application(
             request_router_class=PrefixRouter  # pyright: ignore[reportArgumentType]  (or its path)
         ),
         ray_actor_options=resources,
-    ).bind(str(folder.resolve()), limits, dtype, backend)
+    ).bind(str(folder.resolve()), limits, dtype, backend, batch_invariant)
     front = serve.deployment(
         serve.ingress(web)(),
         name="Web",

@@ -39,6 +39,11 @@ def make_parser(command: str, description: str | None) -> argparse.ArgumentParse
         help="from which web pages may ask; * for any; may be given several times",
     )
     parser.add_argument("--backend", help="default: the first that fits each call")
+    parser.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="log-probabilities of a request have the same bits in any company; slower",
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--num-blocks", type=int, default=256, help="size of a pool")
     parser.add_argument("--block-size", type=int, default=16, help="tokens a block")

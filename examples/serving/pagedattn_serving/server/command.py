@@ -61,7 +61,8 @@ def serve(args: argparse.Namespace, listener: socket.socket) -> None:
     """Serves until a signal comes; raises what is wrong with the arguments before it begins."""
     loaded = load(args.model, args.name, args.dtype)
     limits = limits_of(args, loaded.model)
-    thread = EngineThread(ready_engine(loaded, limits, args.backend), args.max_requests)
+    engine = ready_engine(loaded, limits, args.backend, args.batch_invariant)
+    thread = EngineThread(engine, args.max_requests)
     host, port = listener.getsockname()[:2]
     print(f"{loaded.name} is served at http://{host}:{port}", flush=True)
     app = local_app(loaded.served(limits), thread, middleware=middleware_of(args))

@@ -62,14 +62,17 @@ def load(directory: Path, name: str | None = None, dtype: str = "float32") -> Lo
     return Loaded(name or directory.resolve().name, model, params, text)
 
 
-def ready_engine(loaded: Loaded, limits: Limits, backend: str | None = None) -> Engine:
+def ready_engine(
+    loaded: Loaded, limits: Limits, backend: str | None = None, batch_invariant: bool = False
+) -> Engine:
     """An engine that has compiled its programs: the first client is not to wait for that.
 
     Raises ValueError if the model is not for these limits, the backend not for the model, the
     tensors not for the config or not numbers, or all of it too large for the device.
     """
     try:
-        engine = Engine(loaded.params, loaded.model, limits, backend)
+        options = {"backend": backend, "batch_invariant": batch_invariant}
+        engine = Engine(loaded.params, loaded.model, limits, **options)
         _warm_up(engine)
     except TypeError as error:  # JAX's, for arrays that do not fit each other
         raise InvalidInputError(
