@@ -339,7 +339,8 @@ def attended(step) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     query, key, value = (torch.randn(1, 1, 3, 8, generator=generator) for _ in range(3))
     cache: Any = OneLayer()
-    return paged.attend_paged(0, query, key, value, cache, step, AttentionSpec(), None, "sdpa")
+    call = 0, query, key, value, cache, step, AttentionSpec(), None
+    return paged.attend_paged(*call, backend="sdpa", batch_invariant=False)
 
 
 STEPS = [
