@@ -1,6 +1,7 @@
 """`python -m pagedattn`: what this machine has, which backends are usable here, what they can do.
 
-Exit status: 0; 1 where JAX finds no device or the self-check fails; 2 for a wrong argument.
+Exit status: 0; 1 where JAX finds no device, or a backend computes something else, in the self-check
+or in the call that is replayed; 2 for a wrong argument.
 """
 
 import argparse
@@ -9,6 +10,8 @@ import os
 import sys
 
 from . import __version__
+from .errors import PagedAttentionError
+from .report import replay, text
 from .report.gather import failures, gather
 from .report.text import parts, plain
 
@@ -23,14 +26,32 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help=check)
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--version", action="version", version=__version__)
+    again = "run a call that pagedattn.testing.record kept by every backend, against the oracle"
+    parser.add_argument("--replay", metavar="FILE", help=again)
     return parser.parse_args()
 
 
 def main() -> int:
     asked = arguments()
-    found = gather(check=asked.check)
-    show(json.dumps(found, indent=1) if asked.json else screen(parts(found)))
-    return 1 if failures(found) else 0
+    try:
+        found, shown, failed = replayed(asked.replay) if asked.replay else reported(asked.check)
+    except PagedAttentionError as error:
+        print(error, file=sys.stderr)
+        return 2
+    show(json.dumps(found, indent=1) if asked.json else screen(shown))
+    return 1 if failed else 0
+
+
+def reported(check: bool) -> tuple[dict, list, bool]:
+    """What is known of the machine, how it is shown, and whether something failed."""
+    found = gather(check=check)
+    return found, parts(found), bool(failures(found))
+
+
+def replayed(file: str) -> tuple[dict, list, bool]:
+    """A call that was kept, by every backend."""
+    found = replay.replay(file)
+    return found, text.replayed(found), replay.wrong(found)
 
 
 def screen(shown: list) -> str:

@@ -10,6 +10,7 @@ from ..testing.features import ATTENTION_TYPES
 Table = list[Sequence[str]]  # rows, the heading first
 TYPES = f"Attention of each type ({', '.join(ATTENTION_TYPES)}); partly: not of all."
 
+MOST_LENS = 8  # lengths of a batch that are printed
 UNMEASURED = "Nobody has measured pagedattn on {}: docs/backends.md says what was tested for it."
 
 
@@ -55,6 +56,30 @@ def _mark(reasons: list[str] | None) -> str:
 
 def _values(row: dict[str, str]) -> list[str]:
     return list(row.values())
+
+
+def replayed(found: dict[str, Any]) -> list[str | Table]:
+    """A call that was kept, and a row for each backend."""
+    told = found["recorded"]
+    batch, arrays = told["batch"], told["arrays"]
+    shapes = (f"{name} {about['dtype']}{about['shape']}" for name, about in arrays.items())
+    lens = f"query_lens {_short(batch['query_lens'])}, seq_lens {_short(batch['seq_lens'])}"
+    written = {"options": told["options"], "spec": told["spec"]}
+    unusual = ", ".join(f"{n}={x}" for of in written.values() for n, x in of.items() if x)
+    machine = told["machine"]
+    where = f"{', '.join(machine['devices'])}; {machine['processor']}"
+    rows: Table = [("backend", "result", "us")]
+    rows += [(r["backend"], r["result"], str(r["microseconds"] or "-")) for r in found["rows"]]
+    return [
+        f"A call of {told['framework']}: {', '.join(shapes)}; {lens}; {unusual}",
+        f"Recorded by pagedattn {told['versions']['pagedattn']} on {where}, where backend=None "
+        f"took {told['explain']['choice']}",
+        rows,
+    ]
+
+
+def _short(lens: list[int]) -> str:
+    return str(lens) if len(lens) <= MOST_LENS else f"{str(lens[:MOST_LENS])[:-1]}, ...]"
 
 
 def plain(shown: list[str | Table]) -> str:
