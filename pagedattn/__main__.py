@@ -11,9 +11,9 @@ import sys
 
 from . import __version__
 from .errors import PagedAttentionError
-from .report import replay, text
+from .report import replay, text, tune
 from .report.gather import failures, gather
-from .report.text import parts, plain
+from .report.text import plain
 
 
 def arguments() -> argparse.Namespace:
@@ -28,13 +28,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=__version__)
     again = "run a call that pagedattn.testing.record kept by every backend, against the oracle"
     parser.add_argument("--replay", metavar="FILE", help=again)
+    measure = "measure at which sizes which backend is faster here, in at most two minutes"
+    parser.add_argument("--tune", action="store_true", help=measure)
     return parser.parse_args()
 
 
 def main() -> int:
     asked = arguments()
     try:
-        found, shown, failed = replayed(asked.replay) if asked.replay else reported(asked.check)
+        found, shown, failed = answered(asked)
     except PagedAttentionError as error:
         print(error, file=sys.stderr)
         return 2
@@ -42,16 +44,16 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def reported(check: bool) -> tuple[dict, list, bool]:
-    """What is known of the machine, how it is shown, and whether something failed."""
-    found = gather(check=check)
-    return found, parts(found), bool(failures(found))
-
-
-def replayed(file: str) -> tuple[dict, list, bool]:
-    """A call that was kept, by every backend."""
-    found = replay.replay(file)
-    return found, text.replayed(found), replay.wrong(found)
+def answered(asked: argparse.Namespace) -> tuple[dict, list, bool]:
+    """What is found, how it is shown, and whether something failed."""
+    if asked.replay:
+        found = replay.replay(asked.replay)
+        return found, text.replayed(found), replay.wrong(found)
+    if asked.tune:
+        found = tune.tune()
+        return found, text.tuned(found), False
+    found = gather(check=asked.check)
+    return found, text.parts(found), bool(failures(found))
 
 
 def screen(shown: list) -> str:

@@ -5,13 +5,21 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from .._dispatch.crossings import NEVER
 from ..testing.features import ATTENTION_TYPES
 
 Table = list[Sequence[str]]  # rows, the heading first
 TYPES = f"Attention of each type ({', '.join(ATTENTION_TYPES)}); partly: not of all."
 
 MOST_LENS = 8  # lengths of a batch that are printed
-UNMEASURED = "Nobody has measured pagedattn on {}: docs/backends.md says what was tested for it."
+UNMEASURED = (
+    "Nobody has measured pagedattn on {}: docs/backends.md says what was tested for it, and "
+    "python -m pagedattn --tune measures at which sizes which backend is ahead."
+)
+NO_CROSSING = (
+    "Nothing to measure on {}: of the backends that run here, no two are chosen by the sizes of a "
+    "call."
+)
 
 
 def width() -> int:
@@ -80,6 +88,26 @@ def replayed(found: dict[str, Any]) -> list[str | Table]:
 
 def _short(lens: list[int]) -> str:
     return str(lens) if len(lens) <= MOST_LENS else f"{str(lens[:MOST_LENS])[:-1]}, ...]"
+
+
+def tuned(found: dict[str, Any]) -> list[str | Table]:
+    """The crossings of a machine, and the record that a program passes."""
+    if not found["rows"]:
+        return [NO_CROSSING.format(found["device"])]
+    rows: Table = [("from here on", "it is", "instead of", "us, by size")]
+    for row in found["rows"]:
+        figure = "not measured: no time" if row["figure"] is None else row["figure"]
+        figure = "never" if figure == NEVER else figure
+        pairs = sorted(row["microseconds"].items())
+        told = ", ".join(f"{size}: {ours}, {other}" for size, (ours, other) in pairs)
+        rows.append((f"{row['field']} = {figure}", row["taken"], row["instead_of"], told))
+    record = found["record"]
+    return [
+        f"Crossings of {found['device']}, in bfloat16:",
+        rows,
+        f"Pass it as paged_attention(..., backend={record}); select_backend and explain take it as "
+        "crossings. What it does not name is as on an H200.",
+    ]
 
 
 def plain(shown: list[str | Table]) -> str:
