@@ -3,7 +3,7 @@
 Backends are chosen by these facts, and launched with them.
 """
 
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from .._arrays.memory import is_fake
 from .._arrays.namespace import cdiv
 from .._arrays.typing import TorchTensor
 from ..spec import AttentionSpec, set_options
+from .crossings import Crossings
 from .options import facts_of
 
 
@@ -108,6 +109,8 @@ class Call:
     bias: tuple[int, ...] | None = None  # its shape, if the call brings one
     return_lse: bool = False
     batch_invariant: bool = False  # whether the bits of a token's results follow from it alone
+    # No option: what `slower_because` compares the sizes with.
+    crossings: Crossings = field(default=Crossings(), metadata={"option": False})
 
     @property
     def set_options(self) -> tuple[str, ...]:
@@ -209,7 +212,11 @@ class Call:
 
 
 # The options that are no field of the spec.
-KEYWORDS = tuple(field.name for field in fields(Call) if field.default is not MISSING)
+KEYWORDS = tuple(
+    field.name
+    for field in fields(Call)
+    if field.default is not MISSING and field.metadata.get("option", True)
+)
 
 
 def call_of(

@@ -79,6 +79,7 @@ def ids():
     return {"src": i32(0, 1), "dst": i32(1, 2)}
 
 
+BY = {"crossings": pa.Crossings()}
 OPTIONS = {
     "init_kv_cache with scales": fixed(
         pa.init_kv_cache,
@@ -113,8 +114,9 @@ OPTIONS = {
     "paged_attention by sdpa with options": attend("sdpa"),
     "paged_attention by any with options": attend(None),
     "paged_attention by a Backend": attend(XLA),
-    "explain with options": lambda: (pa.explain, optional()),
-    "select_backend": lambda: (pa.select_backend, optional()),
+    "paged_attention by Crossings": attend(pa.Crossings()),
+    "explain with options": lambda: (pa.explain, {**optional(), **BY}),
+    "select_backend": lambda: (pa.select_backend, {**optional(), **BY}),
     "ragged_attention with a bias": lambda: (
         pa.ragged_attention,
         {**ragged_arguments(), "bias": jnp.zeros((5, 1, 4))},
@@ -165,8 +167,8 @@ STEPS = {
     "torch paged_attention with options": torch_attend("sdpa"),
     "torch paged_attention by any with options": torch_attend(None),
     "torch ragged_attention with a bias": torch_ragged,
-    "torch explain with options": lambda: (pt.explain, torch_optional()),
-    "torch select_backend": lambda: (pt.select_backend, torch_optional()),
+    "torch explain with options": lambda: (pt.explain, {**torch_optional(), **BY}),
+    "torch select_backend": lambda: (pt.select_backend, {**torch_optional(), **BY}),
     "write_kv_ of eight bits": torch_write_quantised,
     "copy_blocks_ of eight bits": lambda: (
         pt.copy_blocks_,
