@@ -18,6 +18,7 @@ from ..._dispatch.backend import Backend
 from ..._dispatch.call import Call
 from ...batch.metadata import Sequences
 from ...cache.kv_cache import KVCache
+from ...cache.quantise import dequantised
 from ...masks import alibi_bias, visible_mask
 from .softmax import accumulate, finish, no_key_seen
 from .tiles import Tiles, cut, grouped, rows_of_tokens
@@ -56,7 +57,7 @@ def run(
 
 SUPPORTS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
-    | {"cache_dtype", "value_dim", "bias", "return_lse", "batch_invariant"}
+    | {"cache_dtype", "token_scales", "value_dim", "bias", "return_lse", "batch_invariant"}
 )
 BACKEND = Backend("xla", SUPPORTS, run)
 
@@ -92,7 +93,8 @@ def _attend(
     def update(state, keys):
         inside = (keys >= tiles.first_key[:, None]) & (keys < tiles.last_key[:, None])
         slots = _slots(tiles.tables, keys[0], call.block_size)
-        key, *rest = (_gather(plane, slots, inside, scaled.dtype) for plane in cache.planes)
+        gathered = functools.partial(_gather, slots=slots, inside=inside, dtype=scaled.dtype)
+        key, *rest = map(gathered, cache.planes, (cache.key_scale, cache.value_scale))
         (value,) = rest or (key[..., : call.out_dim],)
         visible = visible_mask(tiles.positions, keys, call.spec) & inside[:, None]
         visible, added = visible & tiles.valid[:, :, None], None
@@ -155,22 +157,26 @@ def _slots(
 
 
 def _gather(
-    plane: Shaped[Array, "num_blocks block_size kv_heads head_dim"],
+    plane: Shaped[Array, "num_blocks block_size kv_heads held_dim"],
+    scale: Float[Array, "num_blocks block_size kv_heads *groups"] | None,
     slots: Int[Array, "step chunk"],
     inside: Bool[Array, "step chunk"],
     dtype,
 ) -> Float[Array, "step kv_heads chunk head_dim"]:
-    """Rows of a cache plane in a dtype, 0 where no query may look.
+    """Rows of a cache plane in a dtype, times the scales of tokens, 0 where no query may look.
 
     With heads before slots XLA:CPU need not transpose for its matrix products. The zeros are there
     because a NaN would survive a weight of 0.
     """
-    num_kv_heads = plane.shape[2]
-    flat = plane.reshape(-1, *plane.shape[2:])
-    heads = jnp.arange(num_kv_heads)[None, :, None]
-    rows = flat.at[slots[:, None], heads].get(mode="clip")
-    rows = jnp.where(inside[:, None, :, None], rows, 0)
-    return rows.astype(dtype)
+    heads = jnp.arange(plane.shape[2])[None, :, None]
+
+    def rows(array):
+        flat = array.reshape(-1, *array.shape[2:])
+        read = flat.at[slots[:, None], heads].get(mode="clip")
+        shown = inside.reshape(*inside.shape[:1], 1, -1, *[1] * (read.ndim - 3))
+        return jnp.where(shown, read, 0)
+
+    return dequantised(rows(plane), None if scale is None else rows(scale), dtype)
 
 
 def _logits(
