@@ -199,6 +199,7 @@ def empty_cache(full: Callable, shapes, dtype, scales, given: Sequence[Any]) -> 
       shapes: of the key and of the value, in columns; of the key alone for a latent cache.
       given: the scale of each, or None.
     """
+    validate.whole_bytes(shapes, dtype)
     by_token = validate.kind_of_scales(scales, dtype, given) == "token"
     planes = [full(held_shape(shape, dtype), 0, held_dtype(dtype)) for shape in shapes]
     if by_token:

@@ -20,6 +20,9 @@ from .packing import PACKED, group_of, is_packed, name_of, packed, unpacked
 
 # The largest value of each dtype of eight bits; what lies beyond is written as it.
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
+# The least and the largest scale of tokens. Subnormal numbers, which some devices take for 0, are 0
+# in all dtypes when they are divided by the least of float32.
+BOUNDS = {"float32": (2.0**-100, 2.0**127), "float16": (2.0**-14, 65504.0)}
 
 
 @functools.cache
@@ -76,8 +79,8 @@ def row_scales(
     """The scales of new keys or values: of each token and KV head, in four bits of each group.
 
     The largest magnitude, NaN and infinities left out, times the float32 nearest to 1 / the dtype's
-    largest value: a product has the same bits everywhere, a quotient has not. At least the smallest
-    normal number of the scale's dtype, at most its largest; 1 where all are zeros.
+    largest value: a product has the same bits everywhere, a quotient has not. Within `BOUNDS`; 1
+    where all are zeros.
 
     >>> row_scales(jnp.array([[[0.0, -63.5], [0.0, 0.0]]]), "int8").tolist()
     [[0.5, 1.0]]
@@ -86,13 +89,14 @@ def row_scales(
     sizes = abs(as_dtype(rows, xp.float32))
     sizes = xp.where(xp.isfinite(sizes), sizes, 0.0)
     shape, held = scale_shape(rows.shape, dtype), scale_dtype(dtype)
-    most = xp.amax(sizes.reshape(*shape, -1), -1)
-    bounds = jnp.finfo(held)
-    scale = xp.clip(most * (1 / (largest(dtype) or 1.0)), float(bounds.tiny), float(bounds.max))
-    scale = xp.where(most >= _NORMAL, scale, 1.0)  # some devices take lesser numbers for 0
+    group = group_of(rows.shape[-1]) if name_of(dtype) in PACKED else rows.shape[-1]
+    most = xp.amax(sizes.reshape(*shape, group), -1)
+    scale = xp.clip(most * (1 / (largest(dtype) or 1.0)), *BOUNDS[held])
+    scale = xp.where(most >= _NORMAL, scale, 1.0)
     if xp is jnp:
         # XLA leaves out the conversion to float16 and back before `quantised` divides.
-        scale = lax.stop_gradient(lax.reduce_precision(scale, bounds.nexp, bounds.nmant))
+        bits = jnp.finfo(held)
+        scale = lax.stop_gradient(lax.reduce_precision(scale, bits.nexp, bits.nmant))
     return as_dtype(scale, getattr(xp, held))
 
 

@@ -40,16 +40,16 @@ def cache_shape(shape, dtype) -> tuple[int, ...]:
             "a cache's dtype must be floating, int8 or int4, such as jnp.bfloat16, got "
             f"{shown(dtype)}"
         )
-    even_columns(shape[3], dtype)
     return tuple(map(operator.index, shape))
 
 
-def even_columns(count: int, dtype) -> None:
+def whole_bytes(shapes, dtype) -> None:
     """Requires that numbers of four bits fill the bytes of a row."""
-    if name_of(dtype) in PACKED and count % 2:
+    odd = [shape[3] for shape in shapes if shape[3] % 2]
+    if odd and name_of(dtype) in PACKED:
         raise InvalidInputError(
             f"head_dim and value_dim of {name_of(dtype)}, two numbers a byte, must be even, got "
-            f"{count}"
+            f"{odd[0]}"
         )
 
 
