@@ -12,7 +12,8 @@ from .._arrays.inspect import dtype_name
 from .._arrays.memory import is_fake
 from .._arrays.namespace import cdiv
 from .._arrays.typing import TorchTensor
-from ..cache.packing import columns
+from ..cache.packing import columns, meant_dtype
+from ..cache.quantise import of_tokens
 from ..spec import AttentionSpec, set_options
 from .options import facts_of
 
@@ -49,18 +50,18 @@ class Layer(NamedTuple):
 
 def layer_of(query, cache) -> Layer:
     """The facts of a layer's arrays, which may be traced."""
-    dtype, cache_dtype = dtype_name(query.dtype), dtype_name(cache.dtype)
+    dtype, cache_dtype = dtype_name(query.dtype), dtype_name(meant_dtype(cache.key.dtype))
     strides = *map(strides_of, (query, *cache.planes)), ()
     value = cache.value
     return Layer(
         query_shape=tuple(query.shape),
-        cache_shape=(*cache.key.shape[:3], cache.head_dim),
+        cache_shape=(*cache.key.shape[:3], columns(cache.key)),
         value=None if value is None else ((*value.shape[:3], columns(value)), cache_dtype),
         dtype=dtype,
         device=device_of(query),
         strides=Strides(*strides[:3]),
         cache_dtype=None if cache_dtype == dtype else cache_dtype,
-        token_scales=cache.token_scales,
+        token_scales=of_tokens(cache.key_scale),
         value_dim=value_dim_of(cache),
         fake_tensors=isinstance(query, TorchTensor) and any(map(is_fake, (query, *cache.planes))),
     )
@@ -70,8 +71,9 @@ def value_dim_of(cache) -> int | None:
     """The columns of the values; None where those are a plane like the keys."""
     if cache.value is None:
         return cache.value_dim
-    value_dim = columns(cache.value)
-    return None if value_dim == cache.head_dim else value_dim
+    if cache.value.shape[-1] == cache.key.shape[-1]:
+        return None
+    return columns(cache.value)
 
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

@@ -114,11 +114,14 @@ def of_heads(cache_type: type) -> dict[str, bool]:
 
 def scales(cache) -> None:
     """Requires scales of quantised caches only: numbers above 0, or those of tokens for all."""
+    some = is_packed(cache.key.dtype)
     for name, of_quantised in of_heads(type(cache)).items():
         scale = getattr(cache, name)
         if scale is not None:
             _scale(f"the cache's {name}", scale, cache, of_quantised)
-    _alike(cache)
+            some = some or of_tokens(scale)
+    if some:
+        _of_tokens(cache)
 
 
 def _scale(name, scale, cache, of_quantised):
@@ -140,16 +143,14 @@ def _scale(name, scale, cache, of_quantised):
         raise InvalidInputError(f"{name} must be above 0, got {values}")
 
 
-def _alike(cache):
-    """Requires scales of tokens for every plane or for none; int4 has no others."""
+def _of_tokens(cache):
+    """Requires scales of tokens for every plane."""
     named = {"key_scale": cache.key}
     if cache.value is not None:
         named["value_scale"] = cache.value
-    held = [getattr(cache, name, None) for name in named]
-    if not (is_packed(cache.key.dtype) or any(map(of_tokens, held))):
-        return
     dtype = meant_dtype(cache.key.dtype)
-    for (name, plane), scale in zip(named.items(), held, strict=True):
+    for name, plane in named.items():
+        scale = getattr(cache, name, None)
         shape = scale_shape((*plane.shape[:3], columns(plane)), dtype)
         expected = f"{scale_dtype(dtype)}{list(shape)}"
         got = None if scale is None else f"{dtype_name(scale.dtype)}{list(scale.shape)}"

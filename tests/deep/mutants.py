@@ -61,7 +61,7 @@ MUTANTS = {
         FEATURES,
     ),
     "hidden values not zeroed": Mutant(
-        "    rows = jnp.where(inside[:, None, :, None], rows, 0)\n", "", POISON.format("xla")
+        "        return jnp.where(shown, read, 0)", "        return read", POISON.format("xla")
     ),
     "sums not rescaled to the new highest": Mutant(
         "total = state.total * kept + weights.sum(axis=3)",
