@@ -190,14 +190,13 @@ def _plane(value, given, key):
             "a cache's key and value must be [num_blocks, block_size, num_kv_heads, head_dim] and "
             f"[..., value_dim] of one dtype, got {describe(key)} and {describe(value)}"
         )
-    value_dim = columns(value)
-    if not value_dim > 0:
+    if not value.shape[3] > 0:
         raise InvalidInputError(
             f"a cache's value must have a column at least, got {describe(value)}"
         )
-    if given is not None and not (is_static_count(given) and given == value_dim):
+    if given is not None and not (is_static_count(given) and given == columns(value)):
         raise InvalidInputError(
-            f"value_dim of a cache with a value is its last axis, {value_dim}: leave it out, got "
+            f"value_dim of a cache with a value is its last axis, {columns(value)}: leave it out, got "
             f"{shown(given)}"
         )
 
