@@ -196,8 +196,8 @@ def _plane(value, given, key):
         )
     if given is not None and not (is_static_count(given) and given == columns(value)):
         raise InvalidInputError(
-            f"value_dim of a cache with a value is its last axis, {columns(value)}: leave it out, got "
-            f"{shown(given)}"
+            f"value_dim of a cache with a value is its last axis, {columns(value)}: leave it out, "
+            f"got {shown(given)}"
         )
 
 
