@@ -17,6 +17,7 @@ ADDRESSES = (
     *("query", "key", "value", "tables", "seq_lens", "starts", "slopes"),
     "bias",  # float32; 0 if there is none
     *("key_scale", "value_scale"),  # float32 of the KV heads, or one number; 0 if there is none
+    *("key_scales", "value_scales"),  # those of tokens; 0 if there are none
     "prefill",  # machine code that computes an item of a long sequence; 0 if there are none
     *("out", "lse"),
 )
@@ -26,6 +27,7 @@ SIZES = (
     "itemsize",  # of query and out
     "cache_itemsize",
     "bias_columns",
+    "value_columns",  # of the plane that holds the values
 )
 STRIDES = (  # in bytes
     *("query_token", "query_head", "key_block", "key_slot", "key_head"),

@@ -13,6 +13,7 @@ from ..scalar_math import exp
 from ..simd import LANES
 from ..softmax import NONE, ONE, ZERO, add_alibi, add_bias, cap_logits, hide, key_range
 from ..store_row import highest_of
+from ..unpack import up_to
 from .in_place import add_values, set_logits
 from .micro_kernel import (
     LINE,
@@ -34,7 +35,6 @@ from .room import (
     GRAIN,
     KEYS,
     keys_at,
-    up_to,
     values_at,
 )
 from .weights import LOG2_E, scale_row, set_weights

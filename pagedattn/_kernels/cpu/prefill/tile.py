@@ -2,12 +2,13 @@
 
 from ..call_args import APART
 from ..compiling import fast, within
-from ..memory import add_at, get_float32, memcpy, memset, put_float32, put_int64
+from ..memory import add_at, get_float32, get_int64, memcpy, memset, put_float32, put_int64
 from ..online_softmax import block_at, factor
 from ..scalar_math import log
 from ..simd import LANES
 from ..softmax import NONE, ONE, ZERO, key_range
 from ..store_row import narrow_row
+from ..unpack import by_token, unpack_row, up_to
 from .blocks import FLOAT_LOG2_E, add_tile, unit_of_logits
 from .micro_kernel import LINE, PANEL, SLAB, block, configure, depth, in_place, release
 from .packing import pack_keys, pack_query, pack_values
@@ -20,17 +21,17 @@ from .room import (
     room_of,
     state_at,
     state_bytes,
-    up_to,
+    unpacked_bytes,
     values_at,
 )
 from .weights import join_row, total_of
 
 
 @within
-def attend_tile(args, dtypes, item, scratch):
+def attend_tile(args, dtypes, held, item, scratch):
     """Computes and writes the rows of a work item of one KV head."""
     count = item.num_queries * args.group
-    room = room_of(args, dtypes, count, scratch)
+    room = room_of(args, dtypes, held, count, scratch)
     configure(room.config, dtypes)
     load_queries(args, dtypes, item, count, room)
     clear(count, room.state, room)
@@ -42,6 +43,8 @@ def attend_tile(args, dtypes, item, scratch):
     for first in range(item.first // KEYS * KEYS, item.last, KEYS):
         if first + KEYS < item.last:
             find_keys(args, item, first + KEYS, room)
+        if by_token(held):
+            unpack_tile(args, held, item, first, room)
         if count > in_place(dtypes):
             pack_tile(args, dtypes, item, first, room)
         for start in range(0, count, block(dtypes)):
@@ -166,6 +169,28 @@ def set_addresses(args, item, first, begin, end, room):
             put_int64(keys, at + i, key + i * args.key_slot)
             put_int64(values, at + i, value + i * args.value_slot)
         at = stop
+
+
+@within
+def unpack_tile(args, held, item, first, room):
+    """Makes rows of the query's dtype of a tile's keys and values, which are read instead."""
+    keys, values, size = keys_at(room, first), values_at(room, first), unpacked_bytes(args)
+    table = args.tables + item.seq * args.table_row
+    begin, end = seen_of(item, first)
+    key, value = room.unpacked, room.unpacked + KEYS * size
+    for at in range(begin, end):
+        column = (first + at) // args.block_size
+        slot = first + at - column * args.block_size
+        index = block_at(args, table, column) * args.block_size + slot
+        index = index * args.num_kv_heads + item.kv_head
+        source, dim, width = get_int64(keys, at), args.head_dim, args.itemsize
+        unpack_row(source, args.key_scales, index, key, dim, width, held)
+        put_int64(keys, at, key)
+        source, dim = get_int64(values, at), args.value_columns
+        if source != room.zeros:
+            unpack_row(source, args.value_scales, index, value, dim, width, held)
+            put_int64(values, at, value)
+        key, value = key + size, value + size
 
 
 @fast
