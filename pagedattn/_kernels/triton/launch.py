@@ -38,6 +38,7 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
     num_warps: int
     num_stages: int
+    most_registers: int | None = None  # of a thread
 
 
 def refusals(call: Call, capability: tuple[int, int] | None) -> list[str]:
@@ -82,7 +83,11 @@ def attention_launch(call: Call, tiles: Tiling, table_stride: int) -> Launch:
     constants = {"config": _config(call, tiles, unit)}
     scalars = _scalars(call, table_stride, unit)._asdict()
     grid = (tiles.num_tiles * tiles.head_tiles * call.num_kv_heads, tiles.splits, 1)
-    return Launch(grid, scalars, constants, tiles.program.num_warps, tiles.program.num_stages)
+    program = tiles.program
+    # Three programs share a multiprocessor, as without segments, whose state takes registers.
+    three = tiles.segment > 0 and program.rows == 16 and program.num_warps == 4
+    most = 168 if three and call.itemsize <= 2 else None
+    return Launch(grid, scalars, constants, program.num_warps, program.num_stages, most)
 
 
 def parts_of(call: Call, tiles: Tiling) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..._dispatch.call import Call
 from .device import Device
-from .widths import ONE_TILE, is_wide, power_of_two, widths_of
+from .widths import is_wide, power_of_two, widths_of
 
 # Up to this query length each sequence gets a fixed number of tiles; beyond, tiles search theirs.
 SHORT_QUERY = 16
@@ -142,10 +142,11 @@ def invariant_rows(call: Call, device: Device) -> int:
 
 def invariant_program(rows: int, call: Call, device: Device) -> Program:
     """The program of so many rows; all take as many keys at a time as the largest one can."""
-    largest = Program(128, 128, 8, 3) if columns_of(call) <= 128 else Program(32, 32, 8, 2)
+    largest = Program(128, 128, 8, 3)
+    if columns_of(call) > 128:
+        largest = Program(32, 32, 8, 2 if is_wide(call) else 3)
     program = fitting(largest, call, device)
-    wide = columns_of(call) > ONE_TILE or rows > 64
-    return program._replace(rows=rows, num_warps=8 if wide else 4)
+    return program._replace(rows=rows, num_warps=8 if rows > 64 or is_wide(call) else 4)
 
 
 def columns_of(call: Call) -> int:

@@ -29,12 +29,13 @@ def attend_segments(
 
     Where keys are split, it is stored part by part: first the state before any key.
     """
+    STEPS: tl.constexpr = config.segment // config.keys
     if config.split:
         if tl.program_id(1) == 0:
             store_part(rows, places, before, 0, config, tile)
         span = share_of(rows, places, span, config, tile)
-    # Where no loop comes to its end.
-    cut = (span.start < span.stop) & (span.stop % config.segment > 0)
+    # A loop stores a segment whose last step it takes; of the last segment it may not exist.
+    cut = (span.start < span.stop) & (tl.cdiv(span.stop, config.keys) % STEPS > 0)
     sums = before, empty_state(config, tile)
     if tile.unmasked:
         middle = tl.minimum(tl.maximum(middle, span.start), span.stop)
@@ -131,9 +132,7 @@ def attend_leaf(step, span, queries, cache, formula, config: tl.constexpr, MASKE
     products = qk_matmul(queries, k, cache, slots, formula.scale, config, False, MASKED)
     v = load_values(cache, slots, k, config, MASKED)
     scale = 1.0 if pairs else formula.scale
-    highest, weights = weigh_leaf(
-        products, keys, inside, queries, scale, formula, config, MASKED
-    )
+    highest, weights = weigh_leaf(products, keys, inside, queries, scale, formula, config, MASKED)
     rounded = weights.to(queries.q.dtype)
     if pairs:
         v, v_odd = taken_apart(v, cache.value.dtype.element_ty)
@@ -186,17 +185,25 @@ def row_sums(weights):
 @triton.jit
 def store_part(rows, places, state, part, config: tl.constexpr, tile: tl.constexpr):
     """Stores a state: `[parts, rows]` sums, and `[parts, 2, rows]` highest logits and totals."""
-    widths: tl.constexpr = config.widths
-    dims = tl.arange(0, widths.value_dims)
+    ROWS: tl.constexpr = tile.rows
+    HALF: tl.constexpr = config.widths.value_dims // 2
     row = places.tokens.to(tl.int64) * rows.num_heads + places.heads
     at = part * rows.num_rows + row
-    tl.store(
-        rows.out + at[:, None] * widths.value_dim + dims[None, :],
-        columns_of(state, config, tile),
-        mask=places.exists[:, None] & (dims < widths.value_dim)[None, :],
-    )
+    # In halves: they take less shared memory on their way to the threads that store them.
+    halves = tl.reshape(columns_of(state, config, tile), [ROWS, 2, HALF])
+    low, high = tl.split(tl.permute(halves, (0, 2, 1)))
+    store_columns(rows, places, at, low, 0, config)
+    store_columns(rows, places, at, high, HALF, config)
     store_top(rows, places, state.highest, part)
     tl.store(rows.lse + (2 * part + 1) * rows.num_rows + row, state.total, mask=places.exists)
+
+
+@triton.jit
+def store_columns(rows, places, at, columns, FIRST: tl.constexpr, config: tl.constexpr):
+    COLUMNS: tl.constexpr = config.widths.value_dim
+    dims = FIRST + tl.arange(0, columns.shape[1])
+    mask = places.exists[:, None] & (dims < COLUMNS)[None, :]
+    tl.store(rows.out + at[:, None] * COLUMNS + dims[None, :], columns, mask=mask)
 
 
 @triton.jit

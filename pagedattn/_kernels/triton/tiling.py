@@ -61,7 +61,7 @@ def tiling(call: Call, device: Device) -> Tiling:
     program, splits, min_keys = choose(call, programs, rows, device)
     if call.batch_invariant:
         program, segment = invariant_program(rows, call, device), SEGMENT
-        part = _part(call, splits, program)
+        part = _part(call, min(splits, cdiv(call.max_keys, min_keys)), program)
     else:
         program, segment, part = fitting(program, call, device), 0, 0
     splits = min(splits, MAX_SPLITS, cdiv(call.max_keys, max(min_keys, part)))
