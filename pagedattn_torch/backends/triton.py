@@ -85,6 +85,7 @@ def _start(kernel, arrays, plan: Launch, outs: Results):
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
         maxnreg=plan.most_registers,
+        enable_fp_fusion=plan.contracts,
     )
 
 

@@ -39,6 +39,7 @@ class Launch(NamedTuple):
     num_warps: int
     num_stages: int
     most_registers: int | None = None  # of a thread
+    contracts: bool = True  # products that are summed may be fused: the compiler chooses which
 
 
 def refusals(call: Call, capability: tuple[int, int] | None) -> list[str]:
@@ -87,7 +88,9 @@ def attention_launch(call: Call, tiles: Tiling, table_stride: int) -> Launch:
     # Three programs share a multiprocessor, as without segments, whose state takes registers.
     three = tiles.segment > 0 and program.rows == 16 and program.num_warps == 4
     most = 168 if three and call.itemsize <= 2 else None
-    return Launch(grid, scalars, constants, program.num_warps, program.num_stages, most)
+    started = Launch(grid, scalars, constants, program.num_warps, program.num_stages, most)
+    # Programs of other rows, and loops with masks and without, would be fused differently.
+    return started._replace(contracts=not call.batch_invariant)
 
 
 def parts_of(call: Call, tiles: Tiling) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -106,7 +109,7 @@ def _join_launch(call: Call, tiles: Tiling) -> Launch:
         "PARTS": tiles.segment // tiles.part,
     }
     scalars = {"num_rows": num_rows, "num_parts": tiles.parts}
-    return Launch((num_rows, 1, 1), scalars, constants, 1, 3)
+    return Launch((num_rows, 1, 1), scalars, constants, 1, 3, contracts=False)
 
 
 def merge_launch(call: Call, tiles: Tiling) -> Launch:

@@ -141,8 +141,12 @@ def invariant_rows(call: Call, device: Device) -> int:
 
 
 def invariant_program(rows: int, call: Call, device: Device) -> Program:
-    """The program of so many rows; all take as many keys at a time as the largest one can."""
-    largest = Program(128, 128, 8, 3)
+    """The program of so many rows; all take as many keys at a time as the largest one can.
+
+    Of 128 keys, products fill the registers where it is not Hopper's that read their operands from
+    shared memory.
+    """
+    largest = Program(128, 128 if device.products == "wgmma" else 64, 8, 3)
     if columns_of(call) > 128:
         largest = Program(32, 32, 8, 2 if is_wide(call) else 3)
     program = fitting(largest, call, device)

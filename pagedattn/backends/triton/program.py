@@ -76,13 +76,14 @@ def encoded(kernel, arrays, launch: Launch, outs) -> bytes:
 
 
 @functools.cache
-def _compiled(kernel, types, constants, num_warps, num_stages, most_registers):
+def _compiled(kernel, types, constants, num_warps, num_stages, most_registers, contracts):
     """The kernel, compiled for the first GPU; not specialised on scalars: one serves all values."""
     signature = dict(zip(kernel.arg_names, types, strict=False))
     signature |= {name: "constexpr" for name, _ in constants}
     aligned = {path: [["tt.divisibility", DIVISIBILITY]] for path in pointers(types)}
     source = ASTSource(kernel, signature, dict(constants), aligned)
-    options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": most_registers}
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    options |= {"maxnreg": most_registers, "enable_fp_fusion": contracts}
     target = GPUTarget("cuda", _capability(), 32)
     with knobs.compilation.scope():
         # Line numbers make up half of a message, which XLA copies at each launch: 1 us.
