@@ -96,6 +96,6 @@ class Config(NamedTuple):
     keys: int  # of one step
     tiles_a_seq: int  # tiles given to each sequence; 0 finds the sequence by search
     split: bool  # the grid's second axis splits the keys, for `merge_kernel` or `join_kernel`
-    min_steps: int  # steps, or parts, below which keys are not split further
-    segment: int  # keys that are summed up apart, to be joined in order; 0: all together
-    part: int  # keys of a result that is stored where segments are split: a segment's or a step's
+    min_steps: int  # steps, or of segments parts, below which keys are not split further
+    segment: int  # keys whose steps are joined in order, and then it to others; 0: all together
+    part: int  # keys of a state that is stored where they are split: of a segment, or of a step
