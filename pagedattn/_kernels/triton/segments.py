@@ -129,6 +129,10 @@ def attend_leaf(step, span, queries, cache, formula, config: tl.constexpr, MASKE
     inside = (keys >= span.begin) & (keys < span.end)
     slots = find_slots(cache, step, keys, inside, config, MASKED)
     k = load_keys(cache, slots, queries.q.dtype, config, MASKED)
+    if pairs:
+        # Triton's products of few rows take columns in another order where it sees that they were
+        # loaded as bytes: through this it does not see it.
+        k = tl.where(inside[:, None], k, 0.0)
     products = qk_matmul(queries, k, cache, slots, formula.scale, config, False, MASKED)
     v = load_values(cache, slots, k, config, MASKED)
     scale = 1.0 if pairs else formula.scale
