@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 
 from .eight_bits import in_pairs, octets, widened
+from .four_bits import halves
+from .token_scales import of_columns
 
 
 class Cache(NamedTuple):
@@ -16,6 +18,10 @@ class Cache(NamedTuple):
 
     key: Any
     value: Any
+    key_scale: Any  # of all heads
+    value_scale: Any
+    kv_head: Any
+    num_kv_heads: Any
     table: Any  # the sequence's row of the block tables
     num_blocks: Any
     block_stride: Any
@@ -61,11 +67,21 @@ def load_blocks(
 
 
 @triton.jit
-def load_keys(cache, slots, dtype: tl.constexpr, config: tl.constexpr, MASKED: tl.constexpr):
-    """`[keys, widths.dims]`: the first tile of the keys."""
+def load_keys(
+    cache, slots, scales, dtype: tl.constexpr, config: tl.constexpr, MASKED: tl.constexpr
+):
+    """`[keys, widths.dims]`: the first tile of the keys; of four bits two tiles, half as wide."""
+    layout: tl.constexpr = config.layout
     columns: tl.constexpr = config.widths.head_dim
     WIDTH: tl.constexpr = config.widths.dims
-    if config.layout.pairs:
+    if layout.nibbles:
+        GROUP: tl.constexpr = columns // layout.key_groups
+        HALF: tl.constexpr = columns // 2
+        k = load_slots(cache.key, slots.keys, slots.inside, 0, WIDTH // 2, HALF, MASKED)
+        low = of_columns(scales.key_groups, 0, 1, WIDTH // 2, GROUP)
+        high = of_columns(scales.key_groups, HALF, 1, WIDTH // 2, GROUP)
+        return halves(k, low, high, dtype)
+    if layout.halves:
         k = load_slots(octets(cache.key), slots.keys, slots.inside, 0, WIDTH, columns, MASKED)
         k = widened(k, cache.key.dtype.element_ty)
     else:
@@ -75,15 +91,17 @@ def load_keys(cache, slots, dtype: tl.constexpr, config: tl.constexpr, MASKED: t
 
 @triton.jit
 def load_values(cache, slots, k, config: tl.constexpr, MASKED: tl.constexpr):
-    """`[keys, widths.value_dims]` in the dtype of the keys `k`, or half as many pairs."""
+    """`[keys, widths.value_dims]` in the dtype of the keys `k`, or as many in pairs of bytes."""
+    layout: tl.constexpr = config.layout
     columns: tl.constexpr = config.widths.value_dim
     WIDTH: tl.constexpr = config.widths.value_dims
     if config.widths.latent:
         v = k
-    elif config.layout.pairs:
+    elif layout.pairs:
         offsets = value_offsets(cache, slots, config) // 2
         plane = in_pairs(cache.value)
-        v = load_slots(plane, offsets, slots.inside, 0, WIDTH // 2, columns // 2, MASKED)
+        HELD: tl.constexpr = layout.sums  # columns of a pair
+        v = load_slots(plane, offsets, slots.inside, 0, WIDTH // HELD, columns // HELD, MASKED)
     else:
         offsets = value_offsets(cache, slots, config)
         v = load_slots(cache.value, offsets, slots.inside, 0, WIDTH, columns, MASKED).to(k.dtype)

@@ -28,10 +28,15 @@ def is_short(call: Call) -> bool:
     return call.longest_query <= SHORT_QUERY
 
 
+def in_halves(call: Call) -> bool:
+    """Whether products are of float16: fewer bits become that in fewer steps than bfloat16."""
+    few = call.cache_dtype is not None and call.dtype != "float32"
+    return few and (widths_of(call).latent or not is_wide(call))
+
+
 def in_eight_bits(call: Call) -> bool:
     """Whether eight_bits.py can read the cache: values are pairs of columns, products float16."""
-    eight = call.cache_dtype is not None and call.dtype != "float32"
-    return eight and not is_wide(call) and not widths_of(call).latent and call.out_dim % 2 == 0
+    return in_halves(call) and not widths_of(call).latent and call.out_dim % 2 == 0
 
 
 def short_program(call: Call, programs: int, rows: int, device: Device):
