@@ -57,25 +57,31 @@ EVEN_AND_ODD = tl.constexpr(
 def halves(bytes, low, high, DTYPE: tl.constexpr):
     """The columns of the first and of the second half of rows, times `low` and `high`."""
     if INTERPRETED or DTYPE == tl.float32:
-        return plain(bytes, low, DTYPE), plain(bytes >> 4, high, DTYPE)
-    return tl.inline_asm_elementwise(
-        NEIGHBOURS,
-        "=r,=r,=r,=r,r,r,r,r,r", [bytes, low, high], dtype=(tl.float16, tl.float16), is_pure=True,
-        pack=4,
-    )  # fmt: skip
+        tiles = plain(bytes, low, DTYPE), plain(bytes >> 4, high, DTYPE)
+    else:
+        tiles = tl.inline_asm_elementwise(
+            NEIGHBOURS,
+            "=r,=r,=r,=r,r,r,r,r,r", [bytes, low, high], dtype=(tl.float16, tl.float16),
+            is_pure=True, pack=4,
+        )  # fmt: skip
+    return tiles
 
 
 @triton.jit
 def quarters(pairs, low, high, DTYPE: tl.constexpr):
     """The even and the odd columns of the first half, and those of the second, of pairs of bytes."""
     if INTERPRETED or DTYPE == tl.float32:
-        first = plain(pairs, low, DTYPE), plain(pairs >> 8, low, DTYPE)
-        return *first, plain(pairs >> 4, high, DTYPE), plain(pairs >> 12, high, DTYPE)
-    return tl.inline_asm_elementwise(
-        EVEN_AND_ODD,
-        "=r,=r,=r,=r,r,r,r", [pairs, low, high],
-        dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
-    )  # fmt: skip
+        tiles = (
+            plain(pairs, low, DTYPE), plain(pairs >> 8, low, DTYPE),
+            plain(pairs >> 4, high, DTYPE), plain(pairs >> 12, high, DTYPE),
+        )  # fmt: skip
+    else:
+        tiles = tl.inline_asm_elementwise(
+            EVEN_AND_ODD,
+            "=r,=r,=r,=r,r,r,r", [pairs, low, high],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    return tiles
 
 
 @triton.jit

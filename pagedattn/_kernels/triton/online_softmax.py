@@ -74,6 +74,7 @@ def attend_keys(
     Where products are of float16, for fewer bits, `formula.scale` is one scale for each row.
     """
     KEYS: tl.constexpr = config.keys
+    SUMS: tl.constexpr = config.layout.sums
     start, stop = span.start, span.stop
     highest, total, sums = state.highest, state.total, state.sums
     if apart:
@@ -110,7 +111,7 @@ def attend_keys(
         # Not before: until here they take half the registers, or a quarter.
         tiles = value_tiles(v, scales, cache, rounded.dtype, config)
         added = ()
-        for i in tl.static_range(config.layout.sums):
+        for i in tl.static_range(SUMS):
             product = tl.dot(rounded, tiles[i], sums[i] * kept[:, None], input_precision="ieee")
             added = added + (product,)  # noqa: RUF005
         sums = added
@@ -133,10 +134,12 @@ def value_tiles(v, scales, cache, dtype: tl.constexpr, config: tl.constexpr):
         WIDTH: tl.constexpr = v.shape[1]
         low = of_columns(scales.value_groups, 0, 2, WIDTH, GROUP)
         high = of_columns(scales.value_groups, COLUMNS // 2, 2, WIDTH, GROUP)
-        return quarters(v, low, high, dtype)
-    if layout.pairs:
-        return taken_apart(v, cache.value.dtype.element_ty)
-    return (v,)
+        tiles = quarters(v, low, high, dtype)
+    elif layout.pairs:
+        tiles = taken_apart(v, cache.value.dtype.element_ty)
+    else:
+        tiles = (v,)
+    return tiles
 
 
 @triton.jit

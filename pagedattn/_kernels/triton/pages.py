@@ -80,13 +80,13 @@ def load_keys(
         k = load_slots(cache.key, slots.keys, slots.inside, 0, WIDTH // 2, HALF, MASKED)
         low = of_columns(scales.key_groups, 0, 1, WIDTH // 2, GROUP)
         high = of_columns(scales.key_groups, HALF, 1, WIDTH // 2, GROUP)
-        return halves(k, low, high, dtype)
-    if layout.halves:
+        k = halves(k, low, high, dtype)
+    elif layout.halves:
         k = load_slots(octets(cache.key), slots.keys, slots.inside, 0, WIDTH, columns, MASKED)
         k = widened(k, cache.key.dtype.element_ty)
     else:
-        k = load_slots(cache.key, slots.keys, slots.inside, 0, WIDTH, columns, MASKED)
-    return k.to(dtype)
+        k = load_slots(cache.key, slots.keys, slots.inside, 0, WIDTH, columns, MASKED).to(dtype)
+    return k
 
 
 @triton.jit

@@ -117,6 +117,7 @@ def attend_leaves(
 @triton.jit
 def attend_leaf(step, span, queries, cache, formula, config: tl.constexpr, MASKED: tl.constexpr):
     """The state of one step of keys."""
+    SUMS: tl.constexpr = config.layout.sums
     keys = step + tl.arange(0, config.keys)
     inside = (keys >= span.begin) & (keys < span.end)
     slots = find_slots(cache, step, keys, inside, config, MASKED)
@@ -131,7 +132,7 @@ def attend_leaf(step, span, queries, cache, formula, config: tl.constexpr, MASKE
     rounded = of_values(weights, scales, config).to(queries.q.dtype)
     tiles = value_tiles(v, scales, cache, rounded.dtype, config)
     sums = ()
-    for i in tl.static_range(config.layout.sums):
+    for i in tl.static_range(SUMS):
         sums = sums + (tl.dot(rounded, tiles[i], input_precision="ieee"),)  # noqa: RUF005
     return State(highest=highest, total=row_sums(weights), sums=sums)
 

@@ -43,8 +43,9 @@ def join_states(before, after, ALIBI: tl.constexpr):
     old = tl.exp2((before.highest - shift) * exponent)
     new = tl.exp2((after.highest - shift) * exponent)
     total = tl.fma(after.total, new, before.total * old)
+    SUMS: tl.constexpr = len(before.sums)
     sums = ()
-    for i in tl.static_range(len(before.sums)):
+    for i in tl.static_range(SUMS):
         sums = sums + (joined_columns(before.sums[i], after.sums[i], old, new),)  # noqa: RUF005
     return State(highest=highest, total=total, sums=sums)
 
@@ -75,7 +76,9 @@ def columns_of(state, config: tl.constexpr, tile: tl.constexpr):
     if config.layout.nibbles:
         low = tl.reshape(tl.join(sums[0], sums[1]), [ROWS, COLUMNS // 2])
         high = tl.reshape(tl.join(sums[2], sums[3]), [ROWS, COLUMNS // 2])
-        return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [ROWS, COLUMNS])
-    if config.layout.pairs:
-        return tl.reshape(tl.join(sums[0], sums[1]), [ROWS, COLUMNS])
-    return sums[0]
+        columns = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [ROWS, COLUMNS])
+    elif config.layout.pairs:
+        columns = tl.reshape(tl.join(sums[0], sums[1]), [ROWS, COLUMNS])
+    else:
+        columns = sums[0]
+    return columns

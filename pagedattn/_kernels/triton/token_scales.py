@@ -29,9 +29,17 @@ class Scales(NamedTuple):
 
 @triton.jit
 def load_scales(cache, slots, config: tl.constexpr, MASKED: tl.constexpr):
+    """The scales of a step, if tokens have any."""
+    if config.layout.scaled:
+        scales = load_all(cache, slots, config, MASKED)
+    else:
+        scales = ()
+    return scales
+
+
+@triton.jit
+def load_all(cache, slots, config: tl.constexpr, MASKED: tl.constexpr):
     layout: tl.constexpr = config.layout
-    if not layout.scaled:
-        return ()
     at = (slots.blocks * layout.block_size + slots.slots) * cache.num_kv_heads + cache.kv_head
     inside = slots.inside
     key_groups, value_groups = (), ()
@@ -50,7 +58,7 @@ def load_scales(cache, slots, config: tl.constexpr, MASKED: tl.constexpr):
         log *= LN2
     return Scales(
         key=key, value=value, log=log, key_groups=key_groups, value_groups=value_groups
-    )  # fmt: skip
+    )
 
 
 @triton.jit
@@ -106,8 +114,9 @@ def of_columns(
     """`[keys, WIDTH]`: what is left of the scales, for every STEP-th column from FIRST on."""
     columns = FIRST + STEP * tl.arange(0, WIDTH)[None, :]
     KEYS: tl.constexpr = groups[0].shape[0]
+    GROUPS: tl.constexpr = len(groups)
     spread = tl.broadcast_to(groups[FIRST // GROUP][:, None], [KEYS, WIDTH])
-    for i in tl.static_range(FIRST // GROUP + 1, len(groups)):
+    for i in tl.static_range(FIRST // GROUP + 1, GROUPS):
         if i * GROUP < FIRST + STEP * WIDTH:
             spread = tl.where(columns >= i * GROUP, groups[i][:, None], spread)
     return spread
