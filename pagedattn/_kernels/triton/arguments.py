@@ -63,7 +63,7 @@ class Layout(NamedTuple):
     alike: bool  # the values have the keys' strides
     halves: bool  # products are of float16, as eight_bits.py makes it
     pairs: bool  # values are read as pairs of bytes
-    scaled: bool  # tokens have scales
+    scaled: bool  # tokens have scales, one each for a key and a value
     small: bool  # offsets in the cache fit into 32 bits, which saves registers
     key_groups: int  # with a scale each, in a key of which a byte holds two columns; else 0
     value_groups: int

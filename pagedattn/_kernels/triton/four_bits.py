@@ -1,8 +1,9 @@
-"""Keys and values of four bits, made float16 in registers, times what is left of their scales.
+"""Keys and values of four bits, made float16 in registers, times an eighth of their scales.
 
 A byte holds a column of the first half of a row in its low four bits, and one of the second half in
 its high ones, in two's complement. With the sign bit turned, n is a number from 0 to 15; 0x6400 + n
-is the float16 1024 + n, and 0x6400 + 16 n is 1024 + 16 n.
+is the float16 1024 + n, and 0x6400 + 16 n is 1024 + 16 n. An eighth, since 7 times the largest
+scale is no float16.
 """
 
 import triton
@@ -10,30 +11,33 @@ import triton.language as tl
 
 from .eight_bits import INTERPRETED
 
+EIGHT = tl.constexpr(8.0)
+# 2**-3 and -(1024 + 8) * 2**-3, 2**-7 and -(1024 + 16 * 8) * 2**-7
 REGISTERS = """{
-    .reg .b32 bytes, more, eight, sixteenth, offset, low, high;
-    mov.b32 eight, 0x64086408;
-    mov.b32 sixteenth, 0x2c002c00;
-    mov.b32 offset, 0xd480d480;
+    .reg .b32 bytes, more, low, high, low_unit, low_offset, high_unit, high_offset;
+    mov.b32 low_unit, 0x30003000;
+    mov.b32 low_offset, 0xd808d808;
+    mov.b32 high_unit, 0x20002000;
+    mov.b32 high_offset, 0xc880c880;
 """
 
 
 def unpack(source: str, low: str, high: str, low_scale: str, high_scale: str) -> str:
     """Assembly: of the bytes 0 and 2 of a register two float16 each of the low and the high bits.
 
-    The operation of lop3 is (a & b) ^ c. 1024 + 8 + n and 72 + n remain, of which n is left.
+    The operation of lop3 is (a & b) ^ c.
     """
     return f"""
     lop3.b32 low, {source}, 0x000f000f, 0x64086408, 0x6a;
     lop3.b32 high, {source}, 0x00f000f0, 0x64806480, 0x6a;
-    sub.f16x2 low, low, eight;
-    fma.rn.f16x2 high, high, sixteenth, offset;
+    fma.rn.f16x2 low, low, low_unit, low_offset;
+    fma.rn.f16x2 high, high, high_unit, high_offset;
     mul.f16x2 {low}, low, {low_scale};
     mul.f16x2 {high}, high, {high_scale};
 """
 
 
-# Four bytes, and of each of their columns what is left of its scale.
+# Four bytes, and the scales of their columns.
 NEIGHBOURS = tl.constexpr(
     f"""{REGISTERS}
     prmt.b32 bytes, $4, 0, 0x4140;
@@ -86,5 +90,5 @@ def quarters(pairs, low, high, DTYPE: tl.constexpr):
 
 @triton.jit
 def plain(bits, scale, DTYPE: tl.constexpr):
-    """The numbers in the lowest four bits, times a scale."""
-    return (((bits & 15) ^ 8).to(DTYPE) - 8.0) * scale.to(DTYPE)
+    """The numbers in the lowest four bits, times an eighth of a scale."""
+    return (((bits & 15) ^ 8).to(DTYPE) - 8.0) / EIGHT * scale.to(DTYPE)

@@ -185,7 +185,7 @@ def _layout(call: Call, unit: int) -> Layout:
         small=small,
         pairs=pairs,
         halves=in_halves(call) and (pairs or widths_of(call).latent),
-        scaled=call.token_scales,
+        scaled=call.token_scales and not four,
         key_groups=call.head_dim // group_of(call.head_dim) if four else 0,
         value_groups=call.out_dim // group_of(call.out_dim) if four else 0,
     )

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 
 from .eight_bits import octets, taken_apart, widened
-from .four_bits import quarters
+from .four_bits import EIGHT, quarters
 from .pages import find_slots, load_keys, load_slots, load_values
-from .token_scales import load_scales, of_columns
+from .token_scales import load_scales
 
 LOG2E = tl.constexpr(1.4426950408889634)
 ONE = tl.constexpr(1.0)
@@ -88,7 +88,7 @@ def attend_keys(
         # Keys that no row sees are not read: a NaN there would survive a weight of 0.
         # Fewer bits become the query's dtype in registers.
         scales = load_scales(cache, slots, config, MASKED)
-        k = load_keys(cache, slots, scales, queries.q.dtype, config, MASKED)
+        k = load_keys(cache, slots, queries.q.dtype, config, MASKED)
         products = qk_matmul(queries, k, cache, slots, scales, formula.scale, config, apart, MASKED)
         v = load_values(cache, slots, k, config, MASKED)
         if apart:
@@ -102,14 +102,14 @@ def attend_keys(
                 )  # fmt: skip
                 rounded = of_values(weights, scales, config).to(queries.q.dtype)
         else:
-            scale = 1.0 if config.layout.halves else formula.scale
+            scale = scale_left(formula.scale, config)
             weights, kept, highest, total = weigh(
                 products, scales, highest, total, keys, inside, queries, scale, formula, config,
                 MASKED,
             )  # fmt: skip
             rounded = of_values(weights, scales, config).to(queries.q.dtype)
         # Not before: until here they take half the registers, or a quarter.
-        tiles = value_tiles(v, scales, cache, rounded.dtype, config)
+        tiles = value_tiles(v, cache, rounded.dtype, config)
         added = ()
         for i in tl.static_range(SUMS):
             product = tl.dot(rounded, tiles[i], sums[i] * kept[:, None], input_precision="ieee")
@@ -119,23 +119,28 @@ def attend_keys(
 
 
 @triton.jit
-def of_values(weights, scales, config: tl.constexpr):
-    """The weights of values as they are held."""
-    return weights * scales.value[None, :] if config.layout.scaled else weights
+def scale_left(scale, config: tl.constexpr):
+    """The scale that `qk_matmul` has not multiplied with."""
+    return 1.0 if config.layout.halves or config.layout.nibbles else scale
 
 
 @triton.jit
-def value_tiles(v, scales, cache, dtype: tl.constexpr, config: tl.constexpr):
+def of_values(weights, scales, config: tl.constexpr):
+    """The weights of values as they are held, or as `value_tiles` has them."""
+    if config.layout.scaled:
+        weights = weights * scales.value[None, :]
+    elif config.layout.nibbles:
+        weights = weights * EIGHT
+    return weights
+
+
+@triton.jit
+def value_tiles(v, cache, dtype: tl.constexpr, config: tl.constexpr):
     """The tiles that values are summed up in, of what was loaded."""
-    layout: tl.constexpr = config.layout
-    if layout.nibbles:
-        COLUMNS: tl.constexpr = config.widths.value_dim
-        GROUP: tl.constexpr = COLUMNS // layout.value_groups
-        WIDTH: tl.constexpr = v.shape[1]
-        low = of_columns(scales.value_groups, 0, 2, WIDTH, GROUP)
-        high = of_columns(scales.value_groups, COLUMNS // 2, 2, WIDTH, GROUP)
-        tiles = quarters(v, low, high, dtype)
-    elif layout.pairs:
+    if config.layout.nibbles:
+        pairs, low, high = v
+        tiles = quarters(pairs, low, high, dtype)
+    elif config.layout.pairs:
         tiles = taken_apart(v, cache.value.dtype.element_ty)
     else:
         tiles = (v,)
@@ -154,6 +159,7 @@ def qk_matmul(
     if layout.nibbles:
         products = tl.dot(queries.q, tl.trans(k[0]), input_precision="ieee")
         products = tl.dot(queries.q_rest, tl.trans(k[1]), products, input_precision="ieee")
+        scale = scale * EIGHT
     else:
         products = tl.dot(queries.q, tl.trans(k), input_precision="ieee")
     if config.widths.rest > 0:
@@ -165,7 +171,7 @@ def qk_matmul(
             products = tl.dot(queries.q_rest, tl.trans(k_rest), products, input_precision="ieee")
             if layout.halves:
                 products = products * scale
-    elif apart or layout.halves:
+    elif apart or layout.halves or layout.nibbles:
         products = products * scale
     return products * scales.key[None, :] if layout.scaled else products
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .eight_bits import in_pairs, octets, widened
 from .four_bits import halves
-from .token_scales import of_columns
+from .token_scales import load_groups, row_of
 
 
 class Cache(NamedTuple):
@@ -67,19 +67,17 @@ def load_blocks(
 
 
 @triton.jit
-def load_keys(
-    cache, slots, scales, dtype: tl.constexpr, config: tl.constexpr, MASKED: tl.constexpr
-):
+def load_keys(cache, slots, dtype: tl.constexpr, config: tl.constexpr, MASKED: tl.constexpr):
     """`[keys, widths.dims]`: the first tile of the keys; of four bits two tiles, half as wide."""
     layout: tl.constexpr = config.layout
     columns: tl.constexpr = config.widths.head_dim
     WIDTH: tl.constexpr = config.widths.dims
     if layout.nibbles:
-        GROUP: tl.constexpr = columns // layout.key_groups
         HALF: tl.constexpr = columns // 2
         k = load_slots(cache.key, slots.keys, slots.inside, 0, WIDTH // 2, HALF, MASKED)
-        low = of_columns(scales.key_groups, 0, 1, WIDTH // 2, GROUP)
-        high = of_columns(scales.key_groups, HALF, 1, WIDTH // 2, GROUP)
+        low, high = load_halves(
+            cache.key_scale, cache, slots, WIDTH // 2, 1, columns, layout.key_groups, config, MASKED
+        )
         k = halves(k, low, high, dtype)
     elif layout.halves:
         k = load_slots(octets(cache.key), slots.keys, slots.inside, 0, WIDTH, columns, MASKED)
@@ -102,10 +100,29 @@ def load_values(cache, slots, k, config: tl.constexpr, MASKED: tl.constexpr):
         plane = in_pairs(cache.value)
         HELD: tl.constexpr = layout.sums  # columns of a pair
         v = load_slots(plane, offsets, slots.inside, 0, WIDTH // HELD, columns // HELD, MASKED)
+        if layout.nibbles:
+            low, high = load_halves(
+                cache.value_scale, cache, slots, WIDTH // HELD, 2, columns, layout.value_groups,
+                config, MASKED,
+            )  # fmt: skip
+            v = v, low, high
     else:
         offsets = value_offsets(cache, slots, config)
         v = load_slots(cache.value, offsets, slots.inside, 0, WIDTH, columns, MASKED).to(k.dtype)
     return v
+
+
+@triton.jit
+def load_halves(
+    scales, cache, slots, WIDTH: tl.constexpr, HELD: tl.constexpr, COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr, config: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """`[keys, WIDTH]` twice: the scales of the columns of the first half and of the second."""
+    rows, inside = row_of(cache, slots, config), slots.inside
+    GROUP: tl.constexpr = COLUMNS // GROUPS
+    low = load_groups(scales, rows, inside, 0, WIDTH, HELD, GROUP, GROUPS, MASKED)
+    high = load_groups(scales, rows, inside, COLUMNS // 2, WIDTH, HELD, GROUP, GROUPS, MASKED)
+    return low, high
 
 
 @triton.jit

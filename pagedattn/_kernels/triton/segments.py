@@ -17,6 +17,7 @@ from .online_softmax import (
     logits_of,
     of_values,
     qk_matmul,
+    scale_left,
     value_tiles,
     visible_keys,
 )
@@ -122,15 +123,15 @@ def attend_leaf(step, span, queries, cache, formula, config: tl.constexpr, MASKE
     inside = (keys >= span.begin) & (keys < span.end)
     slots = find_slots(cache, step, keys, inside, config, MASKED)
     scales = load_scales(cache, slots, config, MASKED)
-    k = load_keys(cache, slots, scales, queries.q.dtype, config, MASKED)
+    k = load_keys(cache, slots, queries.q.dtype, config, MASKED)
     products = qk_matmul(queries, k, cache, slots, scales, formula.scale, config, False, MASKED)
     v = load_values(cache, slots, k, config, MASKED)
-    scale = 1.0 if config.layout.halves else formula.scale
+    scale = scale_left(formula.scale, config)
     highest, weights = weigh_leaf(
         products, scales, keys, inside, queries, scale, formula, config, MASKED
     )
     rounded = of_values(weights, scales, config).to(queries.q.dtype)
-    tiles = value_tiles(v, scales, cache, rounded.dtype, config)
+    tiles = value_tiles(v, cache, rounded.dtype, config)
     sums = ()
     for i in tl.static_range(SUMS):
         sums = sums + (tl.dot(rounded, tiles[i], input_precision="ieee"),)  # noqa: RUF005

@@ -1,8 +1,7 @@
-"""Scales of tokens: one of each key and of each value, and of four bits one of each group of columns.
+"""Scales of tokens, and in four bits those of their groups of columns.
 
-A key's scale is a factor on its column of the products, a value's scale on its column of the
-weights. Of several groups those factors are powers of two, near the largest scale; what is left of
-each group's scale is a float16 near 1 or below, with which the numbers are multiplied in registers.
+A key's scale is a factor on its column of the products, a value's scale one on its column of the
+weights. The numbers of a group are multiplied by its scale in registers.
 """
 
 # Constants are NamedTuples here, which the type `constexpr` does not say.
@@ -23,100 +22,62 @@ class Scales(NamedTuple):
     key: Any
     value: Any
     log: Any  # of that of the value, as the logits are: see `Formula`
-    key_groups: Any  # what is left of each group's scale
-    value_groups: Any
 
 
 @triton.jit
 def load_scales(cache, slots, config: tl.constexpr, MASKED: tl.constexpr):
-    """The scales of a step, if tokens have any."""
+    """The scales of a step, if each token has one for its key and one for its value."""
     if config.layout.scaled:
-        scales = load_all(cache, slots, config, MASKED)
+        at = row_of(cache, slots, config)
+        key = load_numbers(cache.key_scale + at, slots.inside, MASKED)
+        value = key
+        if not config.widths.latent:
+            value = load_numbers(cache.value_scale + at, slots.inside, MASKED)
+        log = tl.log2(tl.maximum(value, LEAST))
+        if config.options.alibi:
+            log *= LN2
+        scales = Scales(key=key, value=value, log=log)
     else:
         scales = ()
     return scales
 
 
 @triton.jit
-def load_all(cache, slots, config: tl.constexpr, MASKED: tl.constexpr):
-    layout: tl.constexpr = config.layout
-    at = (slots.blocks * layout.block_size + slots.slots) * cache.num_kv_heads + cache.kv_head
-    inside = slots.inside
-    key_groups, value_groups = (), ()
-    if layout.nibbles:
-        key, key_groups = load_groups(cache.key_scale, at, inside, layout.key_groups, MASKED)
-        value, value_groups = load_groups(
-            cache.value_scale, at, inside, layout.value_groups, MASKED
-        )
-    else:
-        key = load_numbers(cache.key_scale, at, inside, 1.0, MASKED)
-        value = key
-        if not config.widths.latent:
-            value = load_numbers(cache.value_scale, at, inside, 1.0, MASKED)
-    log = tl.log2(tl.maximum(value, LEAST))
-    if config.options.alibi:
-        log *= LN2
-    return Scales(
-        key=key, value=value, log=log, key_groups=key_groups, value_groups=value_groups
-    )
+def row_of(cache, slots, config: tl.constexpr):
+    """The row of each key, and of its value, in arrays that lie as `[slots, heads, ...]`."""
+    slot = slots.blocks * config.layout.block_size + slots.slots
+    return slot * cache.num_kv_heads + cache.kv_head
 
 
 @triton.jit
-def load_numbers(array, at, inside, OTHER: tl.constexpr, MASKED: tl.constexpr):
-    """Numbers of an array; of keys that are not to be read another one."""
+def load_numbers(pointers, inside, MASKED: tl.constexpr):
+    """Scales; 1 for keys that are not to be read."""
     if MASKED:
-        return tl.load(array + at, mask=inside, other=OTHER)
-    return tl.load(array + at)
+        return tl.load(pointers, mask=inside, other=1.0)
+    return tl.load(pointers)
 
 
 @triton.jit
-def load_groups(array, at, inside, GROUPS: tl.constexpr, MASKED: tl.constexpr):
-    """The factor of each key, and what is left of the scale of each of its groups.
+def load_groups(
+    scales, rows, inside, FIRST: tl.constexpr, WIDTH: tl.constexpr, HELD: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """`[keys, WIDTH]`: the scale of every HELD-th column of a half of the row, from FIRST on.
 
-    Scales are read several at a time: a load of less than four bytes would not be under way while
-    others are.
+    Nothing but loads and broadcasts, through which the compiler finds the threads that need them.
     """
-    if GROUPS % 4 == 0:
-        EACH: tl.constexpr = 4
-        WORD: tl.constexpr = tl.uint64
-        ONES: tl.constexpr = 0x3C003C003C003C00
-    elif GROUPS % 2 == 0:
-        EACH: tl.constexpr = 2
-        WORD: tl.constexpr = tl.uint32
-        ONES: tl.constexpr = 0x3C003C00
+    HALF: tl.constexpr = GROUP * GROUPS // 2
+    PIECE: tl.constexpr = GROUP if HALF % GROUP == 0 else HALF & -HALF  # of one group each
+    PIECES: tl.constexpr = WIDTH * HELD // PIECE
+    groups = tl.arange(0, PIECES)
+    if PIECE == GROUP:
+        groups += FIRST // GROUP
     else:
-        EACH: tl.constexpr = 1
-        WORD: tl.constexpr = tl.uint16
-        ONES: tl.constexpr = 0x3C00
-    words = array.to(tl.pointer_type(WORD))
-    scales = ()
-    for i in tl.static_range(GROUPS // EACH):
-        word = load_numbers(words, at * (GROUPS // EACH) + i, inside, ONES, MASKED)
-        for j in tl.static_range(EACH):
-            bits = ((word >> (16 * j)) & 0xFFFF).to(tl.uint16)
-            scales = scales + (bits.to(tl.float16, bitcast=True),)  # noqa: RUF005
-    largest = scales[0]
-    for i in tl.static_range(1, GROUPS):
-        largest = tl.maximum(largest, scales[i])
-    # A float16 without its mantissa.
-    unit = (largest.to(tl.uint16, bitcast=True) & 0x7C00).to(tl.float16, bitcast=True)
-    unit = tl.maximum(unit.to(tl.float32), 2.0**-14)
-    left = ()
-    for i in tl.static_range(GROUPS):
-        left = left + ((scales[i].to(tl.float32) / unit).to(tl.float16),)  # noqa: RUF005
-    return unit, left
-
-
-@triton.jit
-def of_columns(
-    groups, FIRST: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr
-):
-    """`[keys, WIDTH]`: what is left of the scales, for every STEP-th column from FIRST on."""
-    columns = FIRST + STEP * tl.arange(0, WIDTH)[None, :]
-    KEYS: tl.constexpr = groups[0].shape[0]
-    GROUPS: tl.constexpr = len(groups)
-    spread = tl.broadcast_to(groups[FIRST // GROUP][:, None], [KEYS, WIDTH])
-    for i in tl.static_range(FIRST // GROUP + 1, GROUPS):
-        if i * GROUP < FIRST + STEP * WIDTH:
-            spread = tl.where(columns >= i * GROUP, groups[i][:, None], spread)
-    return spread
+        groups = (FIRST + groups * PIECE) // GROUP
+    if PIECES * PIECE > HALF:
+        groups = tl.minimum(groups, GROUPS - 1)  # beyond are columns of padding
+    pointers = scales + rows[:, None] * GROUPS + groups[None, :]
+    pieces = load_numbers(pointers, inside[:, None], MASKED)
+    KEYS: tl.constexpr = pieces.shape[0]
+    spread = tl.broadcast_to(pieces[:, :, None], [KEYS, PIECES, PIECE // HELD])
+    return tl.reshape(spread, [KEYS, WIDTH])
