@@ -91,4 +91,4 @@ def quarters(pairs, low, high, DTYPE: tl.constexpr):
 @triton.jit
 def plain(bits, scale, DTYPE: tl.constexpr):
     """The numbers in the lowest four bits, times an eighth of a scale."""
-    return (((bits & 15) ^ 8).to(DTYPE) - 8.0) / EIGHT * scale.to(DTYPE)
+    return (((bits & 15) ^ 8).to(DTYPE) - 8.0) * 0.125 * scale.to(DTYPE)

@@ -24,6 +24,7 @@ SUPPORTS = frozenset(
     | {"cache_dtype", "token_scales", "value_dim", "sinks", "return_lse", "batch_invariant"}
 )
 LOG2E = math.log2(math.e)
+FEW_STEPS = 4  # whose masks cost less than a loop of their own
 
 
 class Launch(NamedTuple):
@@ -209,8 +210,9 @@ def _tile_shapes(call: Call, tiles: Tiling, pairs: bool) -> tuple[TileShape, Til
     # More warps than the rows need, at 16 rows a warp: they share the keys of a step. Only for
     # Hopper's matrix products, which take 64 rows at least.
     apart = 64 <= rows < 16 * num_warps
-    # A second loop, without masks, pays where arithmetic takes the time.
-    unmasked = call.window is None and (pairs or not is_short(call))
+    # A second loop, without masks, pays where arithmetic takes the time, in some steps.
+    steps = call.max_keys // (tiles.splits * tiles.program.keys)
+    unmasked = call.window is None and (not is_short(call) or (pairs and steps > FEW_STEPS))
     if tiles.segment > 0:
         unmasked = unmasked and not pairs and same_without_masks(call)
     tile = TileShape(tiles.heads, tiles.tokens, rows, apart, unmasked)
