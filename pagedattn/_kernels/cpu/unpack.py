@@ -10,7 +10,18 @@ from numba import types
 
 from . import float16
 from .compiling import fast, intrinsic, within
-from .dtypes import BFLOAT16, INT4, INT8, TOKENS, each, narrowed, pair_of, put_end, put_vector, widened
+from .dtypes import (
+    BFLOAT16,
+    INT4,
+    INT8,
+    TOKENS,
+    each,
+    narrowed,
+    pair_of,
+    put_end,
+    put_vector,
+    widened,
+)
 from .memory import get_float32, get_int64, put_float32
 from .simd import (
     BYTE,

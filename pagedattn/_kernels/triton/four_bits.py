@@ -60,7 +60,7 @@ EVEN_AND_ODD = tl.constexpr(
 @triton.jit
 def halves(bytes, low, high, DTYPE: tl.constexpr):
     """The columns of the first and of the second half of rows, times `low` and `high`."""
-    if INTERPRETED or DTYPE == tl.float32:
+    if INTERPRETED or tl.float32 == DTYPE:
         tiles = plain(bytes, low, DTYPE), plain(bytes >> 4, high, DTYPE)
     else:
         tiles = tl.inline_asm_elementwise(
@@ -73,8 +73,8 @@ def halves(bytes, low, high, DTYPE: tl.constexpr):
 
 @triton.jit
 def quarters(pairs, low, high, DTYPE: tl.constexpr):
-    """The even and the odd columns of the first half, and those of the second, of pairs of bytes."""
-    if INTERPRETED or DTYPE == tl.float32:
+    """Of pairs of bytes, the even and the odd columns of the first half, and of the second."""
+    if INTERPRETED or tl.float32 == DTYPE:
         tiles = (
             plain(pairs, low, DTYPE), plain(pairs >> 8, low, DTYPE),
             plain(pairs >> 4, high, DTYPE), plain(pairs >> 12, high, DTYPE),
