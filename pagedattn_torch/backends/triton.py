@@ -60,8 +60,9 @@ def run(call: Call, query: Tensor, cache, plan: Plan, *, sinks: Tensor | None = 
     """out and lse of a call; every element of both is written by the kernels."""
     sinks = plan.tables[-1] if sinks is None else sinks.float()
     value = cache.key if cache.value is None else cache.value
-    scales = _scales(cache) if call.token_scales else plan.tables[-1:] * 2
-    arrays = Arrays(query, cache.key, value, *plan.tables, sinks, *scales)
+    scales = _scales(cache) if call.token_scales else (sinks, sinks)
+    given = {"sinks": sinks, "key_scale": scales[0], "value_scale": scales[1]}
+    arrays = Arrays(query, cache.key, value, *plan.tables, **given)
     lse = query.new_empty(call.lse_shape, dtype=torch.float32)
     outs = Results(query.new_empty(call.out_shape), lse)
     if plan.tiles.splits == 1:
