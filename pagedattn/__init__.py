@@ -1,6 +1,7 @@
 """Paged attention for JAX at hardware speed, with PyTorch's kernels reached through DLPack."""
 
 from ._dispatch.backend import Backend
+from ._dispatch.crossings import Crossings
 from ._dispatch.registry import available_backends
 from .attention import explain, paged_attention, ragged_attention, select_backend
 from .batch.check_batch import check_batch
@@ -34,6 +35,7 @@ __all__ = [
     "BackendUnavailableError",
     "BatchMetadata",
     "BlockPool",
+    "Crossings",
     "Growth",
     "InvalidInputError",
     "KVCache",

@@ -24,7 +24,6 @@ from .call import torch_call
 from .functions import text_of
 
 SHARED_DEVICES = ("cpu", "cuda")  # JAX and torch share memory on these
-LEAST_WORK = 1 << 24  # products of an element of a query and one of a key: above, torch is faster
 
 
 def bridged(backend: Backend) -> Backend:
@@ -92,8 +91,8 @@ def takes(dtype: str) -> bool:
 def _too_little_work(call: Call) -> list[str]:
     """On a CPU, with few products, the xla backend is faster than a call of torch."""
     work = call.num_tokens * call.num_heads * call.head_dim * call.capacity
-    if call.device == "cpu" and work < LEAST_WORK:
-        return [f"{work} products at most: xla is faster under {LEAST_WORK}"]
+    if call.device == "cpu" and work < (least := call.crossings.sdpa_work):
+        return [f"{work} products at most: xla is faster under {least}"]
     return []
 
 

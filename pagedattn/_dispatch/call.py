@@ -3,7 +3,7 @@
 Backends are chosen by these facts, and launched with them.
 """
 
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from typing import NamedTuple
 
@@ -12,8 +12,10 @@ from .._arrays.inspect import dtype_name
 from .._arrays.memory import is_fake
 from .._arrays.namespace import cdiv
 from .._arrays.typing import TorchTensor
-from ..cache.packing import columns
+from ..cache.packing import columns, meant_dtype
+from ..cache.quantise import of_tokens
 from ..spec import AttentionSpec, set_options
+from .crossings import Crossings
 from .options import facts_of
 
 
@@ -49,18 +51,18 @@ class Layer(NamedTuple):
 
 def layer_of(query, cache) -> Layer:
     """The facts of a layer's arrays, which may be traced."""
-    dtype, cache_dtype = dtype_name(query.dtype), dtype_name(cache.dtype)
+    dtype, cache_dtype = dtype_name(query.dtype), dtype_name(meant_dtype(cache.key.dtype))
     strides = *map(strides_of, (query, *cache.planes)), ()
     value = cache.value
     return Layer(
         query_shape=tuple(query.shape),
-        cache_shape=(*cache.key.shape[:3], cache.head_dim),
+        cache_shape=(*cache.key.shape[:3], columns(cache.key)),
         value=None if value is None else ((*value.shape[:3], columns(value)), cache_dtype),
         dtype=dtype,
         device=device_of(query),
         strides=Strides(*strides[:3]),
         cache_dtype=None if cache_dtype == dtype else cache_dtype,
-        token_scales=cache.token_scales,
+        token_scales=of_tokens(cache.key_scale),
         value_dim=value_dim_of(cache),
         fake_tensors=isinstance(query, TorchTensor) and any(map(is_fake, (query, *cache.planes))),
     )
@@ -70,8 +72,9 @@ def value_dim_of(cache) -> int | None:
     """The columns of the values; None where those are a plane like the keys."""
     if cache.value is None:
         return cache.value_dim
-    value_dim = columns(cache.value)
-    return None if value_dim == cache.head_dim else value_dim
+    if cache.value.shape[-1] == cache.key.shape[-1]:
+        return None
+    return columns(cache.value)
 
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -113,6 +116,8 @@ class Call:
     bias: tuple[int, ...] | None = None  # its shape, if the call brings one
     return_lse: bool = False
     batch_invariant: bool = False  # whether the bits of a token's results follow from it alone
+    # No option: what `slower_because` compares the sizes with.
+    crossings: Crossings = field(default=Crossings(), metadata={"option": False})
 
     @property
     def set_options(self) -> tuple[str, ...]:
@@ -215,7 +220,11 @@ class Call:
 
 
 # The options that are no field of the spec.
-KEYWORDS = tuple(field.name for field in fields(Call) if field.default is not MISSING)
+KEYWORDS = tuple(
+    field.name
+    for field in fields(Call)
+    if field.default is not MISSING and field.metadata.get("option", True)
+)
 
 
 def call_of(

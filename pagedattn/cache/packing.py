@@ -41,6 +41,7 @@ def columns(plane) -> int:
     return plane.shape[-1] * (2 if is_packed(plane.dtype) else 1)
 
 
+@functools.cache
 def meant_dtype(plane_dtype: Hashable) -> Any:
     """The dtype of the numbers that planes of a dtype hold.
 

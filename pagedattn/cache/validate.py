@@ -114,11 +114,14 @@ def of_heads(cache_type: type) -> dict[str, bool]:
 
 def scales(cache) -> None:
     """Requires scales of quantised caches only: numbers above 0, or those of tokens for all."""
+    some = is_packed(cache.key.dtype)
     for name, of_quantised in of_heads(type(cache)).items():
         scale = getattr(cache, name)
         if scale is not None:
             _scale(f"the cache's {name}", scale, cache, of_quantised)
-    _alike(cache)
+            some = some or of_tokens(scale)
+    if some:
+        _of_tokens(cache)
 
 
 def _scale(name, scale, cache, of_quantised):
@@ -140,16 +143,14 @@ def _scale(name, scale, cache, of_quantised):
         raise InvalidInputError(f"{name} must be above 0, got {values}")
 
 
-def _alike(cache):
-    """Requires scales of tokens for every plane or for none; int4 has no others."""
+def _of_tokens(cache):
+    """Requires scales of tokens for every plane."""
     named = {"key_scale": cache.key}
     if cache.value is not None:
         named["value_scale"] = cache.value
-    held = [getattr(cache, name, None) for name in named]
-    if not (is_packed(cache.key.dtype) or any(map(of_tokens, held))):
-        return
     dtype = meant_dtype(cache.key.dtype)
-    for (name, plane), scale in zip(named.items(), held, strict=True):
+    for name, plane in named.items():
+        scale = getattr(cache, name, None)
         shape = scale_shape((*plane.shape[:3], columns(plane)), dtype)
         expected = f"{scale_dtype(dtype)}{list(shape)}"
         got = None if scale is None else f"{dtype_name(scale.dtype)}{list(scale.shape)}"
@@ -189,15 +190,14 @@ def _plane(value, given, key):
             "a cache's key and value must be [num_blocks, block_size, num_kv_heads, head_dim] and "
             f"[..., value_dim] of one dtype, got {describe(key)} and {describe(value)}"
         )
-    value_dim = columns(value)
-    if not value_dim > 0:
+    if not value.shape[3] > 0:
         raise InvalidInputError(
             f"a cache's value must have a column at least, got {describe(value)}"
         )
-    if given is not None and not (is_static_count(given) and given == value_dim):
+    if given is not None and not (is_static_count(given) and given == columns(value)):
         raise InvalidInputError(
-            f"value_dim of a cache with a value is its last axis, {value_dim}: leave it out, got "
-            f"{shown(given)}"
+            f"value_dim of a cache with a value is its last axis, {columns(value)}: leave it out, "
+            f"got {shown(given)}"
         )
 
 

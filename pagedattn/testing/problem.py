@@ -60,6 +60,14 @@ class Problem:
         return self.key_scale is not None and self.key_scale.ndim > 1
 
     @property
+    def by_slot(self) -> dict[str, np.ndarray]:
+        """The arrays with a row for each slot, by their fields: caches, and scales of tokens."""
+        names = ["key_cache", "value_cache"]
+        names += ["key_scale", "value_scale"] if self.token_scales else []
+        arrays = {name: getattr(self, name) for name in names}
+        return {name: array for name, array in arrays.items() if array is not None}
+
+    @property
     def block_size(self) -> int:
         return self.key_cache.shape[1]
 
@@ -94,10 +102,8 @@ class Problem:
         """The same problem with `poison` in all that no query sees, and in the padding rows."""
         query = self.query.copy()
         query[self.query_start_loc[-1] :] = poison
-        names = ["key_cache", "value_cache"]
-        names += ["key_scale", "value_scale"] if self.token_scales else []
         hidden = ~self.visible_slots
-        held = {name: _poisoned(getattr(self, name), hidden, poison) for name in names}
+        held = {name: _poisoned(array, hidden, poison) for name, array in self.by_slot.items()}
         return self.replace(query=query, **held, **self._hidden(poison))
 
     def _hidden(self, poison: float) -> dict[str, np.ndarray]:
@@ -112,10 +118,8 @@ class Problem:
         return {"bias": bias}
 
 
-def _poisoned(array: np.ndarray | None, hidden: np.ndarray, poison: float) -> Any:
+def _poisoned(array: np.ndarray, hidden: np.ndarray, poison: float) -> np.ndarray:
     """The array with `poison` in hidden slots; integers have none, and get their least value."""
-    if array is None:
-        return None
     hidden = hidden.reshape(*hidden.shape, *[1] * (array.ndim - 2))
     if array.dtype in (np.int8, np.uint8):
         return np.where(hidden, np.int8(-128).view(array.dtype), array)

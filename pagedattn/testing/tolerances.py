@@ -150,7 +150,8 @@ def dequantised(problem: Problem) -> Problem:
         if plane is not None:
             rows = oracle.numbers(plane)
             groups = scale.reshape(*rows.shape[:3], -1).astype(float)
-            rows = rows * np.repeat(groups, rows.shape[3] // groups.shape[3], axis=3)
+            with np.errstate(invalid="ignore"):  # of poison in what nobody sees
+                rows = rows * np.repeat(groups, rows.shape[3] // groups.shape[3], axis=3)
             held[f"{name}_cache"] = rounded(rows, problem.query.dtype)
     return problem.replace(**held)
 

@@ -6,6 +6,7 @@ of a few keys, and then values head by head. Meanwhile those to come are fetched
 
 import numpy as np
 
+from . import four_bits
 from .compiling import fast, within
 from .memory import get_float32, get_int32, get_int64, memcpy, memset, put_float32, put_int64
 from .pv_matmul import pv_1, pv_2, pv_4, set_weights
@@ -16,6 +17,7 @@ from .unpack import (
     fetch_row,
     gather_scales,
     is_packed,
+    looks_up,
     scale_logits,
     scales_logits,
     unpack_row,
@@ -161,10 +163,15 @@ def attend(args, dtypes, held, work_item, queries, sums, highest, total, room):
                     logits + head * head_bytes + 4 * k,
                 )
                 plane, offsets = args.key + head * args.key_head, at
+                scale = args.scale * factor(args.key_scale, args.key_scale_head, head)
+                if looks_up(held) and args.head_dim % (2 * four_bits.GROUP) == 0:
+                    four_bits.set_logits(
+                        args, row, rows, plane, at, slots + 8 * k, head, many, scale, out
+                    )
+                    continue
                 if is_packed(held):
                     unpack_keys(args, held, plane, at, slots + 8 * k, head, many, tokens)
                     plane, offsets = rows_of(tokens), steps_of(tokens)
-                scale = args.scale * factor(args.key_scale, args.key_scale_head, head)
                 set_logits(args, dtypes, row, rows, plane, offsets, many, scale, out)
         for head in range(heads):
             own, tops = logits + head * head_bytes, highest + 4 * head * rows
@@ -192,6 +199,26 @@ def attend(args, dtypes, held, work_item, queries, sums, highest, total, room):
             later = head + 1
             ahead = values + 8 * CHUNK * (later // heads)
             plane = args.value + (later % heads) * args.value_head
+            if looks_up(held) and args.value_columns % (2 * four_bits.GROUP) == 0:
+                seen = shown if args.bias != 0 else np.int64(0)
+                room_of_head = rows_of(tokens)
+                four_bits.add_values(
+                    args,
+                    out,
+                    rows,
+                    value,
+                    values,
+                    plane,
+                    ahead,
+                    slots,
+                    head,
+                    count,
+                    own,
+                    kept,
+                    seen,
+                    room_of_head,
+                )
+                continue
             if is_packed(held):
                 unpack_values(args, held, value, values, plane, ahead, slots, head, count, tokens)
                 if args.bias != 0:

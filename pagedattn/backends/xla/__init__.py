@@ -90,18 +90,21 @@ def _attend(
     scaled = _tile_queries(call, query, tiles) * call.scale
     rows = None if bias is None else _tile_bias(bias, tiles, num_chunks * chunk, scaled.dtype)
 
+    scales = cache.key_scale, cache.value_scale  # those of tokens, or None
+    arrays = list(zip(cache.planes, scales, strict=False))
+
     def update(state, keys):
         inside = (keys >= tiles.first_key[:, None]) & (keys < tiles.last_key[:, None])
         slots = _slots(tiles.tables, keys[0], call.block_size)
-        gathered = functools.partial(_gather, slots=slots, inside=inside, dtype=scaled.dtype)
-        key, *rest = map(gathered, cache.planes, (cache.key_scale, cache.value_scale))
-        (value,) = rest or (key[..., : call.out_dim],)
+        held = jax.tree.map(lambda array: _gather(array, slots, inside), arrays)
         visible = visible_mask(tiles.positions, keys, call.spec) & inside[:, None]
         visible, added = visible & tiles.valid[:, :, None], None
         if rows is not None:
             added = jax.lax.dynamic_slice_in_dim(rows, keys[0, 0], chunk, 3)
             added = jnp.where(visible[:, None], added, -jnp.inf)
-            key, value = _shown(key, added), _shown(value, added)
+            held = jax.tree.map(lambda rows: _shown(rows, added), held)
+        key, *rest = (dequantised(*pair, scaled.dtype) for pair in held)
+        (value,) = rest or (key[..., : call.out_dim],)
         logits = _logits(call, scaled, key, tiles, keys, visible, slopes, added)
         return accumulate(state, logits, value)
 
@@ -157,26 +160,24 @@ def _slots(
 
 
 def _gather(
-    plane: Shaped[Array, "num_blocks block_size kv_heads held_dim"],
-    scale: Float[Array, "num_blocks block_size kv_heads *groups"] | None,
+    array: Shaped[Array, "num_blocks block_size kv_heads *row"],
     slots: Int[Array, "step chunk"],
     inside: Bool[Array, "step chunk"],
-    dtype,
-) -> Float[Array, "step kv_heads chunk head_dim"]:
-    """Rows of a cache plane in a dtype, times the scales of tokens, 0 where no query may look.
+) -> Shaped[Array, "step kv_heads chunk *row"]:
+    """Rows of a cache's plane or of its tokens' scales, 0 where no query may look.
 
     With heads before slots XLA:CPU need not transpose for its matrix products. The zeros are there
     because a NaN would survive a weight of 0.
     """
-    heads = jnp.arange(plane.shape[2])[None, :, None]
+    flat = array.reshape(-1, *array.shape[2:])
+    heads = jnp.arange(array.shape[2])[None, :, None]
+    rows = flat.at[slots[:, None], heads].get(mode="clip")
+    return jnp.where(_along(inside[:, None], rows), rows, 0)
 
-    def rows(array):
-        flat = array.reshape(-1, *array.shape[2:])
-        read = flat.at[slots[:, None], heads].get(mode="clip")
-        shown = inside.reshape(*inside.shape[:1], 1, -1, *[1] * (read.ndim - 3))
-        return jnp.where(shown, read, 0)
 
-    return dequantised(rows(plane), None if scale is None else rows(scale), dtype)
+def _along(mask: Bool[Array, "..."], rows: Shaped[Array, "..."]) -> Bool[Array, "..."]:
+    """A mask of rows for all that is in them."""
+    return mask.reshape(*mask.shape, *[1] * (rows.ndim - mask.ndim))
 
 
 def _logits(
@@ -203,11 +204,11 @@ def _logits(
 
 
 def _shown(
-    plane: Float[Array, "step kv_heads chunk dim"],
+    rows: Shaped[Array, "step kv_heads chunk *row"],
     added: Float[Array, "step heads tile chunk"],
-) -> Float[Array, "step kv_heads chunk dim"]:
-    """Keys or values, 0 where a bias leaves none to see them: as for those outside."""
+) -> Shaped[Array, "step kv_heads chunk *row"]:
+    """Rows of keys or values, 0 where a bias leaves none to see them: as for those outside."""
     step, heads, _, chunk = added.shape
-    kv_heads = plane.shape[1] if heads > 1 else 1
+    kv_heads = rows.shape[1] if heads > 1 else 1
     shown = (added > -jnp.inf).any(axis=2).reshape(step, kv_heads, -1, chunk).any(axis=2)
-    return jnp.where(shown[..., None], plane, 0)
+    return jnp.where(_along(shown, rows), rows, 0)

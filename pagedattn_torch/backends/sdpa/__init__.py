@@ -175,7 +175,7 @@ def _gathered(call: Call, turn: Turn, planes, rooms) -> list[Tensor]:
     """Keys and values of a turn as `[size, kv_heads, keys, dim]`; of a latent cache the keys."""
     gathered = []
     for (plane, scale), (room, wide) in zip(planes, rooms, strict=True):
-        pages = _pages(turn, plane, room)
+        pages = plane[turn.run] if turn.run is not None else _pages(turn, plane, room)
         if scale is not None:
             dtype = _dtype(call.device, call.dtype)
             pages = dequantised(pages, _pages(turn, scale, None), dtype)

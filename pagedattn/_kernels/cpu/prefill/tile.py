@@ -1,38 +1,16 @@
-"""One tile of queries along the keys that they see: FlashAttention-2 (Dao, 2023) on packed pages.
-
-A row's sums are scaled down only when its highest logit grows by more than SLACK, as in
-FlashAttention-4: until then weights are above 1, which the division by their sum undoes.
-"""
-
-import numpy as np
+"""A tile of queries along the keys that they see: FlashAttention-2 (Dao, 2023) on packed pages."""
 
 from ..call_args import APART
 from ..compiling import fast, within
 from ..memory import add_at, get_float32, get_int64, memcpy, memset, put_float32, put_int64
 from ..online_softmax import block_at, factor
-from ..scalar_math import exp, log
+from ..scalar_math import log
 from ..simd import LANES
-from ..softmax import NONE, ONE, ZERO, add_alibi, add_bias, cap_logits, hide, key_range
-from ..store_row import highest_of, narrow_row
+from ..softmax import NONE, ONE, ZERO, key_range
+from ..store_row import narrow_row
 from ..unpack import by_token, unpack_row, up_to
-from .in_place import add_values, set_logits
-from .micro_kernel import (
-    LINE,
-    PANEL,
-    SLAB,
-    add_few,
-    add_product,
-    block,
-    columns,
-    configure,
-    depth,
-    few,
-    in_place,
-    release,
-    rows,
-    set_few,
-    set_product,
-)
+from .blocks import FLOAT_LOG2_E, add_tile, unit_of_logits
+from .micro_kernel import LINE, PANEL, SLAB, block, configure, depth, in_place, release
 from .packing import pack_keys, pack_query, pack_values
 from .room import (
     ADDRESS_BYTES,
@@ -46,10 +24,7 @@ from .room import (
     unpacked_bytes,
     values_at,
 )
-from .weights import LOG2_E, join_row, scale_row, set_weights, total_of
-
-SLACK = np.float32(5.5)  # natural logarithm: weights up to 245
-FLOAT_LOG2_E = np.float32(LOG2_E)
+from .weights import join_row, total_of
 
 
 @within
@@ -249,139 +224,6 @@ def note_shown(bias, shown, low, high):
     for key in range(low, high):
         seen = get_float32(shown, key)
         put_float32(shown, key, seen if get_float32(bias, key) == NONE else ZERO)
-
-
-@within
-def add_tile(args, dtypes, item, first, start, count, room):
-    """Adds a tile of keys to a block of rows, those from `start` on."""
-    rows_here = min(block(dtypes), count - start)
-    lowest = item.position + start // args.group
-    highest = item.position + (start + rows_here - 1) // args.group
-    begin, end = key_range(args, item.seq_len, lowest, highest)
-    begin = max(begin - first, 0) // GRAIN * GRAIN
-    end = up_to(min(end - first, KEYS), GRAIN)
-    if begin < end:
-        if count <= in_place(dtypes):
-            multiply_keys_in_place(args, dtypes, first, rows_here, begin, end, room)
-        else:
-            multiply_keys(dtypes, start, rows_here, begin, end, room)
-        for row in range(start, start + rows_here):
-            weigh_row(args, dtypes, item, first, row, begin, end, room)
-        if count <= in_place(dtypes):
-            multiply_values_in_place(args, dtypes, item, first, rows_here, begin, end, room)
-        else:
-            multiply_values(dtypes, start, rows_here, begin, end, room)
-
-
-@within
-def multiply_keys_in_place(args, dtypes, first, rows_here, begin, end, room):
-    for key in range(begin, end, LANES):
-        keys = keys_at(room, first) + ADDRESS_BYTES * key
-        values = values_at(room, first) + ADDRESS_BYTES * key
-        for row in range(0, rows_here, few(dtypes)):
-            logits, queries = room.logits + 4 * (KEYS * row + key), room.queries + row * SLAB
-            set_logits(logits, 4 * KEYS, queries, keys, values, args.head_dim, dtypes)
-
-
-@within
-def multiply_values_in_place(args, dtypes, item, first, rows_here, begin, end, room):
-    weights = room.weights + begin // depth(dtypes) * block(dtypes) * SLAB
-    values = values_at(room, first) + ADDRESS_BYTES * begin
-    later = values
-    if first + KEYS < item.last:
-        later = keys_at(room, first + KEYS) + ADDRESS_BYTES * begin
-    width, count = room.sum_bytes, end - begin
-    for row in range(0, rows_here, few(dtypes)):
-        sums, left = room.state.sums + row * width, weights + row * SLAB
-        add_values(sums, width, left, values, later, count, args.value_dim, dtypes)
-
-
-@within
-def multiply_keys(dtypes, start, rows_here, begin, end, room):
-    """Sets the logits of a block of rows, without their scale."""
-    slabs, width = room.query_bytes // SLAB, room.key_panel_bytes
-    for key in range(begin, end, columns(dtypes)):
-        panels = room.key_panels + key // PANEL * width
-        logits, queries = room.logits + 4 * key, room.queries + start * room.query_bytes
-        if rows_here <= few(dtypes):
-            set_few(logits, 4 * KEYS, queries, panels, width, slabs, dtypes)
-        else:
-            for row in range(0, rows_here, rows(dtypes)):
-                at, left = logits + 4 * KEYS * row, queries + row * SLAB
-                set_product(at, 4 * KEYS, left, panels, width, slabs, dtypes)
-
-
-@within
-def multiply_values(dtypes, start, rows_here, begin, end, room):
-    """Adds the values, weighted, to the sums of a block of rows."""
-    first, slabs = begin // depth(dtypes), end // depth(dtypes) - begin // depth(dtypes)
-    weights, width = room.weights + first * block(dtypes) * SLAB, room.value_panel_bytes
-    size = room.sum_bytes
-    for column in range(0, room.sum_columns, columns(dtypes)):
-        panels = room.value_panels + column // PANEL * width + first * LANES * LINE
-        sums = room.state.sums + start * size + 4 * column
-        if rows_here <= few(dtypes):
-            add_few(sums, size, weights, panels, width, slabs, dtypes)
-        else:
-            for row in range(0, rows_here, rows(dtypes)):
-                at, left = sums + row * size, weights + row * SLAB
-                add_product(at, size, left, panels, width, slabs, dtypes)
-
-
-@fast
-def scale_of(args, item):
-    return args.scale * factor(args.key_scale, args.key_scale_head, item.kv_head)
-
-
-@fast
-def unit_of_logits(args, item):
-    """What a row's numbers are multiplied by to be logits: they keep the scale out if they can."""
-    scale = scale_of(args, item)
-    plain = args.soft_cap == ZERO and args.slopes == 0 and args.bias == 0
-    return scale if plain and scale > ZERO else ONE
-
-
-@within
-def weigh_row(args, dtypes, item, first, row, begin, end, room):
-    """Turns a row's logits of a tile into weights, and scales its sums down if it must."""
-    wide, count, unit = block(dtypes), end - begin, unit_of_logits(args, item)
-    logits = room.logits + 4 * (KEYS * (row % wide) + begin)
-    i, head = row // args.group, item.kv_head * args.group + row % args.group
-    if unit == ONE:
-        scale_row(logits, scale_of(args, item), count)
-        apply_options(args, item, i, head, logits, first + begin, count)
-    hide(args, logits, item.position + i, item.seq_len, first + begin, count)
-    raise_top(unit, row, highest_of(logits, count), room)
-    top = get_float32(room.state.highest, row)
-    shift = ZERO if top == NONE else top
-    weights = room.weights + (begin // depth(dtypes) * wide + row % wide) * SLAB
-    totals = room.state.totals + row * SLAB
-    set_weights(logits, weights, count, shift, unit * FLOAT_LOG2_E, totals, dtypes)
-
-
-@fast
-def apply_options(args, item, i, head, logits, first, count):
-    if args.soft_cap > ZERO:
-        cap_logits(args.soft_cap, logits, count)
-    if args.slopes != 0:
-        add_alibi(get_float32(args.slopes, head), logits, item.position + i, first, count)
-    if args.bias != 0:
-        bias = args.bias + (item.token + i) * args.bias_token + head * args.bias_head
-        add_bias(bias + 4 * first, logits, args.bias_columns - first, count)
-
-
-@within
-def raise_top(unit, row, highest, room):
-    """Scales what a row has summed if its highest logit is too far above that of before."""
-    state = room.state
-    before = get_float32(state.highest, row)
-    if before == NONE:
-        put_float32(state.highest, row, highest)
-    elif (highest - before) * unit > SLACK:
-        kept = exp((before - highest) * unit)
-        scale_row(state.sums + row * room.sum_bytes, kept, room.sum_columns)
-        scale_row(state.totals + row * SLAB, kept, LANES)
-        put_float32(state.highest, row, highest)
 
 
 @within
