@@ -19,6 +19,7 @@ from pagedattn._kernels.triton.device import Device, device_of
 from pagedattn._kernels.triton.launch import Launch
 from pagedattn._kernels.triton.merge import join_kernel, merge_kernel
 from pagedattn._kernels.triton.tiling import Tiling, tiling
+from pagedattn.cache.quantise import scale_of_values
 
 from .bias import slopes_on
 
@@ -59,7 +60,9 @@ def run(call: Call, query: Tensor, cache, plan: Plan, *, sinks: Tensor | None = 
     """out and lse of a call; every element of both is written by the kernels."""
     sinks = plan.tables[-1] if sinks is None else sinks.float()
     value = cache.key if cache.value is None else cache.value
-    arrays = Arrays(query, cache.key, value, *plan.tables, sinks=sinks)
+    scales = _scales(cache) if call.token_scales else (sinks, sinks)
+    given = {"sinks": sinks, "key_scale": scales[0], "value_scale": scales[1]}
+    arrays = Arrays(query, cache.key, value, *plan.tables, **given)
     lse = query.new_empty(call.lse_shape, dtype=torch.float32)
     outs = Results(query.new_empty(call.out_shape), lse)
     if plan.tiles.splits == 1:
@@ -71,6 +74,10 @@ def run(call: Call, query: Tensor, cache, plan: Plan, *, sinks: Tensor | None = 
     merge = join_kernel if call.batch_invariant else merge_kernel
     _start(merge, parts, plan.merge, outs)
     return outs
+
+
+def _scales(cache) -> tuple[Tensor, Tensor]:
+    return cache.key_scale.contiguous(), scale_of_values(cache).contiguous()
 
 
 BACKEND = Backend("triton", launch.SUPPORTS, run, refusals, plan=plan)

@@ -21,6 +21,8 @@ ALL = AttentionSpec(sliding_window=1000, logits_soft_cap=30.0, alibi_slopes=(0.5
 BYTES = {"cache_dtype": "int8"}
 FLOATS = {"dtype": "float32"}
 ALIKE = {"batch_invariant": True}
+TOKENS = {"cache_dtype": "int8", "token_scales": True}
+FOUR = {"cache_dtype": "int4", "token_scales": True}
 
 CALLS = {
     "decodes": Attention(),
@@ -43,15 +45,25 @@ CALLS = {
     "decodes of e4m3": Attention(cache_dtype="float8_e4m3fn"),
     "decodes of e5m2": Attention(cache_dtype="float8_e5m2"),
     "chunks of int8": Attention(**BYTES, **CHUNKS),
+    "decodes of int8, scales of tokens": Attention(**TOKENS),
+    "few keys of int8, scales of tokens": Attention(num_seqs=8, keys=512, **TOKENS),
+    "chunks of int8, scales of tokens": Attention(**TOKENS, **CHUNKS),
+    "decodes of int4": Attention(**FOUR),
+    "drafts of int4": Attention(**FOUR, **VERIFY),
+    "chunks of int4": Attention(**FOUR, **CHUNKS),
+    "prefill of int4 of 80": Attention(head_dim=80, **FOUR, **PREFILL),
+    "decodes of int4 of 256": Attention(head_dim=256, **FOUR),
     "latents": Attention(**LATENT),
     "latents, prefill": Attention(**LATENT, **PREFILL),
     "latents of int8": Attention(**LATENT, **BYTES),
+    "latents of int8, scales of tokens": Attention(**LATENT, **TOKENS),
     "512 columns": Attention(head_dim=512, **VERIFY),
     "576 and 512 columns": Attention(head_dim=576, value_dim=512, **CHUNKS),
     "float32": Attention(**FLOATS),
     "float32, chunks": Attention(**FLOATS, **CHUNKS),
     "float32 of 256": Attention(head_dim=256, **FLOATS, **VERIFY),
     "float32, int8": Attention(**FLOATS, **BYTES, **VERIFY),
+    "float32, int4": Attention(**FLOATS, **FOUR, **VERIFY),
     "float32, latents": Attention(**LATENT, **FLOATS),
     "decodes, invariant": Attention(**ALIKE),
     "split keys, invariant": Attention(num_seqs=1, keys=1 << 17, **ALIKE),
@@ -59,6 +71,9 @@ CALLS = {
     "chunks, all options, invariant": Attention(spec=ALL, sinks=True, **ALIKE, **CHUNKS),
     "decodes of int8, invariant": Attention(num_seqs=8, **ALIKE, **BYTES),
     "chunks of int8, invariant": Attention(**ALIKE, **BYTES, **CHUNKS),
+    "decodes of int8, scales of tokens, invariant": Attention(num_seqs=8, **ALIKE, **TOKENS),
+    "decodes of int4, invariant": Attention(num_seqs=8, **ALIKE, **FOUR),
+    "latents of int8, scales of tokens, invariant": Attention(**LATENT, **ALIKE, **TOKENS),
     "latents, invariant": Attention(**LATENT, **ALIKE),
     "latents, prefill, invariant": Attention(**LATENT, **ALIKE, **PREFILL),
     "256 columns, invariant": Attention(head_dim=256, **ALIKE, **CHUNKS),

@@ -170,6 +170,10 @@ def cache_of(arrays, scalars, place, config: tl.constexpr):
     return Cache(
         key=arrays.key + place.kv_head.to(tl.int64) * (scalars.head_stride * unit),
         value=arrays.value + place.kv_head.to(tl.int64) * (scalars.value_head_stride * unit),
+        key_scale=arrays.key_scale,
+        value_scale=arrays.value_scale,
+        kv_head=place.kv_head,
+        num_kv_heads=scalars.num_kv_heads,
         table=arrays.block_tables + place.seq.to(tl.int64) * scalars.table_stride,
         num_blocks=scalars.num_blocks,
         block_stride=scalars.block_stride,

@@ -28,10 +28,15 @@ def is_short(call: Call) -> bool:
     return call.longest_query <= SHORT_QUERY
 
 
+def in_halves(call: Call) -> bool:
+    """Whether products are of float16: fewer bits become that in fewer steps than bfloat16."""
+    few = call.cache_dtype is not None and call.dtype != "float32"
+    return few and (widths_of(call).latent or not is_wide(call))
+
+
 def in_eight_bits(call: Call) -> bool:
     """Whether eight_bits.py can read the cache: values are pairs of columns, products float16."""
-    eight = call.cache_dtype is not None and call.dtype != "float32"
-    return eight and not is_wide(call) and not widths_of(call).latent and call.out_dim % 2 == 0
+    return in_halves(call) and not widths_of(call).latent and call.out_dim % 2 == 0
 
 
 def short_program(call: Call, programs: int, rows: int, device: Device):
@@ -61,7 +66,7 @@ def short_program(call: Call, programs: int, rows: int, device: Device):
         # So few keys that most of the time goes into starting the programs: as many as fit into one
         # wave, which is four a multiprocessor.
         splits, min_keys = 4 * num_sms // programs, 64
-        program = Program(rows, keys=32, num_warps=4, num_stages=3)
+        program = Program(rows, 64 if in_eight_bits(call) else 32, num_warps=4, num_stages=3)
     return _in_registers(program, call), splits, min_keys
 
 
@@ -111,7 +116,8 @@ def long_program(call: Call, programs: int, rows: int, device: Device):
     Where they do, two programs a multiprocessor hide each other's latencies.
     """
     # Of 128 columns four warps spill; with wgmma they do so too, but are what was measured.
-    crowded = call.head_dim > (128 if device.products == "wgmma" else 64)
+    # Scales of tokens take registers too.
+    crowded = call.token_scales or call.head_dim > (128 if device.products == "wgmma" else 64)
     warps = 8 if rows > 128 or (crowded and rows > 64) else 4
     splits = 2 * device.num_sms // programs if 2 * programs <= device.num_sms else 1
     return Program(rows, 64, warps, 3), splits, 512

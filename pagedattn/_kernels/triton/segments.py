@@ -11,10 +11,19 @@ few, and store the state of each: `join_kernel` goes on by the same rule.
 import triton
 import triton.language as tl
 
-from .eight_bits import taken_apart
-from .online_softmax import Span, State, logits_of, qk_matmul, visible_keys
+from .online_softmax import (
+    Span,
+    State,
+    logits_of,
+    of_values,
+    qk_matmul,
+    scale_left,
+    value_tiles,
+    visible_keys,
+)
 from .pages import find_slots, load_keys, load_values
 from .states import columns_of, empty_state, join_states, nothing_seen
+from .token_scales import load_scales
 
 LOG2E = tl.constexpr(1.4426950408889634)
 ONE = tl.constexpr(1.0)
@@ -53,7 +62,7 @@ def attend_segments(
                     rows, places, segment, part_of(span, span.stop - 1, config), config, tile
                 )
         else:
-            joined = join_states(joined, segment, config.options.alibi, config.layout.pairs)
+            joined = join_states(joined, segment, config.options.alibi)
     return joined
 
 
@@ -90,74 +99,57 @@ def attend_leaves(
     """
     KEYS: tl.constexpr = config.keys
     alibi: tl.constexpr = config.options.alibi
-    pairs: tl.constexpr = config.layout.pairs
     joined, segment = sums
-    highest, total, summed, odd = joined.highest, joined.total, joined.summed, joined.odd
-    top, weight, values, others = segment.highest, segment.total, segment.summed, segment.odd
     for step in range(span.start, span.stop, KEYS):
         state = attend_leaf(step, span, queries, cache, formula, config, MASKED)
         if config.part == KEYS:
             store_part(rows, places, state, part_of(span, step, config), config, tile)
         else:
-            segment = State(highest=top, total=weight, summed=values, odd=others)
-            segment = join_states(segment, state, alibi, pairs)
-            top, weight, values, others = (
-                segment.highest, segment.total, segment.summed, segment.odd,
-            )  # fmt: skip
+            segment = join_states(segment, state, alibi)
             if (step + KEYS) % config.segment == 0:
                 if config.split:
                     store_part(rows, places, segment, part_of(span, step, config), config, tile)
                 else:
-                    joined = State(highest=highest, total=total, summed=summed, odd=odd)
-                    joined = join_states(joined, segment, alibi, pairs)
-                    highest, total, summed, odd = (
-                        joined.highest, joined.total, joined.summed, joined.odd,
-                    )  # fmt: skip
-                nothing = empty_state(config, tile)
-                top, weight, values, others = (
-                    nothing.highest, nothing.total, nothing.summed, nothing.odd,
-                )  # fmt: skip
-    joined = State(highest=highest, total=total, summed=summed, odd=odd)
-    return joined, State(highest=top, total=weight, summed=values, odd=others)
+                    joined = join_states(joined, segment, alibi)
+                segment = empty_state(config, tile)
+    return joined, segment
 
 
 @triton.jit
 def attend_leaf(step, span, queries, cache, formula, config: tl.constexpr, MASKED: tl.constexpr):
     """The state of one step of keys."""
-    pairs: tl.constexpr = config.layout.pairs
+    SUMS: tl.constexpr = config.layout.sums
     keys = step + tl.arange(0, config.keys)
     inside = (keys >= span.begin) & (keys < span.end)
     slots = find_slots(cache, step, keys, inside, config, MASKED)
+    scales = load_scales(cache, slots, config, MASKED)
     k = load_keys(cache, slots, queries.q.dtype, config, MASKED)
-    if pairs:
-        # Triton's products of few rows take columns in another order where it sees that they were
-        # loaded as bytes: through this it does not see it.
-        k = tl.where(inside[:, None], k, 0.0)
-    products = qk_matmul(queries, k, cache, slots, formula.scale, config, False, MASKED)
+    products = qk_matmul(queries, k, cache, slots, scales, formula.scale, config, False, MASKED)
     v = load_values(cache, slots, k, config, MASKED)
-    scale = 1.0 if pairs else formula.scale
-    highest, weights = weigh_leaf(products, keys, inside, queries, scale, formula, config, MASKED)
-    rounded = weights.to(queries.q.dtype)
-    if pairs:
-        v, v_odd = taken_apart(v, cache.value.dtype.element_ty)
-        odd = tl.dot(rounded, v_odd, input_precision="ieee")
-    summed = tl.dot(rounded, v, input_precision="ieee")
-    if not pairs:
-        odd = summed
-    return State(highest=highest, total=row_sums(weights), summed=summed, odd=odd)
+    scale = scale_left(formula.scale, config)
+    highest, weights = weigh_leaf(
+        products, scales, keys, inside, queries, scale, formula, config, MASKED
+    )
+    rounded = of_values(weights, scales, config).to(queries.q.dtype)
+    tiles = value_tiles(v, cache, rounded.dtype, config)
+    sums = ()
+    for i in tl.static_range(SUMS):
+        sums = sums + (tl.dot(rounded, tiles[i], input_precision="ieee"),)  # noqa: RUF005
+    return State(highest=highest, total=row_sums(weights), sums=sums)
 
 
 @triton.jit
 def weigh_leaf(
-    products, keys, inside, queries, scale, formula, config: tl.constexpr, MASKED: tl.constexpr
-):
+    products, scales, keys, inside, queries, scale, formula, config: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
     """The highest logits of a leaf and its weights: the same bits with masks as without."""
     options: tl.constexpr = config.options
     visible = visible_keys(keys, inside, queries, formula, options)
-    if options.soft_cap or options.alibi:
+    if options.soft_cap or options.alibi or config.layout.scaled:
         logits = logits_of(products, keys, queries, scale, formula, options)
         logits = tl.where(visible, logits, float("-inf"))
-        highest = tl.max(logits, 1)
+        highest = tl.max(logits + scales.log[None, :] if config.layout.scaled else logits, 1)
         shift = tl.where(highest == float("-inf"), 0.0, highest)
         exponent: tl.constexpr = LOG2E if options.alibi else ONE
         return highest, tl.exp2((logits - shift[:, None]) * exponent)
@@ -196,17 +188,23 @@ def store_part(rows, places, state, part, config: tl.constexpr, tile: tl.constex
     # In halves: they take less shared memory on their way to the threads that store them.
     halves = tl.reshape(columns_of(state, config, tile), [ROWS, 2, HALF])
     low, high = tl.split(tl.permute(halves, (0, 2, 1)))
-    store_columns(rows, places, at, low, 0, config)
-    store_columns(rows, places, at, high, HALF, config)
+    if config.layout.nibbles:
+        MIDDLE: tl.constexpr = config.widths.value_dim // 2
+    else:
+        MIDDLE: tl.constexpr = HALF
+    store_columns(rows, places, at, low, 0, MIDDLE, config)
+    store_columns(rows, places, at, high, MIDDLE, config.widths.value_dim, config)
     store_top(rows, places, state.highest, part)
     tl.store(rows.lse + (2 * part + 1) * rows.num_rows + row, state.total, mask=places.exists)
 
 
 @triton.jit
-def store_columns(rows, places, at, columns, FIRST: tl.constexpr, config: tl.constexpr):
+def store_columns(
+    rows, places, at, columns, FIRST: tl.constexpr, LAST: tl.constexpr, config: tl.constexpr
+):
     COLUMNS: tl.constexpr = config.widths.value_dim
     dims = FIRST + tl.arange(0, columns.shape[1])
-    mask = places.exists[:, None] & (dims < COLUMNS)[None, :]
+    mask = places.exists[:, None] & (dims < tl.minimum(LAST, COLUMNS))[None, :]
     tl.store(rows.out + at[:, None] * COLUMNS + dims[None, :], columns, mask=mask)
 
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .eight_bits import half_query
+from .eight_bits import factors_of, halved
 from .online_softmax import Formula, Queries, Span, State, attend_keys
 from .segments import attend_segments, store_top
-from .states import columns_of, empty_state, finished, nothing_seen
+from .states import columns_of, empty_state, finished, join_states, nothing_seen
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -76,13 +76,17 @@ def attend(rows, cache, task, formula, config: tl.constexpr, tile: tl.constexpr)
             return
 
     queries, formula = load_queries(rows, places, task, formula, config, tile)
-    state = first_state(rows, places, task, config, tile)
+    first = first_state(rows, places, task, config, tile)
+    state = empty_state(config, tile) if config.layout.scaled else first
     if tile.unmasked:
         middle = middle_of(span, task, config)
         unmasked = Span(begin=span.begin, end=span.end, start=span.start, stop=middle)
         state = attend_keys(state, unmasked, queries, cache, formula, config, tile.apart, False)
         span = Span(begin=span.begin, end=span.end, start=middle, stop=span.stop)
     state = attend_keys(state, span, queries, cache, formula, config, tile.apart, True)
+    if options.sinks and config.layout.scaled:
+        # Not before: weights are rounded by the highest logit of scaled values.
+        state = join_states(first, state, options.alibi)
     store_state(rows, task, state, config, tile)
 
 
@@ -143,14 +147,21 @@ def load_queries(rows, places, task, formula, config: tl.constexpr, tile: tl.con
     tokens, heads, exists = places.tokens, places.heads, places.exists
     query = rows.query + tokens.to(tl.int64)[:, None] * (rows.query_token_stride * unit)
     query += heads.to(tl.int64)[:, None] * (rows.query_head_stride * unit)
-    q = load_query(query, exists, 0, widths.dims, widths.head_dim, negate)
+    head_dim: tl.constexpr = widths.head_dim
     scale = formula.scale
-    if config.layout.pairs:
-        q, factors = half_query(q)
+    if config.layout.nibbles:
+        WIDTH: tl.constexpr = widths.dims // 2
+        q = load_query(query, exists, 0, WIDTH, head_dim // 2, negate)
+        q_rest = load_query(query, exists, head_dim // 2, WIDTH, head_dim, negate)
+    else:
+        q = load_query(query, exists, 0, widths.dims, head_dim, negate)
+        q_rest = q
+        if widths.rest > 0:
+            q_rest = load_query(query, exists, widths.dims, widths.rest, head_dim, negate)
+    if config.layout.halves:
+        factors = factors_of(q, q_rest)
+        q, q_rest = halved(q, factors), halved(q_rest, factors)
         scale = scale * factors
-    q_rest = q
-    if widths.rest > 0:
-        q_rest = load_query(query, exists, widths.dims, widths.rest, widths.head_dim, negate)
     ROWS: tl.constexpr = tile.rows
     slopes = tl.zeros([ROWS], tl.float32)
     if config.options.alibi:
@@ -184,8 +195,7 @@ def first_state(rows, places, task, config: tl.constexpr, tile: tl.constexpr):
         total = tl.where(highest > float("-inf"), 1.0, 0.0)
         if not config.options.alibi:
             highest *= LOG2E
-    summed = empty_state(config, tile).summed
-    return State(highest=highest, total=total, summed=summed, odd=summed)
+    return State(highest=highest, total=total, sums=empty_state(config, tile).sums)
 
 
 @triton.jit
@@ -205,9 +215,21 @@ def store_no_parts(rows, task, skipped, tile: tl.constexpr):
 def store_state(rows, task, state, config: tl.constexpr, tile: tl.constexpr):
     """Stores what a tile's keys gave."""
     alibi: tl.constexpr = config.options.alibi
-    summed = columns_of(state, config, tile)
     over, log_total = finished(state.highest, state.total, alibi)
-    store_rows(rows, task, summed / over[:, None], log_total, 0, config, tile)
+    values = columns_of(state, config, tile) / over[:, None]
+    store_rows(rows, task, values, log_total, 0, config, tile)
+
+
+@triton.jit
+def columns_in_order(config: tl.constexpr):
+    """The column of each of `columns_of`, and whether it exists."""
+    COLUMNS: tl.constexpr = config.widths.value_dim
+    WIDTH: tl.constexpr = config.widths.value_dims
+    dims = tl.arange(0, WIDTH)
+    if config.layout.nibbles and COLUMNS < WIDTH:  # halves are padded each
+        at = dims % (WIDTH // 2)
+        return dims // (WIDTH // 2) * (COLUMNS // 2) + at, at < COLUMNS // 2
+    return dims, dims < COLUMNS
 
 
 @triton.jit
@@ -215,15 +237,15 @@ def store_rows(rows, task, values, log_total, skipped, config: tl.constexpr, til
     """Stores the tile that begins `skipped` tokens later."""
     widths: tl.constexpr = config.widths
     places = tl.arange(0, tile.rows)
-    dims = tl.arange(0, widths.value_dims)
+    columns, inside = columns_in_order(config)
     tokens = places // tile.heads
     heads = places % tile.heads
     left = task.query_len - task.first
     exists = (tokens < tile.tokens) & (tokens + skipped < left) & (heads < task.num_heads)
     row = (tokens + skipped).to(tl.int64) * rows.num_heads + heads
     tl.store(
-        rows.out + row[:, None] * widths.value_dim + dims[None, :],
+        rows.out + row[:, None] * widths.value_dim + columns[None, :],
         values.to(rows.out.dtype.element_ty),
-        mask=exists[:, None] & (dims < widths.value_dim)[None, :],
+        mask=exists[:, None] & inside[None, :],
     )
     tl.store(rows.lse + row, log_total, mask=exists)

@@ -25,6 +25,7 @@ from ..._kernels.triton.launch import (
 )
 from ..._kernels.triton.merge import join_kernel, merge_kernel
 from ..._kernels.triton.tiling import tiling
+from ...cache.quantise import scale_of_values
 from ..gradient import with_xla_gradient
 from .program import missing, start
 
@@ -37,7 +38,8 @@ def run(call: Call, query, cache, batch, *, sinks=None):
     tables = batch.block_tables, batch.seq_lens, batch.query_start_loc
     sinks = slopes if sinks is None else sinks.astype(jnp.float32)
     value = cache.key if cache.value is None else cache.value
-    arrays = Arrays(query, cache.key, value, *tables, slopes, sinks)
+    scales = (cache.key_scale, scale_of_values(cache)) if call.token_scales else (slopes, slopes)
+    arrays = Arrays(query, cache.key, value, *tables, slopes, sinks, *scales)
     outs = Results(
         jax.ShapeDtypeStruct(call.out_shape, query.dtype),
         jax.ShapeDtypeStruct(call.lse_shape, jnp.float32),
