@@ -61,7 +61,9 @@ def main() -> dict[str, Cost]:
     return costs
 
 
-def new_cache(size: tuple[int, ...], dtype: str, scales: str, calibrated: KVCache) -> KVCache:
+def new_cache(
+    size: tuple[int, int, int, int], dtype: str, scales: str, calibrated: KVCache
+) -> KVCache:
     """An empty one; scales of heads are those that what a cache of other text holds asks for."""
     if scales == "token":
         return init_kv_cache(*size, dtype, scales="token")

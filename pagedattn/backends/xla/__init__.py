@@ -7,6 +7,7 @@ may see are skipped.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +92,7 @@ def _attend(
     rows = None if bias is None else _tile_bias(bias, tiles, num_chunks * chunk, scaled.dtype)
 
     scales = cache.key_scale, cache.value_scale  # those of tokens, or None
-    arrays = list(zip(cache.planes, scales, strict=False))
+    arrays: Any = list(zip(cache.planes, scales, strict=False))
 
     def update(state, keys):
         inside = (keys >= tiles.first_key[:, None]) & (keys < tiles.last_key[:, None])
@@ -103,7 +104,7 @@ def _attend(
             added = jax.lax.dynamic_slice_in_dim(rows, keys[0, 0], chunk, 3)
             added = jnp.where(visible[:, None], added, -jnp.inf)
             held = jax.tree.map(lambda rows: _shown(rows, added), held)
-        key, *rest = (dequantised(*pair, scaled.dtype) for pair in held)
+        key, *rest = (dequantised(rows, scale, scaled.dtype) for rows, scale in held)
         (value,) = rest or (key[..., : call.out_dim],)
         logits = _logits(call, scaled, key, tiles, keys, visible, slopes, added)
         return accumulate(state, logits, value)
