@@ -48,7 +48,8 @@ def short_program(call: Call, programs: int, rows: int, device: Device):
     """
     num_sms = device.num_sms
     crowd = _crowd(call, programs, rows, num_sms)
-    one_wave = 3 * num_sms // programs  # three programs of four warps share a multiprocessor
+    # Three programs of four warps share a multiprocessor, or two of 32 rows.
+    one_wave = (3 if rows <= 16 else 2) * num_sms // programs
     if crowd.whole:
         splits, min_keys, program = 1, 64, _whole_program(call, crowd, rows)
     elif crowd.crowded or crowd.uneven:
@@ -62,12 +63,21 @@ def short_program(call: Call, programs: int, rows: int, device: Device):
         if splits == 1 and not in_eight_bits(call):
             # Two on each multiprocessor: smaller steps, of which more are under way.
             program = program._replace(keys=64, num_stages=5)
+    elif call.block_size % 128 == 0 and not in_eight_bits(call):
+        splits, min_keys, program = _one_step(call, programs, rows, num_sms)
     else:
         # So few keys that most of the time goes into starting the programs: as many as fit into one
         # wave, which is four a multiprocessor.
         splits, min_keys = 4 * num_sms // programs, 64
         program = Program(rows, 64 if in_eight_bits(call) else 32, num_warps=4, num_stages=3)
     return _in_registers(program, call), splits, min_keys
+
+
+def _one_step(call: Call, programs: int, rows: int, num_sms: int) -> tuple[int, int, Program]:
+    """Splits of few keys that lie in one block: all of them at once, after one look-up."""
+    few = call.max_keys * programs <= 64 * 4 * num_sms
+    keys, shared = (64, 4) if few else (128, 3)  # so many programs share a multiprocessor
+    return shared * num_sms // programs, keys, Program(rows, keys, num_warps=4, num_stages=2)
 
 
 class Crowd(NamedTuple):
