@@ -82,10 +82,6 @@ def load_keys(cache, slots, dtype: tl.constexpr, config: tl.constexpr, MASKED: t
     elif layout.halves:
         k = load_slots(octets(cache.key), slots.keys, slots.inside, 0, WIDTH, columns, MASKED)
         k = widened(k, cache.key.dtype.element_ty)
-        if config.segment > 0:
-            # Triton's products of few rows take columns in another order where it sees that they
-            # were loaded as bytes: through this it does not see it.
-            k = tl.where(slots.inside[:, None], k, 0.0)
     else:
         k = load_slots(cache.key, slots.keys, slots.inside, 0, WIDTH, columns, MASKED).to(dtype)
     return k

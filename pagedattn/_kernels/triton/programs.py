@@ -151,8 +151,9 @@ def invariant_rows(call: Call, device: Device) -> int:
     if call.itemsize > 2:
         return 16
     most = 32 if columns_of(call) > 128 else 64 if is_short(call) else 128
-    # Blackwell's products of 64 rows and more may have other bits than those of few.
-    least = min(64, most) if device.products == "tcgen05" else 16
+    # Blackwell's products of 64 rows and more may have other bits than those of few; Hopper's have,
+    # of keys that were loaded as bytes.
+    least = min(64, most) if device.products == "tcgen05" or in_halves(call) else 16
     return max(least, min(most, power_of_two(call.group * call.longest_query)))
 
 
