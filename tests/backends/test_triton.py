@@ -148,10 +148,21 @@ def test_what_is_not_refused_fits(capability, latent, group, **sizes):
 )
 def test_four_bits_that_it_does_not_read_are_refused_by_name(sizes):
     four = {"cache_dtype": "int4", "token_scales": True}
-    assert not refusals(call(**four), (9, 0))
-    reasons = refusals(call(**four | sizes), (9, 0))
+    assert not refusals(call(**four), None)
+    reasons = refusals(call(**four | sizes), None)
     assert reasons
     assert all("int4" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "option"),
+    [({"cache_dtype": "int4"}, "int4"), ({"cache_dtype": "int8", "head_dim": 20}, "token_scales")],
+)
+def test_scales_of_tokens_that_were_wrong_on_a_gpu_are_refused_there(sizes, option):
+    wrong = call(**sizes, token_scales=True)
+    assert not refusals(wrong, None)
+    (reason,) = refusals(wrong, (9, 0))
+    assert option in reason
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 64])

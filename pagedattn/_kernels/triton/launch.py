@@ -80,7 +80,7 @@ def _wrong_on_hopper(call: Call) -> list[str]:
     if call.cache_dtype == "int4" and max(call.head_dim, call.out_dim) > GROUP:
         return [f"cache_dtype: int4 of more than {GROUP} columns was wrong on an H100"]
     if columns.dims + columns.rest != call.head_dim or columns.value_dims != call.out_dim:
-        return [f"token_scales of {call.head_dim} columns, no power of two, were wrong on an H100"]
+        return [f"token_scales of {call.head_dim} columns, not a whole tile, were wrong on an H100"]
     return []
 
 
