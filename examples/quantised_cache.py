@@ -2,14 +2,11 @@
 
     python examples/quantised_cache.py
 
-Held-out text goes through the model as in serving: keys and values are written to the cache,
-rounded, and read from it. Scales of heads are those of the keys and values of other text: the
-largest of each KV head, over the largest that the dtype holds. Scales of tokens are written with
-them.
+Held-out text goes through the model as in serving: what is written to the cache is rounded. Scales
+of heads are the largest numbers of other text, over the largest that the dtype holds.
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,16 +23,8 @@ BASE = "bfloat16"
 KINDS = [(dtype, scales) for scales in ("head", "token") for dtype in LARGEST] + [("int4", "token")]
 
 
-class Cost(NamedTuple):
-    """The share of next tokens that agree, the rise of the loss, the bits of a number."""
-
-    agree: float
-    loss: float
-    bits: float
-
-
-def main() -> dict[str, Cost]:
-    """By kind of cache what it costs, compared with one of bfloat16."""
+def main() -> dict[str, tuple[float, float, float]]:
+    """The share of next tokens that agree, the rise of the loss, and the bits of a number."""
     model, params = load_checkpoint(SHIPPED)
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     tables = np.arange(WINDOWS * LENGTH // BLOCK_SIZE).reshape(WINDOWS, -1)
@@ -51,38 +40,35 @@ def main() -> dict[str, Cost]:
     plain = [init_kv_cache(*size, BASE)] * model.num_hidden_layers
     _, calibrated = run(other, plain)
     base, _ = run(held_out, plain)
-    costs = {BASE: Cost(1.0, 0.0, bits_of(plain[0]))}
+    costs = {BASE: (1.0, 0.0, bits_of(plain[0]))}
     for dtype, scales in KINDS:
         caches = [new_cache(size, dtype, scales, cache) for cache in calibrated]
         logits, _ = run(held_out, caches)
         rise = loss_of(logits, held_out) - loss_of(base, held_out)
-        agree = (logits.argmax(1) == base.argmax(1)).mean()
-        costs[f"{dtype}, {scales}"] = Cost(float(agree), float(rise), bits_of(caches[0]))
+        agree = float((logits.argmax(1) == base.argmax(1)).mean())
+        costs[f"{dtype}, {scales}"] = agree, rise, bits_of(caches[0])
     return costs
 
 
-def new_cache(
-    size: tuple[int, int, int, int], dtype: str, scales: str, calibrated: KVCache
-) -> KVCache:
-    """An empty one; scales of heads are those that what a cache of other text holds asks for."""
+def new_cache(size: tuple, dtype: str, scales: str, calibrated: KVCache) -> KVCache:
+    """An empty one; `calibrated` holds other text."""
     if scales == "token":
         return init_kv_cache(*size, dtype, scales="token")
-    key, value = (abs(x).max((0, 1, 3)).astype("float32") for x in calibrated.planes)
-    most = LARGEST[dtype]
-    return init_kv_cache(*size, dtype, key_scale=key / most, value_scale=value / most)
+    highest = (abs(x).max((0, 1, 3)).astype("float32") for x in calibrated.planes)
+    key, value = (numbers / LARGEST[dtype] for numbers in highest)
+    return init_kv_cache(*size, dtype, key_scale=key, value_scale=value)
 
 
 def bits_of(cache: KVCache) -> float:
-    """The bits that a key's or value's number takes, its share of the scales included."""
+    """Of a number, with its share of the scales."""
     held = sum(array.nbytes for array in cache.by_slot.values())
     return 8 * held / (2 * cache.num_slots * cache.num_kv_heads * cache.head_dim)
 
 
-def loss_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+def loss_of(logits: jax.Array, tokens: jax.Array) -> float:
     """The mean cross entropy of each text's next tokens."""
     logits, tokens = logits.reshape(WINDOWS, LENGTH, -1)[:, :-1], tokens.reshape(WINDOWS, -1)[:, 1:]
-    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], 2)
-    return -chosen.mean()
+    return -float(jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], 2).mean())
 
 
 if __name__ == "__main__":

@@ -175,7 +175,7 @@ def columns_of(call: Call) -> int:
 
 
 def fitting(program: Program, call: Call, device: Device) -> Program:
-    """The program with fewer keys a step, if the pipeline would not fit into shared memory."""
+    """The program with fewer keys a step, then fewer stages, if it would not fit shared memory."""
     if call.itemsize > 2:
         # No tensor cores: threads hold what they multiply, in 32 bits.
         keys = 16 if call.head_dim > 128 else 32
@@ -183,6 +183,8 @@ def fitting(program: Program, call: Call, device: Device) -> Program:
         program = Program(program.rows, keys, num_warps, num_stages=2)
     while program.keys > 16 and held(program, call, device) > device.shared_bytes:
         program = program._replace(keys=program.keys // 2)
+    while program.num_stages > 2 and held(program, call, device) > device.shared_bytes:
+        program = program._replace(num_stages=program.num_stages - 1)
     return program
 
 
