@@ -29,6 +29,7 @@ class Problem:
         max_query_len: static bound to give to `make_batch`; None takes its default.
         sinks: float32 `[num_heads]`, or None.
         bias: `[num_tokens, num_heads or 1, max_keys]`, float32 or dtype of `query`, or None.
+        selection: int32 `[num_seqs, num_kv_heads, n]`, blocks of each sequence, or None.
         value_dim: of a latent cache, how many of the keys' columns are the values.
     """
 
@@ -42,6 +43,7 @@ class Problem:
     max_query_len: int | None = None
     sinks: np.ndarray | None = None
     bias: np.ndarray | None = None
+    selection: np.ndarray | None = None
     key_scale: np.ndarray | None = None
     value_scale: np.ndarray | None = None
     value_dim: int | None = None
@@ -68,17 +70,21 @@ class Problem:
 
     @property
     def visible_slots(self) -> np.ndarray:
-        """bool `[num_blocks, block_size]`: slots that some query sees."""
-        num_blocks, block_size = self.key_cache.shape[:2]
-        lens = self.query_lens, self.seq_lens
-        sizes = {"num_blocks": num_blocks, "block_size": block_size}
-        return oracle.visible_slots(self.block_tables, *lens, self.spec, self.bias, **sizes)
+        """bool `[num_blocks, block_size, num_kv_heads]`: slots that some query sees."""
+        names = ("num_blocks", "block_size", "num_kv_heads")
+        sizes = dict(zip(names, self.key_cache.shape, strict=False))
+        seen = self.block_tables, self.query_lens, self.seq_lens, self.spec
+        return oracle.visible_slots(*seen, self.bias, self.selection, **sizes)
 
     @property
-    def arrays(self) -> dict[str, np.ndarray]:
+    def arrays(self) -> dict[str, Any]:
         """The options of the call that are arrays, by the keywords of `paged_attention`."""
         given = {name: getattr(self, name) for name in features.ARRAYS}
-        return {name: array for name, array in given.items() if array is not None}
+        return {
+            name: features.ARRAYS[name].as_given(array)
+            for name, array in given.items()
+            if array is not None
+        }
 
     def replace(self, **changes: Any) -> "Problem":
         """A copy with some fields changed."""
@@ -88,7 +94,7 @@ class Problem:
         """The same problem with `poison` in all that no query sees, and in the padding rows."""
         query = self.query.copy()
         query[self.query_start_loc[-1] :] = poison
-        hidden = ~self.visible_slots[:, :, None, None]
+        hidden = ~self.visible_slots[..., None]
         key, value = (_poisoned(x, hidden, poison) for x in (self.key_cache, self.value_cache))
         return self.replace(query=query, key_cache=key, value_cache=value, **self._hidden(poison))
 

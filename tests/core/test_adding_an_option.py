@@ -46,7 +46,7 @@ NUMBER: Patch = {
 # A factor on the results of each query head, done around any backend.
 KEYWORDS = [
     ("    bias: Bias | None = None,\n", "    bias: Bias | None = None,\n    out_scale=None,\n"),
-    ('"bias": bias}', '"bias": bias, "out_scale": out_scale}'),
+    ('"bias": bias,', '"bias": bias, "out_scale": out_scale,'),
 ]
 ARRAY: Patch = {
     "pagedattn/_dispatch/options.py": [
@@ -105,8 +105,8 @@ ARRAY: Patch = {
             "    value_dim: int | None = None,\n    out_scale=None,\n) -> ",
         ),
         (
-            "visible, sink, added)",
-            "visible, sink, added, 1 if out_scale is None else out_scale[h])",
+            "seen, sink, added)",
+            "seen, sink, added, 1 if out_scale is None else out_scale[h])",
         ),
         ("value_scale, value_dim):", "value_scale, value_dim, out_scale):"),
         ("product(probability, head.values)", "product(probability, head.values) * head.factor"),
