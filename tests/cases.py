@@ -24,7 +24,6 @@ REFUSING = {
         *("alibi_slopes", "bias", "cache_dtype", "return_lse", "selection", "sinks"),
         *("sliding_window", "value_dim"),
     ),
-    "numba": ("selection",),
     "sdpa": ("selection",),
     "triton": ("bias", "selection"),
 }

@@ -100,7 +100,7 @@ def describe(frame, args):
 @fast
 def set_arrays_beside(args, frame, brings):
     """The arrays that not all calls bring; they follow the others."""
-    args.bias, args.key_scale, args.value_scale = 0, 0, 0
+    args.bias, args.key_scale, args.value_scale, args.selection = 0, 0, 0, 0
     index = 6
     if get_int64(brings, 0) != 0:
         set_bias(args, item(frame, ARGUMENTS, index))
@@ -112,6 +112,10 @@ def set_arrays_beside(args, frame, brings):
     if get_int64(brings, 2) != 0:
         scale = item(frame, ARGUMENTS, index)
         args.value_scale, args.value_scale_head = at(scale, DATA), 4 * min(1, at(scale, RANK))
+        index += 1
+    if get_int64(brings, 3) != 0:
+        blocks = item(frame, ARGUMENTS, index)
+        args.selection, args.num_selected = at(blocks, DATA), get_int64(at(blocks, DIMS), 2)
 
 
 @fast

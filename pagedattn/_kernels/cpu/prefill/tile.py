@@ -12,9 +12,10 @@ from ..memory import add_at, get_float32, memcpy, memset, put_float32, put_int64
 from ..online_softmax import block_at, factor
 from ..scalar_math import exp, log
 from ..simd import LANES
-from ..softmax import NONE, ONE, ZERO, add_alibi, add_bias, cap_logits, hide, key_range
+from ..softmax import NONE, ONE, ZERO, add_alibi, add_bias, cap_logits, hide
 from ..store_row import highest_of, narrow_row
 from .in_place import add_values, set_logits
+from .listed import column_of, listed_range, run_of
 from .micro_kernel import (
     LINE,
     PANEL,
@@ -157,6 +158,12 @@ def seen_of(item, first):
     return max(item.first - first, 0), min(item.last - first, KEYS)
 
 
+@fast
+def seen_range(args, item, lowest, highest):
+    """The keys that queries of the item from position `lowest` to `highest` may see."""
+    return listed_range(args, item.seq, item.kv_head, item.seq_len, lowest, highest)
+
+
 @within
 def pack_tile(args, dtypes, item, first, room):
     """Packs what the item's rows see of the keys of a tile, and zeros up to whole grains."""
@@ -182,8 +189,9 @@ def set_addresses(args, item, first, begin, end, room):
     value_head = args.value + item.kv_head * args.value_head
     at = begin
     while at < end:
-        column = (first + at) // args.block_size
-        slot, held = first + at - column * args.block_size, block_at(args, table, column)
+        index = (first + at) // args.block_size
+        column = column_of(args, item, index)
+        slot, held = first + at - index * args.block_size, block_at(args, table, column)
         key = key_head + held * args.key_block + slot * args.key_slot
         value = value_head + held * args.value_block + slot * args.value_slot
         stop = min(end, at + args.block_size - slot)
@@ -207,13 +215,17 @@ def hide_values(args, item, first, begin, end, room):
         put_float32(room.shown, key, NONE)
     heads = args.group if args.bias_head != 0 else 1
     for i in range(item.num_queries):
-        position = item.position + i
-        low, high = key_range(args, item.seq_len, position, position)
-        low, high = max(low - first, begin), min(high - first, end, args.bias_columns - first)
-        bias = args.bias + (item.token + i) * args.bias_token + 4 * first
+        low, high = seen_range(args, item, item.position + i, item.position + i)
+        low, high = max(low - first, begin), min(high - first, end)
+        bias = args.bias + (item.token + i) * args.bias_token
         bias += item.kv_head * args.group * args.bias_head
-        for head in range(heads):
-            note_shown(bias + head * args.bias_head, room.shown, low, high)
+        while low < high:
+            position, held = run_of(args, item, first + low, high - low)
+            stop = low + min(held, args.bias_columns - position)
+            for head in range(heads):
+                of_tile = bias + head * args.bias_head + 4 * (position - low)
+                note_shown(of_tile, room.shown, low, stop)
+            low += held
     for key in range(begin, end):
         if get_float32(room.shown, key) == NONE:
             put_int64(values_at(room, first), key, room.zeros)
@@ -232,7 +244,7 @@ def add_tile(args, dtypes, item, first, start, count, room):
     rows_here = min(block(dtypes), count - start)
     lowest = item.position + start // args.group
     highest = item.position + (start + rows_here - 1) // args.group
-    begin, end = key_range(args, item.seq_len, lowest, highest)
+    begin, end = seen_range(args, item, lowest, highest)
     begin = max(begin - first, 0) // GRAIN * GRAIN
     end = up_to(min(end - first, KEYS), GRAIN)
     if begin < end:
@@ -325,7 +337,8 @@ def weigh_row(args, dtypes, item, first, row, begin, end, room):
     if unit == ONE:
         scale_row(logits, scale_of(args, item), count)
         apply_options(args, item, i, head, logits, first + begin, count)
-    hide(args, logits, item.position + i, item.seq_len, first + begin, count)
+    low, high = seen_range(args, item, item.position + i, item.position + i)
+    hide(logits, low, high, first + begin, count)
     raise_top(unit, row, highest_of(logits, count), room)
     top = get_float32(room.state.highest, row)
     shift = ZERO if top == NONE else top
@@ -338,11 +351,19 @@ def weigh_row(args, dtypes, item, first, row, begin, end, room):
 def apply_options(args, item, i, head, logits, first, count):
     if args.soft_cap > ZERO:
         cap_logits(args.soft_cap, logits, count)
-    if args.slopes != 0:
-        add_alibi(get_float32(args.slopes, head), logits, item.position + i, first, count)
-    if args.bias != 0:
-        bias = args.bias + (item.token + i) * args.bias_token + head * args.bias_head
-        add_bias(bias + 4 * first, logits, args.bias_columns - first, count)
+    if args.slopes == 0 and args.bias == 0:
+        return
+    bias = args.bias + (item.token + i) * args.bias_token + head * args.bias_head
+    at = np.int64(0)
+    while at < count:
+        position, held = run_of(args, item, first + at, count - at)
+        if args.slopes != 0:
+            slope = get_float32(args.slopes, head)
+            add_alibi(slope, logits + 4 * at, item.position + i, position, held)
+        if args.bias != 0:
+            columns_left = args.bias_columns - position
+            add_bias(bias + 4 * position, logits + 4 * at, columns_left, held)
+        at += held
 
 
 @within
