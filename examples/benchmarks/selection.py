@@ -5,7 +5,7 @@
 
 Of each case, all in one run: dense attention over the whole context, and over one as long as what
 is chosen; then the summaries' update, the scores, the choice and attention, alone and as one step.
-Programs of several layers, whose summaries are donated.
+Programs of several layers, each with summaries of its own, which are donated.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def step(case, query, summaries, cache, batch):
 
 def waiting(query, array):
     """The query, not known before the array is."""
-    return query.at[0, 0, 0].set(array.ravel()[0].astype(query.dtype))
+    return query.at[0, 0, 0].set(array[(0,) * array.ndim].astype(query.dtype))
 
 
 def microseconds(call: Callable, query, summaries, cache, batch) -> float:
@@ -97,12 +97,12 @@ def microseconds(call: Callable, query, summaries, cache, batch) -> float:
 
     @partial(jax.jit, donate_argnames="summaries")
     def program(query, summaries, cache, batch):
-        for _ in range(LAYERS):
+        for layer in range(LAYERS):
             query, cache = after(query, cache)
-            query, summaries = call(query, summaries, cache, batch)
+            query, summaries[layer] = call(query, summaries[layer], cache, batch)
         return query, summaries
 
-    held = jax.tree.map(jnp.copy, summaries)
+    held = [jax.tree.map(jnp.copy, summaries) for _ in range(LAYERS)]
 
     def run():
         nonlocal held

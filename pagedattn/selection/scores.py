@@ -1,22 +1,28 @@
 """How large the logits of each block may be, for the queries of a step."""
 
+from collections.abc import Callable
+from importlib import import_module
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from .._arrays.checks import an_array, packed
-from .._arrays.devices import on_one_device
+from .._arrays.devices import device_of, on_one_device
 from .._arrays.dlpack import takes_any_array
 from .._arrays.inspect import describe, is_floating
 from .._arrays.namespace import cdiv, in_range
+from .._dispatch.registry import can_load
 from ..batch import validate as validate_batch
 from ..batch.metadata import BatchMetadata, Sequences, nondecreasing_starts, sequences_of
 from ..errors import InvalidInputError
 from .summaries import BlockSummaries, require_summaries
 
+KERNELS = {"cpu": "numba", "cuda": "triton"}  # the backends whose `scores` compute them
 CHUNK = 256  # blocks at a time: their summaries stay in a CPU's cache
 
-Queries = Float[Array, "num_seqs rows num_kv_heads head_dim"]
+Parts = tuple[Float[Array, "num_seqs rows num_kv_heads head_dim"], ...]
+Planes = tuple[Float[Array, "num_blocks num_kv_heads head_dim"], ...]
 Scores = Float[Array, "num_seqs num_kv_heads max_blocks"]
 
 
@@ -54,8 +60,14 @@ def score_blocks(
     require_summaries(summaries)
     _require_query(query, summaries, batch)
     sequences = nondecreasing_starts(sequences_of(batch))
-    rows, valid = _rows(jnp.asarray(query), sequences, batch, summaries.num_kv_heads)
-    return _scores(rows, valid, summaries, _blocks(sequences, batch, summaries.num_blocks))
+    rows, num_rows = _rows(jnp.asarray(query), sequences, batch, summaries.num_kv_heads)
+    wide = rows.astype(jnp.float32)
+    planes, parts = tuple(map(jnp.asarray, summaries.planes)), (wide,)
+    if len(planes) == 2:
+        # max(q * least, q * greatest) is q * greatest for q above 0, and q * least below.
+        parts = jnp.minimum(wide, 0), jnp.maximum(wide, 0)
+    blocks = _blocks(sequences, batch, summaries.num_blocks)
+    return _kernel(query, planes)(parts, num_rows, planes, blocks)
 
 
 def _require_query(query, summaries, batch):
@@ -72,15 +84,14 @@ def _require_query(query, summaries, batch):
 
 
 def _rows(query, batch: Sequences, step: BatchMetadata, num_kv_heads: int):
-    """The queries of each sequence, one row for each of its tokens and heads; which of them are."""
+    """The queries of each sequence, a row for each of its tokens and heads; how many it has."""
     longest = max(1, min(step.max_query_len, step.num_tokens))
     offsets = jnp.arange(longest, dtype=jnp.int32)[None]
-    valid = offsets < batch.query_lens[:, None]
     rows = query.at[batch.query_start_loc[:-1, None] + offsets].get(mode="clip")
     rows = rows.reshape(batch.num_seqs, longest, num_kv_heads, -1, query.shape[2])
     group = rows.shape[3]
     rows = rows.swapaxes(2, 3).reshape(batch.num_seqs, longest * group, num_kv_heads, -1)
-    return rows, jnp.repeat(valid, group, axis=1)
+    return rows, group * batch.query_lens
 
 
 def _blocks(
@@ -92,21 +103,30 @@ def _blocks(
     return jnp.where(own & in_range(batch.block_tables, num_blocks), batch.block_tables, -1)
 
 
+def _kernel(query, planes) -> Callable:
+    """What computes the scores: a kernel of its own where there is one, or XLA."""
+    name = KERNELS.get(device_of(query))
+    if name and can_load(name):
+        kernel = import_module(f"pagedattn.backends.{name}.scores")
+        if query.dtype == planes[0].dtype and str(query.dtype) in kernel.DTYPES:
+            return kernel.scores
+    return _scores
+
+
 @jax.jit
 def _scores(
-    rows: Queries,
-    valid: Bool[Array, "num_seqs rows"],
-    summaries: BlockSummaries,
+    parts: Parts,
+    num_rows: Int[Array, "num_seqs"],
+    planes: Planes,
     blocks: Int[Array, "num_seqs max_blocks"],
 ) -> Scores:
-    wide = rows.astype(jnp.float32)
-    # max(q * least, q * greatest) is q * greatest for q above 0, and q * least below.
-    parts = (wide,) if len(summaries.planes) == 1 else (jnp.minimum(wide, 0), jnp.maximum(wide, 0))
+    """By XLA, some blocks at a time."""
+    valid = jnp.arange(parts[0].shape[1]) < num_rows[:, None]
 
     def score(chunk: Int[Array, "num_seqs chunk"]):
         summed = jnp.zeros((), jnp.float32)
-        for part, plane in zip(parts, summaries.planes, strict=True):
-            rows = jnp.asarray(plane).at[chunk].get(mode="clip").astype(jnp.float32)
+        for part, plane in zip(parts, planes, strict=True):
+            rows = plane.at[chunk].get(mode="clip").astype(jnp.float32)
             summed += jnp.einsum("srhd,schd->shrc", part, rows, precision="highest")
         best = jnp.where(valid[:, None, :, None], summed, -jnp.inf).max(2)
         return jnp.where((chunk >= 0)[:, None], best, -jnp.inf)

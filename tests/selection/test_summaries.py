@@ -19,11 +19,19 @@ from pagedattn import (
     update_summaries,
     write_kv,
 )
+from pagedattn.selection import scores
 from pagedattn.selection.summaries import KINDS
 from pagedattn.testing import batch_of, cache_of, random_problem
 from pagedattn.testing.random_problems import random_tables
 
 SIZE = 4
+WAYS = {"as here": scores.KERNELS, "by XLA": {}}
+
+
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch):
+    """Scores by the device's own kernel, if it has one, and by XLA."""
+    monkeypatch.setattr(scores, "KERNELS", WAYS[request.param])
 
 
 def by_tokens(problem, kind):
@@ -95,6 +103,7 @@ def test_an_update_is_in_place():
     assert [plane.unsafe_buffer_pointer() for plane in after.planes] == before
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("kind", KINDS)
 @given(seed=st.integers(0, 999))
 def test_scores_are_bounds_or_estimates_of_the_logits(kind, seed):
@@ -123,6 +132,7 @@ def test_scores_are_bounds_or_estimates_of_the_logits(kind, seed):
                 np.testing.assert_allclose(got[s, kv_head, column], want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("max_blocks", [1, 256, 300, 513])
 def test_scores_of_long_tables(max_blocks):
     """They are computed some blocks at a time."""

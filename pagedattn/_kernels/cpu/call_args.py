@@ -28,6 +28,7 @@ SIZES = (
     "cache_itemsize",
     "bias_columns",
     "num_selected",
+    "num_planes",  # of summaries of blocks
 )
 STRIDES = (  # in bytes
     *("query_token", "query_head", "key_block", "key_slot", "key_head"),

@@ -16,7 +16,7 @@ from llvmlite import binding
 from numba import cfunc, types
 
 from ...cache.quantise import LARGEST
-from . import workers
+from . import block_scores, workers
 from .call_args import args_at, work_item_at
 from .compiling import MODE
 from .dtypes import DTYPES, Dtype
@@ -27,8 +27,9 @@ PAIRS_OF_DTYPES = [(dtype, dtype) for dtype in DTYPES if dtype not in LARGEST]
 PAIRS_OF_DTYPES += [(dtype, held) for held in LARGEST for dtype in ("bfloat16", "float32")]
 CODES = {dtypes: code for code, dtypes in enumerate(PAIRS_OF_DTYPES)}
 TASKS = "pagedattn_tasks"  # the symbol by which machine code finds the addresses of `task`s,
-PREFILLS = len(CODES)  # and behind these, those of `prefill`s
-_tasks = np.zeros(2 * len(CODES), np.intp)
+PREFILLS = len(CODES)  # and behind these, those of `prefill`s,
+SCORES = 2 * len(CODES)  # and those of `score`s
+_tasks = np.zeros(3 * len(CODES), np.intp)
 binding.add_symbol(TASKS, _tasks.ctypes.data)
 NUMBER, NOTHING = types.intp, types.void
 
@@ -96,4 +97,20 @@ def prefill(dtype: str, cache_dtype: str):
     signature, name = NOTHING(NUMBER, NUMBER, NUMBER), f"prefill_{dtype}_{cache_dtype}"
     compiled = machine_code(signature, prefill, name)
     _tasks[PREFILLS + CODES[dtype, cache_dtype]] = compiled.address
+    return compiled
+
+
+@functools.cache
+def score(dtype: str):
+    """`void score(args)`: works on scores of blocks as long as there is work."""
+    dtypes = DTYPES[dtype], DTYPES[dtype]
+    version = _version(dtypes)
+
+    def score(args):
+        if args != version:
+            block_scores.work_on_scores(args, dtypes)
+            workers.leave(args)
+
+    compiled = machine_code(NOTHING(NUMBER), score, f"score_{dtype}")
+    _tasks[SCORES + CODES[dtype, dtype]] = compiled.address
     return compiled

@@ -2,8 +2,9 @@
 
 from ctypes import sizeof
 
+from ..._kernels.cpu.block_scores import begin_scores
 from ..._kernels.cpu.call_args import args_at
-from ..._kernels.cpu.compiled import PREFILLS, TASKS
+from ..._kernels.cpu.compiled import PREFILLS, SCORES, TASKS
 from ..._kernels.cpu.compiling import fast
 from ..._kernels.cpu.memory import (
     call_at,
@@ -155,6 +156,40 @@ def attention(frame, code):
     describe(frame, args_at(call))
     args_at(call).prefill = get_int64(tasks(), PREFILLS + code)
     args, task = begin(call), get_int64(tasks(), code)
+    free(call)
+    invite(frame, args, task)
+    call_at(task, args)
+    end(args)
+    return 0
+
+
+@fast
+def describe_scores(frame, args):
+    """Fills a call from a frame, as block_scores.py takes it."""
+    query, key = item(frame, ARGUMENTS, 0), item(frame, ARGUMENTS, 1)
+    tables = item(frame, ARGUMENTS, 3)
+    args.query, args.key, args.tables = at(query, DATA), at(key, DATA), at(tables, DATA)
+    args.value = at(item(frame, ARGUMENTS, 2), DATA)
+    args.seq_lens = at(item(frame, ARGUMENTS, 4), DATA)
+    args.out = at(item(frame, RESULTS, 0), DATA)
+    args.group, args.num_blocks = get_int64(at(query, DIMS), 2), get_int64(at(key, DIMS), 0)
+    args.num_kv_heads, args.head_dim = get_int64(at(key, DIMS), 1), get_int64(at(key, DIMS), 2)
+    args.num_seqs, args.max_blocks = get_int64(at(tables, DIMS), 0), get_int64(at(tables, DIMS), 1)
+    options = at(item(frame, ATTRIBUTES, 0), ARRAY_DATA)
+    args.num_planes, args.threads = get_int64(options, 0), get_int64(options, 1)
+    args.key_head = args.query_head = args.head_dim * get_int64(options, 2)
+    args.key_block = args.query_token = args.key_head * args.num_kv_heads
+    args.table_row = 4 * args.max_blocks
+
+
+@fast
+def scores(frame, code):
+    """Handles a call of scores of blocks, as `attention` does."""
+    if asks_for_metadata(frame):
+        return 0
+    call = malloc(CALL_ARGS_BYTES)
+    describe_scores(frame, args_at(call))
+    args, task = begin_scores(call), get_int64(tasks(), SCORES + code)
     free(call)
     invite(frame, args, task)
     call_at(task, args)

@@ -9,7 +9,7 @@ import functools
 import jax
 from numba import types
 
-from ..._kernels.cpu.compiled import CODES, machine_code, sources, task
+from ..._kernels.cpu.compiled import CODES, machine_code, score, sources, task
 from . import handlers
 
 SET_ROWS = "pagedattn_numba_set_rows"
@@ -30,6 +30,20 @@ def register_attention(dtype: str, cache_dtype: str) -> str:
 
     name = f"pagedattn_numba_attention_{dtype}_{cache_dtype}"
     _register(name, attention)
+    return name
+
+
+@functools.cache
+def register_scores(dtype: str) -> str:
+    """The target for scores of blocks by summaries of a dtype."""
+    score(dtype)
+    version, code = sources(), CODES[dtype, dtype]
+
+    def scores(frame):
+        return handlers.scores(frame, code) if frame != version else 0
+
+    name = f"pagedattn_numba_scores_{dtype}"
+    _register(name, scores)
     return name
 
 
