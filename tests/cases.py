@@ -25,7 +25,7 @@ REFUSING = {
         *("sliding_window", "value_dim"),
     ),
     "sdpa": ("selection",),
-    "triton": ("bias", "selection"),
+    "triton": ("bias",),
 }
 if can_load("sdpa"):
     from pagedattn_interop.backends import takes

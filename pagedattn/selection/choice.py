@@ -1,14 +1,17 @@
 """Which blocks are taken, by their scores."""
 
+from importlib import import_module
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .._arrays.checks import an_array, count
-from .._arrays.devices import on_one_device
+from .._arrays.devices import device_of, on_one_device
 from .._arrays.dlpack import takes_any_array
 from .._arrays.inspect import describe, is_floating
 from .._arrays.namespace import cdiv
+from .._dispatch.registry import can_load
 from ..batch import validate as validate_batch
 from ..batch.metadata import BatchMetadata, sequences_of
 from ..errors import InvalidInputError
@@ -77,7 +80,14 @@ def _require_scores(scores, num_seqs, max_blocks):
 def best(
     scores: Float[Array, "num_seqs num_kv_heads max_blocks"], num_blocks: int
 ) -> Int[Array, "num_seqs num_kv_heads {num_blocks}"]:
-    """The columns of the largest scores above -inf, in ascending order, then -1."""
+    """The columns of the largest scores above -inf, in ascending order, then -1.
+
+    On a GPU XLA would sort twice, by several programs.
+    """
+    if device_of(scores) == "cuda" and can_load("triton"):
+        kernel = import_module("pagedattn.backends.triton.scores")
+        if scores.shape[2] <= kernel.MOST_COLUMNS:
+            return kernel.best(scores, num_blocks)
     values, columns = jax.lax.top_k(scores, num_blocks)
     columns = jnp.sort(jnp.where(values > -jnp.inf, columns, LAST))
     return jnp.where(columns < LAST, columns, NONE).astype(jnp.int32)

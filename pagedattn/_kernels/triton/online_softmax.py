@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from .eight_bits import taken_apart
+from .lists import positions_of
 from .pages import find_slots, load_keys, load_slots, load_values
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -51,9 +52,9 @@ class State(NamedTuple):
 class Span(NamedTuple):
     """Keys of a tile."""
 
-    begin: Any  # only those in [begin, end) are read
+    begin: Any  # only those at positions in [begin, end) are read
     end: Any
-    start: Any  # those in [start, stop) are attended to
+    start: Any  # those in [start, stop) are attended to; of a selection, counted in its list
     stop: Any
 
 
@@ -80,7 +81,10 @@ def attend_keys(
     for done in range(0, stop - start, KEYS):
         step = last - done if MASKED else start + done
         keys = step + tl.arange(0, KEYS)
-        inside = (keys >= span.begin) & (keys < span.end)
+        positions = keys
+        if options.selection:
+            positions = positions_of(cache, step, keys, config.layout.block_size, KEYS)
+        inside = (positions >= span.begin) & (positions < span.end)
         slots = find_slots(cache, step, keys, inside, config, MASKED)
         # Keys that no row sees are not read: a NaN there would survive a weight of 0.
         # Eight bits become the query's dtype in registers.
@@ -93,13 +97,14 @@ def attend_keys(
             kept = total
             if done < stop - start:
                 weights, kept, highest, total = weigh(
-                    products, highest, total, keys, inside, queries, 1.0, formula, options, MASKED,
+                    products, highest, total, positions, inside, queries, 1.0, formula, options,
+                    MASKED,
                 )  # fmt: skip
                 rounded = weights.to(queries.q.dtype)
         else:
             weights, kept, highest, total = weigh(
-                products, highest, total, keys, inside, queries, 1.0 if pairs else formula.scale,
-                formula, options, MASKED,
+                products, highest, total, positions, inside, queries,
+                1.0 if pairs else formula.scale, formula, options, MASKED,
             )  # fmt: skip
         summed = summed * kept[:, None]
         if not apart:
@@ -137,7 +142,7 @@ def qk_matmul(
 
 @triton.jit
 def weigh(
-    products, highest, total, keys, inside, queries, scale, formula, options: tl.constexpr,
+    products, highest, total, positions, inside, queries, scale, formula, options: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """A step of the online softmax: its weights, the factor on what was summed, and the state."""
@@ -145,7 +150,7 @@ def weigh(
     logits = products * scale
     if options.soft_cap:
         logits = formula.cap * tanh(logits)
-    distance = queries.positions[:, None] - keys[None, :]
+    distance = queries.positions[:, None] - positions[None, :]
     if options.alibi:
         logits -= queries.slopes[:, None] * tl.abs(distance).to(tl.float32)
     if MASKED:

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from .eight_bits import half_query
+from .lists import last_listed, most_listed, rank
 from .online_softmax import Formula, Queries, Span, State, attend_keys
 from .states import finished, join_states
 
@@ -53,7 +54,7 @@ def attend(rows, cache, task, formula, config: tl.constexpr, tile: tl.constexpr)
     """Computes one tile: the tokens of a sequence from the first on, for a KV head's heads."""
     options: tl.constexpr = config.options
     places = places_of(task, tile)
-    span = span_of(task, formula.window, config, tile)
+    span = span_of(task, cache, formula.window, config, tile)
     if config.segment > 0:
         attend_segments(rows, places, span, cache, task, formula, config, tile)
         return
@@ -70,7 +71,7 @@ def attend(rows, cache, task, formula, config: tl.constexpr, tile: tl.constexpr)
     queries, formula = load_queries(rows, places, task, formula, config, tile)
     state = first_state(rows, places, task, config, tile)
     if tile.unmasked:
-        middle = middle_of(span, task, config)
+        middle = middle_of(span, task, cache, config)
         unmasked = Span(begin=span.begin, end=span.end, start=span.start, stop=middle)
         state = attend_keys(state, unmasked, queries, cache, formula, config, tile.apart, False)
         span = Span(begin=span.begin, end=span.end, start=middle, stop=span.stop)
@@ -90,7 +91,7 @@ def places_of(task, tile: tl.constexpr):
 
 
 @triton.jit
-def span_of(task, window, config: tl.constexpr, tile: tl.constexpr):
+def span_of(task, cache, window, config: tl.constexpr, tile: tl.constexpr):
     """The keys that any row of a tile sees and, where they are split, this program's share."""
     options: tl.constexpr = config.options
     KEYS: tl.constexpr = config.keys
@@ -105,24 +106,34 @@ def span_of(task, window, config: tl.constexpr, tile: tl.constexpr):
         end = tl.minimum(end, last_position + window)
     if options.window:
         begin = tl.maximum(begin, first_position - window + 1)
-    start = begin // KEYS * KEYS
+    first = begin
     stop = end
+    if options.selection:
+        BLOCK_SIZE: tl.constexpr = config.layout.block_size
+        stop = last_listed(cache, end, BLOCK_SIZE)
+        if options.window:
+            first = rank(cache, begin, most_listed(cache, end, BLOCK_SIZE), BLOCK_SIZE)
+    start = first // KEYS * KEYS
     if config.split and config.segment == 0:
         # In whole steps; of few keys, the last splits get none.
-        steps = tl.maximum(end - start + KEYS - 1, 0) // KEYS
+        last = stop
+        steps = tl.maximum(last - start + KEYS - 1, 0) // KEYS
         share = tl.maximum(tl.cdiv(steps, tl.num_programs(1)), config.min_steps)
         start += tl.program_id(1) * share * KEYS
-        stop = tl.minimum(start + share * KEYS, end)
+        stop = tl.minimum(start + share * KEYS, last)
     return Span(begin=begin, end=end, start=start, stop=stop)
 
 
 @triton.jit
-def middle_of(span, task, config: tl.constexpr):
+def middle_of(span, task, cache, config: tl.constexpr):
     """The key before which no mask is needed: if the first row sees a key, so do the others."""
     middle = span.end
     if config.options.causal:
         first_position = task.seq_len - (task.query_len - task.first)
         middle = tl.maximum(tl.minimum(span.end, first_position + 1), 0)
+    if config.options.selection:
+        BLOCK_SIZE: tl.constexpr = config.layout.block_size
+        middle = rank(cache, middle, most_listed(cache, span.end, BLOCK_SIZE), BLOCK_SIZE)
     return tl.minimum(tl.maximum(middle // config.keys * config.keys, span.start), span.stop)
 
 
@@ -193,7 +204,6 @@ def attend_segments(
 
     Where they are split, it stores the state before any key, and that of each segment.
     """
-    KEYS: tl.constexpr = config.keys
     SEGMENT: tl.constexpr = config.segment
     alibi: tl.constexpr = config.options.alibi
     pairs: tl.constexpr = config.layout.pairs
@@ -201,8 +211,8 @@ def attend_segments(
     nothing = empty_state(config, tile)
     joined = first_state(rows, places, task, config, tile)
     highest, total, summed, odd = joined.highest, joined.total, joined.summed, joined.odd
-    first = span.begin // SEGMENT
-    count = tl.maximum(tl.cdiv(span.end, SEGMENT) - first, 0)
+    first = span.start // SEGMENT
+    count = tl.maximum(tl.cdiv(span.stop, SEGMENT) - first, 0)
     begin, stop = 0, count
     if config.split:
         share = tl.cdiv(count, tl.num_programs(1))
@@ -212,9 +222,9 @@ def attend_segments(
             store_part(rows, places, joined, 0, config, tile)
     for index in range(begin, stop):
         left = (first + index) * SEGMENT
-        start = tl.maximum(left, span.begin // KEYS * KEYS)
+        start = tl.maximum(left, span.start)
         part = Span(
-            begin=span.begin, end=span.end, start=start, stop=tl.minimum(left + SEGMENT, span.end)
+            begin=span.begin, end=span.end, start=start, stop=tl.minimum(left + SEGMENT, span.stop)
         )
         state = attend_keys(nothing, part, queries, cache, formula, config, tile.apart, True)
         if config.split:
