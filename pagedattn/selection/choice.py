@@ -1,20 +1,18 @@
 """Which blocks are taken, by their scores."""
 
-from importlib import import_module
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .._arrays.checks import an_array, count
-from .._arrays.devices import device_of, on_one_device
+from .._arrays.devices import on_one_device
 from .._arrays.dlpack import takes_any_array
 from .._arrays.inspect import describe, is_floating
 from .._arrays.namespace import cdiv
-from .._dispatch.registry import can_load
 from ..batch import validate as validate_batch
 from ..batch.metadata import BatchMetadata, sequences_of
 from ..errors import InvalidInputError
+from .kernels import kernels_for
 from .selection import LAST, NONE, Selection
 
 
@@ -62,7 +60,9 @@ def select_blocks(
     columns = jnp.arange(batch.max_blocks, dtype=jnp.int32)
     ends = cdiv(sequences_of(batch).seq_lens, batch.block_size)[:, None, None]
     always = (columns < first) | (columns >= ends - last)
-    scores = jnp.where(always, jnp.inf, jnp.asarray(scores, jnp.float32))
+    scores = jnp.asarray(scores, jnp.float32)
+    scores = jnp.where(scores == 0, 0.0, scores)  # -0 is no less
+    scores = jnp.where(always, jnp.inf, scores)
     scores = jnp.where((columns < ends) & (scores > -jnp.inf), scores, -jnp.inf)
     return Selection(best(scores, min(num_blocks, batch.max_blocks)), ascending=True)
 
@@ -82,12 +82,16 @@ def best(
 ) -> Int[Array, "num_seqs num_kv_heads {num_blocks}"]:
     """The columns of the largest scores above -inf, in ascending order, then -1.
 
-    On a GPU XLA would sort twice, by several programs.
+    XLA sorts twice for it, on a GPU by several programs.
     """
-    if device_of(scores) == "cuda" and can_load("triton"):
-        kernel = import_module("pagedattn.backends.triton.scores")
-        if scores.shape[2] <= kernel.MOST_COLUMNS:
-            return kernel.best(scores, num_blocks)
+    kernels = kernels_for(scores)
+    if kernels is not None and scores.shape[2] <= kernels.MOST_COLUMNS:
+        return kernels.best(scores, num_blocks)
+    return by_xla(scores, num_blocks)
+
+
+def by_xla(scores, num_blocks: int):
+    """`best` by XLA's sorts."""
     values, columns = jax.lax.top_k(scores, num_blocks)
     columns = jnp.sort(jnp.where(values > -jnp.inf, columns, LAST))
     return jnp.where(columns < LAST, columns, NONE).astype(jnp.int32)

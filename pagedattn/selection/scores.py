@@ -1,24 +1,22 @@
 """How large the logits of each block may be, for the queries of a step."""
 
 from collections.abc import Callable
-from importlib import import_module
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .._arrays.checks import an_array, packed
-from .._arrays.devices import device_of, on_one_device
+from .._arrays.devices import on_one_device
 from .._arrays.dlpack import takes_any_array
 from .._arrays.inspect import describe, is_floating
 from .._arrays.namespace import cdiv, in_range
-from .._dispatch.registry import can_load
 from ..batch import validate as validate_batch
 from ..batch.metadata import BatchMetadata, Sequences, nondecreasing_starts, sequences_of
 from ..errors import InvalidInputError
+from .kernels import kernels_for
 from .summaries import BlockSummaries, require_summaries
 
-KERNELS = {"cpu": "numba", "cuda": "triton"}  # the backends whose `scores` compute them
 CHUNK = 256  # blocks at a time: their summaries stay in a CPU's cache
 
 Parts = tuple[Float[Array, "num_seqs rows num_kv_heads head_dim"], ...]
@@ -104,17 +102,16 @@ def _blocks(
 
 
 def _kernel(query, planes) -> Callable:
-    """What computes the scores: a kernel of its own where there is one, or XLA."""
-    name = KERNELS.get(device_of(query))
-    if name and can_load(name):
-        kernel = import_module(f"pagedattn.backends.{name}.scores")
-        if query.dtype == planes[0].dtype and str(query.dtype) in kernel.DTYPES:
-            return kernel.scores
-    return _scores
+    """What computes the scores: a kernel of the device's own, if it takes the dtype, or XLA."""
+    kernels = kernels_for(query)
+    alike = query.dtype == planes[0].dtype
+    if kernels is not None and alike and str(query.dtype) in kernels.DTYPES:
+        return kernels.scores
+    return by_xla
 
 
 @jax.jit
-def _scores(
+def by_xla(
     parts: Parts,
     num_rows: Int[Array, "num_seqs"],
     planes: Planes,

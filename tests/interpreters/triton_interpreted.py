@@ -31,8 +31,8 @@ from pagedattn._kernels.triton.tiling import tiling
 from pagedattn._kernels.triton.widths import power_of_two
 from pagedattn.backends.triton.scores import constants_of
 from pagedattn.batch.packed import packed_batch
-from pagedattn.selection.choice import best
-from pagedattn.selection.scores import _scores as xla_scores
+from pagedattn.selection import choice
+from pagedattn.selection import scores as block_scores
 from pagedattn.testing import (
     Problem,
     assert_attention_close,
@@ -220,7 +220,6 @@ def test_the_choice_of_the_best_blocks(width, count, levels, seed):
     rng = np.random.default_rng(seed)
     scores = rng.integers(-levels, levels, (3, width)).astype(np.float32) / 3
     scores[rng.random(scores.shape) < 0.1] = -np.inf
-    scores[rng.random(scores.shape) < 0.1] = -0.0
     scores[rng.random(scores.shape) < 0.1] = np.nan
     scores[0, : width // 2] = -np.inf
     count = min(count, width)
@@ -228,8 +227,8 @@ def test_the_choice_of_the_best_blocks(width, count, levels, seed):
     sizes = {"COLUMNS": width, "CHOSEN": count}
     sizes |= {"WIDTH": power_of_two(width), "PLACES": power_of_two(count)}
     choice_kernel[(3,)](torch.from_numpy(scores), chosen, **sizes)
-    plain = jnp.where(jnp.isnan(scores), -jnp.inf, jnp.where(scores == 0, 0.0, scores))
-    np.testing.assert_array_equal(chosen, best(plain[None], count)[0])
+    plain = jnp.where(jnp.isnan(scores), -jnp.inf, scores)
+    np.testing.assert_array_equal(chosen, choice.by_xla(plain[None], count)[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -242,7 +241,8 @@ def test_scores_of_blocks(rows, head_dim, columns, num_planes, dtype):
     planes = rng.standard_normal((num_planes, 40, 2, head_dim)).astype(dtype)
     blocks = rng.integers(-1, 40, (3, columns)).astype(np.int32)
     num_rows = np.array([rows, max(1, rows // 2), 0], np.int32)
-    want = xla_scores(*jax.tree.map(jnp.asarray, (tuple(queries), num_rows, tuple(planes), blocks)))
+    arrays = jax.tree.map(jnp.asarray, (tuple(queries), num_rows, tuple(planes), blocks))
+    want = block_scores.by_xla(*arrays)
     got = torch.full((3, 2, columns), torch.nan)
     constants = constants_of(3, rows, 2, head_dim, columns, num_planes, np.dtype(dtype).itemsize)
     given = map(tensor, (queries, num_rows, planes[0], planes[-1], blocks))

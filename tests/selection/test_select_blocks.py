@@ -8,9 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedattn import InvalidInputError, Selection, make_batch, select_blocks
+from pagedattn.selection import kernels
 from pagedattn.selection.selection import in_order
 
 SIZE, WIDTH = 4, 12
+WAYS = {"as here": kernels.BACKENDS, "by XLA": {}}
+
+
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch):
+    """By the device's own kernel, if it has one, and by XLA's sorts."""
+    monkeypatch.setattr(kernels, "BACKENDS", WAYS[request.param])
+    jax.clear_caches()
 
 
 def batch_with(lens):
@@ -18,7 +27,7 @@ def batch_with(lens):
     return make_batch([0] * len(lens), lens, tables, block_size=SIZE, max_query_len=1)
 
 
-def best(scores, count, num_blocks, first, last):
+def best_of(scores, count, num_blocks, first, last):
     """By sorting: the first and last ones, then the others by score, the first of equal ones."""
     always = {*range(min(first, count)), *range(max(0, count - last), count)}
     rest = [c for c in range(count) if c not in always and scores[c] > -np.inf]
@@ -26,6 +35,7 @@ def best(scores, count, num_blocks, first, last):
     return sorted([*always, *rest[: num_blocks - len(always)]])
 
 
+@pytest.mark.usefixtures("way")
 @given(data=st.data())
 def test_the_best_are_chosen_in_order(data):
     """Scores have few values, so that many are equal, and -inf."""
@@ -35,6 +45,7 @@ def test_the_best_are_chosen_in_order(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 999)))
     scores = rng.integers(-2, 3, (3, 2, WIDTH)).astype(np.float32)
     scores[rng.random(scores.shape) < 0.2] = -np.inf
+    scores[rng.random(scores.shape) < 0.1] = -0.0
     ends = {"first": first, "last": last}
     choose = jax.jit(select_blocks, static_argnums=2, static_argnames=("first", "last"))
     got = choose(scores, batch_with(lens), num_blocks, **ends)
@@ -42,11 +53,12 @@ def test_the_best_are_chosen_in_order(data):
     assert got.blocks.shape == (3, 2, min(num_blocks, WIDTH))
     for s, seq_len in enumerate(lens):
         for head in range(2):
-            want = best(scores[s, head], -(-seq_len // SIZE), num_blocks, first, last)
+            want = best_of(scores[s, head], -(-seq_len // SIZE), num_blocks, first, last)
             row = got.blocks[s, head].tolist()
             assert row == want + [-1] * (len(row) - len(want))
 
 
+@pytest.mark.usefixtures("way")
 def test_few_of_many_are_chosen():
     rng = np.random.default_rng(0)
     scores = rng.standard_normal((2, 3, 5000)).astype(np.float32)
@@ -55,7 +67,7 @@ def test_few_of_many_are_chosen():
     got = select_blocks(scores, batch, 40, first=2, last=3).blocks
     for s, count in enumerate((4999, 31)):
         for head in range(3):
-            want = best(scores[s, head], count, 40, 2, 3)
+            want = best_of(scores[s, head], count, 40, 2, 3)
             assert got[s, head, : len(want)].tolist() == want
             assert (got[s, head, len(want) :] == -1).all()
 

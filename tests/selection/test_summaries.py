@@ -19,19 +19,19 @@ from pagedattn import (
     update_summaries,
     write_kv,
 )
-from pagedattn.selection import scores
+from pagedattn.selection import kernels
 from pagedattn.selection.summaries import KINDS
 from pagedattn.testing import batch_of, cache_of, random_problem
 from pagedattn.testing.random_problems import random_tables
 
 SIZE = 4
-WAYS = {"as here": scores.KERNELS, "by XLA": {}}
+WAYS = {"as here": kernels.BACKENDS, "by XLA": {}}
 
 
 @pytest.fixture(params=WAYS)
 def way(request, monkeypatch):
     """Scores by the device's own kernel, if it has one, and by XLA."""
-    monkeypatch.setattr(scores, "KERNELS", WAYS[request.param])
+    monkeypatch.setattr(kernels, "BACKENDS", WAYS[request.param])
 
 
 def by_tokens(problem, kind):

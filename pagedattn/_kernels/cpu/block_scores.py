@@ -96,8 +96,12 @@ def score_chunk(args, dtypes, number, room):
         at = args.out + 4 * ((seq * args.num_kv_heads + head) * args.max_blocks + first)
         of_head = products + 4 * head * planes * rows * CHUNK
         for k in range(count):
-            none = get_int32(blocks, k) < 0
-            put_float32(at, k, NONE if none else best(args, of_head, rows, k))
+            put_float32(at, k, NONE)
+        for row in range(rows):
+            raise_best(args, of_head + 4 * row * CHUNK, rows, count, at)
+        for k in range(count):
+            if get_int32(blocks, k) < 0:
+                put_float32(at, k, NONE)
 
 
 @fast
@@ -121,12 +125,11 @@ def load_queries(args, dtypes, seq, rows, queries):
 
 
 @fast
-def best(args, products, rows, column):
-    """The greatest sum over the planes of any query."""
-    found = NONE
-    for row in range(rows):
-        total = get_float32(products, row * CHUNK + column)
-        if args.num_planes > 1:
-            total += get_float32(products, (rows + row) * CHUNK + column)
-        found = max(found, total)
-    return found
+def raise_best(args, products, rows, count, best):
+    """The greatest of what was found so far and a row's sums over the planes."""
+    others = products + 4 * rows * CHUNK if args.num_planes > 1 else 0
+    if others != 0:
+        for k in range(count):
+            put_float32(products, k, get_float32(products, k) + get_float32(others, k))
+    for k in range(count):
+        put_float32(best, k, max(get_float32(best, k), get_float32(products, k)))

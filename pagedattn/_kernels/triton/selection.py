@@ -74,7 +74,7 @@ def choice_kernel(
     columns = tl.arange(0, WIDTH)
     at = scores + row * COLUMNS + columns
     score = tl.load(at, mask=columns < COLUMNS, other=float("-inf"))
-    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)  # -0 is 0
+    bits = score.to(tl.int32, bitcast=True)
     good = score > float("-inf")
     # Integers that are ordered as the numbers are.
     order = tl.where(good, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), LEAST)

@@ -2,6 +2,7 @@
 
 from ctypes import sizeof
 
+from ..._kernels.cpu import block_choice
 from ..._kernels.cpu.block_scores import begin_scores
 from ..._kernels.cpu.call_args import args_at
 from ..._kernels.cpu.compiled import PREFILLS, SCORES, TASKS
@@ -226,6 +227,22 @@ def destroy(api, error):
     put_int64(request, 2, error)
     call_at(at(api, ERROR_DESTROY), request)
     free(request)
+
+
+@fast
+def choose_best(frame):
+    """Handles the choice of the best blocks of each row of scores."""
+    if asks_for_metadata(frame):
+        return 0
+    scores, chosen = item(frame, ARGUMENTS, 0), item(frame, RESULTS, 0)
+    rows = get_int64(at(scores, DIMS), 0) * get_int64(at(scores, DIMS), 1)
+    columns, count = get_int64(at(scores, DIMS), 2), get_int64(at(chosen, DIMS), 2)
+    room = malloc(4 * columns)
+    for row in range(rows):
+        source, target = at(scores, DATA) + 4 * row * columns, at(chosen, DATA) + 4 * row * count
+        block_choice.choose_best(source, columns, target, count, room)
+    free(room)
+    return 0
 
 
 @fast

@@ -1,4 +1,4 @@
-"""Scores of blocks on a CPU: their summaries are read once, where they lie, by all threads."""
+"""Scores of blocks on a CPU, whose summaries are read once by all threads, and the choice."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,11 @@ from jaxtyping import Array, Float, Int
 
 from ..._arrays.shard_map import axes_of, varying
 from .support import DTYPES, num_threads
-from .targets import register_scores
+from .targets import CHOOSE_BEST, register_choice, register_scores
 
-__all__ = ["DTYPES", "scores"]
+__all__ = ["DTYPES", "MOST_COLUMNS", "best", "scores"]
+
+MOST_COLUMNS = 1 << 31
 
 
 def scores(
@@ -32,3 +34,13 @@ def scores(
     arrays = queries, planes[0], planes[-1], blocks, num_rows.astype(jnp.int32)
     integers = np.asarray([len(planes), num_threads(), planes[0].dtype.itemsize], np.int64)
     return varying(kernel(*arrays, integers=integers), axes_of(arrays))
+
+
+def best(
+    scores: Float[Array, "num_seqs num_kv_heads max_blocks"], num_blocks: int
+) -> Int[Array, "num_seqs num_kv_heads {num_blocks}"]:
+    """The columns of the largest scores above -inf, in ascending order, then -1."""
+    register_choice()
+    out = jax.ShapeDtypeStruct((*scores.shape[:2], num_blocks), jnp.int32)
+    kernel = jax.ffi.ffi_call(CHOOSE_BEST, out, vmap_method="sequential")
+    return varying(kernel(scores), axes_of(scores))

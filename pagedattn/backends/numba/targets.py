@@ -13,6 +13,7 @@ from ..._kernels.cpu.compiled import CODES, machine_code, score, sources, task
 from . import handlers
 
 SET_ROWS = "pagedattn_numba_set_rows"
+CHOOSE_BEST = "pagedattn_numba_choose_best"
 
 
 @functools.cache
@@ -55,6 +56,16 @@ def register_set_rows() -> None:
         return handlers.set_rows(frame) if frame != version else 0
 
     _register(SET_ROWS, set_rows)
+
+
+@functools.cache
+def register_choice() -> None:
+    version = sources()
+
+    def choose_best(frame):
+        return handlers.choose_best(frame) if frame != version else 0
+
+    _register(CHOOSE_BEST, choose_best)
 
 
 def _register(name, function):
