@@ -63,7 +63,7 @@ def decode(budget: int | None, prompt: int, steps: int):
     return np.array(made), np.array(blocks), SEQS / np.median(took)
 
 
-def main(path: str = "long_context.png", prompt: int = 400, steps: int = 100) -> int:
+def main(path: str, prompt: int = 400, steps: int = 100) -> int:
     dense, _, speed = decode(None, prompt, steps)
     print(f"dense attention                 {speed:6.0f} bytes/s")
     for budget in (4, 8, 16, 32, LENGTH // BLOCK):
@@ -76,4 +76,4 @@ def main(path: str = "long_context.png", prompt: int = 400, steps: int = 100) ->
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:2]))
+    sys.exit(main(sys.argv[1] if sys.argv[1:] else "long_context.png"))
