@@ -1,6 +1,7 @@
 """Paged attention for JAX at hardware speed, with PyTorch's kernels reached through DLPack."""
 
 from ._dispatch.backend import Backend
+from ._dispatch.crossings import Crossings
 from ._dispatch.registry import available_backends
 from .attention import explain, paged_attention, ragged_attention, select_backend
 from .batch.check_batch import check_batch
@@ -39,6 +40,7 @@ __all__ = [
     "BatchMetadata",
     "BlockPool",
     "BlockSummaries",
+    "Crossings",
     "Growth",
     "InvalidInputError",
     "KVCache",

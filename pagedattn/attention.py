@@ -13,6 +13,7 @@ from ._arrays.shard_map import varying_alike
 from ._dispatch import emulate, select, validate
 from ._dispatch.backend import Backend
 from ._dispatch.call import call_of
+from ._dispatch.crossings import Crossings, require_crossings
 from ._dispatch.options import for_backends, given_of, validate_arrays, validate_fit
 from ._dispatch.registry import Framework
 from ._dispatch.signatures import (
@@ -48,7 +49,7 @@ def paged_attention(
     batch: BatchMetadata,
     spec: AttentionSpec = AttentionSpec(),
     *,
-    backend: str | Backend | None = None,
+    backend: str | Backend | Crossings | None = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
     sinks: Sinks | None = None,
@@ -74,7 +75,8 @@ def paged_attention(
       batch: which tokens and blocks belong to which sequence (`make_batch`).
       spec: the formula; static.
       backend: a name or a `Backend`: this one runs, or says why not. None takes the first one that
-        can run the call and is likely fast (`explain` says why).
+        can run the call and is likely fast (`explain` says why); `Crossings` do so by other sizes
+        than those measured on an H200.
       return_lse: also return the natural log of the sum of exponentials, for `merge_states`.
       batch_invariant: out and lse of a token have the same bits alone and in any batch, in blocks
         of any place and size, as a prompt, in chunks, in a draft or in decode; on one backend and
@@ -131,12 +133,14 @@ def explain(
     *,
     return_lse: bool = False,
     batch_invariant: bool = False,
+    crossings: Crossings = Crossings(),
     **arrays: Array | Selection | None,
 ) -> select.Explanation:
     """Why each backend can or cannot run a call, and which one `backend=None` takes.
 
     Args:
       query, cache, batch, spec, return_lse, batch_invariant: as in `paged_attention`.
+      crossings: the sizes by which `.choice` is made, as `backend=crossings` would be.
       arrays: its keywords for arrays, `sinks`, `bias` and `selection`.
 
     Returns:
@@ -153,7 +157,7 @@ def explain(
     ([], True)
     """
     call = _call(query, cache, batch, spec, return_lse, batch_invariant, given_of(arrays))
-    return select.explain(call, Framework.JAX)
+    return select.explain(call, Framework.JAX, crossings)
 
 
 @takes_any_array
@@ -167,6 +171,7 @@ def select_backend(
     *,
     return_lse: bool = False,
     batch_invariant: bool = False,
+    crossings: Crossings = Crossings(),
     **arrays: Array | Selection | None,
 ) -> str:
     """The name of the backend that `backend=None` takes for a call.
@@ -183,7 +188,8 @@ def select_backend(
     True
     """
     call = _call(query, cache, batch, spec, return_lse, batch_invariant, given_of(arrays))
-    return select.select(None, call, Framework.JAX).name
+    require_crossings(crossings)
+    return select.select(crossings, call, Framework.JAX).name
 
 
 def _call(query, cache, batch, spec, return_lse, batch_invariant, options):
@@ -217,7 +223,7 @@ def ragged_attention(
     *,
     max_query_len: int,
     max_key_len: int,
-    backend: str | Backend | None = None,
+    backend: str | Backend | Crossings | None = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
     sinks: Sinks | None = None,

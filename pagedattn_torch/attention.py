@@ -6,8 +6,9 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
-from pagedattn import AttentionSpec, Backend, BatchMetadata, KVCache, Selection
+from pagedattn import AttentionSpec, Backend, BatchMetadata, Crossings, KVCache, Selection
 from pagedattn._dispatch import select, validate
+from pagedattn._dispatch.crossings import require_crossings
 from pagedattn._dispatch.options import given_of
 from pagedattn._dispatch.registry import Framework
 from pagedattn._dispatch.signatures import (
@@ -47,7 +48,7 @@ def paged_attention(
     batch: BatchMetadata,
     spec: AttentionSpec = AttentionSpec(),
     *,
-    backend: str | Backend | None = None,
+    backend: str | Backend | Crossings | None = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
     sinks: Sinks | None = None,
@@ -97,6 +98,7 @@ def explain(
     *,
     return_lse: bool = False,
     batch_invariant: bool = False,
+    crossings: Crossings = Crossings(),
     **arrays: Tensor | Selection | None,
 ) -> select.Explanation:
     """Why each torch backend can or cannot run a call, as `pagedattn.explain`.
@@ -114,7 +116,7 @@ def explain(
     flags = return_lse, batch_invariant
     call, *_ = described(query, cache, batch, spec, flags, given_of(arrays))
     with on_device_of(query):
-        return select.explain(call, Framework.TORCH)
+        return select.explain(call, Framework.TORCH, crossings)
 
 
 @uncompiled
@@ -127,6 +129,7 @@ def select_backend(
     *,
     return_lse: bool = False,
     batch_invariant: bool = False,
+    crossings: Crossings = Crossings(),
     **arrays: Tensor | Selection | None,
 ) -> str:
     """The name of the backend that `backend=None` takes for a call.
@@ -143,8 +146,9 @@ def select_backend(
     """
     flags = return_lse, batch_invariant
     call, *_ = described(query, cache, batch, spec, flags, given_of(arrays))
+    require_crossings(crossings)
     with on_device_of(query):
-        return select.select(None, call, Framework.TORCH).name
+        return select.select(crossings, call, Framework.TORCH).name
 
 
 @typed_as(RaggedAttention[Tensor, Starts])
@@ -160,7 +164,7 @@ def ragged_attention(
     *,
     max_query_len: int,
     max_key_len: int,
-    backend: str | Backend | None = None,
+    backend: str | Backend | Crossings | None = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
     sinks: Sinks | None = None,

@@ -3,15 +3,16 @@
     PYTHONPATH=examples python -m benchmarks.cpu [-o docs/results] [-k "decode 8x4096"] [-t 1]
 
 A contender is a function that takes a `CpuCase` and returns a function that computes it. If it
-raises, its cell stays empty and the error is printed. Contenders take turns, one call each; a
-figure is the median of a contender's calls. In decode a sum of as many bytes as keys and values
-have takes its turn with them: what the machine reads at best just then. The report is written after
-every case; figures on fewer threads are added to that of a run on all. To add a contender, see
-peers/.
+raises, its cell stays empty and the error is printed. Contenders take turns in a random order, one
+call each; a figure is the median of a contender's calls. In decode a sum of as many bytes as keys
+and values have takes its turn with them: what the machine reads at best just then. The report is
+written after every case; figures on fewer threads are added to that of a run on all. To add a
+contender, see peers/.
 """
 
 import argparse
 import os
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +38,8 @@ SHAPES = {
     "decode skewed": ([1] * 8, [256] * 7 + [16384]),
     "prefill 1x2048": ([2048], [2048]),
     "prefill 4x512": ([512] * 4, [512] * 4),
-    "mixed": ([256, 256] + [1] * 6, [256, 2048] + [2048] * 6),
+    "chunk 512 on 512": ([512], [1024]),
+    "mixed": ([512] + [1] * 7, [1024] * 8),  # that chunk and seven decodes
 }
 FEW = "decode 8x4096", "decode 64x512", "prefill 1x2048", "mixed"
 CASES = [
@@ -56,6 +58,7 @@ AIMS = {
     "numba / IPEX": ("numba, jax.jit", "IPEX"),
     "numba / sum": ("numba, jax.jit", SUM),
     "numba / sdpa": ("numba, jax.jit", "sdpa, jax.jit"),
+    "numba / dense": ("numba, jax.jit", "torch SDPA, dense"),
     "sdpa / dense": ("sdpa, jax.jit", "torch SDPA, dense"),
     "xla / gather": ("xla, jax.jit", "JAX gather + einsum"),
     "xla / sdpa": ("xla, jax.jit", "sdpa, jax.jit"),
@@ -127,7 +130,8 @@ def measure(report: Report, case: CpuCase, contenders: dict[str, Callable]) -> N
         calls[SUM] = clocked(torch.ones(case.kv_bytes // 4).sum)
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(MOST_ROUNDS):
-        for name, taken in times.items():
+        for name in random.sample(list(times), len(times)):
+            taken = times[name]
             if len(taken) < LEAST_ROUNDS or sum(taken) < SECONDS:
                 time.sleep(PAUSE)
                 taken.append(calls[name]())

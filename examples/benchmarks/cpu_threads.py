@@ -1,10 +1,11 @@
-"""Times decodes by the compiled CPU kernel on 1, 2, 4, ... threads, beside sums of as many bytes.
+"""Times the compiled CPU kernel on 1, 2, 4, ... threads, beside torch at work of the same size.
 
     PYTHONPATH=examples python -m benchmarks.cpu_threads [-o docs/results]
 
 From JAX (in jit), from torch (a prepared step), and torch's sum of as many bytes as the keys and
-values have, each on as many threads. All of a case take turns, in a new random order each round:
-as many calls in a row as a decode step has layers. A figure is the median of the turns.
+values have, for prompts its product of as many operations, each on as many threads. All of a case
+take turns, in a new random order each round: as many calls in a row as a decode step has layers,
+for prompts fewer. A figure is the median of the turns.
 """
 
 import argparse
@@ -25,10 +26,11 @@ from rich.table import Table
 import pagedattn_torch
 from benchmarks import machine
 from benchmarks.case import HEADS_SAID, CpuCase
-from benchmarks.report import SUM
+from benchmarks.report import SUM_OR_PRODUCT
 from pagedattn import KVCache, paged_attention
 
-LAYERS = 32
+LAYERS, LAYERS_OF_PROMPTS = 32, 4
+SIDE = 2048  # of the square matrix of a product
 ROUNDS = 15
 SECONDS = 2.0  # a contender has turns until they took so long, three at least
 CASES = [
@@ -38,6 +40,8 @@ CASES = [
     CpuCase("skewed", [1] * 8, [256] * 7 + [16384]),
     CpuCase("8x512", [1] * 8, [512] * 8),
     CpuCase("4x64", [1] * 4, [64] * 4),
+    CpuCase("prompt 1x2048", [2048], [2048]),
+    CpuCase("prompts 4x512", [512] * 4, [512] * 4),
 ]
 
 
@@ -74,11 +78,15 @@ def from_torch(case: CpuCase, threads: int) -> Callable:
     return lambda: step.attend(case.query, cache)
 
 
-def the_sum(case: CpuCase, threads: int) -> Callable:
-    return torch.ones(case.kv_bytes // 4).sum
+def at_best(case: CpuCase, threads: int) -> Callable:
+    if case.decode:
+        return torch.ones(case.kv_bytes // 4).sum
+    a = torch.randn(int(case.flops) // (2 * SIDE**2), SIDE).to(case.dtype)
+    b = torch.randn(SIDE, SIDE).to(case.dtype)
+    return lambda: torch.matmul(a, b)
 
 
-CONTENDERS = {"numba, jax.jit": from_jax, "numba, torch": from_torch, SUM: the_sum}
+CONTENDERS = {"numba, jax.jit": from_jax, "numba, torch": from_torch, SUM_OR_PRODUCT: at_best}
 
 
 def counts() -> list[int]:
@@ -89,7 +97,7 @@ def counts() -> list[int]:
 
 def measure(case: CpuCase) -> dict[str, dict[int, float]]:
     """Microseconds of each contender by its number of threads."""
-    calls = {}
+    calls, layers = {}, LAYERS if case.decode else LAYERS_OF_PROMPTS
     for threads in counts():
         torch.set_num_threads(threads)
         for name, prepare in CONTENDERS.items():
@@ -100,25 +108,25 @@ def measure(case: CpuCase) -> dict[str, dict[int, float]]:
         for key in random.sample(list(calls), len(calls)):
             if len(times[key]) < 3 or sum(times[key]) < SECONDS:
                 torch.set_num_threads(key[1])
-                times[key].append(seconds_of_a_step(calls[key]))
-    found = {key: median(taken) / LAYERS * 1e6 for key, taken in times.items()}
+                times[key].append(seconds_a_call(calls[key], layers))
+    found = {key: median(taken) * 1e6 for key, taken in times.items()}
     return {name: {n: found[name, n] for n in counts()} for name in CONTENDERS}
 
 
-def seconds_of_a_step(call: Callable) -> float:
+def seconds_a_call(call: Callable, layers: int) -> float:
     start = time.perf_counter()
-    for _ in range(LAYERS):
+    for _ in range(layers):
         call()
-    return time.perf_counter() - start
+    return (time.perf_counter() - start) / layers
 
 
 def table(rows: dict[str, dict]) -> Table:
-    """Milliseconds, and each contender's rate as a share of the sum's on as many threads."""
+    """Milliseconds, and each contender's rate as a share of torch's on as many threads."""
     made = Table(box=None, header_style="dim")
-    for heading in ("", "threads", *CONTENDERS, "JAX / sum", "torch / sum"):
+    for heading in ("", "threads", *CONTENDERS, "JAX / best", "torch / best"):
         made.add_column(heading, justify="right")
     for name, us in rows.items():
-        for threads in us[SUM]:
+        for threads in us[SUM_OR_PRODUCT]:
             each = [us[contender][threads] for contender in CONTENDERS]
             shares = (each[2] / ours for ours in each[:2])
             cells = (f"{time / 1e3:.3f}" for time in each)

@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 
 from benchmarks.machine import write
 
-SUM = "a sum of as many bytes"  # the ceiling of decode on a CPU, as a contender
+# Ceilings on a CPU, as contenders.
+SUM = "a sum of as many bytes"
+SUM_OR_PRODUCT = "a sum of as many bytes, or a product of as many operations"
 
 
 class Ceilings(NamedTuple):

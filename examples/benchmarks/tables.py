@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from benchmarks.report import SUM
+from benchmarks.report import SUM_OR_PRODUCT
 
 GPU_COLUMNS = {
     "`None`": ["backend=None, jax.jit"],
@@ -90,12 +90,12 @@ def cpu_table(data: dict) -> list[str]:
 
 
 def threads_table(data: dict) -> list[str]:
-    """Rates as shares of the sum's on as many threads, and all threads' rate over one's."""
-    counts = list(data["us"]["8x4096"][SUM])
+    """Shares of torch's rate on as many threads, and all threads' rate over one's."""
+    counts = list(data["us"]["8x4096"][SUM_OR_PRODUCT])
     lines = _head([f"{n} threads" if n != "1" else "1 thread" for n in counts] + ["all / one"])
     for case, us in data["us"].items():
         ours = us["numba, jax.jit"]
-        shares = (f"{us[SUM][n] / ours[n]:.2f}" for n in counts)
+        shares = (f"{us[SUM_OR_PRODUCT][n] / ours[n]:.2f}" for n in counts)
         lines.append(_line([case, *shares, f"{ours['1'] / ours[counts[-1]]:.1f}"]))
     return lines
 

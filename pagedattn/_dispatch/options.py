@@ -94,10 +94,12 @@ class OfCache:
     Fields:
       fields: those of the `KVCache` that hold it; None in all of them where there is none.
       around: how it is done around a backend.
+      unless: a fact of a call, if any, in which every backend gets them as they are.
     """
 
     fields: tuple[str, ...]
     around: Around
+    unless: str | None = None
 
 
 def given_of(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -270,6 +272,7 @@ OF_CACHES: dict[str, OfCache] = {
             fact="cache_dtype",
             needs_live=lambda array: not is_torch(array),  # its tensors have no gradients
         ),
+        unless="token_scales",
     ),
 }
 AROUND: dict[str, Around] = {

@@ -17,7 +17,7 @@ from ..batch.indices import PAD_SLOT, sequence_ids
 from ..batch.metadata import BatchMetadata, Sequences, nondecreasing_starts, sequences_of
 from ..cache import validate as validate_cache
 from ..cache.kv_cache import KVCache
-from ..cache.quantise import largest
+from ..cache.quantise import dequantised, largest, of_tokens
 from ..errors import InvalidInputError
 from ..writes import set_rows
 
@@ -78,8 +78,8 @@ def summarise_blocks(
     _require(cache, batch)
     if kind not in KINDS:
         raise InvalidInputError(f"kind must be one of {[*KINDS]}, got {shown(kind)}")
-    planes = _summaries(cache, cache.key, _filled(cache, sequences_of(batch)), KINDS[kind])
-    return BlockSummaries(planes)
+    filled = _filled(cache, sequences_of(batch))
+    return BlockSummaries(_summaries(cache, _keys(cache), filled, KINDS[kind]))
 
 
 @takes_any_array
@@ -111,9 +111,8 @@ def update_summaries(
             f"{tuple(summaries.planes[0].shape)}"
         )
     blocks, filled = _written(nondecreasing_starts(sequences_of(batch)), batch)
-    keys = jnp.asarray(cache.key).at[blocks].get(mode="clip")
     reduce = KINDS["range" if len(summaries.planes) == 2 else "mean"]
-    rows = _summaries(cache, keys, filled, reduce)
+    rows = _summaries(cache, _keys(cache, blocks), filled, reduce)
     planes = zip(summaries.planes, rows, strict=True)
     planes = tuple(set_rows(plane, blocks, new.astype(plane.dtype)) for plane, new in planes)
     return replace(summaries, planes=planes)
@@ -160,12 +159,22 @@ def _written(batch: Sequences, step: BatchMetadata) -> tuple[Filled, Filled]:
     return jnp.where(owners >= 0, blocks, PAD_SLOT), filled
 
 
+def _keys(cache: KVCache, blocks: Filled | None = None) -> Keys:
+    """The keys of some blocks or of all; those that a quantised cache stands for."""
+
+    def held(array):
+        array = jnp.asarray(array)
+        return array if blocks is None else array.at[blocks].get(mode="clip")
+
+    keys, scale = held(cache.key), cache.key_scale
+    if scale is None and largest(cache.dtype) is None:
+        return keys
+    return dequantised(keys, held(scale) if of_tokens(scale) else scale, jnp.float32)
+
+
 def _summaries(cache: KVCache, keys: Keys, filled: Filled, reduce) -> tuple[Rows, ...]:
     """The planes of some blocks, of the first `filled` keys of each."""
-    keys = jnp.asarray(keys)
-    dtype = keys.dtype if largest(keys.dtype) is None else jnp.bfloat16
-    if cache.key_scale is not None:
-        keys = keys.astype(jnp.float32) * jnp.reshape(cache.key_scale, (-1, 1))
+    dtype = cache.dtype if largest(cache.dtype) is None else jnp.bfloat16
     written = jnp.arange(keys.shape[1]) < filled[:, None]
     return tuple(plane.astype(dtype) for plane in reduce(keys, written[..., None, None]))
 

@@ -59,11 +59,37 @@ def walk(
 
     wanted is bool `[k, num_kv_heads]`.
     """
-    block_size = pool.shape[1]
-    tokens = np.zeros((len(wanted), *pool.shape[2:]))
-    for j, kv in np.argwhere(wanted):
-        tokens[j, kv] = pool[int(table[j // block_size]), j % block_size, kv].astype(np.float64)
-    return tokens if scale is None else tokens * np.float64(scale).reshape(-1, 1)
+    block_size, num_kv_heads = pool.shape[1:3]
+    tokens = np.zeros((len(wanted), num_kv_heads, width(pool)))
+    for j in np.flatnonzero(wanted.any(1)):
+        slot, heads = (int(table[j // block_size]), j % block_size), wanted[j]
+        tokens[j, heads] = numbers(pool[slot][heads])
+        if scale is not None:
+            by_head = factors(scale if np.ndim(scale) < 2 else scale[slot], tokens[j].shape)
+            tokens[j, heads] *= by_head[heads]
+    return tokens
+
+
+def factors(scale: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """float64 `shape`: one scale, or that of each head, or of each group of a head's columns."""
+    num_kv_heads, dim = shape
+    by_head = np.float64(scale)
+    by_head = np.full((num_kv_heads, 1), by_head) if by_head.size == 1 else by_head
+    by_head = by_head.reshape(num_kv_heads, -1)
+    return np.repeat(by_head, dim // by_head.shape[1], axis=1)
+
+
+def numbers(held: np.ndarray) -> np.ndarray:
+    """float64: what rows hold. uint8 is two numbers of four bits, those of the first half low."""
+    if held.dtype != np.uint8:
+        return held.astype(np.float64)
+    four = np.concatenate([held % 16, held // 16], axis=-1).astype(np.float64)
+    return np.where(four < 8, four, four - 16)
+
+
+def width(pool: np.ndarray) -> int:
+    """The numbers in a row."""
+    return pool.shape[3] * (2 if pool.dtype == np.uint8 else 1)
 
 
 def heads(
@@ -76,10 +102,10 @@ def heads(
     spec: Any,
     sinks: np.ndarray | None = None,
     bias: np.ndarray | None = None,
-    selection: np.ndarray | None = None,
     key_scale: np.ndarray | None = None,
     value_scale: np.ndarray | None = None,
     value_dim: int | None = None,
+    selection: np.ndarray | None = None,
 ) -> Iterator[Head]:
     """Every query head of every sequence, with exactly the keys that the contract lets it see."""
     _, block_size, num_kv_heads, _ = key_cache.shape
@@ -162,17 +188,18 @@ def reference_attention(
     spec: Any,
     sinks: np.ndarray | None = None,
     bias: np.ndarray | None = None,
-    selection: np.ndarray | None = None,
     key_scale: np.ndarray | None = None,
     value_scale: np.ndarray | None = None,
     value_dim: int | None = None,
+    selection: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Paged attention in float64, slowly and plainly.
 
     Args:
         query: `[num_tokens, num_heads, head_dim]`.
         key_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`; only slots that some query
-            sees are read, so the rest may hold NaN.
+            sees are read, so the rest may hold NaN. uint8 `[..., head_dim // 2]` is two numbers of
+            four bits.
         value_cache: like `key_cache`, with value_dim columns; None: they are columns of the keys.
         block_tables: `[num_seqs, max_blocks]` or rows of different length.
         seq_lens: `[num_seqs]`, keys of each sequence, the new tokens included.
@@ -180,11 +207,12 @@ def reference_attention(
         spec: an `AttentionSpec`.
         sinks: `[num_heads]`, or None.
         bias: `[num_tokens, num_heads or 1, max_keys]`, or None.
+        key_scale, value_scale: what the caches' keys and values are multiplied by, a number or
+            `[num_kv_heads]`, or None; or that of each token, `[num_blocks, block_size,
+            num_kv_heads]`, or of each group of its columns, `[..., groups]`.
+        value_dim: without a value_cache the first columns of the keys that are values.
         selection: int `[num_seqs, num_kv_heads, n]`, a set of blocks of the sequence for each KV
             head, which sees no others; or None.
-        key_scale, value_scale: what the caches' keys and values are multiplied by, a number or
-            `[num_kv_heads]`, or None.
-        value_dim: without a value_cache the first columns of the keys that are values.
 
     Returns:
         out float64 `[num_tokens, num_heads, value_dim]`, and lse float64 `[num_tokens, num_heads]`;
@@ -201,11 +229,11 @@ def reference_attention(
         >>> out[0, 0, 0], np.exp(lse[0, 0]).round(6)
         (np.float64(1.0), np.float64(4.0))
     """
-    plane = key_cache[..., :value_dim] if value_cache is None else value_cache
-    out = np.zeros((*query.shape[:2], plane.shape[3]))
+    columns = (value_dim or 0) if value_cache is None else width(value_cache)
+    out = np.zeros((*query.shape[:2], columns))
     lse = np.full(query.shape[:2], -np.inf)
     args = (query, key_cache, value_cache, block_tables, seq_lens, query_start_loc)
-    for head in heads(*args, spec, sinks, bias, selection, key_scale, value_scale, value_dim):
+    for head in heads(*args, spec, sinks, bias, key_scale, value_scale, value_dim, selection):
         probability, lse[head.rows, head.index] = softmax(logits(head, spec), head.sink)
         out[head.rows, head.index] = weighted(head, probability)
     return out, lse

@@ -84,15 +84,20 @@ def _add(grads, problem, seq, head, of_head):
 def _add_rows(grads, problem, name, seq, kv_head, seen, rows):
     """Those of a sequence's keys or values, to their slots, and to the scale of their KV head."""
     plane, scale = getattr(problem, f"{name}_cache"), getattr(problem, f"{name}_scale")
-    factor = 1.0 if scale is None else np.broadcast_to(scale, plane.shape[2])[kv_head]
     for j in seen:
         block, offset = (
             int(problem.block_tables[seq][j // problem.block_size]),
             j % problem.block_size,
         )
+        held = oracle.numbers(plane[block, offset, kv_head])
+        if problem.token_scales:
+            of_groups = (rows[j] * held).reshape(scale[block, offset, kv_head].size, -1).sum(1)
+            of_slot = grads[f"{name}_scale"][block, offset, kv_head : kv_head + 1]
+            of_slot += of_groups.reshape(of_slot.shape)
+            continue
+        factor = 1.0 if scale is None else np.broadcast_to(scale, plane.shape[2])[kv_head]
         grads[f"{name}_cache"][block, offset, kv_head] += factor * rows[j]
         if scale is not None:
-            held = plane[block, offset, kv_head].astype(float)
             grads[f"{name}_scale"][() if scale.ndim == 0 else kv_head] += rows[j] @ held
 
 

@@ -117,8 +117,7 @@ def test_relabelling_blocks(backend, data, seed):
     """Which blocks hold a sequence is of no account."""
     problem = data.draw(problems_for(backend, **FLOAT32))
     order = np.random.default_rng(seed).permutation(BUCKET.num_blocks)
-    planes = {name: getattr(problem, name) for name in ("key_cache", "value_cache")}
-    planes = {name: plane[np.argsort(order)] for name, plane in planes.items() if plane is not None}
+    planes = {name: array[np.argsort(order)] for name, array in problem.by_slot.items()}
     known = (problem.block_tables >= 0) & (problem.block_tables < BUCKET.num_blocks)
     tables = np.where(known, order[np.where(known, problem.block_tables, 0)], -1)
     moved = problem.replace(**planes, block_tables=tables)

@@ -124,8 +124,8 @@ CACHE: Patch = {
     ],
     "pagedattn/cache/quantise.py": [
         (
-            "    scales = cache.key_scale, cache.value_scale\n",
-            "    scales = cache.key_scale, cache.value_scale\n"
+            "    made = {}\n",
+            "    made = {}\n"
             "    key, *value = rows\n"
             "    if cache.value_gain is not None and cache.value is not None:\n"
             "        value = [new / cache.value_gain.reshape(-1, 1) for new in value]\n"

@@ -25,11 +25,11 @@ FUNCTIONS = {
         "KVCache": ("key value key_scale value_scale value_dim", ""),
         "init_kv_cache": (
             "num_blocks block_size num_kv_heads head_dim dtype",
-            "key_scale value_scale value_dim",
+            "scales key_scale value_scale value_dim",
         ),
         "init_latent_cache": (
             "num_blocks block_size head_dim value_dim dtype",
-            "num_kv_heads key_scale",
+            "num_kv_heads scales key_scale",
         ),
         "BatchMetadata": None,
         "make_batch": (

@@ -18,6 +18,7 @@ ADDRESSES = (
     "bias",  # float32; 0 if there is none
     *("key_scale", "value_scale"),  # float32 of the KV heads, or one number; 0 if there is none
     "selection",  # int32 [num_seqs, num_kv_heads, num_selected], ascending, then -1; 0: all blocks
+    *("key_scales", "value_scales"),  # those of tokens; 0 if there are none
     "prefill",  # machine code that computes an item of a long sequence; 0 if there are none
     *("out", "lse"),
 )
@@ -29,6 +30,7 @@ SIZES = (
     "bias_columns",
     "num_selected",
     "num_planes",  # of summaries of blocks
+    "value_columns",  # of the plane that holds the values
 )
 STRIDES = (  # in bytes
     *("query_token", "query_head", "key_block", "key_slot", "key_head"),

@@ -58,7 +58,11 @@ def _run(call: Call, query, cache, batch, bias, selection, threads):
     value = cache.key if cache.value is None else cache.value
     arrays = query.astype(dtype_of(call)), cache.key, value, batch.block_tables, batch.seq_lens
     beside = bias, cache.key_scale, scale_of_values(cache)
-    added = (jnp.asarray(array, jnp.float32) for array in beside if array is not None)
+    added = (
+        array if array.ndim == 4 else jnp.asarray(array, jnp.float32)
+        for array in beside
+        if array is not None
+    )
     arrays = *arrays, batch.query_start_loc, *added, *_given(selection)
     outs = [jax.ShapeDtypeStruct(call.out_shape, dtype_of(call))]
     if call.return_lse:

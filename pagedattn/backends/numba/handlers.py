@@ -82,7 +82,7 @@ def describe(frame, args):
     args.num_tokens, num_heads = get_int64(at(query, DIMS), 0), get_int64(at(query, DIMS), 1)
     cache, out = at(key, DIMS), at(item(frame, RESULTS, 0), DIMS)
     args.num_blocks, args.block_size = get_int64(cache, 0), get_int64(cache, 1)
-    args.num_kv_heads, args.head_dim = get_int64(cache, 2), get_int64(cache, 3)
+    args.num_kv_heads, args.head_dim = get_int64(cache, 2), get_int64(at(query, DIMS), 2)
     args.value_dim = get_int64(out, 2)
     args.group = num_heads // args.num_kv_heads
     args.num_seqs, args.max_blocks = get_int64(at(tables, DIMS), 0), get_int64(at(tables, DIMS), 1)
@@ -95,25 +95,34 @@ def describe(frame, args):
     args.causal, args.window = get_int64(options, 0), get_int64(options, 1)
     args.longest, args.threads = get_int64(options, 2), get_int64(options, 3)
     args.itemsize, args.cache_itemsize = get_int64(options, 4), get_int64(options, 5)
-    set_dense_strides(args, get_int64(at(value, DIMS), 3))
+    held, value_held = get_int64(cache, 3), get_int64(at(value, DIMS), 3)
+    args.value_columns = value_held * (args.head_dim // held)
+    set_dense_strides(args, held, value_held)
     set_arrays_beside(args, frame, options + 48)
 
 
 @fast
 def set_arrays_beside(args, frame, brings):
     """The arrays that not all calls bring; they follow the others."""
-    args.bias, args.key_scale, args.value_scale, args.selection = 0, 0, 0, 0
+    args.bias, args.key_scale, args.value_scale = 0, 0, 0
+    args.key_scales, args.value_scales, args.selection = 0, 0, 0
     index = 6
     if get_int64(brings, 0) != 0:
         set_bias(args, item(frame, ARGUMENTS, index))
         index += 1
     if get_int64(brings, 1) != 0:
         scale = item(frame, ARGUMENTS, index)
-        args.key_scale, args.key_scale_head = at(scale, DATA), 4 * min(1, at(scale, RANK))
+        if at(scale, RANK) > 1:
+            args.key_scales = at(scale, DATA)
+        else:
+            args.key_scale, args.key_scale_head = at(scale, DATA), 4 * at(scale, RANK)
         index += 1
     if get_int64(brings, 2) != 0:
         scale = item(frame, ARGUMENTS, index)
-        args.value_scale, args.value_scale_head = at(scale, DATA), 4 * min(1, at(scale, RANK))
+        if at(scale, RANK) > 1:
+            args.value_scales = at(scale, DATA)
+        else:
+            args.value_scale, args.value_scale_head = at(scale, DATA), 4 * at(scale, RANK)
         index += 1
     if get_int64(brings, 3) != 0:
         blocks = item(frame, ARGUMENTS, index)
@@ -121,12 +130,11 @@ def set_arrays_beside(args, frame, brings):
 
 
 @fast
-def set_dense_strides(args, value_columns):
-    """XLA's arrays are dense."""
+def set_dense_strides(args, held, value_held):
+    """XLA's arrays are dense; rows of the cache have so many numbers, or bytes with two in each."""
     args.query_head = args.head_dim * args.itemsize
     args.query_token = args.query_head * args.num_kv_heads * args.group
-    args.key_head = args.head_dim * args.cache_itemsize
-    args.value_head = value_columns * args.cache_itemsize
+    args.key_head, args.value_head = held * args.cache_itemsize, value_held * args.cache_itemsize
     args.key_slot = args.key_head * args.num_kv_heads
     args.value_slot = args.value_head * args.num_kv_heads
     args.key_block, args.value_block = (

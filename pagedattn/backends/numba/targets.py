@@ -17,19 +17,19 @@ CHOOSE_BEST = "pagedattn_numba_choose_best"
 
 
 @functools.cache
-def register_attention(dtype: str, cache_dtype: str) -> str:
-    """The target for dtypes of query and cache, compiled or taken from disk.
+def register_attention(*names: str) -> str:
+    """The target for dtypes of query and cache, as `task` takes them, compiled or taken from disk.
 
     Each pair has a name of its own: a program that was compiled elsewhere and loaded here does not
     run before this process has registered just what it calls.
     """
-    task(dtype, cache_dtype)
-    version, code = sources(), CODES[dtype, cache_dtype]
+    task(*names)
+    version, code = sources(), CODES[names]
 
     def attention(frame):
         return handlers.attention(frame, code) if frame != version else 0
 
-    name = f"pagedattn_numba_attention_{dtype}_{cache_dtype}"
+    name = "_".join(["pagedattn_numba_attention", *names]).replace(" ", "_")
     _register(name, attention)
     return name
 

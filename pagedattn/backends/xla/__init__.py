@@ -18,6 +18,7 @@ from ..._dispatch.backend import Backend
 from ..._dispatch.call import Call
 from ...batch.metadata import Sequences
 from ...cache.kv_cache import KVCache
+from ...cache.quantise import dequantised
 from ...masks import distance, visible_mask
 from .softmax import accumulate, finish, no_key_seen
 from .tiles import Tiles, cut, grouped, rows_of_tokens
@@ -57,7 +58,8 @@ def run(
 
 SUPPORTS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
-    | {"cache_dtype", "value_dim", "bias", "selection", "return_lse", "batch_invariant"}
+    | {"cache_dtype", "token_scales", "value_dim", "bias", "selection", "return_lse"}
+    | {"batch_invariant"}
 )
 BACKEND = Backend("xla", SUPPORTS, run)
 
@@ -91,16 +93,20 @@ def _attend(
     rows = None if bias is None else _tile_bias(call, bias, tiles, chunk, scaled.dtype)
     first, last = tiles.first_key[:, None, None], tiles.last_key[:, None, None]
 
+    scales = cache.key_scale, cache.value_scale  # those of tokens, or None
+    arrays = list(zip(cache.planes, scales, strict=False))
+
     def update(state, keys):
         inside = (keys >= first) & (keys < last)
         slots = _slots(tiles.tables, keys, call.block_size)
-        key, *rest = (_gather(plane, slots, inside, scaled.dtype) for plane in cache.planes)
-        (value,) = rest or (key[..., : call.out_dim],)
+        held = jax.tree.map(lambda array: _gather(array, slots, inside), arrays)
         visible = visible_mask(tiles.positions[:, None], keys, call.spec) & inside[:, :, None]
         visible, added = (visible & tiles.valid[:, None, :, None])[:, :, None], None
         if rows is not None:
             added = jnp.where(visible, _columns(tiles, rows, keys), -jnp.inf)
-            key, value = _shown(key, added), _shown(value, added)
+            held = jax.tree.map(lambda rows: _shown(rows, added), held)
+        key, *rest = (dequantised(rows, scale, scaled.dtype) for rows, scale in held)
+        (value,) = rest or (key[..., : call.out_dim],)
         logits = _logits(call, scaled, key, tiles, keys, visible, slopes, added)
         return accumulate(state, logits, value)
 
@@ -182,22 +188,24 @@ def _slots(
 
 
 def _gather(
-    plane: Shaped[Array, "num_blocks block_size kv_heads head_dim"],
+    array: Shaped[Array, "num_blocks block_size kv_heads *row"],
     slots: Int[Array, "step heads chunk"],
     inside: Bool[Array, "step heads chunk"],
-    dtype,
-) -> Float[Array, "step kv_heads chunk head_dim"]:
-    """Rows of a cache plane in a dtype, 0 where no query may look.
+) -> Shaped[Array, "step kv_heads chunk *row"]:
+    """Rows of a cache's plane or of its tokens' scales, 0 where no query may look.
 
     With heads before slots XLA:CPU need not transpose for its matrix products. The zeros are there
     because a NaN would survive a weight of 0.
     """
-    num_kv_heads = plane.shape[2]
-    flat = plane.reshape(-1, *plane.shape[2:])
-    heads = jnp.arange(num_kv_heads)[None, :, None]
+    flat = array.reshape(-1, *array.shape[2:])
+    heads = jnp.arange(array.shape[2])[None, :, None]
     rows = flat.at[slots, heads].get(mode="clip")
-    rows = jnp.where(inside[..., None], rows, 0)
-    return rows.astype(dtype)
+    return jnp.where(_along(inside, rows), rows, 0)
+
+
+def _along(mask: Bool[Array, "..."], rows: Shaped[Array, "..."]) -> Bool[Array, "..."]:
+    """A mask of rows for all that is in them."""
+    return mask.reshape(*mask.shape, *[1] * (rows.ndim - mask.ndim))
 
 
 def _logits(
@@ -235,9 +243,9 @@ def _alibi(
 
 
 def _shown(
-    plane: Float[Array, "step kv_heads chunk dim"],
+    rows: Shaped[Array, "step kv_heads chunk *row"],
     added: Float[Array, "step kv_heads group tile chunk"],
-) -> Float[Array, "step kv_heads chunk dim"]:
-    """Keys or values, 0 where a bias leaves none to see them: as for those outside."""
+) -> Shaped[Array, "step kv_heads chunk *row"]:
+    """Rows of keys or values, 0 where a bias leaves none to see them: as for those outside."""
     shown = (added > -jnp.inf).any(axis=(2, 3))
-    return jnp.where(shown[..., None], plane, 0)
+    return jnp.where(_along(shown, rows), rows, 0)

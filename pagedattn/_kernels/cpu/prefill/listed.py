@@ -43,6 +43,12 @@ def listed_range(args, seq, kv_head, seq_len, lowest, highest):
 
 
 @fast
+def seen_range(args, item, lowest, highest):
+    """The listed keys that queries of the item from position `lowest` to `highest` may see."""
+    return listed_range(args, item.seq, item.kv_head, item.seq_len, lowest, highest)
+
+
+@fast
 def column_of(args, item, index):
     """The block of the sequence that is at an index of the item's list."""
     if args.selection == 0:
