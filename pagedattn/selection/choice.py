@@ -57,7 +57,7 @@ def select_blocks(
         raise InvalidInputError(
             f"num_blocks must be at least first + last = {first + last}, got {num_blocks}"
         )
-    columns = jnp.arange(batch.max_blocks, dtype=jnp.int32)
+    columns = jnp.arange(batch.max_blocks, dtype=jnp.int32)[None, None]
     ends = cdiv(sequences_of(batch).seq_lens, batch.block_size)[:, None, None]
     always = (columns < first) | (columns >= ends - last)
     scores = jnp.asarray(scores, jnp.float32)

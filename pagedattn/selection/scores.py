@@ -96,7 +96,7 @@ def _blocks(
     batch: Sequences, step: BatchMetadata, num_blocks: int
 ) -> Int[Array, "num_seqs max_blocks"]:
     """The block tables, -1 where a sequence has no block."""
-    columns = jnp.arange(batch.max_blocks, dtype=jnp.int32)
+    columns = jnp.arange(batch.max_blocks, dtype=jnp.int32)[None]
     own = columns < cdiv(batch.seq_lens, step.block_size)[:, None]
     return jnp.where(own & in_range(batch.block_tables, num_blocks), batch.block_tables, -1)
 
@@ -118,7 +118,7 @@ def by_xla(
     blocks: Int[Array, "num_seqs max_blocks"],
 ) -> Scores:
     """By XLA, some blocks at a time."""
-    valid = jnp.arange(parts[0].shape[1]) < num_rows[:, None]
+    valid = jnp.arange(parts[0].shape[1])[None] < num_rows[:, None]
 
     def score(chunk: Int[Array, "num_seqs chunk"]):
         summed = jnp.zeros((), jnp.float32)

@@ -175,7 +175,7 @@ def _keys(cache: KVCache, blocks: Filled | None = None) -> Keys:
 def _summaries(cache: KVCache, keys: Keys, filled: Filled, reduce) -> tuple[Rows, ...]:
     """The planes of some blocks, of the first `filled` keys of each."""
     dtype = cache.dtype if largest(cache.dtype) is None else jnp.bfloat16
-    written = jnp.arange(keys.shape[1]) < filled[:, None]
+    written = jnp.arange(keys.shape[1])[None] < filled[:, None]
     return tuple(plane.astype(dtype) for plane in reduce(keys, written[..., None, None]))
 
 
@@ -188,7 +188,8 @@ def _range(keys, written):
 
 def _mean(keys, written):
     wide = jnp.where(written, keys.astype(jnp.float32), 0)
-    return (wide.sum(1) / jnp.maximum(written.sum(1), 1),)
+    counts = jnp.maximum(written.sum(1), 1).astype(jnp.float32)
+    return (wide.sum(1) / counts,)
 
 
 KINDS = {"range": _range, "mean": _mean}

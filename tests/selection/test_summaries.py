@@ -15,16 +15,23 @@ from pagedattn import (
     KVCache,
     make_batch,
     score_blocks,
+    select_blocks,
     summarise_blocks,
     update_summaries,
     write_kv,
 )
 from pagedattn.selection import kernels
 from pagedattn.selection.summaries import KINDS
-from pagedattn.testing import batch_of, cache_of, random_problem
+from pagedattn.testing import batch_of, cache_of, oracle, random_problem
 from pagedattn.testing.random_problems import random_tables
 
 SIZE = 4
+CACHES = {
+    "plain": {},
+    "scales of heads": {"cache_dtype": "int8"},
+    "scales of tokens": {"cache_dtype": "int8", "token_scales": True},
+    "int4": {"cache_dtype": "int4", "token_scales": True},
+}
 WAYS = {"as here": kernels.BACKENDS, "by XLA": {}}
 
 
@@ -34,14 +41,23 @@ def way(request, monkeypatch):
     monkeypatch.setattr(kernels, "BACKENDS", WAYS[request.param])
 
 
+def dequantised(problem, block):
+    """The keys of a block in float64."""
+    keys, scale = oracle.numbers(problem.key_cache[block]), problem.key_scale
+    if scale is None:
+        return keys
+    scales = scale[block] if problem.token_scales else [scale] * SIZE
+    return np.stack(
+        [row * oracle.factors(s, row.shape) for row, s in zip(keys, scales, strict=True)]
+    )
+
+
 def by_tokens(problem, kind):
     """Each block's summary in float64, of the tokens that its sequence has; None without any."""
     found = [None] * len(problem.key_cache)
     for table, seq_len in zip(problem.block_tables, problem.seq_lens, strict=True):
         for column in range(-(-seq_len // SIZE)):
-            keys = problem.key_cache[table[column], : seq_len - SIZE * column].astype(float)
-            if problem.key_scale is not None:
-                keys = keys * np.reshape(problem.key_scale, (-1, 1))
+            keys = dequantised(problem, int(table[column]))[: seq_len - SIZE * column]
             rows = (keys.min(0), keys.max(0)) if kind == "range" else (keys.mean(0),)
             found[table[column]] = rows
     return found
@@ -49,15 +65,15 @@ def by_tokens(problem, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("cache_dtype", [None, "int8"])
+@pytest.mark.parametrize("cache", CACHES)
 @given(lens=st.lists(st.integers(0, 21), min_size=1, max_size=3), seed=st.integers(0, 99))
-def test_a_summary_is_that_of_the_tokens_that_a_block_has(kind, dtype, cache_dtype, lens, seed):
+def test_a_summary_is_that_of_the_tokens_that_a_block_has(kind, dtype, cache, lens, seed):
     """Slots past a sequence's end hold NaN."""
     queries = [min(n, 1) for n in lens]
-    sizes = {"dtype": dtype, "seed": seed, "cache_dtype": cache_dtype, "num_blocks": 24}
+    sizes = {"dtype": dtype, "seed": seed, "num_blocks": 24, **CACHES[cache]}
     problem = random_problem(queries, lens, AttentionSpec(), block_size=SIZE, **sizes)
     got = summarise_blocks(cache_of(problem), batch_of(problem), kind=kind)
-    exact = kind == "range" and cache_dtype is None
+    exact = kind == "range" and cache == "plain"
     tolerance = 0 if exact else 1e-6 if got.planes[0].dtype == np.float32 else 2**-8
     for block, rows in enumerate(by_tokens(problem, kind)):
         for plane, row in zip(got.planes, rows or (), strict=rows is not None):
@@ -90,6 +106,32 @@ def test_steps_of_any_lengths_keep_them_up_to_date_in_every_bit(kind, data):
             mine = np.isin(np.arange(20), sorted(used))
             np.testing.assert_array_equal(got[mine], want[mine])
             np.testing.assert_array_equal(got[~mine], 7)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cache", CACHES)
+def test_an_update_reads_scales_as_a_summary_does(kind, cache):
+    sizes = {"block_size": SIZE, "num_blocks": 24, **CACHES[cache]}
+    problem = random_problem([5, 21], [5, 21], AttentionSpec(), **sizes)
+    batch, cache = batch_of(problem), cache_of(problem)
+    want = summarise_blocks(cache, batch, kind=kind)
+    nothing = jax.tree.map(lambda plane: jnp.full_like(plane, 7), want)
+    got = update_summaries(nothing, cache, batch)
+    written = sorted({int(b) for row in problem.block_tables for b in row})
+    for plane, other in zip(got.planes, want.planes, strict=True):
+        np.testing.assert_array_equal(plane[np.array(written)], other[np.array(written)])
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cache", CACHES)
+def test_jax_may_be_told_to_promote_nothing(kind, cache):
+    sizes = {"block_size": SIZE, "num_blocks": 24, **CACHES[cache]}
+    problem = random_problem([1, 3], [5, 21], AttentionSpec(), **sizes)
+    batch, cache, query = batch_of(problem), cache_of(problem), jnp.asarray(problem.query)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        summaries = update_summaries(summarise_blocks(cache, batch, kind=kind), cache, batch)
+        select_blocks(score_blocks(query, summaries, batch), batch, 2)
 
 
 @pytest.mark.optimised

@@ -176,7 +176,8 @@ def _keys(call: Call, tiles: Tiles, index: Int[Array, "chunk"]) -> Int[Array, "s
         return index[None, None]
     listed = tiles.selected.at[..., index // call.block_size]
     blocks = listed.get(mode="fill", fill_value=-1)
-    return jnp.where(blocks < 0, call.capacity, blocks * call.block_size + index % call.block_size)
+    keys = blocks * call.block_size + (index % call.block_size)[None, None]
+    return jnp.where(blocks < 0, call.capacity, keys)
 
 
 def _slots(
@@ -239,7 +240,7 @@ def _alibi(
 ) -> Float[Array, "step kv_heads group tile chunk"]:
     """`alibi_bias` for keys that may differ by KV head."""
     away = -abs(distance(positions, keys)).astype(jnp.float32)
-    return away[:, :, None] * slopes.reshape(*heads, 1, 1)
+    return away[:, :, None] * slopes.reshape(1, *heads, 1, 1)
 
 
 def _shown(
