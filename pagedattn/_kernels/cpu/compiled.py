@@ -26,7 +26,7 @@ from .dtypes import BFLOAT16, DTYPES, FLOAT16, FLOAT32, INT4, TOKENS, Dtype
 from .prefill import tile
 from .prefill.micro_kernel import micro_kernel
 
-HELD = [(dtype.name, dtype.name) for dtype in (BFLOAT16, FLOAT16, FLOAT32)]
+HELD: list[tuple[str, ...]] = [(dtype.name, dtype.name) for dtype in (BFLOAT16, FLOAT16, FLOAT32)]
 HELD += [(dtype, held) for held in LARGEST for dtype in ("bfloat16", "float32")]
 HELD += [
     (dtype, held, TOKENS.name) for held in (*LARGEST, *PACKED) for dtype in ("bfloat16", "float32")

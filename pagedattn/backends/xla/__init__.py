@@ -7,6 +7,7 @@ may see are skipped.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +95,7 @@ def _attend(
     first, last = tiles.first_key[:, None, None], tiles.last_key[:, None, None]
 
     scales = cache.key_scale, cache.value_scale  # those of tokens, or None
-    arrays = list(zip(cache.planes, scales, strict=False))
+    arrays: Any = list(zip(cache.planes, scales, strict=False))
 
     def update(state, keys):
         inside = (keys >= first) & (keys < last)
