@@ -19,6 +19,8 @@ from pagedattn.backends import cudnn, mosaic
 from pagedattn.backends import triton as backend
 from pagedattn.backends.triton import program
 from pagedattn.batch.metadata import BatchMetadata
+from pagedattn.cache.packing import held_dtype, held_shape
+from pagedattn.cache.quantise import scale_dtype, scale_shape
 
 int32, float32 = jnp.int32, jnp.float32
 
@@ -37,6 +39,7 @@ class Attention(NamedTuple):
     block_size: int = 16
     dtype: str = "bfloat16"
     cache_dtype: str | None = None
+    token_scales: bool = False
     spec: AttentionSpec = AttentionSpec()
     sinks: bool = False
     batch_invariant: bool = False
@@ -47,11 +50,18 @@ class Attention(NamedTuple):
         of = jax.ShapeDtypeStruct
         tokens, blocks = self.num_seqs * self.queries, -(-self.keys // self.block_size)
         plane = self.num_seqs * blocks, self.block_size, self.num_kv_heads
+        shapes = [(*plane, self.head_dim)]
+        shapes += [] if self.latent else [(*plane, self.value_dim or self.head_dim)]
         held = self.cache_dtype or self.dtype
-        value = None if self.latent else of((*plane, self.value_dim or self.head_dim), held)
-        cache = KVCache(of((*plane, self.head_dim), held), value)
-        if self.latent:
-            cache = KVCache(cache.key, None, value_dim=self.value_dim)
+        kinds = zip(("key", "value"), shapes, strict=False)
+        arrays = {name: of(held_shape(shape, held), held_dtype(held)) for name, shape in kinds}
+        if self.token_scales:
+            kinds = zip(("key_scale", "value_scale"), shapes, strict=False)
+            arrays |= {
+                name: of(scale_shape(shape, held), scale_dtype(held)) for name, shape in kinds
+            }
+        arrays.setdefault("value", None)
+        cache = KVCache(**arrays, value_dim=self.value_dim if self.latent else None)
         lengths = of((self.num_seqs,), int32), of((self.num_seqs + 1,), int32)
         tables = of((self.num_seqs, blocks), int32), *lengths
         tokenwise = of((tokens,), int32), of((tokens,), int32)

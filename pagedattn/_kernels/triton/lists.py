@@ -26,14 +26,18 @@ def listed_blocks(tables, selection):
 
 
 @triton.jit
-def positions_of(cache, step, keys, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
+def positions_of(cache, step, keys, config: tl.constexpr):
     """The positions of a step's keys, the first of which is `step`; NOWHERE of no block's."""
-    if BLOCK_SIZE % KEYS == 0:
-        column = tl.load(cache.selection + step // BLOCK_SIZE)  # the step lies in one block
-    else:
-        index = keys // BLOCK_SIZE
-        column = tl.load(cache.selection + index, mask=index < cache.num_listed, other=-1)
-    return tl.where(column >= 0, column * BLOCK_SIZE + keys % BLOCK_SIZE, NOWHERE)
+    BLOCK_SIZE: tl.constexpr = config.layout.block_size
+    positions = keys
+    if config.options.selection:
+        if BLOCK_SIZE % config.keys == 0:
+            column = tl.load(cache.selection + step // BLOCK_SIZE)  # the step lies in one block
+        else:
+            index = keys // BLOCK_SIZE
+            column = tl.load(cache.selection + index, mask=index < cache.num_listed, other=-1)
+        positions = tl.where(column >= 0, column * BLOCK_SIZE + keys % BLOCK_SIZE, NOWHERE)
+    return positions
 
 
 @triton.jit

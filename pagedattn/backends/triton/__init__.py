@@ -26,6 +26,7 @@ from ..._kernels.triton.launch import (
 from ..._kernels.triton.lists import listed_blocks
 from ..._kernels.triton.merge import join_kernel, merge_kernel
 from ..._kernels.triton.tiling import tiling
+from ...cache.quantise import scale_of_values
 from ..gradient import with_xla_gradient
 from .program import missing, start
 
@@ -41,8 +42,9 @@ def run(call: Call, query, cache, batch, *, sinks=None, selection=None):
     lens = batch.seq_lens, batch.query_start_loc
     sinks = slopes if sinks is None else sinks.astype(jnp.float32)
     value = cache.key if cache.value is None else cache.value
+    scales = (cache.key_scale, scale_of_values(cache)) if call.token_scales else (slopes, slopes)
     chosen = tables if selection is None else selection
-    arrays = Arrays(query, cache.key, value, tables, *lens, slopes, sinks, chosen)
+    arrays = Arrays(query, cache.key, value, tables, *lens, slopes, sinks, *scales, chosen)
     outs = Results(
         jax.ShapeDtypeStruct(call.out_shape, query.dtype),
         jax.ShapeDtypeStruct(call.lse_shape, jnp.float32),
