@@ -114,6 +114,7 @@ class Call:
     fake_tensors: bool = False  # torch's that have no memory: fake, functional, meta, wrapped ones
     sinks: bool = False  # whether the call brings them
     bias: tuple[int, ...] | None = None  # its shape, if the call brings one
+    selection: tuple[int, ...] | None = None  # the shape of its blocks, if the call brings one
     return_lse: bool = False
     batch_invariant: bool = False  # whether the bits of a token's results follow from it alone
     # No option: what `slower_because` compares the sizes with.
@@ -193,6 +194,13 @@ class Call:
         return self.max_blocks * self.block_size
 
     @cached_property
+    def num_listed(self) -> int:
+        """Blocks of a sequence that a KV head may attend to: all, or those of a selection."""
+        if self.selection is None:
+            return self.max_blocks
+        return min(self.selection[2], self.max_blocks)
+
+    @cached_property
     def window(self) -> int | None:
         """The sliding window; None also where it is too wide to hide anything.
 
@@ -209,9 +217,10 @@ class Call:
 
         The last of them is at the last key, so a window shows no more without causality.
         """
+        most = self.num_listed * self.block_size
         if self.window is None:
-            return self.capacity
-        return min(self.capacity, self.longest_query + self.window - 1)
+            return most
+        return min(most, self.longest_query + self.window - 1)
 
     @property
     def visible_blocks(self) -> int:

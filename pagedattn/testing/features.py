@@ -12,6 +12,7 @@ import numpy as np
 
 from ..cache.packing import name_of, packed
 from ..cache.quantise import LARGEST, largest, scale_dtype, scale_shape
+from ..selection.selection import Selection
 from ..spec import AttentionSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -32,16 +33,22 @@ class Sizes(NamedTuple):
     num_tokens: int
     num_heads: int
     max_keys: int
+    num_seqs: int
+    num_kv_heads: int
+    max_blocks: int
 
 
 class ArrayOption(NamedTuple):
     """An option of a call that is an array: its shape, and what random ones are like.
 
-    `fill(rng, array)` changes an array of unit normal numbers in place.
+    `fill(rng, array)` changes an array of unit normal numbers in place. `as_given(array)` is what
+    the library takes for it.
     """
 
     shape: Callable[[Sizes], tuple[int, ...]]
     fill: Callable[[np.random.Generator, np.ndarray], None]
+    dtype: str = "float32"
+    as_given: Callable[[Any], Any] = lambda array: array
 
 
 def _none_of_the_last_head(_rng, sinks):
@@ -54,11 +61,22 @@ def _hide_some_keys(rng, bias):
     bias[rng.random(bias.shape[:2]) < 1 / 10] = -np.inf
 
 
+def _any_blocks(rng, blocks):
+    """About two thirds of a sequence's, some of them twice, and some that it does not have."""
+    blocks[:] = rng.integers(-1, blocks.shape[-1], blocks.shape)
+
+
 # By the keywords of `paged_attention`.
 ARRAYS = {
     "sinks": ArrayOption(lambda sizes: (sizes.num_heads,), _none_of_the_last_head),
     "bias": ArrayOption(
         lambda sizes: (sizes.num_tokens, sizes.num_heads, max(1, sizes.max_keys)), _hide_some_keys
+    ),
+    "selection": ArrayOption(
+        lambda sizes: (sizes.num_seqs, sizes.num_kv_heads, max(1, sizes.max_blocks)),
+        _any_blocks,
+        "int32",
+        Selection,
     ),
 }
 
@@ -119,13 +137,14 @@ CACHES: dict[str, Callable[[Any, Any], Any]] = {
     "cache_dtype": _quantised,
     "token_scales": _with_token_scales,
 }
-# All that goes together with causal attention over any cache.
+# All that goes together with causal attention over any cache, in most backends.
 EVERY = {
     "scale": 0.4,
     "sliding_window": 9,
     "logits_soft_cap": 2.0,
     "alibi_slopes": signed_slopes,
-    **dict.fromkeys(ARRAYS, True),
+    "sinks": True,
+    "bias": True,
 }
 # Fields of a spec, arrays, and what caches differ in; alone and together. A function is called with
 # the number of query heads; the arrays of a problem are made with it.
@@ -147,6 +166,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "value_dim": 8,
         "latent": True,
     },
+    "selection, all": EVERY | {"selection": True, "cache_dtype": "float8_e4m3fn"},
+    "selection, causal=False": {"selection": True, "causal": False, "sliding_window": 4},
+    "selection, token_scales": {"selection": True, "cache_dtype": "int4", "token_scales": True},
     "causal=False": {"causal": False},
     "causal=False, sliding_window": {"causal": False, "sliding_window": 4},
     "all": EVERY | {"cache_dtype": "float8_e5m2"},

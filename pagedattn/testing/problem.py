@@ -31,6 +31,7 @@ class Problem:
         sinks: float32 `[num_heads]`, or None.
         bias: `[num_tokens, num_heads or 1, max_keys]`, float32 or dtype of `query`, or None.
         value_dim: of a latent cache, how many of the keys' columns are the values.
+        selection: int32 `[num_seqs, num_kv_heads, n]`, blocks of each sequence, or None.
     """
 
     query: np.ndarray
@@ -46,6 +47,7 @@ class Problem:
     key_scale: np.ndarray | None = None
     value_scale: np.ndarray | None = None
     value_dim: int | None = None
+    selection: np.ndarray | None = None
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -82,17 +84,21 @@ class Problem:
 
     @property
     def visible_slots(self) -> np.ndarray:
-        """bool `[num_blocks, block_size]`: slots that some query sees."""
-        num_blocks, block_size = self.key_cache.shape[:2]
-        lens = self.query_lens, self.seq_lens
-        sizes = {"num_blocks": num_blocks, "block_size": block_size}
-        return oracle.visible_slots(self.block_tables, *lens, self.spec, self.bias, **sizes)
+        """bool `[num_blocks, block_size, num_kv_heads]`: slots that some query sees."""
+        names = ("num_blocks", "block_size", "num_kv_heads")
+        sizes = dict(zip(names, self.key_cache.shape, strict=False))
+        seen = self.block_tables, self.query_lens, self.seq_lens, self.spec
+        return oracle.visible_slots(*seen, self.bias, self.selection, **sizes)
 
     @property
-    def arrays(self) -> dict[str, np.ndarray]:
+    def arrays(self) -> dict[str, Any]:
         """The options of the call that are arrays, by the keywords of `paged_attention`."""
         given = {name: getattr(self, name) for name in features.ARRAYS}
-        return {name: array for name, array in given.items() if array is not None}
+        return {
+            name: features.ARRAYS[name].as_given(array)
+            for name, array in given.items()
+            if array is not None
+        }
 
     def replace(self, **changes: Any) -> "Problem":
         """A copy with some fields changed."""
@@ -120,7 +126,7 @@ class Problem:
 
 def _poisoned(array: np.ndarray, hidden: np.ndarray, poison: float) -> np.ndarray:
     """The array with `poison` in hidden slots; integers have none, and get their least value."""
-    hidden = hidden.reshape(*hidden.shape, *[1] * (array.ndim - 2))
+    hidden = hidden.reshape(*hidden.shape, *[1] * (array.ndim - hidden.ndim))
     if array.dtype in (np.int8, np.uint8):
         return np.where(hidden, np.int8(-128).view(array.dtype), array)
     return np.where(hidden, poison, array.astype(np.float64)).astype(array.dtype)

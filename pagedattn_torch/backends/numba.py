@@ -68,7 +68,15 @@ def plan(call: Call, batch: Sequences) -> Plan:
     return Plan(args.tobytes(), (tables, lens, starts, numbers), task)
 
 
-def run(call: Call, query: Tensor, cache: KVCache, plan: Plan, *, bias: Tensor | None = None):
+def run(
+    call: Call,
+    query: Tensor,
+    cache: KVCache,
+    plan: Plan,
+    *,
+    bias: Tensor | None = None,
+    selection: Tensor | None = None,
+):
     """out and lse of a call; every element is written by the kernel."""
     require_unrecorded()
     given = query
@@ -83,6 +91,10 @@ def run(call: Call, query: Tensor, cache: KVCache, plan: Plan, *, bias: Tensor |
     if bias is not None:
         bias = bias.to(torch.float32).contiguous()
         _fill(args, _bias(bias))
+    if selection is not None:
+        selection = selection.contiguous()
+        _fill(args, {"num_selected": selection.shape[2]})
+        _point(args, selection=selection)
     scales = {"key_scale": cache.key_scale, "value_scale": scale_of_values(cache)}
     kept = {name: _as_read(scale) for name, scale in scales.items() if scale is not None}
     for name, scale in kept.items():

@@ -12,7 +12,7 @@ from conftest import BACKENDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedattn import AttentionSpec, KVCache, paged_attention
+from pagedattn import AttentionSpec, KVCache, Selection, paged_attention
 from pagedattn.testing import batch_of, oracle
 from pagedattn.testing.strategies import BUCKETS, options_table, problems, seeds
 from pagedattn.testing.tolerances import arguments
@@ -109,6 +109,8 @@ def by_library(given, fixed, batch, cotangents, spec, *, value_dim, backend):
         scales = arrays.get("key_scale"), arrays.get("value_scale")
         cache = KVCache(*planes, *scales, value_dim=value_dim)
         options = {name: arrays[name] for name in ("sinks", "bias") if name in arrays}
+        if "selection" in arrays:
+            options["selection"] = Selection(arrays["selection"])
         options |= {"backend": backend, "return_lse": True}
         return paged_attention(arrays["query"], cache, batch, spec, **options)
 
@@ -122,6 +124,8 @@ def check(problem, backend, seed):
     d_lse = rng.standard_normal(problem.query.shape[:2]).astype(np.float32)
     given = differentiated(problem)
     fixed = {name: x for name, x in _all_arrays(problem).items() if name not in given}
+    if problem.selection is not None:
+        fixed["selection"] = problem.selection
     given, fixed = jax.tree.map(jnp.asarray, (given, fixed))
     static = {"value_dim": problem.value_dim, "backend": backend}
     arrays = given, fixed, batch_of(problem), (d_out, d_lse)

@@ -159,6 +159,7 @@ def test_order_of_sequences(backend, data):
     index = np.concatenate([np.arange(starts[s], starts[s + 1]) for s in order])
     moved = with_tokens(problem, index).replace(
         block_tables=problem.block_tables[order],
+        selection=None if problem.selection is None else problem.selection[order],
         query_lens=[problem.query_lens[s] for s in order],
         seq_lens=[problem.seq_lens[s] for s in order],
     )

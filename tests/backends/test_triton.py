@@ -300,7 +300,8 @@ def attending(call: Call):
     half, whole, number = (np.zeros(1, dtype) for dtype in (np.float16, np.float32, np.int32))
     plane = half if call.cache_dtype is None else np.zeros(1, held_dtype(call.cache_dtype))
     scale = np.zeros(1, scale_dtype(call.cache_dtype)) if call.token_scales else whole
-    arrays = Arrays(half, plane, plane, number, number, number, whole, whole, scale, scale)
+    numbers = number, number, number
+    arrays = Arrays(half, plane, plane, *numbers, whole, whole, scale, scale, number)
     launch = attention_launch(call, tiling(call, H200), 256)
     return attention_kernel, (arrays,), launch, (Results(half, whole),)
 

@@ -27,6 +27,7 @@ from public_calls import (
     state,
     tensors,
 )
+from selection_calls import SELECTION
 
 import pagedattn as pa
 import pagedattn_torch as pt
@@ -332,6 +333,7 @@ FAMILIES = {
     "TORCH": public_calls.TORCH,
     "CLASSES": public_calls.CLASSES,
     "OPTIONS": OPTIONS,
+    "SELECTION": SELECTION,
     "STEPS": STEPS,
     "CROSSING": CROSSING,
     "LAYERS": LAYERS,

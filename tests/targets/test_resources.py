@@ -2,13 +2,14 @@
 
 import re
 
+import jax
 import pytest
 
 pytest.importorskip("triton", minversion="3.5")
-from calls import Attention, on, started
+from calls import Attention, on, started, started_by
 from gpus import A_THREAD, GPUS, REGISTERS, taken
 
-from pagedattn import AttentionSpec
+from pagedattn import AttentionSpec, BlockSummaries, score_blocks, select_blocks
 
 pytestmark = pytest.mark.targets
 
@@ -60,6 +61,12 @@ CALLS = {
     "float32, int8": Attention(**FLOATS, **BYTES, **VERIFY),
     "float32, int4": Attention(**FLOATS, **FOUR, **VERIFY),
     "float32, latents": Attention(**LATENT, **FLOATS),
+    "chosen blocks": Attention(num_seqs=16, keys=1 << 17, chosen=1024),
+    "chosen blocks of 128": Attention(num_seqs=16, keys=1 << 17, chosen=128, block_size=128),
+    "chosen blocks, all options": Attention(spec=ALL, sinks=True, chosen=64),
+    "chosen blocks, chunks": Attention(chosen=16, **CHUNKS),
+    "chosen blocks of int8": Attention(chosen=64, **BYTES),
+    "chosen blocks, invariant": Attention(chosen=64, **ALIKE),
     "decodes, invariant": Attention(**ALIKE),
     "split keys, invariant": Attention(num_seqs=1, keys=1 << 17, **ALIKE),
     "prefill, invariant": Attention(**ALIKE, **PREFILL),
@@ -94,6 +101,28 @@ def spills(gpu: str, call: Attention) -> int:
     if call.head_dim > 128:
         return 240  # sums of 256 columns and more fill the registers by themselves
     return 32  # a few addresses
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_choice_of_blocks_fits(gpu, dtype):
+    """One program for the scores of long tables, and one for the choice; nothing is spilled."""
+    query, _, batch, *_ = Attention(num_seqs=16, keys=1 << 17, dtype=dtype).arrays()
+    plane = jax.ShapeDtypeStruct((16 << 13, 8, 128), dtype)
+
+    def choose(query, batch, *planes):
+        scores = score_blocks(query, BlockSummaries(planes), batch)
+        return select_blocks(scores, batch, 1024)
+
+    with on(GPUS[gpu]):
+        programs = started_by(choose, query, batch, plane, plane)
+    assert [program.metadata.name for program in programs] == ["scores_kernel", "choice_kernel"]
+    for program in programs:
+        took = taken(program)
+        print("TOOK", gpu, program.metadata.name, program.metadata.num_warps, took)
+        assert took.shared <= GPUS[gpu].kilobytes << 10
+        assert took.registers * took.threads <= REGISTERS
+        assert took.spilled <= spills(gpu, Attention(dtype=dtype))
 
 
 @pytest.mark.parametrize(("gpu", "name"), RUN)

@@ -19,7 +19,7 @@ from numba import cfunc, types
 
 from ...cache.packing import PACKED
 from ...cache.quantise import LARGEST
-from . import workers
+from . import block_scores, workers
 from .call_args import args_at, work_item_at
 from .compiling import MODE
 from .dtypes import BFLOAT16, DTYPES, FLOAT16, FLOAT32, INT4, TOKENS, Dtype
@@ -33,8 +33,9 @@ HELD += [
 ]
 CODES = {held: code for code, held in enumerate(HELD)}
 TASKS = "pagedattn_tasks"  # the symbol by which machine code finds the addresses of `task`s,
-PREFILLS = len(CODES)  # and behind these, those of `prefill`s
-_tasks = np.zeros(2 * len(CODES), np.intp)
+PREFILLS = len(CODES)  # and behind these, those of `prefill`s,
+SCORES = 2 * len(CODES)  # and those of `score`s
+_tasks = np.zeros(3 * len(CODES), np.intp)
 binding.add_symbol(TASKS, _tasks.ctypes.data)
 NUMBER, NOTHING = types.intp, types.void
 
@@ -129,6 +130,22 @@ def prefill(*names: str):
     signature = NOTHING(NUMBER, NUMBER, NUMBER)
     compiled = machine_code(signature, prefill, _name("prefill", names))
     _tasks[PREFILLS + CODES[names]] = compiled.address
+    return compiled
+
+
+@functools.cache
+def score(dtype: str):
+    """`void score(args)`: works on scores of blocks as long as there is work."""
+    dtypes = DTYPES[dtype], DTYPES[dtype]
+    version = _version(dtypes)
+
+    def score(args):
+        if args != version:
+            block_scores.work_on_scores(args, dtypes)
+            workers.leave(args)
+
+    compiled = machine_code(NOTHING(NUMBER), score, f"score_{dtype}")
+    _tasks[SCORES + CODES[dtype, dtype]] = compiled.address
     return compiled
 
 

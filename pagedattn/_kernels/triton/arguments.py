@@ -17,13 +17,14 @@ class Arrays(NamedTuple):
     query: Any  # [num_tokens, num_kv_heads * group, head_dim]
     key: Any  # [num_blocks, block_size, num_kv_heads, head_dim]; of any dtype
     value: Any  # [num_blocks, block_size, num_kv_heads, value_dim]; any array when latent
-    block_tables: Any  # i32 [num_seqs, max_blocks]
+    block_tables: Any  # i32 [num_seqs, max_blocks]; of a selection, see `listed_blocks` in lists.py
     seq_lens: Any  # i32 [num_seqs]
     query_start_loc: Any  # i32 [num_seqs + 1]
     alibi_slopes: Any  # f32 [num_heads]; any array without ALiBi
     sinks: Any  # f32 [num_heads]; any array without sinks
     key_scale: Any  # of tokens, as `KVCache` has them; any array without them
     value_scale: Any  # the same; of a latent cache the keys'
+    selection: Any  # i32 [num_seqs, num_kv_heads, num_listed]; any array without a selection
 
 
 class Results(NamedTuple):
@@ -44,7 +45,7 @@ class Scalars(NamedTuple):
     num_kv_heads: int
     num_blocks: int
     max_blocks: int
-    table_stride: int  # of the rows of the block tables, in elements
+    table_stride: int  # of the rows of the block tables, in elements; of a selection, num_listed
     query_token_stride: int
     query_head_stride: int
     block_stride: int
@@ -88,6 +89,7 @@ class Options(NamedTuple):
     alibi: bool
     sinks: bool
     negate: bool  # the scale is negative
+    selection: bool  # keys are counted in the list of a KV head's blocks
 
 
 class TileShape(NamedTuple):

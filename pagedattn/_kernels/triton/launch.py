@@ -21,7 +21,8 @@ E4M3 = (8, 9)  # the compute capability from which Triton reads float8_e4m3fn
 # The options that the kernels know.
 SUPPORTS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
-    | {"cache_dtype", "token_scales", "value_dim", "sinks", "return_lse", "batch_invariant"}
+    | {"cache_dtype", "token_scales", "value_dim", "sinks", "selection", "return_lse"}
+    | {"batch_invariant"}
 )
 LOG2E = math.log2(math.e)
 FEW_STEPS = 4  # whose masks cost less than a loop of their own
@@ -95,6 +96,7 @@ def starts_in_order(call: Call, batch: Sequences) -> Sequences:
 
 def attention_launch(call: Call, tiles: Tiling, table_stride: int) -> Launch:
     """The launch of `attention_kernel`; `table_stride` is that of the rows of the block tables."""
+    table_stride = table_stride if call.selection is None else call.num_listed
     unit = _stride_unit(call)
     constants = {"config": _config(call, tiles, unit)}
     scalars = _scalars(call, table_stride, unit)._asdict()
@@ -217,6 +219,7 @@ def _options(call: Call) -> Options:
         alibi=spec.alibi_slopes is not None,
         sinks=call.sinks,
         negate=call.scale < 0,
+        selection=call.selection is not None,
     )
 
 

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from .eight_bits import octets, taken_apart, widened
 from .four_bits import EIGHT, quarters
+from .lists import positions_of
 from .pages import find_slots, load_keys, load_slots, load_values
 from .token_scales import load_scales
 
@@ -55,9 +56,9 @@ class State(NamedTuple):
 class Span(NamedTuple):
     """Keys of a tile."""
 
-    begin: Any  # only those in [begin, end) are read
+    begin: Any  # only those at positions in [begin, end) are read
     end: Any
-    start: Any  # those in [start, stop) are attended to
+    start: Any  # those in [start, stop) are attended to; of a selection, counted in its list
     stop: Any
 
 
@@ -83,7 +84,8 @@ def attend_keys(
     for done in range(0, stop - start, KEYS):
         step = last - done if MASKED else start + done
         keys = step + tl.arange(0, KEYS)
-        inside = (keys >= span.begin) & (keys < span.end)
+        positions = positions_of(cache, step, keys, config)
+        inside = (positions >= span.begin) & (positions < span.end)
         slots = find_slots(cache, step, keys, inside, config, MASKED)
         # Keys that no row sees are not read: a NaN there would survive a weight of 0.
         # Fewer bits become the query's dtype in registers.
@@ -97,15 +99,15 @@ def attend_keys(
             kept = total
             if done < stop - start:
                 weights, kept, highest, total = weigh(
-                    products, scales, highest, total, keys, inside, queries, 1.0, formula, config,
-                    MASKED,
+                    products, scales, highest, total, positions, inside, queries, 1.0, formula,
+                    config, MASKED,
                 )  # fmt: skip
                 rounded = of_values(weights, scales, config).to(queries.q.dtype)
         else:
             scale = scale_left(formula.scale, config)
             weights, kept, highest, total = weigh(
-                products, scales, highest, total, keys, inside, queries, scale, formula, config,
-                MASKED,
+                products, scales, highest, total, positions, inside, queries, scale, formula,
+                config, MASKED,
             )  # fmt: skip
             rounded = of_values(weights, scales, config).to(queries.q.dtype)
         # Not before: until here they take half the registers, or a quarter.
@@ -191,15 +193,15 @@ def load_rest(cache, slots, dtype: tl.constexpr, config: tl.constexpr, MASKED: t
 
 @triton.jit
 def weigh(
-    products, scales, highest, total, keys, inside, queries, scale, formula, config: tl.constexpr,
-    MASKED: tl.constexpr,
+    products, scales, highest, total, positions, inside, queries, scale, formula,
+    config: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """A step of the online softmax: its weights, the factor on what was summed, and the state."""
     options: tl.constexpr = config.options
     exponent: tl.constexpr = LOG2E if options.alibi else ONE
-    logits = logits_of(products, keys, queries, scale, formula, options)
+    logits = logits_of(products, positions, queries, scale, formula, options)
     if MASKED:
-        visible = visible_keys(keys, inside, queries, formula, options)
+        visible = visible_keys(positions, inside, queries, formula, options)
         logits = tl.where(visible, logits, float("-inf"))
     if config.layout.scaled:
         new_highest = tl.maximum(highest, tl.max(logits + scales.log[None, :], 1))
@@ -218,20 +220,20 @@ def weigh(
 
 
 @triton.jit
-def logits_of(products, keys, queries, scale, formula, options: tl.constexpr):
+def logits_of(products, positions, queries, scale, formula, options: tl.constexpr):
     logits = products * scale
     if options.soft_cap:
         logits = formula.cap * tanh(logits)
     if options.alibi:
-        distance = queries.positions[:, None] - keys[None, :]
+        distance = queries.positions[:, None] - positions[None, :]
         logits -= queries.slopes[:, None] * tl.abs(distance).to(tl.float32)
     return logits
 
 
 @triton.jit
-def visible_keys(keys, inside, queries, formula, options: tl.constexpr):
+def visible_keys(positions, inside, queries, formula, options: tl.constexpr):
     """`[rows, keys]`: which query sees which of the keys that are inside."""
-    distance = queries.positions[:, None] - keys[None, :]
+    distance = queries.positions[:, None] - positions[None, :]
     visible = inside[None, :]
     if options.causal:
         visible = visible & (distance >= 0)

@@ -28,6 +28,8 @@ class Cache(NamedTuple):
     slot_stride: Any
     value_block_stride: Any
     value_slot_stride: Any
+    selection: Any  # the blocks of the sequence that are in the table's row, if it is a list
+    num_listed: Any
 
 
 class Slots(NamedTuple):

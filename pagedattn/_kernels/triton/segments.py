@@ -11,6 +11,7 @@ few, and store the state of each: `join_kernel` goes on by the same rule.
 import triton
 import triton.language as tl
 
+from .lists import positions_of
 from .online_softmax import (
     Span,
     State,
@@ -39,10 +40,11 @@ def attend_segments(
     Where keys are split, it is stored part by part: first the state before any key.
     """
     STEPS: tl.constexpr = config.segment // config.keys
+    base = span.start // config.segment * config.segment  # where the first segment begins
     if config.split:
         if tl.program_id(1) == 0:
             store_part(rows, places, before, 0, config, tile)
-        span = share_of(rows, places, span, config, tile)
+        span = share_of(rows, places, span, base, config, tile)
     # A loop stores a segment whose last step it takes; of the last segment it may not exist.
     cut = (span.start < span.stop) & (tl.cdiv(span.stop, config.keys) % STEPS > 0)
     sums = before, empty_state(config, tile)
@@ -50,48 +52,48 @@ def attend_segments(
         middle = tl.minimum(tl.maximum(middle, span.start), span.stop)
         unmasked = Span(begin=span.begin, end=span.end, start=span.start, stop=middle)
         sums = attend_leaves(
-            rows, places, sums, unmasked, queries, cache, formula, config, tile, False
+            rows, places, sums, unmasked, base, queries, cache, formula, config, tile, False
         )
         span = Span(begin=span.begin, end=span.end, start=middle, stop=span.stop)
-    sums = attend_leaves(rows, places, sums, span, queries, cache, formula, config, tile, True)
+    sums = attend_leaves(
+        rows, places, sums, span, base, queries, cache, formula, config, tile, True
+    )
     joined, segment = sums
     if config.part == config.segment:
         if config.split:
             if cut:
-                store_part(
-                    rows, places, segment, part_of(span, span.stop - 1, config), config, tile
-                )
+                last = part_of(base, span.stop - 1, config)
+                store_part(rows, places, segment, last, config, tile)
         else:
             joined = join_states(joined, segment, config.options.alibi)
     return joined
 
 
 @triton.jit
-def share_of(rows, places, span, config: tl.constexpr, tile: tl.constexpr):
+def share_of(rows, places, span, base, config: tl.constexpr, tile: tl.constexpr):
     """This program's share of the keys, in whole parts; says of parts past the end that none is."""
     PART: tl.constexpr = config.part
-    base = span.begin // config.segment * config.segment
-    count = tl.maximum(tl.cdiv(span.end - base, PART), 0)
+    count = tl.maximum(tl.cdiv(span.stop - base, PART), 0)
     share = tl.maximum(tl.cdiv(count, tl.num_programs(1)), config.min_steps)
     for part in range(1 + count + tl.program_id(1), rows.num_parts, tl.num_programs(1)):
         store_top(rows, places, nothing_seen(tile.rows), part)
     start = base + tl.minimum(tl.program_id(1) * share, count) * PART
-    stop = tl.minimum(start + share * PART, span.end)
+    stop = tl.minimum(start + share * PART, span.stop)
     if config.keys < PART:
         start = tl.maximum(start, span.start)
     return Span(begin=span.begin, end=span.end, start=start, stop=stop)
 
 
 @triton.jit
-def part_of(span, key, config: tl.constexpr):
+def part_of(base, key, config: tl.constexpr):
     """The part of a key. Part 0 is the state before any, part 1 begins with the first segment."""
-    return 1 + (key - span.begin // config.segment * config.segment) // config.part
+    return 1 + (key - base) // config.part
 
 
 @triton.jit
 def attend_leaves(
-    rows, places, sums, span, queries, cache, formula, config: tl.constexpr, tile: tl.constexpr,
-    MASKED: tl.constexpr,
+    rows, places, sums, span, base, queries, cache, formula, config: tl.constexpr,
+    tile: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """What was joined, and the last segment, after the leaves of a span.
 
@@ -103,12 +105,12 @@ def attend_leaves(
     for step in range(span.start, span.stop, KEYS):
         state = attend_leaf(step, span, queries, cache, formula, config, MASKED)
         if config.part == KEYS:
-            store_part(rows, places, state, part_of(span, step, config), config, tile)
+            store_part(rows, places, state, part_of(base, step, config), config, tile)
         else:
             segment = join_states(segment, state, alibi)
             if (step + KEYS) % config.segment == 0:
                 if config.split:
-                    store_part(rows, places, segment, part_of(span, step, config), config, tile)
+                    store_part(rows, places, segment, part_of(base, step, config), config, tile)
                 else:
                     joined = join_states(joined, segment, alibi)
                 segment = empty_state(config, tile)
@@ -120,7 +122,8 @@ def attend_leaf(step, span, queries, cache, formula, config: tl.constexpr, MASKE
     """The state of one step of keys."""
     SUMS: tl.constexpr = config.layout.sums
     keys = step + tl.arange(0, config.keys)
-    inside = (keys >= span.begin) & (keys < span.end)
+    positions = positions_of(cache, step, keys, config)
+    inside = (positions >= span.begin) & (positions < span.end)
     slots = find_slots(cache, step, keys, inside, config, MASKED)
     scales = load_scales(cache, slots, config, MASKED)
     k = load_keys(cache, slots, queries.q.dtype, config, MASKED)
@@ -128,7 +131,7 @@ def attend_leaf(step, span, queries, cache, formula, config: tl.constexpr, MASKE
     v = load_values(cache, slots, k, config, MASKED)
     scale = scale_left(formula.scale, config)
     highest, weights = weigh_leaf(
-        products, scales, keys, inside, queries, scale, formula, config, MASKED
+        products, scales, positions, inside, queries, scale, formula, config, MASKED
     )
     rounded = of_values(weights, scales, config).to(queries.q.dtype)
     tiles = value_tiles(v, cache, rounded.dtype, config)
@@ -140,14 +143,14 @@ def attend_leaf(step, span, queries, cache, formula, config: tl.constexpr, MASKE
 
 @triton.jit
 def weigh_leaf(
-    products, scales, keys, inside, queries, scale, formula, config: tl.constexpr,
+    products, scales, positions, inside, queries, scale, formula, config: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """The highest logits of a leaf and its weights: the same bits with masks as without."""
     options: tl.constexpr = config.options
-    visible = visible_keys(keys, inside, queries, formula, options)
+    visible = visible_keys(positions, inside, queries, formula, options)
     if options.soft_cap or options.alibi or config.layout.scaled:
-        logits = logits_of(products, keys, queries, scale, formula, options)
+        logits = logits_of(products, positions, queries, scale, formula, options)
         logits = tl.where(visible, logits, float("-inf"))
         highest = tl.max(logits + scales.log[None, :] if config.layout.scaled else logits, 1)
         shift = tl.where(highest == float("-inf"), 0.0, highest)

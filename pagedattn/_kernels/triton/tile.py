@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from .eight_bits import factors_of, halved
+from .lists import last_listed, most_listed, rank
 from .online_softmax import Formula, Queries, Span, State, attend_keys
 from .segments import attend_segments, store_top
 from .states import columns_of, empty_state, finished, join_states, nothing_seen
@@ -54,11 +55,11 @@ def attend(rows, cache, task, formula, config: tl.constexpr, tile: tl.constexpr)
     """Computes one tile: the tokens of a sequence from the first on, for a KV head's heads."""
     options: tl.constexpr = config.options
     places = places_of(task, tile)
-    span = span_of(task, formula.window, config, tile)
+    span = span_of(task, cache, formula.window, config, tile)
     if config.segment > 0:
         queries, formula = load_queries(rows, places, task, formula, config, tile)
         state = first_state(rows, places, task, config, tile)
-        middle = middle_of(span, task, config)
+        middle = middle_of(span, task, cache, config)
         state = attend_segments(
             rows, places, span, middle, state, queries, cache, formula, config, tile
         )
@@ -79,7 +80,7 @@ def attend(rows, cache, task, formula, config: tl.constexpr, tile: tl.constexpr)
     first = first_state(rows, places, task, config, tile)
     state = empty_state(config, tile) if config.layout.scaled else first
     if tile.unmasked:
-        middle = middle_of(span, task, config)
+        middle = middle_of(span, task, cache, config)
         unmasked = Span(begin=span.begin, end=span.end, start=span.start, stop=middle)
         state = attend_keys(state, unmasked, queries, cache, formula, config, tile.apart, False)
         span = Span(begin=span.begin, end=span.end, start=middle, stop=span.stop)
@@ -102,7 +103,7 @@ def places_of(task, tile: tl.constexpr):
 
 
 @triton.jit
-def span_of(task, window, config: tl.constexpr, tile: tl.constexpr):
+def span_of(task, cache, window, config: tl.constexpr, tile: tl.constexpr):
     """The keys that any row of a tile sees and, where they are split, this program's share."""
     options: tl.constexpr = config.options
     KEYS: tl.constexpr = config.keys
@@ -117,24 +118,34 @@ def span_of(task, window, config: tl.constexpr, tile: tl.constexpr):
         end = tl.minimum(end, last_position + window)
     if options.window:
         begin = tl.maximum(begin, first_position - window + 1)
-    start = begin // KEYS * KEYS
+    first = begin
     stop = end
+    if options.selection:
+        BLOCK_SIZE: tl.constexpr = config.layout.block_size
+        stop = last_listed(cache, end, BLOCK_SIZE)
+        if options.window:
+            first = rank(cache, begin, most_listed(cache, end, BLOCK_SIZE), BLOCK_SIZE)
+    start = first // KEYS * KEYS
     if config.split and config.segment == 0:
         # In whole steps; of few keys, the last splits get none.
-        steps = tl.maximum(end - start + KEYS - 1, 0) // KEYS
+        last = stop
+        steps = tl.maximum(last - start + KEYS - 1, 0) // KEYS
         share = tl.maximum(tl.cdiv(steps, tl.num_programs(1)), config.min_steps)
         start += tl.program_id(1) * share * KEYS
-        stop = tl.minimum(start + share * KEYS, end)
+        stop = tl.minimum(start + share * KEYS, last)
     return Span(begin=begin, end=end, start=start, stop=stop)
 
 
 @triton.jit
-def middle_of(span, task, config: tl.constexpr):
+def middle_of(span, task, cache, config: tl.constexpr):
     """The key before which no mask is needed: if the first row sees a key, so do the others."""
     middle = span.end
     if config.options.causal:
         first_position = task.seq_len - (task.query_len - task.first)
         middle = tl.maximum(tl.minimum(span.end, first_position + 1), 0)
+    if config.options.selection:
+        BLOCK_SIZE: tl.constexpr = config.layout.block_size
+        middle = rank(cache, middle, most_listed(cache, span.end, BLOCK_SIZE), BLOCK_SIZE)
     return tl.minimum(tl.maximum(middle // config.keys * config.keys, span.start), span.stop)
 
 

@@ -9,10 +9,11 @@ import functools
 import jax
 from numba import types
 
-from ..._kernels.cpu.compiled import CODES, machine_code, sources, task
+from ..._kernels.cpu.compiled import CODES, machine_code, score, sources, task
 from . import handlers
 
 SET_ROWS = "pagedattn_numba_set_rows"
+CHOOSE_BEST = "pagedattn_numba_choose_best"
 
 
 @functools.cache
@@ -34,6 +35,20 @@ def register_attention(*names: str) -> str:
 
 
 @functools.cache
+def register_scores(dtype: str) -> str:
+    """The target for scores of blocks by summaries of a dtype."""
+    score(dtype)
+    version, code = sources(), CODES[dtype, dtype]
+
+    def scores(frame):
+        return handlers.scores(frame, code) if frame != version else 0
+
+    name = f"pagedattn_numba_scores_{dtype}"
+    _register(name, scores)
+    return name
+
+
+@functools.cache
 def register_set_rows() -> None:
     version = sources()
 
@@ -41,6 +56,16 @@ def register_set_rows() -> None:
         return handlers.set_rows(frame) if frame != version else 0
 
     _register(SET_ROWS, set_rows)
+
+
+@functools.cache
+def register_choice() -> None:
+    version = sources()
+
+    def choose_best(frame):
+        return handlers.choose_best(frame) if frame != version else 0
+
+    _register(CHOOSE_BEST, choose_best)
 
 
 def _register(name, function):
