@@ -53,10 +53,10 @@ def main() -> dict[str, tuple[float, float, float]]:
 def new_cache(size: tuple, dtype: str, scales: str, calibrated: KVCache) -> KVCache:
     """An empty one; `calibrated` holds other text."""
     if scales == "token":
-        return init_kv_cache(*size, dtype, scales="token")
+        return init_kv_cache(*size, dtype=dtype, scales="token")
     highest = (abs(x).max((0, 1, 3)).astype("float32") for x in calibrated.planes)
     key, value = (numbers / LARGEST[dtype] for numbers in highest)
-    return init_kv_cache(*size, dtype, key_scale=key, value_scale=value)
+    return init_kv_cache(*size, dtype=dtype, key_scale=key, value_scale=value)
 
 
 def bits_of(cache: KVCache) -> float:

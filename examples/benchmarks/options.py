@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,11 +61,11 @@ def queries(heads: int = HEADS, size: int = HEAD_DIM, tokens: int = SEQS):
     return jax.random.normal(jax.random.key(1), (tokens, heads, size), jnp.bfloat16)
 
 
-def cache_of(num_keys: int, dtype, scales: str) -> KVCache:
+def cache_of(num_keys: int, dtype, scales: Literal["head", "token"]) -> KVCache:
     """A cache of random keys and values, without scales or with those of tokens."""
     if scales == "head":
         return random_cache(planes(num_keys), dtype)
-    cache = init_kv_cache(*planes(num_keys), dtype, scales=scales)
+    cache = init_kv_cache(*planes(num_keys), dtype=dtype, scales=scales)
     return filled(cache, HEAD_DIM, HEAD_DIM)
 
 
@@ -76,7 +76,8 @@ def filled(cache: KVCache, *columns: int) -> KVCache:
     def fill(cache):
         shape, keys = (cache.num_slots, cache.num_kv_heads), jax.random.split(jax.random.key(0))
         rows = [random_array(key, (*shape, n)) for key, n in zip(keys, columns, strict=False)]
-        return write_kv(cache, *rows, *[None] * (2 - len(rows)), jnp.arange(cache.num_slots))
+        value = rows[1] if len(rows) > 1 else None
+        return write_kv(cache, rows[0], value, jnp.arange(cache.num_slots))
 
     return fill(cache)
 

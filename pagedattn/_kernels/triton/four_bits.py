@@ -6,6 +6,8 @@ is the float16 1024 + n, and 0x6400 + 16 n is 1024 + 16 n. An eighth, since 7 ti
 scale is no float16.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -38,7 +40,7 @@ def unpack(source: str, low: str, high: str, low_scale: str, high_scale: str) ->
 
 
 # Four bytes, and the scales of their columns.
-NEIGHBOURS = tl.constexpr(
+NEIGHBOURS: Any = tl.constexpr(
     f"""{REGISTERS}
     prmt.b32 bytes, $4, 0, 0x4140;
     prmt.b32 more, $4, 0, 0x4342;
@@ -47,7 +49,7 @@ NEIGHBOURS = tl.constexpr(
     }}"""
 )
 # Two pairs of bytes.
-EVEN_AND_ODD = tl.constexpr(
+EVEN_AND_ODD: Any = tl.constexpr(
     f"""{REGISTERS}
     mov.b32 bytes, $4;
     shr.u32 more, $4, 8;

@@ -4,7 +4,8 @@ Written out in fused operations, so that programs that are compiled apart give t
 """
 
 # Constants are NamedTuples here, which the type `constexpr` does not say.
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl
