@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ def queries(heads: int = HEADS, size: int = HEAD_DIM, tokens: int = SEQS):
     return jax.random.normal(jax.random.key(1), (tokens, heads, size), jnp.bfloat16)
 
 
-def cache_of(num_keys: int, dtype, scales: Literal["head", "token"]) -> KVCache:
+def cache_of(num_keys: int, dtype, scales: Any) -> KVCache:
     """A cache of random keys and values, without scales or with those of tokens."""
     if scales == "head":
         return random_cache(planes(num_keys), dtype)
