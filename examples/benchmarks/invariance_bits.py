@@ -8,7 +8,6 @@ import pagedattn_torch
 from benchmarks.case import HEAD_DIM, HEADS, KV_HEADS
 from pagedattn import AttentionSpec, KVCache, make_batch
 from pagedattn.extend import cdiv
-from pagedattn_torch.arrays import batch_on
 
 BLOCK_SIZE = 16
 # Some end within a segment or a step of keys, and some are one.
@@ -94,7 +93,7 @@ class Sequences:
         out, lse = pagedattn_torch.paged_attention(
             query,
             self.cache,
-            batch_on(batch, "cuda"),
+            batch,
             self.kind.spec,
             backend="triton",
             batch_invariant=True,

@@ -143,7 +143,8 @@ def test_an_answer_that_ends_the_process_is_one(monkeypatch):
 def test_a_process_answers():
     command = [sys.executable, "-m", "benchmarks.scoreboard.ask", "torch SDPA"]
     asked = json.dumps([["plain", "decode"], ["bias", "mixed"]])
-    done = subprocess.run([*command, asked], capture_output=True, text=True, env=os.environ)
+    there = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([*command, asked], capture_output=True, text=True, env=there)
     assert done.stdout.count(f'{ask.MARK}"right"') == 2, done.stderr
 
 
