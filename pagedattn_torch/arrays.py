@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+from jax.core import Tracer
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -70,7 +71,7 @@ def _outliving(array):
     JAX hands memory out again as soon as nothing refers to it, also while kernels that torch has
     enqueued are still to read it, on a stream that JAX does not know.
     """
-    if not isinstance(array, jax.Array) or _is_on_host(array):
+    if not isinstance(array, jax.Array) or isinstance(array, Tracer) or _is_on_host(array):
         return array
     return torch.tensor(np.asarray(array), device=torch.from_dlpack(array).device)
 

@@ -57,7 +57,7 @@ def layer_of(query, cache) -> Layer:
     return Layer(
         query_shape=tuple(query.shape),
         cache_shape=(*cache.key.shape[:3], columns(cache.key)),
-        value=None if value is None else ((*value.shape[:3], columns(value)), cache_dtype),
+        value=None if value is None else _plane_of(value),
         dtype=dtype,
         device=device_of(query),
         strides=Strides(*strides[:3]),
@@ -66,6 +66,10 @@ def layer_of(query, cache) -> Layer:
         value_dim=value_dim_of(cache),
         fake_tensors=isinstance(query, TorchTensor) and any(map(is_fake, (query, *cache.planes))),
     )
+
+
+def _plane_of(value) -> tuple[tuple[int, ...], str]:
+    return (*value.shape[:3], columns(value)), dtype_name(meant_dtype(value.dtype))
 
 
 def value_dim_of(cache) -> int | None:

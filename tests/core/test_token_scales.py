@@ -25,7 +25,7 @@ from pagedattn.cache.packing import group_of
 from pagedattn.cache.quantise import dequantised
 from pagedattn.testing.oracle import factors, numbers
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", minversion="2.9")  # older ones give no float8 by DLPack
 
 from pagedattn_interop import to_jax
 from tensors import tensors

@@ -61,7 +61,7 @@ MUTANTS = {
         FEATURES,
     ),
     "hidden values not zeroed": Mutant(
-        "    return jnp.where(_along(inside[:, None], rows), rows, 0)",
+        "    return jnp.where(_along(inside, rows), rows, 0)",
         "    return rows",
         POISON.format("xla"),
     ),

@@ -66,13 +66,18 @@ def patch_lang_tensor(tensor, scope, original=interpreter._patch_lang_tensor):
 
 
 def create_dot(self, a, b, d, *precision):
-    return interpreter.TensorHandle(float32(a) @ float32(b) + d.data, d.dtype.scalar)
+    return interpreter.TensorHandle(product(a, b) + d.data, d.dtype.scalar)
 
 
 def cast_impl(self, source, target, original=interpreter.InterpreterBuilder.cast_impl):
     if target.scalar == tl.bfloat16 and source.dtype.scalar.is_int():
         source = interpreter.TensorHandle(source.data.astype(np.float32), tl.float32)
     return original(self, source, target)
+
+
+def product(a, b):
+    """In float64, so that rounding to float32 hides in which order BLAS adds up."""
+    return (float32(a).astype(np.float64) @ float32(b)).astype(np.float32)
 
 
 def float32(handle):

@@ -97,7 +97,9 @@ def spills(gpu: str, call: Attention) -> int:
     if gpu == "H200":
         return 400  # rows and warps were measured there, with what they spill
     if call.batch_invariant:
-        return 256  # a sum of a row's columns: that of segments before, used once in 512 keys
+        return 320  # a sum of a row's columns: that of segments before, used once in 512 keys
+    if call.token_scales:
+        return 64  # scales of a step's keys
     if call.head_dim > 128:
         return 240  # sums of 256 columns and more fill the registers by themselves
     return 32  # a few addresses
