@@ -4,6 +4,7 @@ from ._dispatch.backend import Backend
 from ._dispatch.registry import available_backends
 from .attention import explain, paged_attention, ragged_attention, select_backend
 from .batch.check_batch import check_batch
+from .batch.draft_tree import DraftTree
 from .batch.indices import positions, slot_mapping
 from .batch.make_batch import make_batch
 from .batch.metadata import BatchMetadata
@@ -34,6 +35,7 @@ __all__ = [
     "BackendUnavailableError",
     "BatchMetadata",
     "BlockPool",
+    "DraftTree",
     "Growth",
     "InvalidInputError",
     "KVCache",

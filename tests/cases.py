@@ -23,8 +23,10 @@ REFUSING = {
     "ipex": (
         *("alibi_slopes", "bias", "cache_dtype", "return_lse", "sinks", "sliding_window"),
         "value_dim",
+        "parents",
     ),
-    "triton": ("bias",),
+    "numba": ("parents",),
+    "triton": ("bias", "parents"),
 }
 if can_load("sdpa"):
     from pagedattn_interop.backends import takes
@@ -114,8 +116,9 @@ def asked_of(spec: AttentionSpec) -> list[str]:
 def beside(problem: Problem) -> list[str]:
     """What a problem asks for beside its spec."""
     quantised = problem.key_scale is not None
+    drafts = ["parents"] * (problem.parents is not None)
     other_values = problem.value_cache is None or problem.out_shape != problem.query.shape
-    return [*problem.arrays, *["cache_dtype"] * quantised, *["value_dim"] * other_values]
+    return [*problem.arrays, *["cache_dtype"] * quantised, *["value_dim"] * other_values, *drafts]
 
 
 def supported(problem: Problem, backend: str) -> Problem:

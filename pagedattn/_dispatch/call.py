@@ -108,6 +108,7 @@ class Call:
     bias: tuple[int, ...] | None = None  # its shape, if the call brings one
     return_lse: bool = False
     batch_invariant: bool = False  # whether the bits of a token's results follow from it alone
+    parents: bool = False  # whether the batch has a tree: drafts that branch
 
     @property
     def set_options(self) -> tuple[str, ...]:
@@ -247,5 +248,6 @@ def call_of(
         cache_dtype=layer.cache_dtype,
         value_dim=layer.value_dim,
         fake_tensors=layer.fake_tensors,
+        parents=batch.tree is not None,
         **facts_of(given),
     )

@@ -110,6 +110,12 @@ class PagedAttention(Protocol[A]):
     ) -> A | tuple[A, A]: ...
 
 
+class RaggedOptions(Options[A], total=False):
+    """Those of a call without a batch, which has the batch's."""
+
+    parents: Any
+
+
 class RaggedAttention(Protocol[A, Starts]):
     """The type of `ragged_attention`."""
 
@@ -126,7 +132,7 @@ class RaggedAttention(Protocol[A, Starts]):
         max_query_len: int,
         max_key_len: int,
         return_lse: Literal[False] = ...,
-        **options: Unpack[Options[A]],
+        **options: Unpack[RaggedOptions[A]],
     ) -> A: ...
     @overload
     def __call__(
@@ -141,7 +147,7 @@ class RaggedAttention(Protocol[A, Starts]):
         max_query_len: int,
         max_key_len: int,
         return_lse: Literal[True],
-        **options: Unpack[Options[A]],
+        **options: Unpack[RaggedOptions[A]],
     ) -> tuple[A, A]: ...
     @overload
     def __call__(
@@ -156,5 +162,5 @@ class RaggedAttention(Protocol[A, Starts]):
         max_query_len: int,
         max_key_len: int,
         return_lse: bool,
-        **options: Unpack[Options[A]],
+        **options: Unpack[RaggedOptions[A]],
     ) -> A | tuple[A, A]: ...

@@ -98,6 +98,19 @@ CACHES: dict[str, Callable[[Any, Any], Any]] = {
     "latent": _latent,
     "cache_dtype": _quantised,
 }
+
+
+def _drafts(problem, _yes: bool):
+    """Trees of which half the tokens follow the one before them, with several first tokens."""
+    own = np.concatenate([*map(np.arange, problem.query_lens), np.zeros(0, int)])
+    rng = np.random.default_rng(len(own))
+    parents = np.where(rng.random(own.shape) < 0.5, own - 1, rng.integers(-1, np.maximum(own, 0)))
+    return problem.replace(parents=np.resize(np.append(parents, -1), len(problem.query)))
+
+
+# What batches differ in, beside lengths, and how a problem gets it: drafts that branch.
+BATCHES: dict[str, Callable[[Any, Any], Any]] = {"parents": _drafts}
+KINDS = CACHES | BATCHES
 # All that goes together with causal attention over any cache.
 EVERY = {
     "scale": 0.4,
@@ -106,8 +119,8 @@ EVERY = {
     "alibi_slopes": signed_slopes,
     **dict.fromkeys(ARRAYS, True),
 }
-# Fields of a spec, arrays, and what caches differ in; alone and together. A function is called with
-# the number of query heads; the arrays of a problem are made with it.
+# Fields of a spec, arrays, and what caches and batches differ in; alone and together. A function is
+# called with the number of query heads; the arrays of a problem are made with it.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "scale": {"scale": 0.6},
@@ -118,10 +131,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "cache_dtype": {"cache_dtype": "float8_e4m3fn"},
     "value_dim": {"value_dim": 8},
     "latent": {"value_dim": 8, "latent": True},
+    "parents": {"parents": True},
     "causal=False": {"causal": False},
     "causal=False, sliding_window": {"causal": False, "sliding_window": 4},
     "all": EVERY | {"cache_dtype": "float8_e5m2"},
     "latent, all": EVERY | {"cache_dtype": "float8_e4m3fn", "value_dim": 8, "latent": True},
+    "parents, all": EVERY | {"cache_dtype": "int8", "parents": True},
     "causal=False, all": {
         "causal": False,
         "scale": 0.4,
@@ -164,7 +179,7 @@ def spec_of(options: str, num_heads: int, **fields: Any) -> AttentionSpec:
     (0.25, -0.5)
     """
     settings = OPTIONS[options] | fields
-    settings = {n: value for n, value in settings.items() if n not in (*ARRAYS, *CACHES)}
+    settings = {n: value for n, value in settings.items() if n not in (*ARRAYS, *KINDS)}
     return AttentionSpec(**{name: _for_heads(value, num_heads) for name, value in settings.items()})
 
 
@@ -177,18 +192,18 @@ def arrays_of(options: str) -> tuple[str, ...]:
     return tuple(name for name in ARRAYS if name in OPTIONS[options])
 
 
-def cache_of(options: str) -> dict[str, Any]:
-    """What a name in `OPTIONS` asks of the cache.
+def kinds_of(options: str) -> dict[str, Any]:
+    """What a name in `OPTIONS` asks of the cache and of the batch.
 
-    >>> cache_of("latent")
+    >>> kinds_of("latent")
     {'value_dim': 8, 'latent': True}
     """
-    return {name: value for name, value in OPTIONS[options].items() if name in CACHES}
+    return {name: value for name, value in OPTIONS[options].items() if name in KINDS}
 
 
 def with_kinds(problem, kinds: Mapping[str, Any]):
-    """A problem with a plain cache, which it gets as `cache_of` says."""
-    for name, make in CACHES.items():
+    """A problem with a plain cache and batch, which gets them as `kinds_of` says."""
+    for name, make in KINDS.items():
         if kinds.get(name):
             problem = make(problem, kinds[name])
     return problem

@@ -30,6 +30,8 @@ class Problem:
         sinks: float32 `[num_heads]`, or None.
         bias: `[num_tokens, num_heads or 1, max_keys]`, float32 or dtype of `query`, or None.
         value_dim: of a latent cache, how many of the keys' columns are the values.
+        parents: int `[num_tokens]`, as `make_batch` takes them, or None; rows past the last
+            sequence are padding.
     """
 
     query: np.ndarray
@@ -45,6 +47,7 @@ class Problem:
     key_scale: np.ndarray | None = None
     value_scale: np.ndarray | None = None
     value_dim: int | None = None
+    parents: np.ndarray | None = None
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -72,7 +75,8 @@ class Problem:
         num_blocks, block_size = self.key_cache.shape[:2]
         lens = self.query_lens, self.seq_lens
         sizes = {"num_blocks": num_blocks, "block_size": block_size}
-        return oracle.visible_slots(self.block_tables, *lens, self.spec, self.bias, **sizes)
+        shown = self.spec, self.bias, self.parents
+        return oracle.visible_slots(self.block_tables, *lens, *shown, **sizes)
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
@@ -99,7 +103,9 @@ class Problem:
         bias = np.full_like(self.bias, poison)
         for s, seq_len in enumerate(self.seq_lens):
             rows = slice(*self.query_start_loc[s : s + 2])
-            seen = oracle.visible_keys(rows.stop - rows.start, int(seq_len), self.spec)[:, None]
+            family = None if self.parents is None else self.parents[rows]
+            lens = rows.stop - rows.start, int(seq_len)
+            seen = oracle.visible_keys(*lens, self.spec, family)[:, None]
             bias[rows, :, :seq_len] = np.where(seen, self.bias[rows, :, :seq_len], poison)
         return {"bias": bias}
 

@@ -16,11 +16,12 @@ from ..._arrays.namespace import cdiv, wide_dtype
 from ..._arrays.shard_map import axes_of, varying
 from ..._dispatch.backend import Backend
 from ..._dispatch.call import Call
+from ...batch.draft_tree import key_positions
 from ...batch.metadata import Sequences
 from ...cache.kv_cache import KVCache
-from ...masks import alibi_bias, visible_mask
+from ...masks import alibi_bias, descent_mask, visible_mask
 from .softmax import accumulate, finish, no_key_seen
-from .tiles import Tiles, cut, grouped, rows_of_tokens
+from .tiles import Tiles, cut, first_rows, grouped, rows_of_tokens
 
 TILE = 64  # most query tokens of a tile, and about as many in a step of several tiles
 FEW = 4  # most query tokens of a tile that is computed as a smaller one
@@ -41,7 +42,8 @@ def run(
     tiles = cut(call, batch, tile)
     # On a CPU one tile's chunk stays in the cache, and more tiles at a time gain nothing.
     step = 1 if call.device == "cpu" else TILE // tile
-    attend = functools.partial(_attend, call, query, cache, bias, _slopes(call, query))
+    depths = None if batch.tree is None else batch.tree.depths
+    attend = functools.partial(_attend, call, query, cache, bias, _slopes(call, query), depths)
     if step == 1 and tile > FEW and not call.batch_invariant:
         attend = functools.partial(_by_size, attend)
     # XLA chooses the order of a product's sums by its sizes: these are the same for all calls then.
@@ -56,7 +58,7 @@ def run(
 
 SUPPORTS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
-    | {"cache_dtype", "value_dim", "bias", "return_lse", "batch_invariant"}
+    | {"cache_dtype", "value_dim", "bias", "parents", "return_lse", "batch_invariant"}
 )
 BACKEND = Backend("xla", SUPPORTS, run)
 
@@ -65,8 +67,7 @@ def _by_size(attend, tiles: Tiles):
     """`attend`, of fewer rows where few are valid: decodes among prefills cost what decodes do."""
 
     def few(tiles):
-        rows = (tiles.tokens, tiles.valid, tiles.positions)
-        smaller = Tiles(*(array[:, :FEW] for array in rows), *tiles[3:])
+        smaller = first_rows(tiles, FEW)
         missing = tiles.tokens.shape[1] - FEW
         return jax.tree.map(
             lambda x: jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)), attend(smaller)
@@ -81,6 +82,7 @@ def _attend(
     cache: KVCache,
     bias: Float[Array, "num_tokens heads max_keys"] | None,
     slopes: Float[Array, "num_heads"] | None,
+    depths: Int[Array, "num_tokens"] | None,
     tiles: Tiles,
 ) -> tuple[Float[Array, "step tile num_heads value_dim"], Float[Array, "step tile num_heads"]]:
     """Attention of some tiles."""
@@ -94,13 +96,15 @@ def _attend(
         slots = _slots(tiles.tables, keys[0], call.block_size)
         key, *rest = (_gather(plane, slots, inside, scaled.dtype) for plane in cache.planes)
         (value,) = rest or (key[..., : call.out_dim],)
-        visible = visible_mask(tiles.positions, keys, call.spec) & inside[:, None]
+        positions, descend = _standing(depths, tiles, keys)
+        visible = visible_mask(tiles.positions, positions, call.spec) & inside[:, None]
+        visible = visible if descend is None else visible & descend
         visible, added = visible & tiles.valid[:, :, None], None
         if rows is not None:
             added = jax.lax.dynamic_slice_in_dim(rows, keys[0, 0], chunk, 3)
             added = jnp.where(visible[:, None], added, -jnp.inf)
             key, value = _shown(key, added), _shown(value, added)
-        logits = _logits(call, scaled, key, tiles, keys, visible, slopes, added)
+        logits = _logits(call, scaled, key, tiles, positions, visible, slopes, added)
         return accumulate(state, logits, value)
 
     def visit(state, index):
@@ -111,6 +115,16 @@ def _attend(
     chunks = _varying_as(scaled, jnp.arange(num_chunks, dtype=jnp.int32))
     state, _ = jax.lax.scan(visit, no_key_seen(scaled, call.out_dim), chunks)
     return finish(state, query.dtype, tiles.tokens.shape)
+
+
+def _standing(
+    depths: Int[Array, "num_tokens"] | None, tiles: Tiles, keys: Int[Array, "1 chunk"]
+) -> tuple[Int[Array, "#step chunk"], Bool[Array, "step tile chunk"] | None]:
+    """The positions of keys; and of drafts that branch, which the rows do not see as others'."""
+    if depths is None or tiles.lines is None:
+        return keys, None
+    positions, own = key_positions(depths, tiles.lines.starts, tiles.lines.context_lens, keys)
+    return positions, descent_mask(tiles.lines.ancestors, own)
 
 
 def _slopes(call: Call, query) -> Float[Array, "num_heads"] | None:
@@ -178,7 +192,7 @@ def _logits(
     scaled: Float[Array, "step kv_heads rows head_dim"],
     key: Float[Array, "step kv_heads chunk head_dim"],
     tiles: Tiles,
-    keys: Int[Array, "1 chunk"],
+    positions: Int[Array, "#step chunk"],
     visible: Bool[Array, "step tile chunk"],
     slopes: Float[Array, "num_heads"] | None,
     added: Float[Array, "step heads tile chunk"] | None,
@@ -188,9 +202,9 @@ def _logits(
     if spec.logits_soft_cap is not None:
         logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
     step, tile = tiles.tokens.shape
-    by_head = logits.reshape(step, -1, tile, keys.shape[1])
+    by_head = logits.reshape(step, -1, tile, positions.shape[1])
     if slopes is not None:
-        by_head = by_head + alibi_bias(tiles.positions, keys, slopes)
+        by_head = by_head + alibi_bias(tiles.positions, positions, slopes)
     if added is not None:
         by_head = by_head + added
     return jnp.where(visible[:, None], by_head, -jnp.inf).reshape(logits.shape)
