@@ -19,6 +19,7 @@ from .errors import (
 )
 from .masks import alibi_bias, attention_bias, causal_mask, sliding_window_mask
 from .merge import merge_across, merge_states
+from .pool.accepting import accept_tokens
 from .pool.batches import batch_from_pool, next_batch, next_batches
 from .pool.block_pool import BlockPool, init_block_pool
 from .pool.growth import Growth, append_tokens
@@ -44,6 +45,7 @@ __all__ = [
     "Swap",
     "UnsupportedError",
     "__version__",
+    "accept_tokens",
     "alibi_bias",
     "alibi_slopes",
     "append_tokens",

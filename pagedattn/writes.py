@@ -124,6 +124,17 @@ def fill_blocks(cache: KVCache, blocks: Integer[Any, "*n"], value: float = 0.0) 
     return _set(cache, blocks, *rows)
 
 
+def move_slots(
+    cache: KVCache, src: Integer[Array, "n"], dst: Integer[Array, "n"]
+) -> KVCache[Array]:
+    """Copies slot `src[i]` to slot `dst[i]`, all at once; -1 in either copies nothing."""
+    dst, moved = jnp.where(src >= 0, dst, PAD_SLOT), []
+    for plane in map(jnp.asarray, cache.planes):
+        rows = plane.reshape(-1, *plane.shape[2:]).at[src].get(mode="clip")
+        moved.append(set_rows(plane, dst, rows))
+    return cache.with_planes(*moved)
+
+
 def _set(cache, indices, *rows) -> KVCache:
     """Sets rows of the key and, if there is one, of the value."""
     rows = (None if new is None else jnp.asarray(new) for new in rows)

@@ -101,14 +101,14 @@ ARRAY: Patch = {
     "pagedattn/testing/oracle.py": [
         ("    bias: np.ndarray\n\n\n", "    bias: np.ndarray\n    factor: float = 1.0\n\n\n"),
         (
-            "    value_dim: int | None = None,\n) -> ",
-            "    value_dim: int | None = None,\n    out_scale=None,\n) -> ",
+            "    parents: np.ndarray | None = None,\n) -> ",
+            "    parents: np.ndarray | None = None,\n    out_scale=None,\n) -> ",
         ),
         (
             "visible, sink, added)",
             "visible, sink, added, 1 if out_scale is None else out_scale[h])",
         ),
-        ("value_scale, value_dim):", "value_scale, value_dim, out_scale):"),
+        ("value_dim, parents):", "value_dim, parents, out_scale):"),
         ("product(probability, head.values)", "product(probability, head.values) * head.factor"),
     ],
 }
@@ -170,16 +170,16 @@ CACHE: Patch = {
     ],
     "pagedattn/testing/oracle.py": [
         (
-            "    value_dim: int | None = None,\n) -> ",
-            "    value_dim: int | None = None,\n    value_gain=None,\n) -> ",
+            "    parents: np.ndarray | None = None,\n) -> ",
+            "    parents: np.ndarray | None = None,\n    value_gain=None,\n) -> ",
         ),
         (
-            "        p = (seq_len - query_len) + np.arange(query_len)\n        distance",
+            "        p, j = standing(query_len, seq_len, family)\n",
             "        if value_gain is not None:\n"
             "            values = values * value_gain[:, None]\n"
-            "        p = (seq_len - query_len) + np.arange(query_len)\n        distance",
+            "        p, j = standing(query_len, seq_len, family)\n",
         ),
-        ("value_scale, value_dim):", "value_scale, value_dim, value_gain):"),
+        ("value_dim, parents):", "value_dim, parents, value_gain):"),
     ],
 }
 # Caches in eight bits of another dtype, which the kernels do not read.

@@ -52,6 +52,7 @@ FUNCTIONS = {
         ),
         "cascade_attention": ("query cache prefix rest spec", "backend sinks"),
         "split_prefix": ("batch", ""),
+        "accept_tokens": ("pool caches path batch", ""),
         "append_tokens": ("pool num_tokens", "max_new_tokens"),
         "next_batch": ("pool query_lens", "num_tokens max_query_len parents"),
         "next_batches": ("pools query_lens", "num_tokens max_query_len parents"),
