@@ -25,7 +25,6 @@ REFUSING = {
         "value_dim",
         "parents",
     ),
-    "numba": ("parents",),
     "triton": ("bias", "parents"),
 }
 if can_load("sdpa"):

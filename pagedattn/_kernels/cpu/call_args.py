@@ -16,6 +16,7 @@ from .compiling import intrinsic
 ADDRESSES = (
     *("query", "key", "value", "tables", "seq_lens", "starts", "slopes"),
     "bias",  # float32; 0 if there is none
+    *("depths", "ancestors"),  # of a `DraftTree`; 0 if there is none
     *("key_scale", "value_scale"),  # float32 of the KV heads, or one number; 0 if there is none
     "prefill",  # machine code that computes an item of a long sequence; 0 if there are none
     *("out", "lse"),
@@ -26,6 +27,7 @@ SIZES = (
     "itemsize",  # of query and out
     "cache_itemsize",
     "bias_columns",
+    "words",  # of a token's ancestors
 )
 STRIDES = (  # in bytes
     *("query_token", "query_head", "key_block", "key_slot", "key_head"),

@@ -49,13 +49,14 @@ def _run(call: Call, query, cache, batch, bias, threads):
     arrays = query.astype(dtype_of(call)), cache.key, value, batch.block_tables, batch.seq_lens
     beside = bias, cache.key_scale, scale_of_values(cache)
     added = (jnp.asarray(array, jnp.float32) for array in beside if array is not None)
-    arrays = *arrays, batch.query_start_loc, *added
+    tree = () if batch.tree is None else (batch.tree.depths, batch.tree.ancestors)
+    arrays = *arrays, batch.query_start_loc, *added, *tree
     outs = [jax.ShapeDtypeStruct(call.out_shape, dtype_of(call))]
     if call.return_lse:
         outs.append(jax.ShapeDtypeStruct(call.lse_shape, jnp.float32))
     target = register_attention(*dtypes_of(call))
     kernel = jax.ffi.ffi_call(target, outs, vmap_method="sequential")
-    integers = options(call, threads, (array is not None for array in beside))
+    integers = options(call, threads, (array is not None for array in (*beside, batch.tree)))
     results = kernel(*arrays, floats=numbers(call), integers=integers)
     out, *lse = varying(tuple(results), axes_of(arrays))
     return out.astype(query.dtype), lse[0] if lse else None

@@ -101,6 +101,7 @@ def describe(frame, args):
 def set_arrays_beside(args, frame, brings):
     """The arrays that not all calls bring; they follow the others."""
     args.bias, args.key_scale, args.value_scale = 0, 0, 0
+    args.depths, args.ancestors, args.words = 0, 0, 0
     index = 6
     if get_int64(brings, 0) != 0:
         set_bias(args, item(frame, ARGUMENTS, index))
@@ -112,6 +113,11 @@ def set_arrays_beside(args, frame, brings):
     if get_int64(brings, 2) != 0:
         scale = item(frame, ARGUMENTS, index)
         args.value_scale, args.value_scale_head = at(scale, DATA), 4 * min(1, at(scale, RANK))
+        index += 1
+    if get_int64(brings, 3) != 0:
+        ancestors = item(frame, ARGUMENTS, index + 1)
+        args.depths, args.ancestors = at(item(frame, ARGUMENTS, index), DATA), at(ancestors, DATA)
+        args.words = get_int64(at(ancestors, DIMS), 1)
 
 
 @fast

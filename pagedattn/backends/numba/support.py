@@ -14,7 +14,7 @@ from ..._kernels.cpu.prefill.micro_kernel import micro_kernel
 
 SUPPORTS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
-    | {"cache_dtype", "value_dim", "bias", "return_lse", "batch_invariant", SCALES}
+    | {"cache_dtype", "value_dim", "bias", "parents", "return_lse", "batch_invariant", SCALES}
 )
 DTYPES = "bfloat16", "float16", "float32"
 
@@ -46,10 +46,13 @@ def dtypes_of(call: Call) -> tuple[str, str]:
 def longest(call: Call) -> int:
     """The most queries of a sequence that read pages in place; more of them pack the keys.
 
-    0, all pack, where results are batch-invariant: decode's products add up in another order.
+    0, all pack, where results are batch-invariant: decode's products add up in another order. None
+    do where drafts branch: only pages in place are read with their masks.
     """
     if call.batch_invariant:
         return 0
+    if call.parents:
+        return max(1, call.num_tokens)
     kernel = micro_kernel(*(HELD[dtype] for dtype in dtypes_of(call)))
     return max(1, kernel.in_place // call.group)
 
@@ -70,7 +73,7 @@ def numbers(call: Call) -> np.ndarray:
 def options(call: Call, threads: int, brings: Iterable[bool]) -> np.ndarray:
     """The integers of a call, in the order in which `describe` of the numba backend reads them.
 
-    `brings` says which arrays it brings, of a bias and the scales of keys and of values.
+    `brings` says which arrays it brings, of a bias, the scales of keys and of values, and a tree.
     """
     window = NO_WINDOW if call.window is None else call.window
     facts = call.spec.causal, window, longest(call), threads, *itemsizes(call)
