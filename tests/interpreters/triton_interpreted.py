@@ -176,7 +176,7 @@ def test_any_problem(problem):
 
 
 # What the kernels have, alone and together.
-KNOWN = [name for name, options in OPTIONS.items() if "bias" not in options]
+KNOWN = [name for name, options in OPTIONS.items() if not {"bias", "parents"} & {*options}]
 
 
 def invariant(problem: Problem, _jit: bool = False):
