@@ -84,6 +84,8 @@ def _start(kernel, arrays, plan: Launch, outs: Results):
         **plan.constants,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
+        maxnreg=plan.most_registers,
+        enable_fp_fusion=plan.contracts,
     )
 
 

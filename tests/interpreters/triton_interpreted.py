@@ -208,7 +208,7 @@ def test_segments(name, cache, cache_dtype, max_query_len):
     """Of padding, of rows without keys, and of sequences of several, joined in both ways."""
     sizes = {"max_query_len": max_query_len, "pad_tokens": 13, "cache_dtype": cache_dtype, **cache}
     for last, arrays in ((0, []), (5, ["sinks"])):
-        lens = [3, 2, 0, 1, 1], [1100, 513, 7, 512, last]
+        lens = [3, 2, 0, 1, 1, 1], [1100, 513, 7, 512, 1020, last]
         check(random_problem(*lens, SPECS[name], arrays=arrays, **sizes), batch_invariant=True)
 
 

@@ -95,6 +95,7 @@ class Config(NamedTuple):
     group: int  # query heads of a KV head
     keys: int  # of one step
     tiles_a_seq: int  # tiles given to each sequence; 0 finds the sequence by search
-    split: bool  # the grid's second axis splits the keys, for `merge_kernel`
-    min_steps: int  # steps below which keys are not split further
+    split: bool  # the grid's second axis splits the keys, for `merge_kernel` or `join_kernel`
+    min_steps: int  # steps, or parts, below which keys are not split further
     segment: int  # keys that are summed up apart, to be joined in order; 0: all together
+    part: int  # keys of a result that is stored where segments are split: a segment's or a step's

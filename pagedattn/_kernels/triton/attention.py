@@ -17,7 +17,8 @@ import triton.language as tl
 from .arguments import Scalars
 from .online_softmax import Formula
 from .pages import Cache
-from .tile import Rows, Task, attend, nothing_seen, store_no_parts, store_rows
+from .states import nothing_seen
+from .tile import Rows, Task, attend, store_no_parts, store_rows
 
 # NamedTuples are made by keyword here, and their fields read by name: Triton's cache of programs
 # goes by the source of functions, not by that of classes, whose fields may come in another order.
@@ -146,7 +147,7 @@ def rows_of(arrays, results, scalars, place, query_start, config: tl.constexpr):
     if config.segment == 0:
         row += tl.program_id(1) * num_rows
     capacity = scalars.max_blocks * config.layout.block_size
-    num_parts = 1 + tl.cdiv(capacity, config.segment) if config.segment > 0 else 0
+    num_parts = 1 + tl.cdiv(capacity, config.part) if config.segment > 0 else 0
     query = arrays.query + token * (scalars.query_token_stride * unit)
     return Rows(
         query=query + head.to(tl.int64) * (scalars.query_head_stride * unit),

@@ -38,6 +38,8 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
     num_warps: int
     num_stages: int
+    most_registers: int | None = None  # of a thread
+    contracts: bool = True  # products that are summed may be fused: the compiler chooses which
 
 
 def refusals(call: Call, capability: tuple[int, int] | None) -> list[str]:
@@ -82,7 +84,13 @@ def attention_launch(call: Call, tiles: Tiling, table_stride: int) -> Launch:
     constants = {"config": _config(call, tiles, unit)}
     scalars = _scalars(call, table_stride, unit)._asdict()
     grid = (tiles.num_tiles * tiles.head_tiles * call.num_kv_heads, tiles.splits, 1)
-    return Launch(grid, scalars, constants, tiles.program.num_warps, tiles.program.num_stages)
+    program = tiles.program
+    # Three programs share a multiprocessor, as without segments, whose state takes registers.
+    three = tiles.segment > 0 and program.rows == 16 and program.num_warps == 4
+    most = 168 if three and call.itemsize <= 2 else None
+    started = Launch(grid, scalars, constants, program.num_warps, program.num_stages, most)
+    # Programs of other rows, and loops with masks and without, would be fused differently.
+    return started._replace(contracts=not call.batch_invariant)
 
 
 def parts_of(call: Call, tiles: Tiling) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -98,9 +106,10 @@ def _join_launch(call: Call, tiles: Tiling) -> Launch:
         "HEAD_DIM": call.out_dim,
         "DIMS": power_of_two(call.out_dim),
         "ALIBI": call.spec.alibi_slopes is not None,
+        "PARTS": tiles.segment // tiles.part,
     }
     scalars = {"num_rows": num_rows, "num_parts": tiles.parts}
-    return Launch((num_rows, 1, 1), scalars, constants, 1, 3)
+    return Launch((num_rows, 1, 1), scalars, constants, 1, 3, contracts=False)
 
 
 def merge_launch(call: Call, tiles: Tiling) -> Launch:
@@ -161,6 +170,7 @@ def _config(call: Call, tiles: Tiling, unit: int) -> Config:
         split=tiles.splits > 1,
         min_steps=tiles.min_steps,
         segment=tiles.segment,
+        part=tiles.part,
     )
 
 
@@ -191,11 +201,18 @@ def _tile_shapes(call: Call, tiles: Tiling, pairs: bool) -> tuple[TileShape, Til
     # Hopper's matrix products, which take 64 rows at least.
     apart = 64 <= rows < 16 * num_warps
     # A second loop, without masks, pays where arithmetic takes the time.
-    unmasked = call.window is None and (pairs or not is_short(call)) and tiles.segment == 0
+    unmasked = call.window is None and (pairs or not is_short(call))
+    if tiles.segment > 0:
+        unmasked = unmasked and not pairs and same_without_masks(call)
     tile = TileShape(tiles.heads, tiles.tokens, rows, apart, unmasked)
     if is_short(call) or tiles.segment > 0 or not tiles.heads <= 16 < rows:
         return tile, None
     return tile, TileShape(tiles.heads, 16 // tiles.heads, 16, apart=False, unmasked=False)
+
+
+def same_without_masks(call: Call) -> bool:
+    """Whether `weigh_leaf` gives the same bits without masks, by fused operations."""
+    return call.spec.logits_soft_cap is None and call.spec.alibi_slopes is None
 
 
 def _scale_and_cap(call: Call) -> tuple[float, float]:

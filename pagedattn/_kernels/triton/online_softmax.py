@@ -142,20 +142,9 @@ def weigh(
 ):  # fmt: skip
     """A step of the online softmax: its weights, the factor on what was summed, and the state."""
     exponent: tl.constexpr = LOG2E if options.alibi else ONE
-    logits = products * scale
-    if options.soft_cap:
-        logits = formula.cap * tanh(logits)
-    distance = queries.positions[:, None] - keys[None, :]
-    if options.alibi:
-        logits -= queries.slopes[:, None] * tl.abs(distance).to(tl.float32)
+    logits = logits_of(products, keys, queries, scale, formula, options)
     if MASKED:
-        visible = inside[None, :]
-        if options.causal:
-            visible = visible & (distance >= 0)
-        elif options.window:
-            visible = visible & (-distance < formula.window)
-        if options.window:
-            visible = visible & (distance < formula.window)
+        visible = visible_keys(keys, inside, queries, formula, options)
         logits = tl.where(visible, logits, float("-inf"))
     if MASKED or options.soft_cap or options.alibi:
         new_highest = tl.maximum(highest, tl.max(logits, 1))
@@ -169,6 +158,31 @@ def weigh(
     kept = tl.exp2((highest - shift) * exponent)
     total = total * kept + tl.sum(weights, 1)
     return weights, kept, new_highest, total
+
+
+@triton.jit
+def logits_of(products, keys, queries, scale, formula, options: tl.constexpr):
+    logits = products * scale
+    if options.soft_cap:
+        logits = formula.cap * tanh(logits)
+    if options.alibi:
+        distance = queries.positions[:, None] - keys[None, :]
+        logits -= queries.slopes[:, None] * tl.abs(distance).to(tl.float32)
+    return logits
+
+
+@triton.jit
+def visible_keys(keys, inside, queries, formula, options: tl.constexpr):
+    """`[rows, keys]`: which query sees which of the keys that are inside."""
+    distance = queries.positions[:, None] - keys[None, :]
+    visible = inside[None, :]
+    if options.causal:
+        visible = visible & (distance >= 0)
+    elif options.window:
+        visible = visible & (-distance < formula.window)
+    if options.window:
+        visible = visible & (distance < formula.window)
+    return visible
 
 
 @triton.jit

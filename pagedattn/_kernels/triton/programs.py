@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..._dispatch.call import Call
 from .device import Device
-from .widths import is_wide, widths_of
+from .widths import is_wide, power_of_two, widths_of
 
 # Up to this query length each sequence gets a fixed number of tiles; beyond, tiles search theirs.
 SHORT_QUERY = 16
@@ -127,26 +127,34 @@ def wide_program(call: Call, programs: int, rows: int, device: Device):
     return Program(rows, keys, 8, num_stages), num_sms // programs, 256
 
 
-def invariant_program(program: Program, call: Call, device: Device) -> Program:
-    """The program that takes as many keys at a time whatever the lengths and their number are.
+def invariant_rows(call: Call, device: Device) -> int:
+    """Rows of a tile: as many as are there, of those whose products have the same bits.
 
-    16 rows are a warp's, so the bits of 64 by four warps are those of 128 by eight.
+    Registers hold three sums for each: of a step, of a segment, and of those before it.
     """
-    rows = program.rows
-    most = max(rows, 128) if rows > 32 else rows
-    stages = 2 if is_wide(call) else 3
-    keys = 32 if max(call.head_dim, call.out_dim) > 128 else 64
-    program = fitting(
-        Program(most, keys, 8 if most > 64 or is_wide(call) else 4, stages), call, device
-    )
-    if rows < most:
-        program = program._replace(rows=rows, num_warps=4)
-    while program.num_stages < 5 and is_short(call):
-        more = program._replace(num_stages=program.num_stages + 1)
-        if 2 * held(more, call, device) > device.shared_bytes:
-            break
-        program = more
-    return program
+    if call.itemsize > 2:
+        return 16
+    most = 32 if columns_of(call) > 128 else 64 if is_short(call) else 128
+    # Blackwell's products of 64 rows and more may have other bits than those of few.
+    least = min(64, most) if device.products == "tcgen05" else 16
+    return max(least, min(most, power_of_two(call.group * call.longest_query)))
+
+
+def invariant_program(rows: int, call: Call, device: Device) -> Program:
+    """The program of so many rows; all take as many keys at a time as the largest one can.
+
+    Of 128 keys, products fill the registers where it is not Hopper's that read their operands from
+    shared memory.
+    """
+    largest = Program(128, 128 if device.products == "wgmma" else 64, 8, 3)
+    if columns_of(call) > 128:
+        largest = Program(32, 32, 8, 2 if is_wide(call) else 3)
+    program = fitting(largest, call, device)
+    return program._replace(rows=rows, num_warps=8 if rows > 64 or is_wide(call) else 4)
+
+
+def columns_of(call: Call) -> int:
+    return max(call.head_dim, call.out_dim)
 
 
 def fitting(program: Program, call: Call, device: Device) -> Program:
@@ -168,8 +176,7 @@ def held(program: Program, call: Call, device: Device) -> int:
     from_memory = device.products != "mma" and rows >= 64
     # Not every stage holds keys: one looks up their blocks, and with short queries one more is
     # the step being computed, if products take it from registers.
-    alike = call.batch_invariant  # short queries get the program of long ones
-    computed = is_short(call) and not alike and not is_wide(call) and not from_memory
+    computed = is_short(call) and not is_wide(call) and not from_memory
     loaded = max(1, num_stages - (2 if computed else 1)) * columns.loaded
     if from_memory and columns.latent:
         loaded += columns.value_dims  # laid out anew as values

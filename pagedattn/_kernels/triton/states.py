@@ -1,7 +1,10 @@
-"""The online softmax's states: two joined, and what a state finally gives.
+"""The online softmax's states: of nothing, two joined, and what a state finally gives.
 
 Written out in fused operations, so that programs that are compiled apart give the same bits.
 """
+
+# Constants are NamedTuples here, which the type `constexpr` does not say.
+# pyright: reportAttributeAccessIssue=false
 
 import triton
 import triton.language as tl
@@ -11,6 +14,21 @@ from .online_softmax import State
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 ONE = tl.constexpr(1.0)
+
+
+@triton.jit
+def nothing_seen(ROWS: tl.constexpr):
+    return tl.full([ROWS], float("-inf"), tl.float32)
+
+
+@triton.jit
+def empty_state(config: tl.constexpr, tile: tl.constexpr):
+    """The state before any key."""
+    ROWS: tl.constexpr = tile.rows
+    COLUMNS: tl.constexpr = config.widths.value_dims
+    summed = tl.zeros([ROWS, COLUMNS // 2 if config.layout.pairs else COLUMNS], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    return State(highest=nothing_seen(ROWS), total=total, summed=summed, odd=summed)
 
 
 @triton.jit
@@ -44,3 +62,14 @@ def finished(highest, total, ALIBI: tl.constexpr):
     # Without ALiBi the logits are in base 2: see `Formula`.
     log_total = highest + tl.log(total) if ALIBI else (highest + tl.log2(total)) * LN2
     return total, tl.where(empty, float("-inf"), log_total)
+
+
+@triton.jit
+def columns_of(state, config: tl.constexpr, tile: tl.constexpr):
+    """What is summed up, all columns in order."""
+    ROWS: tl.constexpr = tile.rows
+    COLUMNS: tl.constexpr = config.widths.value_dims
+    summed = state.summed
+    if config.layout.pairs:
+        summed = tl.reshape(tl.join(summed, state.odd), [ROWS, COLUMNS])
+    return summed

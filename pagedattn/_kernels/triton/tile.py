@@ -10,7 +10,8 @@ import triton.language as tl
 
 from .eight_bits import half_query
 from .online_softmax import Formula, Queries, Span, State, attend_keys
-from .states import finished, join_states
+from .segments import attend_segments, store_top
+from .states import columns_of, empty_state, finished, nothing_seen
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -55,7 +56,14 @@ def attend(rows, cache, task, formula, config: tl.constexpr, tile: tl.constexpr)
     places = places_of(task, tile)
     span = span_of(task, formula.window, config, tile)
     if config.segment > 0:
-        attend_segments(rows, places, span, cache, task, formula, config, tile)
+        queries, formula = load_queries(rows, places, task, formula, config, tile)
+        state = first_state(rows, places, task, config, tile)
+        middle = middle_of(span, task, config)
+        state = attend_segments(
+            rows, places, span, middle, state, queries, cache, formula, config, tile
+        )
+        if not config.split:
+            store_state(rows, task, state, config, tile)
         return
     if config.split:
         nothing = span.start >= span.stop
@@ -178,101 +186,6 @@ def first_state(rows, places, task, config: tl.constexpr, tile: tl.constexpr):
             highest *= LOG2E
     summed = empty_state(config, tile).summed
     return State(highest=highest, total=total, summed=summed, odd=summed)
-
-
-@triton.jit
-def nothing_seen(ROWS: tl.constexpr):
-    return tl.full([ROWS], float("-inf"), tl.float32)
-
-
-@triton.jit
-def attend_segments(
-    rows, places, span, cache, task, formula, config: tl.constexpr, tile: tl.constexpr
-):
-    """Computes a tile segment by segment.
-
-    Where they are split, it stores the state before any key, and that of each segment.
-    """
-    KEYS: tl.constexpr = config.keys
-    SEGMENT: tl.constexpr = config.segment
-    alibi: tl.constexpr = config.options.alibi
-    pairs: tl.constexpr = config.layout.pairs
-    queries, formula = load_queries(rows, places, task, formula, config, tile)
-    nothing = empty_state(config, tile)
-    joined = first_state(rows, places, task, config, tile)
-    highest, total, summed, odd = joined.highest, joined.total, joined.summed, joined.odd
-    first = span.begin // SEGMENT
-    count = tl.maximum(tl.cdiv(span.end, SEGMENT) - first, 0)
-    begin, stop = 0, count
-    if config.split:
-        share = tl.cdiv(count, tl.num_programs(1))
-        begin = tl.minimum(tl.program_id(1) * share, count)
-        stop = tl.minimum(begin + share, count)
-        if tl.program_id(1) == 0:
-            store_part(rows, places, joined, 0, config, tile)
-    for index in range(begin, stop):
-        left = (first + index) * SEGMENT
-        start = tl.maximum(left, span.begin // KEYS * KEYS)
-        part = Span(
-            begin=span.begin, end=span.end, start=start, stop=tl.minimum(left + SEGMENT, span.end)
-        )
-        state = attend_keys(nothing, part, queries, cache, formula, config, tile.apart, True)
-        if config.split:
-            store_part(rows, places, state, 1 + index, config, tile)
-        else:
-            joined = State(highest=highest, total=total, summed=summed, odd=odd)
-            joined = join_states(joined, state, alibi, pairs)
-            highest, total, summed, odd = joined.highest, joined.total, joined.summed, joined.odd
-    if config.split:
-        for part in range(1 + count + tl.program_id(1), rows.num_parts, tl.num_programs(1)):
-            store_top(rows, places, nothing.highest, part)
-    else:
-        joined = State(highest=highest, total=total, summed=summed, odd=odd)
-        store_state(rows, task, joined, config, tile)
-
-
-@triton.jit
-def empty_state(config: tl.constexpr, tile: tl.constexpr):
-    """The state before any key."""
-    ROWS: tl.constexpr = tile.rows
-    COLUMNS: tl.constexpr = config.widths.value_dims
-    summed = tl.zeros([ROWS, COLUMNS // 2 if config.layout.pairs else COLUMNS], tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    return State(highest=nothing_seen(ROWS), total=total, summed=summed, odd=summed)
-
-
-@triton.jit
-def columns_of(state, config: tl.constexpr, tile: tl.constexpr):
-    """What is summed up, all columns in order."""
-    ROWS: tl.constexpr = tile.rows
-    COLUMNS: tl.constexpr = config.widths.value_dims
-    summed = state.summed
-    if config.layout.pairs:
-        summed = tl.reshape(tl.join(summed, state.odd), [ROWS, COLUMNS])
-    return summed
-
-
-@triton.jit
-def store_part(rows, places, state, part, config: tl.constexpr, tile: tl.constexpr):
-    """Stores a state: `[parts, rows]` sums, and `[parts, 2, rows]` highest logits and totals."""
-    widths: tl.constexpr = config.widths
-    dims = tl.arange(0, widths.value_dims)
-    row = places.tokens.to(tl.int64) * rows.num_heads + places.heads
-    at = part * rows.num_rows + row
-    tl.store(
-        rows.out + at[:, None] * widths.value_dim + dims[None, :],
-        columns_of(state, config, tile),
-        mask=places.exists[:, None] & (dims < widths.value_dim)[None, :],
-    )
-    store_top(rows, places, state.highest, part)
-    tl.store(rows.lse + (2 * part + 1) * rows.num_rows + row, state.total, mask=places.exists)
-
-
-@triton.jit
-def store_top(rows, places, highest, part):
-    """Stores the highest logits of a part; -inf says that it has no keys, and nothing else."""
-    row = places.tokens.to(tl.int64) * rows.num_heads + places.heads
-    tl.store(rows.lse + 2 * part * rows.num_rows + row, highest, mask=places.exists)
 
 
 @triton.jit
