@@ -25,7 +25,7 @@ REFUSING = {
         "value_dim",
         "parents",
     ),
-    "triton": ("bias", "parents"),
+    "triton": ("bias",),
 }
 if can_load("sdpa"):
     from pagedattn_interop.backends import takes
@@ -139,6 +139,24 @@ def mixed(spec: AttentionSpec = SPECS["plain"], **kwargs: Any) -> Problem:
     """Prefill, chunk, decode, an empty query and a padding sequence in one batch, two pad rows."""
     kwargs = {"pad_tokens": 20, "max_query_len": 16} | kwargs
     return random_problem([6, 7, 1, 0, 4, 0], [6, 19, 22, 9, 5, 0], spec, **kwargs)
+
+
+def own_indices(problem: Problem) -> np.ndarray:
+    """Of each token that is not padding, its index among its sequence's new ones."""
+    return np.concatenate([*map(np.arange, problem.query_lens), np.zeros(0, int)])
+
+
+def padded(problem: Problem, parents: np.ndarray) -> np.ndarray:
+    """Parents, with -1 for the padding."""
+    return np.append(parents, np.full(len(problem.query) - len(parents), -1))
+
+
+def grown(problem: Problem, seed: int, branching: float = 0.5) -> Problem:
+    """The problem with random parents: a share of its tokens follow another than the last one."""
+    own, rng = own_indices(problem), np.random.default_rng(seed)
+    others = rng.integers(-1, np.maximum(own, 0))
+    parents = np.where(rng.random(len(own)) < branching, others, own - 1)
+    return problem.replace(parents=padded(problem, parents))
 
 
 def replace_spec(problem: Problem, **fields: Any) -> Problem:

@@ -30,6 +30,7 @@ class Plan(NamedTuple):
     attention: Launch
     merge: Launch
     tables: tuple[Tensor, ...]  # block_tables, seq_lens, query_start_loc and slopes
+    lines: tuple[Tensor, ...]  # depths and ancestors of the tree
 
 
 def refusals(call: Call) -> list[str]:
@@ -52,14 +53,17 @@ def plan(call: Call, batch) -> Plan:
     tiles = tiling(call, _device(lens.device))
     attention = launch.attention_launch(call, tiles, table_stride=tables.stride(0))
     merge = launch.merge_launch(call, tiles)
-    return Plan(tiles, attention, merge, (tables, lens, starts, slopes))
+    lines = lens, lens
+    if batch.tree is not None:
+        lines = batch.tree.depths.contiguous(), batch.tree.ancestors.contiguous()
+    return Plan(tiles, attention, merge, (tables, lens, starts, slopes), lines)
 
 
 def run(call: Call, query: Tensor, cache, plan: Plan, *, sinks: Tensor | None = None):
     """out and lse of a call; every element of both is written by the kernels."""
     sinks = plan.tables[-1] if sinks is None else sinks.float()
     value = cache.key if cache.value is None else cache.value
-    arrays = Arrays(query, cache.key, value, *plan.tables, sinks=sinks)
+    arrays = Arrays(query, cache.key, value, *plan.tables, sinks, *plan.lines)
     lse = query.new_empty(call.lse_shape, dtype=torch.float32)
     outs = Results(query.new_empty(call.out_shape), lse)
     if plan.tiles.splits == 1:

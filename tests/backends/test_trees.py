@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import good_call, lacks, mixed
+from cases import good_call, grown, lacks, mixed, own_indices, padded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -45,22 +45,6 @@ def solve(framework, name, problem, jit=True):
 
         return by_torch(problem, name)
     return [np.asarray(x, np.float32) for x in attend(problem, backend=name, jit=jit)]
-
-
-def own_indices(problem):
-    return np.concatenate([*map(np.arange, problem.query_lens), np.zeros(0, int)])
-
-
-def padded(problem, parents):
-    return np.append(parents, np.full(len(problem.query) - len(parents), -1))
-
-
-def grown(problem, seed, branching=0.5):
-    """The problem with random parents: a share of its tokens follow another than the last one."""
-    own, rng = own_indices(problem), np.random.default_rng(seed)
-    others = rng.integers(-1, np.maximum(own, 0))
-    parents = np.where(rng.random(len(own)) < branching, others, own - 1)
-    return problem.replace(parents=padded(problem, parents))
 
 
 @every_backend

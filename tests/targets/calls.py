@@ -18,6 +18,7 @@ from pagedattn._kernels.triton.programs import held
 from pagedattn.backends import cudnn, mosaic
 from pagedattn.backends import triton as backend
 from pagedattn.backends.triton import program
+from pagedattn.batch.draft_tree import DraftTree, num_words
 from pagedattn.batch.metadata import BatchMetadata
 
 int32, float32 = jnp.int32, jnp.float32
@@ -40,6 +41,7 @@ class Attention(NamedTuple):
     spec: AttentionSpec = AttentionSpec()
     sinks: bool = False
     batch_invariant: bool = False
+    parents: bool = False
 
     def arrays(self) -> tuple[Any, ...]:
         """query, cache, batch and sinks, without values."""
@@ -54,7 +56,9 @@ class Attention(NamedTuple):
         lengths = of((self.num_seqs,), int32), of((self.num_seqs + 1,), int32)
         tables = of((self.num_seqs, blocks), int32), *lengths
         tokenwise = of((tokens,), int32), of((tokens,), int32)
-        batch = BatchMetadata(*tables, *tokenwise, self.block_size, self.queries)
+        lines = DraftTree(*tokenwise, of((tokens, num_words(self.queries)), int32))
+        tree = lines if self.parents else None
+        batch = BatchMetadata(*tables, *tokenwise, self.block_size, self.queries, tree=tree)
         query = of((tokens, self.num_heads, self.head_dim), self.dtype)
         return query, cache, batch, of((self.num_heads,), float32) if self.sinks else None
 

@@ -22,6 +22,8 @@ class Arrays(NamedTuple):
     query_start_loc: Any  # i32 [num_seqs + 1]
     alibi_slopes: Any  # f32 [num_heads]; any array without ALiBi
     sinks: Any  # f32 [num_heads]; any array without sinks
+    depths: Any  # i32 [num_tokens], of a `DraftTree`; any array without one
+    ancestors: Any  # i32 [num_tokens, words]; any array without a tree
 
 
 class Results(NamedTuple):
@@ -72,6 +74,7 @@ class Options(NamedTuple):
     alibi: bool
     sinks: bool
     negate: bool  # the scale is negative
+    words: int  # of a token's ancestors, where drafts branch; 0 where they do not
 
 
 class TileShape(NamedTuple):

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..._dispatch.call import Call
+from ...batch.draft_tree import num_words
 from ...batch.metadata import Sequences, nondecreasing_starts
 from . import widths
 from .arguments import Config, Layout, Options, Scalars, TileShape
@@ -20,7 +21,7 @@ E4M3 = (8, 9)  # the compute capability from which Triton reads float8_e4m3fn
 # The options that the kernels know.
 SUPPORTS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
-    | {"cache_dtype", "value_dim", "sinks", "return_lse", "batch_invariant"}
+    | {"cache_dtype", "value_dim", "sinks", "return_lse", "batch_invariant", "parents"}
 )
 LOG2E = math.log2(math.e)
 
@@ -191,6 +192,7 @@ def _options(call: Call) -> Options:
         alibi=spec.alibi_slopes is not None,
         sinks=call.sinks,
         negate=call.scale < 0,
+        words=num_words(call.max_query_len) if call.parents else 0,
     )
 
 

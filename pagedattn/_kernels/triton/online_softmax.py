@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from .eight_bits import taken_apart
+from .lines import in_line, standing
 from .pages import find_slots, load_keys, load_slots, load_values
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -34,6 +35,7 @@ class Queries(NamedTuple):
     q_rest: Any  # [rows, widths.rest]; anything if that is 0
     positions: Any
     slopes: Any
+    lines: Any  # `Lines`; of no account without a tree
 
 
 class State(NamedTuple):
@@ -142,7 +144,7 @@ def weigh(
 ):  # fmt: skip
     """A step of the online softmax: its weights, the factor on what was summed, and the state."""
     exponent: tl.constexpr = LOG2E if options.alibi else ONE
-    logits = logits_of(products, keys, queries, scale, formula, options)
+    logits = logits_of(products, keys, inside, queries, scale, formula, options)
     if MASKED:
         visible = visible_keys(keys, inside, queries, formula, options)
         logits = tl.where(visible, logits, float("-inf"))
@@ -161,12 +163,13 @@ def weigh(
 
 
 @triton.jit
-def logits_of(products, keys, queries, scale, formula, options: tl.constexpr):
+def logits_of(products, keys, inside, queries, scale, formula, options: tl.constexpr):
     logits = products * scale
     if options.soft_cap:
         logits = formula.cap * tanh(logits)
     if options.alibi:
-        distance = queries.positions[:, None] - keys[None, :]
+        positions = positions_of(keys, inside, queries, options)
+        distance = queries.positions[:, None] - positions[None, :]
         logits -= queries.slopes[:, None] * tl.abs(distance).to(tl.float32)
     return logits
 
@@ -174,15 +177,23 @@ def logits_of(products, keys, queries, scale, formula, options: tl.constexpr):
 @triton.jit
 def visible_keys(keys, inside, queries, formula, options: tl.constexpr):
     """`[rows, keys]`: which query sees which of the keys that are inside."""
-    distance = queries.positions[:, None] - keys[None, :]
+    positions = positions_of(keys, inside, queries, options)
+    distance = queries.positions[:, None] - positions[None, :]
     visible = inside[None, :]
-    if options.causal:
+    if options.words > 0:
+        visible = visible & in_line(keys, queries.lines, options.words)
+    elif options.causal:
         visible = visible & (distance >= 0)
     elif options.window:
         visible = visible & (-distance < formula.window)
     if options.window:
         visible = visible & (distance < formula.window)
     return visible
+
+
+@triton.jit
+def positions_of(keys, inside, queries, options: tl.constexpr):
+    return standing(queries.lines, keys, inside) if options.words > 0 else keys
 
 
 @triton.jit

@@ -151,7 +151,7 @@ def weigh_leaf(
     options: tl.constexpr = config.options
     visible = visible_keys(keys, inside, queries, formula, options)
     if options.soft_cap or options.alibi:
-        logits = logits_of(products, keys, queries, scale, formula, options)
+        logits = logits_of(products, keys, inside, queries, scale, formula, options)
         logits = tl.where(visible, logits, float("-inf"))
         highest = tl.max(logits, 1)
         shift = tl.where(highest == float("-inf"), 0.0, highest)
