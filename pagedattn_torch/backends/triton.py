@@ -63,7 +63,8 @@ def run(call: Call, query: Tensor, cache, plan: Plan, *, sinks: Tensor | None = 
     """out and lse of a call; every element of both is written by the kernels."""
     sinks = plan.tables[-1] if sinks is None else sinks.float()
     value = cache.key if cache.value is None else cache.value
-    arrays = Arrays(query, cache.key, value, *plan.tables, sinks, *plan.lines)
+    lines = dict(zip(("depths", "ancestors"), plan.lines, strict=True))
+    arrays = Arrays(query, cache.key, value, *plan.tables, sinks=sinks, **lines)
     lse = query.new_empty(call.lse_shape, dtype=torch.float32)
     outs = Results(query.new_empty(call.out_shape), lse)
     if plan.tiles.splits == 1:

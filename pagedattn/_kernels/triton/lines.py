@@ -1,7 +1,7 @@
 """Drafts that branch: where keys stand, and which rows descend from them."""
 
 # Constants are NamedTuples here, which the type `constexpr` does not say.
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 from typing import Any, NamedTuple
 
