@@ -29,8 +29,8 @@ class Plan(NamedTuple):
     tiles: Tiling
     attention: Launch
     merge: Launch
-    tables: tuple[Tensor, ...]  # block_tables, seq_lens, query_start_loc and slopes
-    lines: tuple[Tensor, ...]  # depths and ancestors of the tree
+    # block_tables, seq_lens, query_start_loc, slopes, and the tree's depths and ancestors
+    tables: tuple[Tensor, ...]
 
 
 def refusals(call: Call) -> list[str]:
@@ -56,15 +56,14 @@ def plan(call: Call, batch) -> Plan:
     lines = lens, lens
     if batch.tree is not None:
         lines = batch.tree.depths.contiguous(), batch.tree.ancestors.contiguous()
-    return Plan(tiles, attention, merge, (tables, lens, starts, slopes), lines)
+    return Plan(tiles, attention, merge, (tables, lens, starts, slopes, *lines))
 
 
 def run(call: Call, query: Tensor, cache, plan: Plan, *, sinks: Tensor | None = None):
     """out and lse of a call; every element of both is written by the kernels."""
     sinks = plan.tables[-1] if sinks is None else sinks.float()
     value = cache.key if cache.value is None else cache.value
-    lines = dict(zip(("depths", "ancestors"), plan.lines, strict=True))
-    arrays = Arrays(query, cache.key, value, *plan.tables, sinks=sinks, **lines)
+    arrays = Arrays(query, cache.key, value, *plan.tables, sinks=sinks)
     lse = query.new_empty(call.lse_shape, dtype=torch.float32)
     outs = Results(query.new_empty(call.out_shape), lse)
     if plan.tiles.splits == 1:

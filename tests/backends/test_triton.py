@@ -267,7 +267,7 @@ def attending(call: Call):
 
     half, whole, number = (np.zeros(1, dtype) for dtype in (np.float16, np.float32, np.int32))
     plane = half if call.cache_dtype is None else np.zeros(1, call.cache_dtype)
-    arrays = Arrays(half, plane, plane, *[number] * 3, *[whole] * 2, *[number] * 2)
+    arrays = Arrays(half, plane, plane, *[number] * 3, whole, *[number] * 2, whole)
     launch = attention_launch(call, tiling(call, H200), 256)
     return attention_kernel, (arrays,), launch, (Results(half, whole),)
 

@@ -21,9 +21,9 @@ class Arrays(NamedTuple):
     seq_lens: Any  # i32 [num_seqs]
     query_start_loc: Any  # i32 [num_seqs + 1]
     alibi_slopes: Any  # f32 [num_heads]; any array without ALiBi
-    sinks: Any  # f32 [num_heads]; any array without sinks
     depths: Any  # i32 [num_tokens], of a `DraftTree`; any array without one
     ancestors: Any  # i32 [num_tokens, words]; any array without a tree
+    sinks: Any  # f32 [num_heads]; any array without sinks
 
 
 class Results(NamedTuple):

@@ -37,8 +37,8 @@ def run(call: Call, query, cache, batch, *, sinks=None):
     tables = batch.block_tables, batch.seq_lens, batch.query_start_loc
     sinks = slopes if sinks is None else sinks.astype(jnp.float32)
     value = cache.key if cache.value is None else cache.value
-    lines = (sinks, sinks) if batch.tree is None else (batch.tree.depths, batch.tree.ancestors)
-    arrays = Arrays(query, cache.key, value, *tables, slopes, sinks, *lines)
+    lines = (slopes, slopes) if batch.tree is None else (batch.tree.depths, batch.tree.ancestors)
+    arrays = Arrays(query, cache.key, value, *tables, slopes, *lines, sinks)
     outs = Results(
         jax.ShapeDtypeStruct(call.out_shape, query.dtype),
         jax.ShapeDtypeStruct(call.lse_shape, jnp.float32),
