@@ -4,6 +4,9 @@ import os
 
 import numpy as np
 import pytest
+
+pytest.importorskip("safetensors")  # the models read checkpoints
+
 import speculative as example
 from drafts.lookup import Drafts
 from tiny import TINY, tiny_params
