@@ -1,6 +1,7 @@
 """`python -m pagedattn`: what this machine has, which backends are usable here, what they can do.
 
-Exit status: 0; 1 where JAX finds no device or the self-check fails; 2 for a wrong argument.
+Exit status: 0; 1 where JAX finds no device, or a backend computes something else, in the self-check
+or in the call that is replayed; 2 for a wrong argument.
 """
 
 import argparse
@@ -9,8 +10,10 @@ import os
 import sys
 
 from . import __version__
+from .errors import PagedAttentionError
+from .report import replay, text, tune
 from .report.gather import failures, gather
-from .report.text import parts, plain
+from .report.text import plain
 
 
 def arguments() -> argparse.Namespace:
@@ -23,14 +26,34 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help=check)
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--version", action="version", version=__version__)
+    again = "run a call that pagedattn.testing.record kept by every backend, against the oracle"
+    parser.add_argument("--replay", metavar="FILE", help=again)
+    measure = "measure at which sizes which backend is faster here, in at most two minutes"
+    parser.add_argument("--tune", action="store_true", help=measure)
     return parser.parse_args()
 
 
 def main() -> int:
     asked = arguments()
+    try:
+        found, shown, failed = answered(asked)
+    except PagedAttentionError as error:
+        print(error, file=sys.stderr)
+        return 2
+    show(json.dumps(found, indent=1) if asked.json else screen(shown))
+    return 1 if failed else 0
+
+
+def answered(asked: argparse.Namespace) -> tuple[dict, list, bool]:
+    """What is found, how it is shown, and whether something failed."""
+    if asked.replay:
+        found = replay.replay(asked.replay)
+        return found, text.replayed(found), replay.wrong(found)
+    if asked.tune:
+        found = tune.tune()
+        return found, text.tuned(found), False
     found = gather(check=asked.check)
-    show(json.dumps(found, indent=1) if asked.json else screen(parts(found)))
-    return 1 if failures(found) else 0
+    return found, text.parts(found), bool(failures(found))
 
 
 def screen(shown: list) -> str:

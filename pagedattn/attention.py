@@ -13,7 +13,8 @@ from ._arrays.shard_map import varying_alike
 from ._dispatch import emulate, select, validate
 from ._dispatch.backend import Backend
 from ._dispatch.call import call_of
-from ._dispatch.options import given_of, validate_arrays, validate_keys
+from ._dispatch.crossings import Crossings, require_crossings
+from ._dispatch.options import for_backends, given_of, validate_arrays, validate_fit
 from ._dispatch.registry import Framework
 from ._dispatch.signatures import (
     PagedAttention,
@@ -25,6 +26,7 @@ from ._dispatch.signatures import (
 from .batch.metadata import BatchMetadata, sequences_of
 from .batch.packed import packed_batch, packed_cache
 from .cache.kv_cache import KVCache
+from .selection.selection import Selection
 from .spec import AttentionSpec
 
 Query = Float[Array, "num_tokens num_heads head_dim"]
@@ -48,11 +50,12 @@ def paged_attention(
     batch: BatchMetadata,
     spec: AttentionSpec = AttentionSpec(),
     *,
-    backend: str | Backend | None = None,
+    backend: str | Backend | Crossings | None = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
     sinks: Sinks | None = None,
     bias: Bias | None = None,
+    selection: Selection | None = None,
 ) -> Out | tuple[Out, Lse]:
     """Attention of packed queries over the blocks of a cache.
 
@@ -73,7 +76,8 @@ def paged_attention(
       batch: which tokens and blocks belong to which sequence (`make_batch`).
       spec: the formula; static.
       backend: a name or a `Backend`: this one runs, or says why not. None takes the first one that
-        can run the call and is likely fast (`explain` says why).
+        can run the call and is likely fast (`explain` says why); `Crossings` do so by other sizes
+        than those measured on an H200.
       return_lse: also return the natural log of the sum of exponentials, for `merge_states`.
       batch_invariant: out and lse of a token have the same bits alone and in any batch, in blocks
         of any place and size, as a prompt, in chunks, in a draft or in decode; on one backend and
@@ -83,6 +87,8 @@ def paged_attention(
       bias: added to the logits, float32 or of the query's dtype: `[num_tokens, heads, max_keys]`,
         heads being num_heads, or 1 for all of them. Column j is the key at position j of the
         token's sequence; -inf hides it, as the spec may. No sequence has more than max_keys.
+      selection: the blocks that each KV head of each sequence attends to (`select_blocks`); their
+        keys stand at their true positions. None is all.
 
     Returns:
       out `[num_tokens, num_heads, value_dim]` in the query's dtype, value_dim being head_dim unless
@@ -102,10 +108,12 @@ def paged_attention(
     >>> paged_attention(jnp.ones((3, 2, 8)), cache, batch, backend="xla").shape
     (3, 2, 8)
     """
-    options = given_of({"sinks": sinks, "bias": bias})
+    options = given_of({"sinks": sinks, "bias": bias, "selection": selection})
     call = _call(query, cache, batch, spec, return_lse, batch_invariant, options)
     chosen = select.select(backend, call, Framework.JAX)
-    arrays = varying_alike((query, cache, sequences_of(batch), options))
+    sequences = sequences_of(batch)
+    options = for_backends(options, sequences, cache.block_size)
+    arrays = varying_alike((query, cache, sequences, options))
     out, lse = _run(_EMPTY if call.is_empty else chosen, call, *arrays)
     return (out, lse) if return_lse else out
 
@@ -126,13 +134,15 @@ def explain(
     *,
     return_lse: bool = False,
     batch_invariant: bool = False,
-    **arrays: Array | None,
+    crossings: Crossings = Crossings(),
+    **arrays: Array | Selection | None,
 ) -> select.Explanation:
     """Why each backend can or cannot run a call, and which one `backend=None` takes.
 
     Args:
       query, cache, batch, spec, return_lse, batch_invariant: as in `paged_attention`.
-      arrays: its keywords for arrays, `sinks` and `bias`.
+      crossings: the sizes by which `.choice` is made, as `backend=crossings` would be.
+      arrays: its keywords for arrays, `sinks`, `bias` and `selection`.
 
     Returns:
       a mapping from names to reasons, where no reasons mean that it can; `.choice` is the name of
@@ -148,7 +158,7 @@ def explain(
     ([], True)
     """
     call = _call(query, cache, batch, spec, return_lse, batch_invariant, given_of(arrays))
-    return select.explain(call, Framework.JAX)
+    return select.explain(call, Framework.JAX, crossings)
 
 
 @takes_any_array
@@ -162,7 +172,8 @@ def select_backend(
     *,
     return_lse: bool = False,
     batch_invariant: bool = False,
-    **arrays: Array | None,
+    crossings: Crossings = Crossings(),
+    **arrays: Array | Selection | None,
 ) -> str:
     """The name of the backend that `backend=None` takes for a call.
 
@@ -178,7 +189,8 @@ def select_backend(
     True
     """
     call = _call(query, cache, batch, spec, return_lse, batch_invariant, given_of(arrays))
-    return select.select(None, call, Framework.JAX).name
+    require_crossings(crossings)
+    return select.select(crossings, call, Framework.JAX).name
 
 
 def _call(query, cache, batch, spec, return_lse, batch_invariant, options):
@@ -186,7 +198,7 @@ def _call(query, cache, batch, spec, return_lse, batch_invariant, options):
     validate.attention(query, cache, batch, spec, return_lse, batch_invariant)
     require_no_explicit_axes(query=query, **{"the cache's key": cache.key})
     validate_arrays(options, query)
-    validate_keys(options, batch.seq_lens)
+    validate_fit(options, cache, batch)
     return call_of(query, cache, batch, spec, return_lse, batch_invariant, **options)
 
 
@@ -212,11 +224,12 @@ def ragged_attention(
     *,
     max_query_len: int,
     max_key_len: int,
-    backend: str | Backend | None = None,
+    backend: str | Backend | Crossings | None = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
     sinks: Sinks | None = None,
     bias: Bias | None = None,
+    selection: Selection | None = None,
     parents: Parents | None = None,
 ) -> Out | tuple[Out, Lse]:
     """Attention of packed queries over packed keys, without a cache (encoders, profiling runs).
@@ -228,7 +241,8 @@ def ragged_attention(
       query_start_loc, key_start_loc: sequence s owns the queries, and the keys, from entry s up to
         entry s + 1; those after the last entry are padding.
       max_query_len, max_key_len: static upper bounds on the lengths of the sequences.
-      spec, backend, return_lse, batch_invariant, sinks, bias: as in `paged_attention`.
+      spec, backend, return_lse, batch_invariant, sinks, bias, selection: as in `paged_attention`;
+        a selection chooses single keys.
       parents: of drafts that branch, for each token as in `make_batch`; entries of padding tokens
         may be anything.
 
@@ -247,6 +261,6 @@ def ragged_attention(
         parents = int32(parents)
     batch = packed_batch(query.shape[0], *starts, *max_lens, parents)
     cache = packed_cache(key, value)
-    options = {"backend": backend, "return_lse": return_lse, "sinks": sinks, "bias": bias}
-    options |= {"batch_invariant": batch_invariant}
+    flags = {"return_lse": return_lse, "batch_invariant": batch_invariant}
+    options = {"backend": backend, "sinks": sinks, "bias": bias, "selection": selection, **flags}
     return paged_attention(query, cache, batch, spec, **options)

@@ -9,6 +9,7 @@ from ._arrays.dlpack import takes_any_array
 from ._arrays.int32 import INT32, int32
 from ._dispatch import validate
 from ._dispatch.backend import Backend
+from ._dispatch.crossings import Crossings
 from .attention import Lse, Query, Sinks, paged_attention
 from .batch import validate as validate_batch
 from .batch.indices import PAD_SLOT
@@ -28,7 +29,7 @@ def cascade_attention(
     rest: BatchMetadata,
     spec: AttentionSpec = AttentionSpec(),
     *,
-    backend: str | Backend | None = None,
+    backend: str | Backend | Crossings | None = None,
     sinks: Sinks | None = None,
 ) -> tuple[Query, Lse]:
     """`paged_attention`, which reads the blocks that all sequences begin with only once.

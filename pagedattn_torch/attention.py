@@ -6,8 +6,9 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
-from pagedattn import AttentionSpec, Backend, BatchMetadata, KVCache
+from pagedattn import AttentionSpec, Backend, BatchMetadata, Crossings, KVCache, Selection
 from pagedattn._dispatch import select, validate
+from pagedattn._dispatch.crossings import require_crossings
 from pagedattn._dispatch.options import given_of
 from pagedattn._dispatch.registry import Framework
 from pagedattn._dispatch.signatures import (
@@ -48,11 +49,12 @@ def paged_attention(
     batch: BatchMetadata,
     spec: AttentionSpec = AttentionSpec(),
     *,
-    backend: str | Backend | None = None,
+    backend: str | Backend | Crossings | None = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
     sinks: Sinks | None = None,
     bias: Bias | None = None,
+    selection: Selection | None = None,
 ) -> Out | tuple[Out, Lse]:
     """`pagedattn.paged_attention` on torch tensors; the batch may hold arrays of any framework.
 
@@ -61,7 +63,8 @@ def paged_attention(
     start on the tensors' device, whichever device is current. For several layers of one step, call
     `prepare` once instead.
 
-    Args: as `pagedattn.paged_attention`; query, cache, sinks and bias are tensors on one device.
+    Args: as `pagedattn.paged_attention`; query, cache, sinks, bias and a selection's blocks are
+      tensors on one device.
 
     Returns:
       out `[num_tokens, num_heads, value_dim]` in the query's dtype; with `return_lse` also lse
@@ -78,7 +81,7 @@ def paged_attention(
     >>> paged_attention(torch.ones(1, 2, 8), cache, batch).shape
     torch.Size([1, 2, 8])
     """
-    given = given_of({"sinks": sinks, "bias": bias})
+    given = given_of({"sinks": sinks, "bias": bias, "selection": selection})
     flags = return_lse, batch_invariant
     step, query = prepared(query, cache, batch, spec, backend, flags, given)
     with torch.no_grad():
@@ -96,7 +99,8 @@ def explain(
     *,
     return_lse: bool = False,
     batch_invariant: bool = False,
-    **arrays: Tensor | None,
+    crossings: Crossings = Crossings(),
+    **arrays: Tensor | Selection | None,
 ) -> select.Explanation:
     """Why each torch backend can or cannot run a call, as `pagedattn.explain`.
 
@@ -113,7 +117,7 @@ def explain(
     flags = return_lse, batch_invariant
     call, *_ = described(query, cache, batch, spec, flags, given_of(arrays))
     with on_device_of(query):
-        return select.explain(call, Framework.TORCH)
+        return select.explain(call, Framework.TORCH, crossings)
 
 
 @uncompiled
@@ -126,7 +130,8 @@ def select_backend(
     *,
     return_lse: bool = False,
     batch_invariant: bool = False,
-    **arrays: Tensor | None,
+    crossings: Crossings = Crossings(),
+    **arrays: Tensor | Selection | None,
 ) -> str:
     """The name of the backend that `backend=None` takes for a call.
 
@@ -142,8 +147,9 @@ def select_backend(
     """
     flags = return_lse, batch_invariant
     call, *_ = described(query, cache, batch, spec, flags, given_of(arrays))
+    require_crossings(crossings)
     with on_device_of(query):
-        return select.select(None, call, Framework.TORCH).name
+        return select.select(crossings, call, Framework.TORCH).name
 
 
 @typed_as(RaggedAttention[Tensor, Starts])
@@ -159,11 +165,12 @@ def ragged_attention(
     *,
     max_query_len: int,
     max_key_len: int,
-    backend: str | Backend | None = None,
+    backend: str | Backend | Crossings | None = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
     sinks: Sinks | None = None,
     bias: Bias | None = None,
+    selection: Selection | None = None,
     parents: Parents | None = None,
 ) -> Out | tuple[Out, Lse]:
     """`pagedattn.ragged_attention` on torch tensors: the same arguments, results and errors.
@@ -185,6 +192,6 @@ def ragged_attention(
         validate.parents(parents, query, starts[0])
     batch = packed_batch(query.shape[0], *starts, *max_lens, parents)
     cache = packed_cache(with_dense_rows(key), with_dense_rows(value))
-    options = {"backend": backend, "return_lse": return_lse, "sinks": sinks, "bias": bias}
-    options |= {"batch_invariant": batch_invariant}
+    flags = {"return_lse": return_lse, "batch_invariant": batch_invariant}
+    options = {"backend": backend, "sinks": sinks, "bias": bias, "selection": selection, **flags}
     return paged_attention(query, cache, batch, spec, **options)

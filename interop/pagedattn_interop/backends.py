@@ -14,6 +14,7 @@ from pagedattn import UnsupportedError
 from pagedattn._dispatch.backend import Backend
 from pagedattn._dispatch.call import Call, layer_of
 from pagedattn.backends.gradient import with_xla_gradient
+from pagedattn.cache.packing import held_dtype
 from pagedattn_torch.arrays import without_autocast
 from pagedattn_torch.cache import set_rows_
 from pagedattn_torch.step import as_loaded
@@ -23,7 +24,6 @@ from .call import torch_call
 from .functions import text_of
 
 SHARED_DEVICES = ("cpu", "cuda")  # JAX and torch share memory on these
-LEAST_WORK = 1 << 24  # products of an element of a query and one of a key: above, torch is faster
 
 
 def bridged(backend: Backend) -> Backend:
@@ -66,8 +66,9 @@ def _not_shared(call: Call) -> list[str]:
     if call.device not in SHARED_DEVICES:
         devices = " and ".join(SHARED_DEVICES)
         reasons.append(f"torch shares JAX's memory on {devices}, not on {call.device}")
-    if call.cache_dtype and not takes(call.cache_dtype):
-        reasons.append(f"cache_dtype: {_not_taken(call.cache_dtype)}")
+    held = held_dtype(call.cache_dtype)
+    if held and not takes(held):
+        reasons.append(f"cache_dtype: {_not_taken(held)}")
     return reasons
 
 
@@ -90,8 +91,8 @@ def takes(dtype: str) -> bool:
 def _too_little_work(call: Call) -> list[str]:
     """On a CPU, with few products, the xla backend is faster than a call of torch."""
     work = call.num_tokens * call.num_heads * call.head_dim * call.capacity
-    if call.device == "cpu" and work < LEAST_WORK:
-        return [f"{work} products at most: xla is faster under {LEAST_WORK}"]
+    if call.device == "cpu" and work < (least := call.crossings.sdpa_work):
+        return [f"{work} products at most: xla is faster under {least}"]
     return []
 
 

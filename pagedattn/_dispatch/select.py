@@ -1,25 +1,32 @@
 """Which backend runs a call, and why."""
 
+from dataclasses import replace
+
 from .._arrays.inspect import shown
 from ..errors import BackendUnavailableError, InvalidInputError, UnsupportedError
 from . import registry
 from .backend import Backend
 from .call import Call
+from .crossings import Crossings, require_crossings
 from .registry import Framework, load
 
 
-def select(name: str | Backend | None, call: Call, framework: Framework) -> Backend:
+def select(name: str | Backend | Crossings | None, call: Call, framework: Framework) -> Backend:
     """The backend that runs a call: the named one and no other, or the first that is fit.
 
     Raises:
-      InvalidInputError: it is neither a name nor a Backend nor None.
+      InvalidInputError: it is neither a name nor a Backend nor Crossings nor None.
       BackendUnavailableError: it is unknown, or a package is missing.
       UnsupportedError: it cannot run the call, or none can; the text has the reasons.
     """
     if name is None:
         return _first_fit(call, framework)
+    if isinstance(name, Crossings):
+        return _first_fit(replace(call, crossings=name), framework)
     if not isinstance(name, str | Backend):
-        raise InvalidInputError(f"backend must be a name, a Backend or None, got {shown(name)}")
+        raise InvalidInputError(
+            f"backend must be a name, a Backend, Crossings or None, got {shown(name)}"
+        )
     backend = _named(name, call, framework)
     _require_none(backend.why_not(call), backend.name)
     return backend
@@ -82,8 +89,10 @@ class Explanation(dict[str, list[str]]):
         self.passed_over: dict[str, list[str]] = passed_over
 
 
-def explain(call: Call, framework: Framework) -> Explanation:
-    """What every backend says to a call."""
+def explain(call: Call, framework: Framework, crossings: Crossings = Crossings()) -> Explanation:
+    """What every backend says to a call, and which is taken by these crossings."""
+    require_crossings(crossings)
+    call = replace(call, crossings=crossings)
     reasons = {name: why_not(name, call, framework) for name in registry.names(framework)}
     usable = [name for name in registry.order(framework) if not reasons[name]]
     slower_because = {name: _why_passed_over(name, call, framework) for name in usable}

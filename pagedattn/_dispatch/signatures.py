@@ -14,6 +14,7 @@ from ..cache.kv_cache import KVCache
 from ..errors import InvalidInputError
 from ..spec import AttentionSpec
 from .backend import Backend
+from .crossings import Crossings
 from .options import ARRAYS, A, Arrays
 
 Starts = TypeVar("Starts", contravariant=True)  # what starts may be given as
@@ -68,7 +69,7 @@ for _option in ARRAYS.values():
 class Options(Arrays[A], total=False):
     """The keywords of an attention call that do not change what kind of result it gives."""
 
-    backend: str | Backend | None
+    backend: str | Backend | Crossings | None
     batch_invariant: bool
 
 

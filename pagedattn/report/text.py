@@ -5,12 +5,21 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from .._dispatch.crossings import NEVER
 from ..testing.features import ATTENTION_TYPES
 
 Table = list[Sequence[str]]  # rows, the heading first
 TYPES = f"Attention of each type ({', '.join(ATTENTION_TYPES)}); partly: not of all."
 
-UNMEASURED = "Nobody has measured pagedattn on {}: docs/backends.md says what was tested for it."
+MOST_LENS = 8  # lengths of a batch that are printed
+UNMEASURED = (
+    "Nobody has measured pagedattn on {}: docs/backends.md says what was tested for it, and "
+    "python -m pagedattn --tune measures at which sizes which backend is ahead."
+)
+NO_CROSSING = (
+    "Nothing to measure on {}: of the backends that run here, no two are chosen by the sizes of a "
+    "call."
+)
 
 
 def width() -> int:
@@ -55,6 +64,50 @@ def _mark(reasons: list[str] | None) -> str:
 
 def _values(row: dict[str, str]) -> list[str]:
     return list(row.values())
+
+
+def replayed(found: dict[str, Any]) -> list[str | Table]:
+    """A call that was kept, and a row for each backend."""
+    told = found["recorded"]
+    batch, arrays = told["batch"], told["arrays"]
+    shapes = (f"{name} {about['dtype']}{about['shape']}" for name, about in arrays.items())
+    lens = f"query_lens {_short(batch['query_lens'])}, seq_lens {_short(batch['seq_lens'])}"
+    written = {"options": told["options"], "spec": told["spec"]}
+    unusual = ", ".join(f"{n}={x}" for of in written.values() for n, x in of.items() if x)
+    machine = told["machine"]
+    where = f"{', '.join(machine['devices'])}; {machine['processor']}"
+    rows: Table = [("backend", "result", "us")]
+    rows += [(r["backend"], r["result"], str(r["microseconds"] or "-")) for r in found["rows"]]
+    return [
+        f"A call of {told['framework']}: {', '.join(shapes)}; {lens}; {unusual}",
+        f"Recorded by pagedattn {told['versions']['pagedattn']} on {where}, where backend=None "
+        f"took {told['explain']['choice']}",
+        rows,
+    ]
+
+
+def _short(lens: list[int]) -> str:
+    return str(lens) if len(lens) <= MOST_LENS else f"{str(lens[:MOST_LENS])[:-1]}, ...]"
+
+
+def tuned(found: dict[str, Any]) -> list[str | Table]:
+    """The crossings of a machine, and the record that a program passes."""
+    if not found["rows"]:
+        return [NO_CROSSING.format(found["device"])]
+    rows: Table = [("from here on", "it is", "instead of", "us, by size")]
+    for row in found["rows"]:
+        figure = "not measured: no time" if row["figure"] is None else row["figure"]
+        figure = "never" if figure == NEVER else figure
+        pairs = sorted(row["microseconds"].items())
+        told = ", ".join(f"{size}: {ours}, {other}" for size, (ours, other) in pairs)
+        rows.append((f"{row['field']} = {figure}", row["taken"], row["instead_of"], told))
+    record = found["record"]
+    return [
+        f"Crossings of {found['device']}, in bfloat16:",
+        rows,
+        f"Pass it as paged_attention(..., backend={record}); select_backend and explain take it as "
+        "crossings. What it does not name is as on an H200.",
+    ]
 
 
 def plain(shown: list[str | Table]) -> str:

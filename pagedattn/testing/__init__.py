@@ -9,6 +9,8 @@ from .harness import Cell, check_backend
 from .oracle import reference_attention, reference_write
 from .problem import Problem
 from .random_problems import random_problem
+from .record import record
+from .recorded import Recorded, read_record
 from .running import attend, batch_of, cache_of
 from .tolerances import Expected, expect
 
@@ -16,6 +18,7 @@ __all__ = [
     "Cell",
     "Expected",
     "Problem",
+    "Recorded",
     "assert_attention_close",
     "attend",
     "batch_of",
@@ -23,6 +26,8 @@ __all__ = [
     "check_backend",
     "expect",
     "random_problem",
+    "read_record",
+    "record",
     "reference_attention",
     "reference_write",
 ]

@@ -44,10 +44,17 @@ def cache_of(problem: Problem) -> KVCache:
         >>> cache_of(problem).block_size
         4
     """
-    planes = {"key": "key_cache", "value": "value_cache"}
+    return jax.tree.map(jnp.asarray, numpy_cache(problem))
+
+
+# The names of a cache's arrays in a problem, where they differ.
+PLANES = {"key": "key_cache", "value": "value_cache"}
+
+
+def numpy_cache(problem: Problem) -> KVCache:
+    """The cache of a problem, whose arrays it keeps."""
     fields = [field.name for field in dataclasses.fields(KVCache)]
-    held = KVCache(*(getattr(problem, planes.get(name, name)) for name in fields))
-    return jax.tree.map(jnp.asarray, held)
+    return KVCache(*(getattr(problem, PLANES.get(name, name)) for name in fields))
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "backend", "return_lse", "batch_invariant"))

@@ -59,8 +59,9 @@ def solver(framework, name, batch_invariant=True):
 
 
 def check_other_batches(framework, name, data):
-    known = [options for options in OPTIONS if not lacks(name, options, framework)]
-    known = [options for options in known if "parents" not in OPTIONS[options]]  # all refuse it
+    # Of a selection blocks differ; all refuse parents.
+    alike = [name for name, has in OPTIONS.items() if not {"selection", "parents"} & {*has}]
+    known = [options for options in alike if not lacks(name, options, framework)]
     problem = data.draw(prompts(known))
     wrong = differing(problem, data.draw(calls(problem)), solver(framework, name))
     assert not wrong, "\n".join(wrong)

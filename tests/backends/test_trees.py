@@ -53,6 +53,7 @@ def test_any_tree_matches_the_oracle(framework, name):
     table = options_table(BUCKETS[0].num_heads)
     known = [table[option] for option in table if not lacks(name, option, framework)]
     known = [options for options in known if options.spec.causal]
+    known = [options for options in known if "selection" not in options.arrays]  # all refuse it
 
     @settings(settings(), max_examples=settings().max_examples // 2)
     @given(data=st.data(), seed=seeds(), branching=st.sampled_from([0.1, 0.5, 1.0]))
@@ -170,6 +171,14 @@ def test_no_backend_promises_their_bits():
     reasons = pa.explain(query, cache, batch_of_tree([-1, -1]), batch_invariant=True)
     assert all(reasons.values())
     assert "batch_invariant: the keys of drafts" in " ".join(reasons["xla"])
+
+
+def test_none_has_them_with_chosen_blocks():
+    cache, query = pa.init_kv_cache(3, 4, 1, 8), jnp.ones((2, 1, 8), jnp.bfloat16)
+    chosen = pa.Selection(jnp.zeros((1, 1, 1), jnp.int32))
+    reasons = pa.explain(query, cache, batch_of_tree([-1, -1]), selection=chosen)
+    assert all(reasons.values())
+    assert "selection: drafts that branch" in " ".join(reasons["xla"])
 
 
 def test_without_causality_there_are_no_lines():

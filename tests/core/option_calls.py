@@ -27,6 +27,7 @@ from public_calls import (
     state,
     tensors,
 )
+from selection_calls import SELECTION
 
 import pagedattn as pa
 import pagedattn_torch as pt
@@ -79,7 +80,26 @@ def ids():
     return {"src": i32(0, 1), "dst": i32(1, 2)}
 
 
+BY = {"crossings": pa.Crossings()}
 OPTIONS = {
+    "init_kv_cache with scales of tokens": fixed(
+        pa.init_kv_cache,
+        num_blocks=3,
+        block_size=4,
+        num_kv_heads=2,
+        head_dim=8,
+        dtype="int4",
+        scales="token",
+    ),
+    "init_latent_cache with scales of tokens": fixed(
+        pa.init_latent_cache,
+        num_blocks=3,
+        block_size=4,
+        head_dim=8,
+        value_dim=4,
+        dtype="int8",
+        scales="token",
+    ),
     "init_kv_cache with scales": fixed(
         pa.init_kv_cache,
         **SIZES,
@@ -113,8 +133,9 @@ OPTIONS = {
     "paged_attention by sdpa with options": attend("sdpa"),
     "paged_attention by any with options": attend(None),
     "paged_attention by a Backend": attend(XLA),
-    "explain with options": lambda: (pa.explain, optional()),
-    "select_backend": lambda: (pa.select_backend, optional()),
+    "paged_attention by Crossings": attend(pa.Crossings()),
+    "explain with options": lambda: (pa.explain, {**optional(), **BY}),
+    "select_backend": lambda: (pa.select_backend, {**optional(), **BY}),
     "ragged_attention with a bias": lambda: (
         pa.ragged_attention,
         {**ragged_arguments(), "bias": jnp.zeros((5, 1, 4))},
@@ -165,9 +186,32 @@ STEPS = {
     "torch paged_attention with options": torch_attend("sdpa"),
     "torch paged_attention by any with options": torch_attend(None),
     "torch ragged_attention with a bias": torch_ragged,
-    "torch explain with options": lambda: (pt.explain, torch_optional()),
-    "torch select_backend": lambda: (pt.select_backend, torch_optional()),
+    "torch explain with options": lambda: (pt.explain, {**torch_optional(), **BY}),
+    "torch select_backend": lambda: (pt.select_backend, {**torch_optional(), **BY}),
     "write_kv_ of eight bits": torch_write_quantised,
+    "init_kv_cache of tensors": fixed(
+        pt.init_kv_cache,
+        **SIZES,
+        num_kv_heads=2,
+        head_dim=4,
+        dtype=torch.int8,
+        device="cpu",
+        scales="head",
+        key_scale=0.5,
+        value_scale=0.5,
+        value_dim=3,
+    ),
+    "init_latent_cache of tensors": fixed(
+        pt.init_latent_cache,
+        **SIZES,
+        num_kv_heads=1,
+        head_dim=4,
+        value_dim=3,
+        dtype=torch.int8,
+        device="cpu",
+        scales="head",
+        key_scale=0.5,
+    ),
     "copy_blocks_ of eight bits": lambda: (
         pt.copy_blocks_,
         {"cache": tensors(quantised()), **ids()},
@@ -289,6 +333,7 @@ FAMILIES = {
     "TORCH": public_calls.TORCH,
     "CLASSES": public_calls.CLASSES,
     "OPTIONS": OPTIONS,
+    "SELECTION": SELECTION,
     "STEPS": STEPS,
     "CROSSING": CROSSING,
     "LAYERS": LAYERS,

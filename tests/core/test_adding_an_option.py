@@ -46,7 +46,7 @@ NUMBER: Patch = {
 # A factor on the results of each query head, done around any backend.
 KEYWORDS = [
     ("    bias: Bias | None = None,\n", "    bias: Bias | None = None,\n    out_scale=None,\n"),
-    ('"bias": bias}', '"bias": bias, "out_scale": out_scale}'),
+    ('"bias": bias,', '"bias": bias, "out_scale": out_scale,'),
 ]
 ARRAY: Patch = {
     "pagedattn/_dispatch/options.py": [
@@ -105,10 +105,10 @@ ARRAY: Patch = {
             "    parents: np.ndarray | None = None,\n    out_scale=None,\n) -> ",
         ),
         (
-            "visible, sink, added)",
-            "visible, sink, added, 1 if out_scale is None else out_scale[h])",
+            "seen, sink, added)",
+            "seen, sink, added, 1 if out_scale is None else out_scale[h])",
         ),
-        ("value_dim, parents):", "value_dim, parents, out_scale):"),
+        ("selection, parents\n", "selection, parents, out_scale\n"),
         ("product(probability, head.values)", "product(probability, head.values) * head.factor"),
     ],
 }
@@ -124,8 +124,8 @@ CACHE: Patch = {
     ],
     "pagedattn/cache/quantise.py": [
         (
-            "    scales = cache.key_scale, cache.value_scale\n",
-            "    scales = cache.key_scale, cache.value_scale\n"
+            "    made = {}\n",
+            "    made = {}\n"
             "    key, *value = rows\n"
             "    if cache.value_gain is not None and cache.value is not None:\n"
             "        value = [new / cache.value_gain.reshape(-1, 1) for new in value]\n"
@@ -179,7 +179,7 @@ CACHE: Patch = {
             "            values = values * value_gain[:, None]\n"
             "        p, j = standing(query_len, seq_len, family)\n",
         ),
-        ("value_dim, parents):", "value_dim, parents, value_gain):"),
+        ("selection, parents\n", "selection, parents, value_gain\n"),
     ],
 }
 # Caches in eight bits of another dtype, which the kernels do not read.

@@ -124,6 +124,21 @@ def test_the_caches_of_all_layers_move():
     assert (pool.seq_lens.tolist(), int(pool.num_free)) == ([3, 0], 2)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_scales_of_tokens_move_with_them(dtype):
+    pool, _, batch = step()
+    rows = jax.random.normal(jax.random.key(0), (2, 5, 1, 32)) * jnp.arange(1.0, 6)[:, None, None]
+    cache = pa.init_kv_cache(4, 2, 1, 32, dtype, scales="token")
+    cache = pa.write_kv(cache, *rows, batch.slot_mapping)
+    path = jnp.array([[0, 2, 4], [-1, -1, -1]])
+    _, moved, _ = pa.accept_tokens(pool, cache, path, batch)
+    assert {"key_scale", "value_scale"} < cache.by_slot.keys()
+    for name, array in cache.by_slot.items():
+        before, after = (each.reshape(8, -1) for each in (array, moved.by_slot[name]))
+        own = batch.slot_mapping
+        np.testing.assert_array_equal(after[own[:3]], before[own[path[0]]])
+
+
 def test_a_draft_that_is_shared_since_stays_as_it_is():
     pool, cache, batch = step()
     pool, _ = pa.fork(pool, i32(0), i32(1))

@@ -2,13 +2,14 @@
 
 import re
 
+import jax
 import pytest
 
 pytest.importorskip("triton", minversion="3.5")
-from calls import Attention, on, started
+from calls import Attention, on, started, started_by
 from gpus import A_THREAD, GPUS, REGISTERS, taken
 
-from pagedattn import AttentionSpec
+from pagedattn import AttentionSpec, BlockSummaries, score_blocks, select_blocks
 
 pytestmark = pytest.mark.targets
 
@@ -22,6 +23,8 @@ ALL = AttentionSpec(sliding_window=1000, logits_soft_cap=30.0, alibi_slopes=(0.5
 BYTES = {"cache_dtype": "int8"}
 FLOATS = {"dtype": "float32"}
 ALIKE = {"batch_invariant": True}
+TOKENS = {"cache_dtype": "int8", "token_scales": True}
+FOUR = {"cache_dtype": "int4", "token_scales": True}
 
 CALLS = {
     "decodes": Attention(),
@@ -44,15 +47,20 @@ CALLS = {
     "decodes of e4m3": Attention(cache_dtype="float8_e4m3fn"),
     "decodes of e5m2": Attention(cache_dtype="float8_e5m2"),
     "chunks of int8": Attention(**BYTES, **CHUNKS),
+    "decodes of int8, scales of tokens": Attention(**TOKENS),
+    "few keys of int8, scales of tokens": Attention(num_seqs=8, keys=512, **TOKENS),
+    "chunks of int8, scales of tokens": Attention(**TOKENS, **CHUNKS),
     "latents": Attention(**LATENT),
     "latents, prefill": Attention(**LATENT, **PREFILL),
     "latents of int8": Attention(**LATENT, **BYTES),
+    "latents of int8, scales of tokens": Attention(**LATENT, **TOKENS),
     "512 columns": Attention(head_dim=512, **VERIFY),
     "576 and 512 columns": Attention(head_dim=576, value_dim=512, **CHUNKS),
     "float32": Attention(**FLOATS),
     "float32, chunks": Attention(**FLOATS, **CHUNKS),
     "float32 of 256": Attention(head_dim=256, **FLOATS, **VERIFY),
     "float32, int8": Attention(**FLOATS, **BYTES, **VERIFY),
+    "float32, int4": Attention(**FLOATS, **FOUR, **VERIFY),
     "float32, latents": Attention(**LATENT, **FLOATS),
     "drafts that branch": Attention(parents=True, **VERIFY),
     "drafts that branch, all options": Attention(spec=ALL, sinks=True, parents=True, **VERIFY),
@@ -62,12 +70,20 @@ CALLS = {
     "trees of 64, latents": Attention(**LATENT, **TREES),
     "trees of 64, 256 columns": Attention(head_dim=256, **TREES),
     "trees of 300, float32": Attention(parents=True, **FLOATS, **CHUNKS),
+    "chosen blocks": Attention(num_seqs=16, keys=1 << 17, chosen=1024),
+    "chosen blocks of 128": Attention(num_seqs=16, keys=1 << 17, chosen=128, block_size=128),
+    "chosen blocks, all options": Attention(spec=ALL, sinks=True, chosen=64),
+    "chosen blocks, chunks": Attention(chosen=16, **CHUNKS),
+    "chosen blocks of int8": Attention(chosen=64, **BYTES),
+    "chosen blocks, invariant": Attention(chosen=64, **ALIKE),
     "decodes, invariant": Attention(**ALIKE),
     "split keys, invariant": Attention(num_seqs=1, keys=1 << 17, **ALIKE),
     "prefill, invariant": Attention(**ALIKE, **PREFILL),
     "chunks, all options, invariant": Attention(spec=ALL, sinks=True, **ALIKE, **CHUNKS),
     "decodes of int8, invariant": Attention(num_seqs=8, **ALIKE, **BYTES),
     "chunks of int8, invariant": Attention(**ALIKE, **BYTES, **CHUNKS),
+    "decodes of int8, scales of tokens, invariant": Attention(num_seqs=8, **ALIKE, **TOKENS),
+    "latents of int8, scales of tokens, invariant": Attention(**LATENT, **ALIKE, **TOKENS),
     "latents, invariant": Attention(**LATENT, **ALIKE),
     "latents, prefill, invariant": Attention(**LATENT, **ALIKE, **PREFILL),
     "256 columns, invariant": Attention(head_dim=256, **ALIKE, **CHUNKS),
@@ -97,6 +113,28 @@ def spills(gpu: str, call: Attention) -> int:
         # Sums of 256 columns and more fill the registers by themselves.
         return 256 if call.parents else 240
     return 32  # a few addresses
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_choice_of_blocks_fits(gpu, dtype):
+    """One program for the scores of long tables, and one for the choice; nothing is spilled."""
+    query, _, batch, *_ = Attention(num_seqs=16, keys=1 << 17, dtype=dtype).arrays()
+    plane = jax.ShapeDtypeStruct((16 << 13, 8, 128), dtype)
+
+    def choose(query, batch, *planes):
+        scores = score_blocks(query, BlockSummaries(planes), batch)
+        return select_blocks(scores, batch, 1024)
+
+    with on(GPUS[gpu]):
+        programs = started_by(choose, query, batch, plane, plane)
+    assert [program.metadata.name for program in programs] == ["scores_kernel", "choice_kernel"]
+    for program in programs:
+        took = taken(program)
+        print("TOOK", gpu, program.metadata.name, program.metadata.num_warps, took)
+        assert took.shared <= GPUS[gpu].kilobytes << 10
+        assert took.registers * took.threads <= REGISTERS
+        assert took.spilled <= spills(gpu, Attention(dtype=dtype))
 
 
 @pytest.mark.parametrize(("gpu", "name"), RUN)

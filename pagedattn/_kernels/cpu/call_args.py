@@ -18,6 +18,8 @@ ADDRESSES = (
     "bias",  # float32; 0 if there is none
     *("depths", "ancestors"),  # of a `DraftTree`; 0 if there is none
     *("key_scale", "value_scale"),  # float32 of the KV heads, or one number; 0 if there is none
+    "selection",  # int32 [num_seqs, num_kv_heads, num_selected], ascending, then -1; 0: all blocks
+    *("key_scales", "value_scales"),  # those of tokens; 0 if there are none
     "prefill",  # machine code that computes an item of a long sequence; 0 if there are none
     *("out", "lse"),
 )
@@ -27,6 +29,9 @@ SIZES = (
     "itemsize",  # of query and out
     "cache_itemsize",
     "bias_columns",
+    "num_selected",
+    "num_planes",  # of summaries of blocks
+    "value_columns",  # of the plane that holds the values
     "words",  # of a token's ancestors
 )
 STRIDES = (  # in bytes
@@ -37,7 +42,7 @@ STRIDES = (  # in bytes
 OPTIONS = (
     "causal",
     "window",  # NO_WINDOW if there is none
-    "longest",  # sequences with more queries are long: by `prefill`; 0: batch-invariant
+    "longest",  # sequences with more queries are long: by `prefill`; 0: all, in segments of keys
     "threads",  # that may work on it
 )
 SCHEDULE = (
@@ -87,7 +92,7 @@ WORK_ITEM_FIELDS = (
     "position",  # of its first token
     "kv_head",  # of an item of a long sequence; -1 for all of them
     "seq_len",
-    "first",  # its first key
+    "first",  # its first key; of a selection keys are counted in the list of its blocks
     "last",  # the key after its last one
     "part",  # its number among the work items of its sequence
     "parts",

@@ -39,14 +39,21 @@ def highest_of(typing, numbers, count):
     def code(context, builder, signature, args):
         numbers, count = args
         least = ir.Constant(VECTOR, [-float("inf")] * LANES)
-        top = cgutils.alloca_once_value(builder, least)
+        tops = [cgutils.alloca_once_value(builder, least) for _ in range(4)]
 
-        def take(index):
-            place = at(builder, numbers, builder.mul(index, word(4)), VECTOR)
-            builder.store(higher(builder, load(builder, place, 4), builder.load(top)), top)
+        def take(tops):
+            def take_at(index):
+                for i, top in enumerate(tops):  # of which none waits for another
+                    offset = builder.mul(builder.add(index, word(LANES * i)), word(4))
+                    numbers_here = load(builder, at(builder, numbers, offset, VECTOR), 4)
+                    builder.store(higher(builder, numbers_here, builder.load(top)), top)
 
-        along(builder, LANES, word(0), count, take)
-        return folded(builder, builder.load(top), higher)
+            return take_at
+
+        stop = along(builder, 4 * LANES, word(0), count, take(tops))
+        along(builder, LANES, stop, count, take(tops[:1]))
+        pairs = [higher(builder, *map(builder.load, tops[i : i + 2])) for i in (0, 2)]
+        return folded(builder, higher(builder, *pairs), higher)
 
     return types.float32(types.intp, types.intp), code
 

@@ -169,15 +169,24 @@ def rows_of(arrays, results, scalars, place, query_start, config: tl.constexpr):
 def cache_of(arrays, scalars, place, config: tl.constexpr):
     """Pointers to a tile's KV head and sequence."""
     unit: tl.constexpr = config.layout.stride_unit
+    row = place.seq.to(tl.int64)
+    if config.options.selection:
+        row = row * scalars.num_kv_heads + place.kv_head
     return Cache(
         key=arrays.key + place.kv_head.to(tl.int64) * (scalars.head_stride * unit),
         value=arrays.value + place.kv_head.to(tl.int64) * (scalars.value_head_stride * unit),
-        table=arrays.block_tables + place.seq.to(tl.int64) * scalars.table_stride,
+        key_scale=arrays.key_scale,
+        value_scale=arrays.value_scale,
+        kv_head=place.kv_head,
+        num_kv_heads=scalars.num_kv_heads,
+        table=arrays.block_tables + row * scalars.table_stride,
         num_blocks=scalars.num_blocks,
         block_stride=scalars.block_stride,
         slot_stride=scalars.slot_stride,
         value_block_stride=scalars.value_block_stride,
         value_slot_stride=scalars.value_slot_stride,
+        selection=arrays.selection + row * scalars.table_stride,
+        num_listed=scalars.table_stride,
     )
 
 

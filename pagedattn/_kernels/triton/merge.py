@@ -76,22 +76,22 @@ def join_kernel(
         part_weight = tl.load(of + apart, mask=seen, other=0.0)
         columns = parts.out + at * HEAD_DIM + dims[None, :]
         columns = tl.load(columns, mask=seen[:, None] & inside, other=0.0)
-        segment = State(highest=top, total=weight, summed=values, odd=values)
-        after = State(highest=part_top, total=part_weight, summed=columns, odd=columns)
-        segment = join_states(segment, after, ALIBI, False)
-        top, weight, values = segment.highest, segment.total, segment.summed
+        segment = State(highest=top, total=weight, sums=(values,))
+        after = State(highest=part_top, total=part_weight, sums=(columns,))
+        segment = join_states(segment, after, ALIBI)
+        top, weight, values = segment.highest, segment.total, segment.sums[0]
         if part % PARTS == 0:
-            joined = State(highest=highest, total=total, summed=summed, odd=summed)
-            joined = join_states(joined, segment, ALIBI, False)
-            highest, total, summed = joined.highest, joined.total, joined.summed
+            joined = State(highest=highest, total=total, sums=(summed,))
+            joined = join_states(joined, segment, ALIBI)
+            highest, total, summed = joined.highest, joined.total, joined.sums[0]
             top = tl.full([1], float("-inf"), tl.float32)
             weight = tl.zeros([1], tl.float32)
             values = tl.zeros([1, DIMS], tl.float32)
-    joined = State(highest=highest, total=total, summed=summed, odd=summed)
-    segment = State(highest=top, total=weight, summed=values, odd=values)
-    joined = join_states(joined, segment, ALIBI, False)
+    joined = State(highest=highest, total=total, sums=(summed,))
+    segment = State(highest=top, total=weight, sums=(values,))
+    joined = join_states(joined, segment, ALIBI)
     over, log_total = finished(joined.highest, joined.total, ALIBI)
     out = results.out + row * HEAD_DIM + dims[None, :]
-    values = joined.summed / over[:, None]
+    values = joined.sums[0] / over[:, None]
     tl.store(out, values.to(results.out.dtype.element_ty), mask=inside)
     tl.store(results.lse + row + tl.arange(0, 1), log_total)

@@ -11,10 +11,20 @@ few, and store the state of each: `join_kernel` goes on by the same rule.
 import triton
 import triton.language as tl
 
-from .eight_bits import taken_apart
-from .online_softmax import Span, State, logits_of, qk_matmul, visible_keys
+from .lists import positions_of
+from .online_softmax import (
+    Span,
+    State,
+    logits_of,
+    of_values,
+    qk_matmul,
+    scale_left,
+    value_tiles,
+    visible_keys,
+)
 from .pages import find_slots, load_keys, load_values
 from .states import columns_of, empty_state, join_states, nothing_seen
+from .token_scales import load_scales
 
 LOG2E = tl.constexpr(1.4426950408889634)
 ONE = tl.constexpr(1.0)
@@ -30,10 +40,11 @@ def attend_segments(
     Where keys are split, it is stored part by part: first the state before any key.
     """
     STEPS: tl.constexpr = config.segment // config.keys
+    base = span.start // config.segment * config.segment  # where the first segment begins
     if config.split:
         if tl.program_id(1) == 0:
             store_part(rows, places, before, 0, config, tile)
-        span = share_of(rows, places, span, config, tile)
+        span = share_of(rows, places, span, base, config, tile)
     # A loop stores a segment whose last step it takes; of the last segment it may not exist.
     cut = (span.start < span.stop) & (tl.cdiv(span.stop, config.keys) % STEPS > 0)
     sums = before, empty_state(config, tile)
@@ -41,48 +52,48 @@ def attend_segments(
         middle = tl.minimum(tl.maximum(middle, span.start), span.stop)
         unmasked = Span(begin=span.begin, end=span.end, start=span.start, stop=middle)
         sums = attend_leaves(
-            rows, places, sums, unmasked, queries, cache, formula, config, tile, False
+            rows, places, sums, unmasked, base, queries, cache, formula, config, tile, False
         )
         span = Span(begin=span.begin, end=span.end, start=middle, stop=span.stop)
-    sums = attend_leaves(rows, places, sums, span, queries, cache, formula, config, tile, True)
+    sums = attend_leaves(
+        rows, places, sums, span, base, queries, cache, formula, config, tile, True
+    )
     joined, segment = sums
     if config.part == config.segment:
         if config.split:
             if cut:
-                store_part(
-                    rows, places, segment, part_of(span, span.stop - 1, config), config, tile
-                )
+                last = part_of(base, span.stop - 1, config)
+                store_part(rows, places, segment, last, config, tile)
         else:
-            joined = join_states(joined, segment, config.options.alibi, config.layout.pairs)
+            joined = join_states(joined, segment, config.options.alibi)
     return joined
 
 
 @triton.jit
-def share_of(rows, places, span, config: tl.constexpr, tile: tl.constexpr):
+def share_of(rows, places, span, base, config: tl.constexpr, tile: tl.constexpr):
     """This program's share of the keys, in whole parts; says of parts past the end that none is."""
     PART: tl.constexpr = config.part
-    base = span.begin // config.segment * config.segment
-    count = tl.maximum(tl.cdiv(span.end - base, PART), 0)
+    count = tl.maximum(tl.cdiv(span.stop - base, PART), 0)
     share = tl.maximum(tl.cdiv(count, tl.num_programs(1)), config.min_steps)
     for part in range(1 + count + tl.program_id(1), rows.num_parts, tl.num_programs(1)):
         store_top(rows, places, nothing_seen(tile.rows), part)
     start = base + tl.minimum(tl.program_id(1) * share, count) * PART
-    stop = tl.minimum(start + share * PART, span.end)
+    stop = tl.minimum(start + share * PART, span.stop)
     if config.keys < PART:
         start = tl.maximum(start, span.start)
     return Span(begin=span.begin, end=span.end, start=start, stop=stop)
 
 
 @triton.jit
-def part_of(span, key, config: tl.constexpr):
+def part_of(base, key, config: tl.constexpr):
     """The part of a key. Part 0 is the state before any, part 1 begins with the first segment."""
-    return 1 + (key - span.begin // config.segment * config.segment) // config.part
+    return 1 + (key - base) // config.part
 
 
 @triton.jit
 def attend_leaves(
-    rows, places, sums, span, queries, cache, formula, config: tl.constexpr, tile: tl.constexpr,
-    MASKED: tl.constexpr,
+    rows, places, sums, span, base, queries, cache, formula, config: tl.constexpr,
+    tile: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """What was joined, and the last segment, after the leaves of a span.
 
@@ -90,70 +101,58 @@ def attend_leaves(
     """
     KEYS: tl.constexpr = config.keys
     alibi: tl.constexpr = config.options.alibi
-    pairs: tl.constexpr = config.layout.pairs
     joined, segment = sums
-    highest, total, summed, odd = joined.highest, joined.total, joined.summed, joined.odd
-    top, weight, values, others = segment.highest, segment.total, segment.summed, segment.odd
     for step in range(span.start, span.stop, KEYS):
         state = attend_leaf(step, span, queries, cache, formula, config, MASKED)
         if config.part == KEYS:
-            store_part(rows, places, state, part_of(span, step, config), config, tile)
+            store_part(rows, places, state, part_of(base, step, config), config, tile)
         else:
-            segment = State(highest=top, total=weight, summed=values, odd=others)
-            segment = join_states(segment, state, alibi, pairs)
-            top, weight, values, others = (
-                segment.highest, segment.total, segment.summed, segment.odd,
-            )  # fmt: skip
+            segment = join_states(segment, state, alibi)
             if (step + KEYS) % config.segment == 0:
                 if config.split:
-                    store_part(rows, places, segment, part_of(span, step, config), config, tile)
+                    store_part(rows, places, segment, part_of(base, step, config), config, tile)
                 else:
-                    joined = State(highest=highest, total=total, summed=summed, odd=odd)
-                    joined = join_states(joined, segment, alibi, pairs)
-                    highest, total, summed, odd = (
-                        joined.highest, joined.total, joined.summed, joined.odd,
-                    )  # fmt: skip
-                nothing = empty_state(config, tile)
-                top, weight, values, others = (
-                    nothing.highest, nothing.total, nothing.summed, nothing.odd,
-                )  # fmt: skip
-    joined = State(highest=highest, total=total, summed=summed, odd=odd)
-    return joined, State(highest=top, total=weight, summed=values, odd=others)
+                    joined = join_states(joined, segment, alibi)
+                segment = empty_state(config, tile)
+    return joined, segment
 
 
 @triton.jit
 def attend_leaf(step, span, queries, cache, formula, config: tl.constexpr, MASKED: tl.constexpr):
     """The state of one step of keys."""
-    pairs: tl.constexpr = config.layout.pairs
+    SUMS: tl.constexpr = config.layout.sums
     keys = step + tl.arange(0, config.keys)
-    inside = (keys >= span.begin) & (keys < span.end)
+    positions = positions_of(cache, step, keys, config)
+    inside = (positions >= span.begin) & (positions < span.end)
     slots = find_slots(cache, step, keys, inside, config, MASKED)
+    scales = load_scales(cache, slots, config, MASKED)
     k = load_keys(cache, slots, queries.q.dtype, config, MASKED)
-    products = qk_matmul(queries, k, cache, slots, formula.scale, config, False, MASKED)
+    products = qk_matmul(queries, k, cache, slots, scales, formula.scale, config, False, MASKED)
     v = load_values(cache, slots, k, config, MASKED)
-    scale = 1.0 if pairs else formula.scale
-    highest, weights = weigh_leaf(products, keys, inside, queries, scale, formula, config, MASKED)
-    rounded = weights.to(queries.q.dtype)
-    if pairs:
-        v, v_odd = taken_apart(v, cache.value.dtype.element_ty)
-        odd = tl.dot(rounded, v_odd, input_precision="ieee")
-    summed = tl.dot(rounded, v, input_precision="ieee")
-    if not pairs:
-        odd = summed
-    return State(highest=highest, total=row_sums(weights), summed=summed, odd=odd)
+    scale = scale_left(formula.scale, config)
+    highest, weights = weigh_leaf(
+        products, scales, positions, inside, queries, scale, formula, config, MASKED
+    )
+    rounded = of_values(weights, scales, config).to(queries.q.dtype)
+    tiles = value_tiles(v, cache, rounded.dtype, config)
+    sums = ()
+    for i in tl.static_range(SUMS):
+        sums = sums + (tl.dot(rounded, tiles[i], input_precision="ieee"),)  # noqa: RUF005
+    return State(highest=highest, total=row_sums(weights), sums=sums)
 
 
 @triton.jit
 def weigh_leaf(
-    products, keys, inside, queries, scale, formula, config: tl.constexpr, MASKED: tl.constexpr
-):
+    products, scales, positions, inside, queries, scale, formula, config: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
     """The highest logits of a leaf and its weights: the same bits with masks as without."""
     options: tl.constexpr = config.options
-    visible = visible_keys(keys, inside, queries, formula, options)
-    if options.soft_cap or options.alibi:
-        logits = logits_of(products, keys, inside, queries, scale, formula, options)
+    visible = visible_keys(positions, inside, queries, formula, options)
+    if options.soft_cap or options.alibi or config.layout.scaled:
+        logits = logits_of(products, positions, inside, queries, scale, formula, options)
         logits = tl.where(visible, logits, float("-inf"))
-        highest = tl.max(logits, 1)
+        highest = tl.max(logits + scales.log[None, :] if config.layout.scaled else logits, 1)
         shift = tl.where(highest == float("-inf"), 0.0, highest)
         exponent: tl.constexpr = LOG2E if options.alibi else ONE
         return highest, tl.exp2((logits - shift[:, None]) * exponent)
@@ -192,17 +191,23 @@ def store_part(rows, places, state, part, config: tl.constexpr, tile: tl.constex
     # In halves: they take less shared memory on their way to the threads that store them.
     halves = tl.reshape(columns_of(state, config, tile), [ROWS, 2, HALF])
     low, high = tl.split(tl.permute(halves, (0, 2, 1)))
-    store_columns(rows, places, at, low, 0, config)
-    store_columns(rows, places, at, high, HALF, config)
+    if config.layout.nibbles:
+        MIDDLE: tl.constexpr = config.widths.value_dim // 2
+    else:
+        MIDDLE: tl.constexpr = HALF
+    store_columns(rows, places, at, low, 0, MIDDLE, config)
+    store_columns(rows, places, at, high, MIDDLE, config.widths.value_dim, config)
     store_top(rows, places, state.highest, part)
     tl.store(rows.lse + (2 * part + 1) * rows.num_rows + row, state.total, mask=places.exists)
 
 
 @triton.jit
-def store_columns(rows, places, at, columns, FIRST: tl.constexpr, config: tl.constexpr):
+def store_columns(
+    rows, places, at, columns, FIRST: tl.constexpr, LAST: tl.constexpr, config: tl.constexpr
+):
     COLUMNS: tl.constexpr = config.widths.value_dim
     dims = FIRST + tl.arange(0, columns.shape[1])
-    mask = places.exists[:, None] & (dims < COLUMNS)[None, :]
+    mask = places.exists[:, None] & (dims < tl.minimum(LAST, COLUMNS))[None, :]
     tl.store(rows.out + at[:, None] * COLUMNS + dims[None, :], columns, mask=mask)
 
 

@@ -19,10 +19,7 @@ from . import packed, rectangles
 from .kernel import missing
 
 DTYPES = ("bfloat16", "float16")
-# Limits of `slower_because`, measured (docs/results): rectangles cost more beyond them.
-SHORTEST = 2048  # query tokens, under which reading pages in place is as fast as gathering them
-LEAST_WORK = 1 << 25  # query tokens x keys, under which launching is not worth it
-MOST_PADDING = 2  # rows of the rectangle for each token of the batch
+MOST_PADDING = 2  # rows of the rectangle for each token of the batch: more cost more than they gain
 SUPPORTS = frozenset({"scale", "causal", "sliding_window", "return_lse"})
 
 
@@ -50,10 +47,10 @@ def slower_because(call: Call) -> list[str]:
     to reuse a gathered key, and of like lengths: a few prefills among many decodes would pad every
     decode to the longest prefill.
     """
-    reasons = []
-    if call.longest_query < SHORTEST:
-        reasons.append(f"short queries: max_query_len is {call.longest_query}, below {SHORTEST}")
-    if call.num_tokens * call.capacity < LEAST_WORK:
+    reasons, by = [], call.crossings
+    if call.longest_query < (least := by.cudnn_query_len):
+        reasons.append(f"short queries: max_query_len is {call.longest_query}, below {least}")
+    if call.num_tokens * call.capacity < by.cudnn_work:
         reasons.append(f"little work: {call.num_tokens} tokens")
     rows = call.num_seqs * (call.longest_query + rectangles.reach(call))
     if rows > MOST_PADDING * call.num_tokens:

@@ -29,6 +29,7 @@ TYPES = {
     "float8_e4m3fn": "*fp8e4nv",
     "float8_e5m2": "*fp8e5",
     "int8": "*i8",
+    "uint8": "*u8",
 }
 DIVISIBILITY = 16  # bytes: what divides the addresses of XLA's arrays
 

@@ -30,10 +30,16 @@ class Tiles(NamedTuple):
     tables: Int[Array, "num_tiles max_blocks"]
     first_key: Int[Array, "num_tiles"]
     last_key: Int[Array, "num_tiles"]
+    selected: Int[Array, "num_tiles kv_heads num_selected"] | None = None
     lines: Lines | None = None
 
 
-def cut(call: Call, batch: Sequences, tile: int) -> Tiles:
+def cut(
+    call: Call,
+    batch: Sequences,
+    tile: int,
+    selection: Int[Array, "num_seqs kv_heads num_selected"] | None,
+) -> Tiles:
     """Cuts the batch into tiles. Their number is bounded by shapes alone."""
     first_tiles = _tile_starts(batch, tile)
     num_tiles = min(call.num_tokens, call.num_tokens // tile + call.num_seqs)
@@ -51,7 +57,8 @@ def cut(call: Call, batch: Sequences, tile: int) -> Tiles:
         lowest = jnp.min(jnp.where(valid, positions, call.capacity), axis=1)
         lines = Lines(tree.ancestors, starts, context_lens)
     first, last = _key_range(call, lowest, slots, valid, batch.seq_lens[seqs])
-    return Tiles(tokens, valid, positions, batch.block_tables[seqs], first, last, lines)
+    selected = None if selection is None else selection[seqs]
+    return Tiles(tokens, valid, positions, batch.block_tables[seqs], first, last, selected, lines)
 
 
 def _tile_starts(batch: Sequences, tile: int) -> Int[Array, "num_seqs_plus_1"]:

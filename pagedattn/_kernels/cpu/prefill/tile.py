@@ -1,37 +1,17 @@
-"""One tile of queries along the keys that they see: FlashAttention-2 (Dao, 2023) on packed pages.
-
-A row's sums are scaled down only when its highest logit grows by more than SLACK, as in
-FlashAttention-4: until then weights are above 1, which the division by their sum undoes.
-"""
-
-import numpy as np
+"""A tile of queries along the keys that they see: FlashAttention-2 (Dao, 2023) on packed pages."""
 
 from ..call_args import APART
 from ..compiling import fast, within
-from ..memory import add_at, get_float32, memcpy, memset, put_float32, put_int64
+from ..memory import add_at, get_float32, get_int64, memcpy, memset, put_float32, put_int64
 from ..online_softmax import block_at, factor
-from ..scalar_math import exp, log
+from ..scalar_math import log
 from ..simd import LANES
-from ..softmax import NONE, ONE, ZERO, add_alibi, add_bias, cap_logits, hide, key_range
-from ..store_row import highest_of, narrow_row
-from .in_place import add_values, set_logits
-from .micro_kernel import (
-    LINE,
-    PANEL,
-    SLAB,
-    add_few,
-    add_product,
-    block,
-    columns,
-    configure,
-    depth,
-    few,
-    in_place,
-    release,
-    rows,
-    set_few,
-    set_product,
-)
+from ..softmax import NONE, ONE, ZERO
+from ..store_row import narrow_row
+from ..unpack import by_token, unpack_row, up_to
+from .blocks import FLOAT_LOG2_E, add_tile, unit_of_logits
+from .listed import column_of, run_of, seen_range
+from .micro_kernel import LINE, PANEL, SLAB, block, configure, depth, in_place, release
 from .packing import pack_keys, pack_query, pack_values
 from .room import (
     ADDRESS_BYTES,
@@ -42,20 +22,17 @@ from .room import (
     room_of,
     state_at,
     state_bytes,
-    up_to,
+    unpacked_bytes,
     values_at,
 )
-from .weights import LOG2_E, join_row, scale_row, set_weights, total_of
-
-SLACK = np.float32(5.5)  # natural logarithm: weights up to 245
-FLOAT_LOG2_E = np.float32(LOG2_E)
+from .weights import join_row, total_of
 
 
 @within
-def attend_tile(args, dtypes, item, scratch):
+def attend_tile(args, dtypes, held, item, scratch):
     """Computes and writes the rows of a work item of one KV head."""
     count = item.num_queries * args.group
-    room = room_of(args, dtypes, count, scratch)
+    room = room_of(args, dtypes, held, count, scratch)
     configure(room.config, dtypes)
     load_queries(args, dtypes, item, count, room)
     clear(count, room.state, room)
@@ -67,6 +44,8 @@ def attend_tile(args, dtypes, item, scratch):
     for first in range(item.first // KEYS * KEYS, item.last, KEYS):
         if first + KEYS < item.last:
             find_keys(args, item, first + KEYS, room)
+        if by_token(held):
+            unpack_tile(args, held, item, first, room)
         if count > in_place(dtypes):
             pack_tile(args, dtypes, item, first, room)
         for start in range(0, count, block(dtypes)):
@@ -182,8 +161,9 @@ def set_addresses(args, item, first, begin, end, room):
     value_head = args.value + item.kv_head * args.value_head
     at = begin
     while at < end:
-        column = (first + at) // args.block_size
-        slot, held = first + at - column * args.block_size, block_at(args, table, column)
+        index = (first + at) // args.block_size
+        column = column_of(args, item, index)
+        slot, held = first + at - index * args.block_size, block_at(args, table, column)
         key = key_head + held * args.key_block + slot * args.key_slot
         value = value_head + held * args.value_block + slot * args.value_slot
         stop = min(end, at + args.block_size - slot)
@@ -191,6 +171,29 @@ def set_addresses(args, item, first, begin, end, room):
             put_int64(keys, at + i, key + i * args.key_slot)
             put_int64(values, at + i, value + i * args.value_slot)
         at = stop
+
+
+@within
+def unpack_tile(args, held, item, first, room):
+    """Makes rows of the query's dtype of a tile's keys and values, which are read instead."""
+    keys, values, size = keys_at(room, first), values_at(room, first), unpacked_bytes(args)
+    table = args.tables + item.seq * args.table_row
+    begin, end = seen_of(item, first)
+    key, value = room.unpacked, room.unpacked + KEYS * size
+    for at in range(begin, end):
+        listed = (first + at) // args.block_size
+        slot = first + at - listed * args.block_size
+        column = column_of(args, item, listed)
+        index = block_at(args, table, column) * args.block_size + slot
+        index = index * args.num_kv_heads + item.kv_head
+        source, dim, width = get_int64(keys, at), args.head_dim, args.itemsize
+        unpack_row(source, args.key_scales, index, key, dim, width, held)
+        put_int64(keys, at, key)
+        source, dim = get_int64(values, at), args.value_columns
+        if source != room.zeros:
+            unpack_row(source, args.value_scales, index, value, dim, width, held)
+            put_int64(values, at, value)
+        key, value = key + size, value + size
 
 
 @fast
@@ -207,13 +210,17 @@ def hide_values(args, item, first, begin, end, room):
         put_float32(room.shown, key, NONE)
     heads = args.group if args.bias_head != 0 else 1
     for i in range(item.num_queries):
-        position = item.position + i
-        low, high = key_range(args, item.seq_len, position, position)
-        low, high = max(low - first, begin), min(high - first, end, args.bias_columns - first)
-        bias = args.bias + (item.token + i) * args.bias_token + 4 * first
+        low, high = seen_range(args, item, item.position + i, item.position + i)
+        low, high = max(low - first, begin), min(high - first, end)
+        bias = args.bias + (item.token + i) * args.bias_token
         bias += item.kv_head * args.group * args.bias_head
-        for head in range(heads):
-            note_shown(bias + head * args.bias_head, room.shown, low, high)
+        while low < high:
+            position, held = run_of(args, item, first + low, high - low)
+            stop = low + min(held, args.bias_columns - position)
+            for head in range(heads):
+                of_tile = bias + head * args.bias_head + 4 * (position - low)
+                note_shown(of_tile, room.shown, low, stop)
+            low += held
     for key in range(begin, end):
         if get_float32(room.shown, key) == NONE:
             put_int64(values_at(room, first), key, room.zeros)
@@ -224,139 +231,6 @@ def note_shown(bias, shown, low, high):
     for key in range(low, high):
         seen = get_float32(shown, key)
         put_float32(shown, key, seen if get_float32(bias, key) == NONE else ZERO)
-
-
-@within
-def add_tile(args, dtypes, item, first, start, count, room):
-    """Adds a tile of keys to a block of rows, those from `start` on."""
-    rows_here = min(block(dtypes), count - start)
-    lowest = item.position + start // args.group
-    highest = item.position + (start + rows_here - 1) // args.group
-    begin, end = key_range(args, item.seq_len, lowest, highest)
-    begin = max(begin - first, 0) // GRAIN * GRAIN
-    end = up_to(min(end - first, KEYS), GRAIN)
-    if begin < end:
-        if count <= in_place(dtypes):
-            multiply_keys_in_place(args, dtypes, first, rows_here, begin, end, room)
-        else:
-            multiply_keys(dtypes, start, rows_here, begin, end, room)
-        for row in range(start, start + rows_here):
-            weigh_row(args, dtypes, item, first, row, begin, end, room)
-        if count <= in_place(dtypes):
-            multiply_values_in_place(args, dtypes, item, first, rows_here, begin, end, room)
-        else:
-            multiply_values(dtypes, start, rows_here, begin, end, room)
-
-
-@within
-def multiply_keys_in_place(args, dtypes, first, rows_here, begin, end, room):
-    for key in range(begin, end, LANES):
-        keys = keys_at(room, first) + ADDRESS_BYTES * key
-        values = values_at(room, first) + ADDRESS_BYTES * key
-        for row in range(0, rows_here, few(dtypes)):
-            logits, queries = room.logits + 4 * (KEYS * row + key), room.queries + row * SLAB
-            set_logits(logits, 4 * KEYS, queries, keys, values, args.head_dim, dtypes)
-
-
-@within
-def multiply_values_in_place(args, dtypes, item, first, rows_here, begin, end, room):
-    weights = room.weights + begin // depth(dtypes) * block(dtypes) * SLAB
-    values = values_at(room, first) + ADDRESS_BYTES * begin
-    later = values
-    if first + KEYS < item.last:
-        later = keys_at(room, first + KEYS) + ADDRESS_BYTES * begin
-    width, count = room.sum_bytes, end - begin
-    for row in range(0, rows_here, few(dtypes)):
-        sums, left = room.state.sums + row * width, weights + row * SLAB
-        add_values(sums, width, left, values, later, count, args.value_dim, dtypes)
-
-
-@within
-def multiply_keys(dtypes, start, rows_here, begin, end, room):
-    """Sets the logits of a block of rows, without their scale."""
-    slabs, width = room.query_bytes // SLAB, room.key_panel_bytes
-    for key in range(begin, end, columns(dtypes)):
-        panels = room.key_panels + key // PANEL * width
-        logits, queries = room.logits + 4 * key, room.queries + start * room.query_bytes
-        if rows_here <= few(dtypes):
-            set_few(logits, 4 * KEYS, queries, panels, width, slabs, dtypes)
-        else:
-            for row in range(0, rows_here, rows(dtypes)):
-                at, left = logits + 4 * KEYS * row, queries + row * SLAB
-                set_product(at, 4 * KEYS, left, panels, width, slabs, dtypes)
-
-
-@within
-def multiply_values(dtypes, start, rows_here, begin, end, room):
-    """Adds the values, weighted, to the sums of a block of rows."""
-    first, slabs = begin // depth(dtypes), end // depth(dtypes) - begin // depth(dtypes)
-    weights, width = room.weights + first * block(dtypes) * SLAB, room.value_panel_bytes
-    size = room.sum_bytes
-    for column in range(0, room.sum_columns, columns(dtypes)):
-        panels = room.value_panels + column // PANEL * width + first * LANES * LINE
-        sums = room.state.sums + start * size + 4 * column
-        if rows_here <= few(dtypes):
-            add_few(sums, size, weights, panels, width, slabs, dtypes)
-        else:
-            for row in range(0, rows_here, rows(dtypes)):
-                at, left = sums + row * size, weights + row * SLAB
-                add_product(at, size, left, panels, width, slabs, dtypes)
-
-
-@fast
-def scale_of(args, item):
-    return args.scale * factor(args.key_scale, args.key_scale_head, item.kv_head)
-
-
-@fast
-def unit_of_logits(args, item):
-    """What a row's numbers are multiplied by to be logits: they keep the scale out if they can."""
-    scale = scale_of(args, item)
-    plain = args.soft_cap == ZERO and args.slopes == 0 and args.bias == 0
-    return scale if plain and scale > ZERO else ONE
-
-
-@within
-def weigh_row(args, dtypes, item, first, row, begin, end, room):
-    """Turns a row's logits of a tile into weights, and scales its sums down if it must."""
-    wide, count, unit = block(dtypes), end - begin, unit_of_logits(args, item)
-    logits = room.logits + 4 * (KEYS * (row % wide) + begin)
-    i, head = row // args.group, item.kv_head * args.group + row % args.group
-    if unit == ONE:
-        scale_row(logits, scale_of(args, item), count)
-        apply_options(args, item, i, head, logits, first + begin, count)
-    hide(args, logits, item.position + i, item.seq_len, first + begin, count)
-    raise_top(unit, row, highest_of(logits, count), room)
-    top = get_float32(room.state.highest, row)
-    shift = ZERO if top == NONE else top
-    weights = room.weights + (begin // depth(dtypes) * wide + row % wide) * SLAB
-    totals = room.state.totals + row * SLAB
-    set_weights(logits, weights, count, shift, unit * FLOAT_LOG2_E, totals, dtypes)
-
-
-@fast
-def apply_options(args, item, i, head, logits, first, count):
-    if args.soft_cap > ZERO:
-        cap_logits(args.soft_cap, logits, count)
-    if args.slopes != 0:
-        add_alibi(get_float32(args.slopes, head), logits, item.position + i, first, count)
-    if args.bias != 0:
-        bias = args.bias + (item.token + i) * args.bias_token + head * args.bias_head
-        add_bias(bias + 4 * first, logits, args.bias_columns - first, count)
-
-
-@within
-def raise_top(unit, row, highest, room):
-    """Scales what a row has summed if its highest logit is too far above that of before."""
-    state = room.state
-    before = get_float32(state.highest, row)
-    if before == NONE:
-        put_float32(state.highest, row, highest)
-    elif (highest - before) * unit > SLACK:
-        kept = exp((before - highest) * unit)
-        scale_row(state.sums + row * room.sum_bytes, kept, room.sum_columns)
-        scale_row(state.totals + row * SLAB, kept, LANES)
-        put_float32(state.highest, row, highest)
 
 
 @within

@@ -13,6 +13,7 @@ from ..dtypes import BFLOAT16
 from ..simd import (
     LANES,
     VECTOR,
+    ZEROS,
     along,
     as_bfloat16,
     at,
@@ -44,19 +45,36 @@ def _constant(number):
 
 def _exp2(builder, x, terms):
     """2 ** x for x <= 100; 0 from LEAST down; NaN stays NaN."""
-    words = ir.VectorType(ir.IntType(32), LANES)
-    is_small = builder.fcmp_ordered("<", x, _constant(LEAST))
-    x = builder.select(is_small, _constant(LEAST), x)
     kind = ir.FunctionType(VECTOR, [VECTOR])
     name = f"llvm.rint.v{LANES}f32"
-    n = builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [x])
+    rint = cgutils.get_or_insert_function(builder.module, kind, name)
+    if LANES < 16:
+        is_small = builder.fcmp_ordered("<", x, _constant(LEAST))
+        x = builder.select(is_small, _constant(LEAST), x)
+    n = builder.call(rint, [x])
     r = builder.fsub(x, n)
     found = _constant(terms[0])
     for term in (*terms[1:], 1.0):
         found = fused(builder, found, r, _constant(term))
+    return _times_power(builder, found, n) if LANES < 16 else _scaled(builder, found, n, x)
+
+
+def _times_power(builder, numbers, n):
+    """Numbers times 2 ** n for whole n, 0 at LEAST."""
+    words = ir.VectorType(ir.IntType(32), LANES)
     power = builder.add(builder.fptosi(n, words), ir.Constant(words, [127] * LANES))
     power = builder.bitcast(builder.shl(power, ir.Constant(words, [23] * LANES)), VECTOR)
-    return builder.fmul(found, power)
+    return builder.fmul(numbers, power)
+
+
+def _scaled(builder, numbers, n, x):
+    """Numbers times 2 ** n by AVX-512's instruction, 0 where x is LEAST or less."""
+    bits, word32 = ir.IntType(16), ir.IntType(32)
+    kind = ir.FunctionType(VECTOR, [VECTOR, VECTOR, VECTOR, bits, word32])
+    name = "llvm.x86.avx512.mask.scalef.ps.512"
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    is_large = builder.bitcast(builder.fcmp_unordered(">", x, _constant(LEAST)), bits)
+    return builder.call(function, [numbers, n, ZEROS, is_large, word32(4)])
 
 
 @intrinsic

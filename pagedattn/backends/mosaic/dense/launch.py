@@ -19,14 +19,6 @@ SUPPORTS = frozenset(
 )
 DTYPES = ("bfloat16", "float16")
 LARGEST_CAP = 1e4  # capped logits are right to eps times the cap
-LONG = 128  # query tokens of the longest sequence, from which it is ahead
-SHORT = 8  # query tokens from which it is ahead in large batches: of so many sequences and keys
-MANY_SEQS = 64
-MANY_KEYS = 64 * 4096
-# Sequences x KV heads of decodes, and keys, with which it is ahead where lengths differ, and no
-# slower where they do not: with fewer it starts too slowly, and more even out by themselves.
-UNEVEN = range(256, 660)
-UNEVEN_KEYS = 2048
 MEASURED_HEAD_DIM = 128
 
 
@@ -36,10 +28,10 @@ def refusals(call: Call) -> list[str]:
 
 
 def slower_because(call: Call) -> list[str]:
-    """Why another backend is likely faster: the rule of `backend=None`, measured on an H200."""
-    reasons = []
-    if call.longest_query < LONG and not _is_large(call) and not _is_uneven(call):
-        reasons.append(f"short queries: max_query_len is {call.longest_query}, below {LONG}")
+    """Why another backend is likely faster: the rule of `backend=None`."""
+    reasons, least = [], call.crossings.mosaic_query_len
+    if call.longest_query < least and not _is_large(call) and not _is_uneven(call):
+        reasons.append(f"short queries: max_query_len is {call.longest_query}, below {least}")
     if call.head_dim != MEASURED_HEAD_DIM:
         reasons.append(f"measured ahead with head_dim {MEASURED_HEAD_DIM}, got {call.head_dim}")
     options = [option for option in call.set_options if option not in ("scale", "return_lse")]
@@ -47,15 +39,21 @@ def slower_because(call: Call) -> list[str]:
 
 
 def _is_large(call) -> bool:
-    """Whether there are so many keys that it is ahead from eight queries a sequence on."""
-    many = call.num_seqs >= MANY_SEQS and call.num_seqs * call.capacity >= MANY_KEYS
-    return many and call.longest_query >= SHORT
+    """Whether there are so many keys that it is ahead from fewer queries a sequence on."""
+    by, num_keys = call.crossings, call.num_seqs * call.capacity
+    many = call.num_seqs >= by.mosaic_many_seqs and num_keys >= by.mosaic_many_keys
+    return many and call.longest_query >= by.mosaic_many_query_len
 
 
 def _is_uneven(call) -> bool:
-    """Whether decodes of different lengths would leave a part of the device idle."""
-    some = call.num_seqs * call.num_kv_heads in UNEVEN
-    return some and call.longest_query == 1 and call.capacity > UNEVEN_KEYS
+    """Whether decodes of different lengths would leave a part of the device idle.
+
+    There it is ahead, and no slower where lengths do not differ: with fewer decodes it starts too
+    slowly, and more even out by themselves.
+    """
+    by, decodes = call.crossings, call.num_seqs * call.num_kv_heads
+    some = by.mosaic_fewest_decodes <= decodes <= by.mosaic_most_decodes
+    return some and call.longest_query == 1 and call.capacity > by.mosaic_decode_keys
 
 
 def _unsupported_sizes(call) -> list[str]:

@@ -12,9 +12,7 @@ from .merge import merge
 from .split_kv import schedule_of
 
 SUPPORTS = ("scale", "causal", "value_dim", "return_lse")
-LEAST_WORK = 16_777_216  # products of a query and a key, from which it is ahead
 MEASURED_HEADS = 128
-FEWEST_KEYS = 1024
 MEASURED_BLOCKS = (16, 32, 64)
 
 
@@ -24,14 +22,14 @@ def refusals(call: Call) -> list[str]:
 
 
 def slower_because(call: Call) -> list[str]:
-    """Why another backend is likely faster: the rule of `backend=None`, measured on an H200."""
-    reasons = []
+    """Why another backend is likely faster: the rule of `backend=None`."""
+    reasons, by = [], call.crossings
     if call.longest_query > 1:
         reasons.append(f"several queries a sequence: max_query_len is {call.longest_query}")
-    if (work := call.num_tokens * call.num_heads * call.max_keys) < LEAST_WORK:
-        reasons.append(f"little work: {work} products of a query and a key, below {LEAST_WORK}")
-    if call.max_keys < FEWEST_KEYS:
-        reasons.append(f"short sequences: at most {call.max_keys} keys, below {FEWEST_KEYS}")
+    if (work := call.num_tokens * call.num_heads * call.max_keys) < by.latent_work:
+        reasons.append(f"little work: {work} products of a query and a key, below {by.latent_work}")
+    if call.max_keys < by.latent_keys:
+        reasons.append(f"short sequences: at most {call.max_keys} keys, below {by.latent_keys}")
     if call.num_heads != MEASURED_HEADS:
         reasons.append(f"measured ahead with {MEASURED_HEADS} heads, got {call.num_heads}")
     if call.block_size not in MEASURED_BLOCKS:

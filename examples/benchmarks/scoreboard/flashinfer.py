@@ -1,0 +1,68 @@
+"""FlashInfer's wrappers over a paged cache, on a GPU."""
+
+import importlib
+import itertools
+import math
+
+from benchmarks.scoreboard.peer import Answer, Peer, planes, scale_of, starts, tensor
+from pagedattn.extend import cdiv
+from pagedattn.testing import Problem
+
+DEVICE = "cuda"
+WORKSPACE_BYTES = 128 << 20
+
+
+def flashinfer(problem: Problem) -> Answer:
+    """Its wrapper for prefills, which takes decodes too, so that one call is one mixed batch."""
+    import torch
+
+    wrapper = importlib.import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
+    room = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=DEVICE)
+    planned, spec = wrapper(room, "NHD"), problem.spec
+    query, key, value = (tensor(x, DEVICE) for x in (problem.query, *planes(problem)))
+    counts = [cdiv(int(n), problem.block_size) for n in problem.seq_lens]
+    begins = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+    pairs = zip(problem.block_tables, counts, strict=True)
+    ids = [block for row, count in pairs for block in row[:count]]
+    last = [(int(n) - 1) % problem.block_size + 1 for n in problem.seq_lens]
+    planned.plan(
+        tensor(starts(problem)),
+        begins,
+        torch.tensor(ids, dtype=torch.int32, device=DEVICE),
+        torch.tensor(last, dtype=torch.int32),
+        *(query.shape[1], key.shape[2], query.shape[2], problem.block_size),
+        causal=spec.causal,
+        sm_scale=scale_of(problem),
+        window_left=-1 if spec.sliding_window is None else spec.sliding_window - 1,
+        logits_soft_cap=spec.logits_soft_cap,
+        q_data_type=query.dtype,
+        kv_data_type=key.dtype,
+    )
+    scales = {"k_scale": problem.key_scale, "v_scale": problem.value_scale}
+    scales = {name: float(scale) for name, scale in scales.items() if scale is not None}
+    out, lse = planned.run(query, (key, value), return_lse=True, **scales)
+    return out.float().cpu(), (lse * math.log(2)).float().cpu()  # its logarithm is that of base 2
+
+
+def _lacks(cell) -> str | None:
+    if cell.row in ("sliding_window", "all") and cell.column in ("encoder", "cross"):
+        return "its windows are to the left only"
+    return None
+
+
+FLASHINFER = {
+    "FlashInfer": Peer(
+        flashinfer,
+        frozenset(
+            {"scale", "sliding_window", "logits_soft_cap", "cache_dtype", "lse", "causal=False"}
+            | {"float16"}
+        ),
+        modules=("flashinfer",),
+        install="pip install flashinfer-python",
+        packages=("flashinfer-python", "torch"),
+        device="cuda",
+        about="`BatchPrefillWithPagedKVCacheWrapper`, for decodes too; its ALiBi has the standard "
+        "slopes only, and its sinks a wrapper of their own, which are not asked",
+        lacks=_lacks,
+    )
+}

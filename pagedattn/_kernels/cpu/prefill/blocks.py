@@ -1,0 +1,204 @@
+"""A block of rows and a tile of keys: logits, weights and the online softmax, sums of values.
+
+A row's sums are scaled down only when its highest logit grows by more than SLACK, as in
+FlashAttention-4: until then weights are above 1, which the division by their sum undoes.
+"""
+
+import numpy as np
+
+from ..compiling import fast, within
+from ..memory import get_float32, put_float32
+from ..online_softmax import factor
+from ..scalar_math import exp
+from ..simd import LANES
+from ..softmax import NONE, ONE, ZERO, add_alibi, add_bias, cap_logits, hide
+from ..store_row import highest_of
+from ..unpack import up_to
+from .in_place import add_values, set_logits
+from .listed import run_of, seen_range
+from .micro_kernel import (
+    LINE,
+    PANEL,
+    SLAB,
+    add_few,
+    add_product,
+    block,
+    columns,
+    depth,
+    few,
+    in_place,
+    rows,
+    set_few,
+    set_product,
+)
+from .room import (
+    ADDRESS_BYTES,
+    GRAIN,
+    KEYS,
+    keys_at,
+    values_at,
+)
+from .weights import LOG2_E, scale_row, set_weights
+
+SLACK = np.float32(5.5)  # natural logarithm: weights up to 245
+FLOAT_LOG2_E = np.float32(LOG2_E)
+
+
+@within
+def add_tile(args, dtypes, item, first, start, count, room):
+    """Adds a tile of keys to a block of rows, those from `start` on."""
+    rows_here = min(block(dtypes), count - start)
+    begin, end = seen_by_block(args, item, first, start, rows_here)
+    if begin < end:
+        if count <= in_place(dtypes):
+            multiply_keys_in_place(args, dtypes, first, rows_here, begin, end, room)
+        else:
+            multiply_keys(dtypes, start, rows_here, begin, end, room)
+        hidden = hides(args, item, first + begin, first + end, start, rows_here)
+        for row in range(start, start + rows_here):
+            weigh_row(args, dtypes, item, first, row, begin, end, hidden, room)
+        if count <= in_place(dtypes):
+            multiply_values_in_place(args, dtypes, item, first, rows_here, begin, end, room)
+        else:
+            multiply_values(dtypes, start, rows_here, begin, end, room)
+
+
+@fast
+def seen_by_block(args, item, first, start, rows_here):
+    """The keys of a tile that a block of rows sees, from its first one on, in whole grains."""
+    lowest = item.position + start // args.group
+    highest = item.position + (start + rows_here - 1) // args.group
+    begin, end = seen_range(args, item, lowest, highest)
+    begin = max(begin - first, 0) // GRAIN * GRAIN
+    return begin, max(begin, up_to(min(end - first, KEYS), GRAIN))
+
+
+@fast
+def hides(args, item, first, last, start, rows_here):
+    """Whether there are keys from `first` to `last` that a row of a block does not see."""
+    lowest = item.position + start // args.group
+    highest = item.position + (start + rows_here - 1) // args.group
+    begin, end = seen_range(args, item, highest, lowest)  # those that all rows see
+    return first < begin or end < last
+
+
+@within
+def multiply_keys_in_place(args, dtypes, first, rows_here, begin, end, room):
+    for key in range(begin, end, LANES):
+        keys = keys_at(room, first) + ADDRESS_BYTES * key
+        values = values_at(room, first) + ADDRESS_BYTES * key
+        for row in range(0, rows_here, few(dtypes)):
+            logits, queries = room.logits + 4 * (KEYS * row + key), room.queries + row * SLAB
+            set_logits(logits, 4 * KEYS, queries, keys, values, args.head_dim, dtypes)
+
+
+@within
+def multiply_values_in_place(args, dtypes, item, first, rows_here, begin, end, room):
+    weights = room.weights + begin // depth(dtypes) * block(dtypes) * SLAB
+    values = values_at(room, first) + ADDRESS_BYTES * begin
+    later = values
+    if first + KEYS < item.last:
+        later = keys_at(room, first + KEYS) + ADDRESS_BYTES * begin
+    width, count = room.sum_bytes, end - begin
+    for row in range(0, rows_here, few(dtypes)):
+        sums, left = room.state.sums + row * width, weights + row * SLAB
+        add_values(sums, width, left, values, later, count, args.value_dim, dtypes)
+
+
+@within
+def multiply_keys(dtypes, start, rows_here, begin, end, room):
+    """Sets the logits of a block of rows, without their scale."""
+    slabs, width = room.query_bytes // SLAB, room.key_panel_bytes
+    for key in range(begin, end, columns(dtypes)):
+        panels = room.key_panels + key // PANEL * width
+        logits = room.logits + 4 * key
+        queries = room.queries + start * room.query_bytes
+        if rows_here <= few(dtypes):
+            set_few(logits, 4 * KEYS, queries, panels, width, slabs, dtypes)
+        else:
+            for row in range(0, rows_here, rows(dtypes)):
+                at, left = logits + 4 * KEYS * row, queries + row * SLAB
+                set_product(at, 4 * KEYS, left, panels, width, slabs, dtypes)
+
+
+@within
+def multiply_values(dtypes, start, rows_here, begin, end, room):
+    """Adds the values, weighted, to the sums of a block of rows."""
+    first, slabs = begin // depth(dtypes), end // depth(dtypes) - begin // depth(dtypes)
+    weights = room.weights + first * block(dtypes) * SLAB
+    width, size = room.value_panel_bytes, room.sum_bytes
+    for column in range(0, room.sum_columns, columns(dtypes)):
+        panels = room.value_panels + column // PANEL * width + first * LANES * LINE
+        sums = room.state.sums + start * size + 4 * column
+        if rows_here <= few(dtypes):
+            add_few(sums, size, weights, panels, width, slabs, dtypes)
+        else:
+            for row in range(0, rows_here, rows(dtypes)):
+                at, left = sums + row * size, weights + row * SLAB
+                add_product(at, size, left, panels, width, slabs, dtypes)
+
+
+@fast
+def scale_of(args, item):
+    return args.scale * factor(args.key_scale, args.key_scale_head, item.kv_head)
+
+
+@fast
+def unit_of_logits(args, item):
+    """What a row's numbers are multiplied by to be logits: they keep the scale out if they can."""
+    scale = scale_of(args, item)
+    plain = args.soft_cap == ZERO and args.slopes == 0 and args.bias == 0
+    return scale if plain and scale > ZERO else ONE
+
+
+@within
+def weigh_row(args, dtypes, item, first, row, begin, end, hidden, room):
+    """Turns a row's logits of a tile into weights, and scales its sums down if it must."""
+    wide, count, unit = block(dtypes), end - begin, unit_of_logits(args, item)
+    logits = room.logits + 4 * (KEYS * (row % wide) + begin)
+    i, head = row // args.group, item.kv_head * args.group + row % args.group
+    if unit == ONE:
+        scale_row(logits, scale_of(args, item), count)
+        apply_options(args, item, i, head, logits, first + begin, count)
+    if hidden:
+        low, high = seen_range(args, item, item.position + i, item.position + i)
+        hide(logits, low, high, first + begin, count)
+    raise_top(unit, row, highest_of(logits, count), room)
+    top = get_float32(room.state.highest, row)
+    shift = ZERO if top == NONE else top
+    weights = room.weights + (begin // depth(dtypes) * wide + row % wide) * SLAB
+    totals = room.state.totals + row * SLAB
+    set_weights(logits, weights, count, shift, unit * FLOAT_LOG2_E, totals, dtypes)
+
+
+@fast
+def apply_options(args, item, i, head, logits, first, count):
+    if args.soft_cap > ZERO:
+        cap_logits(args.soft_cap, logits, count)
+    if args.slopes == 0 and args.bias == 0:
+        return
+    bias = args.bias + (item.token + i) * args.bias_token + head * args.bias_head
+    at = np.int64(0)
+    while at < count:
+        position, held = run_of(args, item, first + at, count - at)
+        if args.slopes != 0:
+            slope = get_float32(args.slopes, head)
+            add_alibi(slope, logits + 4 * at, item.position + i, position, held)
+        if args.bias != 0:
+            columns_left = args.bias_columns - position
+            add_bias(bias + 4 * position, logits + 4 * at, columns_left, held)
+        at += held
+
+
+@within
+def raise_top(unit, row, highest, room):
+    """Scales what a row has summed if its highest logit is too far above that of before."""
+    state = room.state
+    before = get_float32(state.highest, row)
+    if before == NONE:
+        put_float32(state.highest, row, highest)
+    elif (highest - before) * unit > SLACK:
+        kept = exp((before - highest) * unit)
+        scale_row(state.sums + row * room.sum_bytes, kept, room.sum_columns)
+        scale_row(state.totals + row * SLAB, kept, LANES)
+        put_float32(state.highest, row, highest)
