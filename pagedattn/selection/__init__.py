@@ -1,1 +1,0 @@
-"""Attention over chosen blocks: what blocks are like, how good they are, and which are taken."""
