@@ -17,7 +17,7 @@ from pagedattn._dispatch.registry import Framework, can_load
 PACKAGES = "pagedattn", "pagedattn_torch", "pagedattn_interop"
 MOST = {
     (Framework.JAX, "xla"): 120,
-    (Framework.TORCH, "sdpa"): 205,
+    (Framework.TORCH, "sdpa"): 200,
     (Framework.TORCH, "numba"): 200,
 }
 KEYS, BLOCK_SIZE = 64, 16
