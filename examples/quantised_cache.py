@@ -1,10 +1,9 @@
-"""What a cache in eight bits costs a model, against the same model on float32.
+"""What a quantised cache costs a model, against the same model on a cache of bfloat16.
 
     python examples/quantised_cache.py
 
-Held-out text goes through the model as in serving: keys and values are written to the cache,
-rounded, and read from it. The scales are those of the keys and values of other text: the largest of
-each KV head, over the largest that the dtype holds.
+Held-out text goes through the model as in serving: what is written to the cache is rounded. Scales
+of heads are the largest numbers of other text, over the largest that the dtype holds.
 """
 
 import functools
@@ -20,50 +19,59 @@ from pagedattn import KVCache, init_kv_cache, make_batch
 
 WINDOWS, LENGTH, BLOCK_SIZE = 8, 512, 16
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+BASE = "bfloat16"
+KINDS = [(dtype, scales) for scales in ("head", "token") for dtype in LARGEST] + [("int4", "token")]
 
 
 def main() -> dict[str, tuple[float, float, float]]:
-    """By dtype the share of next tokens that agree, and the logits' mean and largest difference."""
+    """The share of next tokens that agree, the rise of the loss, and the bits of a number."""
     model, params = load_checkpoint(SHIPPED)
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     tables = np.arange(WINDOWS * LENGTH // BLOCK_SIZE).reshape(WINDOWS, -1)
     batch = make_batch([LENGTH] * WINDOWS, [0] * WINDOWS, tables, block_size=BLOCK_SIZE)
     other, held_out = (text[: WINDOWS * LENGTH].astype(jnp.int32) for text in split_topics())
-    heads = model.num_key_value_heads, model.head_dim
-
-    def caches(dtype, calibrated):
-        """One a layer, empty, with the scales that the caches of the other text ask for."""
-        size = (tables.size, BLOCK_SIZE, *heads)
-        each = (scales_of(cache, dtype) for cache in calibrated)
-        return [init_kv_cache(*size, dtype, key_scale=k, value_scale=v) for k, v in each]
+    size = tables.size, BLOCK_SIZE, model.num_key_value_heads, model.head_dim
 
     @functools.partial(jax.jit, static_argnames="of")
-    def run(params, tokens, caches, of=model):
+    def run(tokens, caches, of=model):
         hidden, caches = forward_paged(params, of, tokens, caches, batch)
         return of.logits(params, hidden).astype(jnp.float32), caches
 
-    nothing = [None] * model.num_hidden_layers
-    _, calibrated = run(params, other, caches("float32", nothing))
-    want, _ = run(params, held_out, caches("float32", nothing))
-    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    got = {"bfloat16": run(rounded, held_out, caches("bfloat16", nothing))[0]}
-    for dtype in LARGEST:
-        got[dtype], _ = run(params, held_out, caches(dtype, calibrated))
-    return {dtype: differences(logits, want) for dtype, logits in got.items()}
+    plain = [init_kv_cache(*size, BASE)] * model.num_hidden_layers
+    _, calibrated = run(other, plain)
+    base, _ = run(held_out, plain)
+    costs = {BASE: (1.0, 0.0, bits_of(plain[0]))}
+    for dtype, scales in KINDS:
+        caches = [new_cache(size, dtype, scales, cache) for cache in calibrated]
+        logits, _ = run(held_out, caches)
+        rise = loss_of(logits, held_out) - loss_of(base, held_out)
+        agree = float((logits.argmax(1) == base.argmax(1)).mean())
+        costs[f"{dtype}, {scales}"] = agree, rise, bits_of(caches[0])
+    return costs
 
 
-def scales_of(cache: KVCache | None, dtype: str) -> list[jax.Array | None]:
-    """Of keys and of values, a scale for each KV head of what a cache holds; none without one."""
-    if cache is None:
-        return [None, None]
-    return [abs(plane).max((0, 1, 3)) / LARGEST[dtype] for plane in cache.planes]
+def new_cache(size: tuple, dtype: str, scales: str, calibrated: KVCache) -> KVCache:
+    """An empty one; `calibrated` holds other text."""
+    if scales == "token":
+        return init_kv_cache(*size, dtype=dtype, scales="token")
+    highest = (abs(x).max((0, 1, 3)).astype("float32") for x in calibrated.planes)
+    key, value = (numbers / LARGEST[dtype] for numbers in highest)
+    return init_kv_cache(*size, dtype=dtype, key_scale=key, value_scale=value)
 
 
-def differences(got: jax.Array, want: jax.Array) -> tuple[float, float, float]:
-    agree, gap = got.argmax(1) == want.argmax(1), abs(got - want)
-    return float(agree.mean()), float(gap.mean()), float(gap.max())
+def bits_of(cache: KVCache) -> float:
+    """Of a number, with its share of the scales."""
+    held = sum(array.nbytes for array in cache.by_slot.values())
+    return 8 * held / (2 * cache.num_slots * cache.num_kv_heads * cache.head_dim)
+
+
+def loss_of(logits: jax.Array, tokens: jax.Array) -> float:
+    """The mean cross entropy of each text's next tokens."""
+    logits, tokens = logits.reshape(WINDOWS, LENGTH, -1)[:, :-1], tokens.reshape(WINDOWS, -1)[:, 1:]
+    return -float(jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], 2).mean())
 
 
 if __name__ == "__main__":
-    print("cache           next tokens alike   logits differ by   at most")
-    for dtype, (agree, mean, most) in main().items():
-        print(f"{dtype:<15} {agree:>17.2%}   {mean:>16.4f}   {most:>7.2f}")
+    print("cache, scales           bits   next tokens as by bfloat16's   loss")
+    for kind, (agree, loss, bits) in main().items():
+        print(f"{kind:<22} {bits:>5.2f}   {agree:>28.2%}   {loss:>+6.4f}")

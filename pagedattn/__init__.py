@@ -26,6 +26,10 @@ from .pool.releasing import drop_blocks, release
 from .pool.sharing import fork, hold_blocks, share_blocks
 from .pool.swapping import Swap, swap_in, swap_out
 from .pool.windows import release_behind
+from .selection.choice import select_blocks
+from .selection.scores import score_blocks
+from .selection.selection import Selection
+from .selection.summaries import BlockSummaries, summarise_blocks, update_summaries
 from .spec import AttentionSpec, alibi_slopes
 from .writes import copy_blocks, fill_blocks, swap_blocks, write_kv
 
@@ -35,12 +39,14 @@ __all__ = [
     "BackendUnavailableError",
     "BatchMetadata",
     "BlockPool",
+    "BlockSummaries",
     "Crossings",
     "Growth",
     "InvalidInputError",
     "KVCache",
     "OutOfBlocksError",
     "PagedAttentionError",
+    "Selection",
     "Swap",
     "UnsupportedError",
     "__version__",
@@ -72,14 +78,18 @@ __all__ = [
     "ragged_attention",
     "release",
     "release_behind",
+    "score_blocks",
     "select_backend",
+    "select_blocks",
     "share_blocks",
     "sliding_window_mask",
     "slot_mapping",
     "split_prefix",
+    "summarise_blocks",
     "swap_blocks",
     "swap_in",
     "swap_out",
+    "update_summaries",
     "write_kv",
 ]
 

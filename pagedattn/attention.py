@@ -14,7 +14,7 @@ from ._dispatch import emulate, select, validate
 from ._dispatch.backend import Backend
 from ._dispatch.call import call_of
 from ._dispatch.crossings import Crossings, require_crossings
-from ._dispatch.options import given_of, validate_arrays, validate_keys
+from ._dispatch.options import for_backends, given_of, validate_arrays, validate_fit
 from ._dispatch.registry import Framework
 from ._dispatch.signatures import (
     PagedAttention,
@@ -26,6 +26,7 @@ from ._dispatch.signatures import (
 from .batch.metadata import BatchMetadata, sequences_of
 from .batch.packed import packed_batch, packed_cache
 from .cache.kv_cache import KVCache
+from .selection.selection import Selection
 from .spec import AttentionSpec
 
 Query = Float[Array, "num_tokens num_heads head_dim"]
@@ -53,6 +54,7 @@ def paged_attention(
     batch_invariant: bool = False,
     sinks: Sinks | None = None,
     bias: Bias | None = None,
+    selection: Selection | None = None,
 ) -> Out | tuple[Out, Lse]:
     """Attention of packed queries over the blocks of a cache.
 
@@ -84,6 +86,8 @@ def paged_attention(
       bias: added to the logits, float32 or of the query's dtype: `[num_tokens, heads, max_keys]`,
         heads being num_heads, or 1 for all of them. Column j is the key at position j of the
         token's sequence; -inf hides it, as the spec may. No sequence has more than max_keys.
+      selection: the blocks that each KV head of each sequence attends to (`select_blocks`); their
+        keys stand at their true positions. None is all.
 
     Returns:
       out `[num_tokens, num_heads, value_dim]` in the query's dtype, value_dim being head_dim unless
@@ -103,10 +107,12 @@ def paged_attention(
     >>> paged_attention(jnp.ones((3, 2, 8)), cache, batch, backend="xla").shape
     (3, 2, 8)
     """
-    options = given_of({"sinks": sinks, "bias": bias})
+    options = given_of({"sinks": sinks, "bias": bias, "selection": selection})
     call = _call(query, cache, batch, spec, return_lse, batch_invariant, options)
     chosen = select.select(backend, call, Framework.JAX)
-    arrays = varying_alike((query, cache, sequences_of(batch), options))
+    sequences = sequences_of(batch)
+    options = for_backends(options, sequences, cache.block_size)
+    arrays = varying_alike((query, cache, sequences, options))
     out, lse = _run(_EMPTY if call.is_empty else chosen, call, *arrays)
     return (out, lse) if return_lse else out
 
@@ -128,14 +134,14 @@ def explain(
     return_lse: bool = False,
     batch_invariant: bool = False,
     crossings: Crossings = Crossings(),
-    **arrays: Array | None,
+    **arrays: Array | Selection | None,
 ) -> select.Explanation:
     """Why each backend can or cannot run a call, and which one `backend=None` takes.
 
     Args:
       query, cache, batch, spec, return_lse, batch_invariant: as in `paged_attention`.
       crossings: the sizes by which `.choice` is made, as `backend=crossings` would be.
-      arrays: its keywords for arrays, `sinks` and `bias`.
+      arrays: its keywords for arrays, `sinks`, `bias` and `selection`.
 
     Returns:
       a mapping from names to reasons, where no reasons mean that it can; `.choice` is the name of
@@ -166,7 +172,7 @@ def select_backend(
     return_lse: bool = False,
     batch_invariant: bool = False,
     crossings: Crossings = Crossings(),
-    **arrays: Array | None,
+    **arrays: Array | Selection | None,
 ) -> str:
     """The name of the backend that `backend=None` takes for a call.
 
@@ -191,7 +197,7 @@ def _call(query, cache, batch, spec, return_lse, batch_invariant, options):
     validate.attention(query, cache, batch, spec, return_lse, batch_invariant)
     require_no_explicit_axes(query=query, **{"the cache's key": cache.key})
     validate_arrays(options, query)
-    validate_keys(options, batch.seq_lens)
+    validate_fit(options, cache, batch)
     return call_of(query, cache, batch, spec, return_lse, batch_invariant, **options)
 
 
@@ -222,6 +228,7 @@ def ragged_attention(
     batch_invariant: bool = False,
     sinks: Sinks | None = None,
     bias: Bias | None = None,
+    selection: Selection | None = None,
 ) -> Out | tuple[Out, Lse]:
     """Attention of packed queries over packed keys, without a cache (encoders, profiling runs).
 
@@ -232,7 +239,8 @@ def ragged_attention(
       query_start_loc, key_start_loc: sequence s owns the queries, and the keys, from entry s up to
         entry s + 1; those after the last entry are padding.
       max_query_len, max_key_len: static upper bounds on the lengths of the sequences.
-      spec, backend, return_lse, batch_invariant, sinks, bias: as in `paged_attention`.
+      spec, backend, return_lse, batch_invariant, sinks, bias, selection: as in `paged_attention`;
+        a selection chooses single keys.
 
     Returns, Raises: as `paged_attention`.
 
@@ -246,6 +254,6 @@ def ragged_attention(
     starts = nondecreasing(query_start_loc), nondecreasing(key_start_loc)
     batch = packed_batch(query.shape[0], *starts, *max_lens)
     cache = packed_cache(key, value)
-    options = {"backend": backend, "return_lse": return_lse, "sinks": sinks, "bias": bias}
-    options |= {"batch_invariant": batch_invariant}
+    flags = {"return_lse": return_lse, "batch_invariant": batch_invariant}
+    options = {"backend": backend, "sinks": sinks, "bias": bias, "selection": selection, **flags}
     return paged_attention(query, cache, batch, spec, **options)

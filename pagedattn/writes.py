@@ -1,6 +1,7 @@
 """Writing to a paged cache: tokens to their slots, blocks copied, swapped and filled."""
 
 import contextlib
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -18,6 +19,7 @@ from ._dispatch.registry import can_load
 from .batch.indices import PAD_SLOT
 from .cache import validate
 from .cache.kv_cache import KVCache
+from .cache.packing import columns
 from .cache.quantise import held, largest
 from .errors import UnsupportedError
 
@@ -38,7 +40,9 @@ def write_kv(
 
     A quantised cache gets them divided by its scales, rounded to the nearest (ties to even) and
     saturating: what its dtype cannot hold, infinity too, becomes its largest value. NaN stays NaN,
-    in int8 it becomes 0. Keys and values may then be of any floating dtype.
+    in integers it becomes 0. Keys and values may then be of any floating dtype. Scales of tokens
+    are computed here: the largest finite magnitude of a row (in int4 of each group of columns)
+    over the largest value of the dtype, 1 for zeros.
 
     In place when an enclosing `jax.jit` donates the cache; otherwise the cache given stays as it
     was. Inside jit a slot outside the cache is dropped, and which of two tokens with one slot
@@ -99,8 +103,9 @@ def swap_blocks(
     >>> host = swap_blocks(device, host, jnp.array([0, 3]), jnp.array([6, 7]))
     """
     validate.block_copies(src_cache, dst_cache, src, dst)
-    planes = zip(src_cache.planes, dst_cache.planes, strict=True)
-    return dst_cache.with_planes(*(_copy(*pair, src, dst) for pair in planes))
+    sources, targets = src_cache.by_slot, dst_cache.by_slot
+    copied = {name: _copy(sources[name], array, src, dst) for name, array in targets.items()}
+    return replace(dst_cache, **copied)
 
 
 @takes_any_array
@@ -120,15 +125,17 @@ def fill_blocks(cache: KVCache, blocks: Integer[Any, "*n"], value: float = 0.0) 
     validate.fill(cache, blocks, value)
     blocks = int32(blocks).ravel()
     dtype = cache.dtype if largest(cache.dtype) is None else jnp.float32
-    rows = (jnp.full((len(blocks), *plane.shape[1:]), value, dtype) for plane in cache.planes)
-    return _set(cache, blocks, *rows)
+    shapes = ((len(blocks), *plane.shape[1:3], columns(plane)) for plane in cache.planes)
+    return _set(cache, blocks, *(jnp.full(shape, value, dtype) for shape in shapes))
 
 
 def _set(cache, indices, *rows) -> KVCache:
-    """Sets rows of the key and, if there is one, of the value."""
+    """Sets rows of the key and, if there is one, of the value; and the scales of tokens."""
     rows = (None if new is None else jnp.asarray(new) for new in rows)
-    planes = zip(cache.planes, held(cache, rows), strict=True)
-    return cache.with_planes(*(set_rows(plane, indices, new) for plane, new in planes))
+    made = held(cache, rows).items()
+    return replace(
+        cache, **{name: set_rows(getattr(cache, name), indices, new) for name, new in made}
+    )
 
 
 def _copy(src_plane, dst_plane, src, dst):

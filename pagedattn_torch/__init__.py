@@ -38,6 +38,7 @@ from .layout import (
     unpack_keys,
     unpack_values,
 )
+from .new_cache import init_kv_cache, init_latent_cache
 from .step import Step, prepare
 
 __all__ = [
@@ -61,6 +62,8 @@ __all__ = [
     "copy_blocks_",
     "empty_kv_cache",
     "explain",
+    "init_kv_cache",
+    "init_latent_cache",
     "kv_cache_shape",
     "pack_keys",
     "pack_values",

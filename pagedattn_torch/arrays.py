@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+from jax.core import Tracer
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -60,8 +61,19 @@ def batch_on(batch: BatchMetadata, device) -> BatchMetadata:
         array = getattr(batch, name)
         as_it_is = isinstance(array, Tensor) and array.dtype is torch.int32 and not array.is_neg()
         if not as_it_is or (device is not None and array.device != torch.device(device)):
-            changed[name] = int32(tensor(name, array, device))
+            changed[name] = int32(tensor(name, _outliving(array), device))
     return dataclasses.replace(batch, **changed) if changed else batch
+
+
+def _outliving(array):
+    """A copy of a JAX array on an accelerator, any other as it is.
+
+    JAX hands memory out again as soon as nothing refers to it, also while kernels that torch has
+    enqueued are still to read it, on a stream that JAX does not know.
+    """
+    if not isinstance(array, jax.Array) or isinstance(array, Tracer) or _is_on_host(array):
+        return array
+    return torch.tensor(np.asarray(array), device=torch.from_dlpack(array).device)
 
 
 def nondecreasing(starts: Tensor) -> Tensor:
@@ -195,10 +207,14 @@ def _exportable(array):
     Torch ends the process at negative strides; DLPack exports neither read-only memory nor foreign
     byte order. So NumPy copies such arrays. JAX's arrays are never like that.
     """
-    if isinstance(array, jax.Array) or array.__dlpack_device__()[0] != HOST:
+    if isinstance(array, jax.Array) or not _is_on_host(array):
         return array
     array = array if isinstance(array, np.ndarray) else np.from_dlpack(array)
     return np.require(array, array.dtype.newbyteorder("="), ("C", "W", "A"))
+
+
+def _is_on_host(array) -> bool:
+    return array.__dlpack_device__()[0] == HOST
 
 
 def _is_integer(array: Tensor) -> bool:

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
-from pagedattn import AttentionSpec, Backend, BatchMetadata, Crossings, KVCache
+from pagedattn import AttentionSpec, Backend, BatchMetadata, Crossings, KVCache, Selection
 from pagedattn._dispatch import select, validate
 from pagedattn._dispatch.crossings import require_crossings
 from pagedattn._dispatch.options import given_of
@@ -53,6 +53,7 @@ def paged_attention(
     batch_invariant: bool = False,
     sinks: Sinks | None = None,
     bias: Bias | None = None,
+    selection: Selection | None = None,
 ) -> Out | tuple[Out, Lse]:
     """`pagedattn.paged_attention` on torch tensors; the batch may hold arrays of any framework.
 
@@ -61,7 +62,8 @@ def paged_attention(
     start on the tensors' device, whichever device is current. For several layers of one step, call
     `prepare` once instead.
 
-    Args: as `pagedattn.paged_attention`; query, cache, sinks and bias are tensors on one device.
+    Args: as `pagedattn.paged_attention`; query, cache, sinks, bias and a selection's blocks are
+      tensors on one device.
 
     Returns:
       out `[num_tokens, num_heads, value_dim]` in the query's dtype; with `return_lse` also lse
@@ -78,7 +80,7 @@ def paged_attention(
     >>> paged_attention(torch.ones(1, 2, 8), cache, batch).shape
     torch.Size([1, 2, 8])
     """
-    given = given_of({"sinks": sinks, "bias": bias})
+    given = given_of({"sinks": sinks, "bias": bias, "selection": selection})
     flags = return_lse, batch_invariant
     step, query = prepared(query, cache, batch, spec, backend, flags, given)
     with torch.no_grad():
@@ -97,7 +99,7 @@ def explain(
     return_lse: bool = False,
     batch_invariant: bool = False,
     crossings: Crossings = Crossings(),
-    **arrays: Tensor | None,
+    **arrays: Tensor | Selection | None,
 ) -> select.Explanation:
     """Why each torch backend can or cannot run a call, as `pagedattn.explain`.
 
@@ -128,7 +130,7 @@ def select_backend(
     return_lse: bool = False,
     batch_invariant: bool = False,
     crossings: Crossings = Crossings(),
-    **arrays: Tensor | None,
+    **arrays: Tensor | Selection | None,
 ) -> str:
     """The name of the backend that `backend=None` takes for a call.
 
@@ -167,6 +169,7 @@ def ragged_attention(
     batch_invariant: bool = False,
     sinks: Sinks | None = None,
     bias: Bias | None = None,
+    selection: Selection | None = None,
 ) -> Out | tuple[Out, Lse]:
     """`pagedattn.ragged_attention` on torch tensors: the same arguments, results and errors.
 
@@ -184,6 +187,6 @@ def ragged_attention(
     starts = nondecreasing(query_start_loc), nondecreasing(key_start_loc)
     batch = packed_batch(query.shape[0], *starts, *max_lens)
     cache = packed_cache(with_dense_rows(key), with_dense_rows(value))
-    options = {"backend": backend, "return_lse": return_lse, "sinks": sinks, "bias": bias}
-    options |= {"batch_invariant": batch_invariant}
+    flags = {"return_lse": return_lse, "batch_invariant": batch_invariant}
+    options = {"backend": backend, "sinks": sinks, "bias": bias, "selection": selection, **flags}
     return paged_attention(query, cache, batch, spec, **options)

@@ -161,22 +161,21 @@ def write_rows_(
 ) -> None:
     """`write_kv_` without its checks, under `torch.no_grad`; never waits for the device."""
     with on_device_of(cache.key):
-        for plane, tokens in zip(cache.planes, held(cache, (key, value)), strict=True):
-            rows.put_(bits(plane), bits(tokens))
+        for name, tokens in held(cache, (key, value)).items():
+            rows.put_(bits(getattr(cache, name)), bits(tokens))
 
 
 def require_planes(cache: KVCache, **rows: Tensor | None) -> None:
-    """Requires that torch can write rows such as these to every plane of a cache.
+    """Requires that torch can write rows such as these to every array of a cache.
 
     Asked before the first write, so keys never stand beside values of others.
 
     Raises:
       InvalidInputError: it can write to none or to some of them only.
     """
-    names = "the cache's key", "the cache's value"
-    planes = dict(zip(names, cache.planes, strict=False))
-    require_writable(**planes)
-    require_alike(**planes, **{name: array for name, array in rows.items() if array is not None})
+    arrays = {f"the cache's {name}": array for name, array in cache.by_slot.items()}
+    require_writable(**arrays)
+    require_alike(**arrays, **{name: array for name, array in rows.items() if array is not None})
 
 
 @torch.no_grad()
@@ -238,8 +237,8 @@ def swap_blocks_(
     src, dst = src.to(torch.int64), dst.to(src.device, torch.int64)
     copied = (src >= 0) & (dst >= 0)
     src, dst = src[copied], dst[copied]
-    planes = zip(src_cache.planes, dst_cache.planes, strict=True)
-    for source, target in (map(bits, pair) for pair in planes):
+    sources, targets = src_cache.by_slot, dst_cache.by_slot
+    for source, target in ((bits(sources[name]), bits(targets[name])) for name in targets):
         with on_device_of(source):
             blocks = source.index_select(0, src.to(source.device)).to(target.device)
         with on_device_of(target):

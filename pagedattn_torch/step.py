@@ -1,6 +1,7 @@
 """What the layers of a step share on torch tensors: the checked call, its backend and its plan."""
 
 import contextlib
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -17,12 +18,20 @@ from pagedattn import (
     InvalidInputError,
     KVCache,
     PagedAttentionError,
+    Selection,
     UnsupportedError,
 )
 from pagedattn._arrays.memory import is_fake, require_alike, require_dense
 from pagedattn._dispatch import emulate, select, validate
 from pagedattn._dispatch.call import Call, call_of, layer_of
-from pagedattn._dispatch.options import ARRAYS, facts_of, given_of, validate_arrays, validate_keys
+from pagedattn._dispatch.options import (
+    ARRAYS,
+    facts_of,
+    for_backends,
+    given_of,
+    validate_arrays,
+    validate_fit,
+)
 from pagedattn._dispatch.registry import Framework
 from pagedattn._dispatch.signatures import lists_arrays
 from pagedattn.batch import validate as validate_batch
@@ -73,7 +82,7 @@ class Step:
     @uncompiled
     @lists_arrays
     def attend(
-        self, query: Query, cache: KVCache, **arrays: Tensor | None
+        self, query: Query, cache: KVCache, **arrays: Tensor | Selection | None
     ) -> tuple[Out, Lse | None]:
         """Attention of one layer: out, and lse if the step was prepared with `return_lse`.
 
@@ -128,14 +137,14 @@ def prepare(
     backend: str | Backend | Crossings | None = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
-    **arrays: Tensor | None,
+    **arrays: Tensor | Selection | None,
 ) -> Step:
     """Does once what all layers of a step need: checks, chooses the backend, works out the batch.
 
     Layers with the same spec and sizes share it: call `attend(query, cache)` of the result for
     each. Of query and cache only shapes, dtypes, strides and the device matter here, of the arrays
-    (the keywords `sinks`, `bias` of `paged_attention`) only whether `attend` will be given them,
-    and the shape.
+    (the keywords `sinks`, `bias`, `selection` of `paged_attention`) only whether `attend` will be
+    given them, and the shape.
 
     Raises:
       InvalidInputError, UnsupportedError, BackendUnavailableError: as `paged_attention`.
@@ -171,6 +180,7 @@ def computed(
     errors = _refused() if is_fake(query) else contextlib.nullcontext()
     # Triton's and xFormers' kernels start on the current device.
     with on_device_of(query), without_autocast(query.device), errors:
+        options = for_backends(options, step.batch, step.call.block_size)
         return emulate.attend(backend, step.call, query, cache, step.plan, step.live, options)
 
 
@@ -185,7 +195,7 @@ def described(
     validate.attention(query, cache, tensors, spec, *flags)
     if options:
         _require_options(query, **options)
-        validate_keys(options, tensors.seq_lens)
+        validate_fit(options, cache, tensors)
     query = as_loaded(query, cache)
     call = call_of(query, cache, tensors, spec, *flags, **options)
     return call, _owned(batch, tensors, query.device), query
@@ -201,11 +211,24 @@ def _require_layer(query, cache):
 
 
 def _require_options(query, **given) -> None:
-    require_tensors(**given)
-    require_no_grad(*given.values())
+    tensors = _tensors_of(given)
+    require_tensors(**tensors)
+    require_no_grad(*tensors.values())
     validate_arrays(given, query)
-    require_beside("query", query, **given)
-    require_alike(query=query, **given)
+    require_beside("query", query, **tensors)
+    require_alike(query=query, **tensors)
+
+
+def _tensors_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors of options, those in records too, by the names that errors call them."""
+    tensors = {}
+    for name, value in given.items():
+        if dataclasses.is_dataclass(value):
+            own = (f.name for f in dataclasses.fields(value) if not f.metadata.get("static"))
+            tensors |= {f"{name}.{field}": getattr(value, field) for field in own}
+        else:
+            tensors[name] = value
+    return tensors
 
 
 def _owned(batch: BatchMetadata, tensors: BatchMetadata[Tensor], device) -> Sequences:

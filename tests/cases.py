@@ -21,16 +21,17 @@ from pagedattn.testing.strategies import BUCKETS, options_table, problems
 # The options that a backend may refuse; any other must support every one.
 REFUSING = {
     "ipex": (
-        *("alibi_slopes", "bias", "cache_dtype", "return_lse", "sinks", "sliding_window"),
-        "value_dim",
+        *("alibi_slopes", "bias", "cache_dtype", "return_lse", "selection", "sinks"),
+        *("sliding_window", "value_dim"),
     ),
+    "sdpa": ("selection",),
     "triton": ("bias",),
 }
 if can_load("sdpa"):
     from pagedattn_interop.backends import takes
 
     if not takes("float8_e5m2"):
-        REFUSING["sdpa"] = ("cache_dtype",)
+        REFUSING["sdpa"] += ("cache_dtype",)
 
 SIGNED = signed_slopes(4)  # ALiBi slopes of four heads
 ONE_BY_ONE = ("plain", "scale", "sliding_window", "logits_soft_cap", "alibi_slopes", "causal=False")

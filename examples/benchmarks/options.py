@@ -1,24 +1,34 @@
-"""What options cost or gain on one GPU: eight bits, sinks, shared prefixes, latent caches.
+"""What options cost or gain on one GPU: fewer bits, sinks, shared prefixes, latent caches.
 
     export PYTHONPATH=examples:. XLA_PYTHON_CLIENT_PREALLOCATE=false
     python -m benchmarks.options [-o docs/results/options.json]
 
-Each is a decode of 64 sequences in bfloat16 in `jax.jit`, beside the same without the option.
+Each is attention of bfloat16 queries in `jax.jit`, of 64 sequences unless it says otherwise, beside
+the same without the option; `RATIOS` says what is compared. A part: -k decode, -k prompts.
 """
 
 import argparse
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks.machine import caption, machine, write
-from benchmarks.random_arrays import BLOCK_SIZE, random_cache, random_decodes
+from benchmarks.random_arrays import BLOCK_SIZE, random_array, random_cache, random_decodes
 from benchmarks.timing import LAYERS, captured, layers_of, seconds_a_call, time_enqueued
-from pagedattn import KVCache, cascade_attention, make_batch, paged_attention, split_prefix
+from pagedattn import (
+    KVCache,
+    cascade_attention,
+    init_kv_cache,
+    init_latent_cache,
+    make_batch,
+    paged_attention,
+    split_prefix,
+    write_kv,
+)
 
 SEQS, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 64, 4096, 32, 8, 128
 SHARED, OWN = 8192, 128
@@ -38,7 +48,7 @@ def timed(call: Callable, query, cache, batch, num_keys: int, prepare=lambda bat
     program = jax.jit(lambda query, cache, batch: layers(query, cache, prepare(batch)))
     seconds = seconds_a_call(lambda: program(query, cache, batch)) / LAYERS
     slots = cache.num_blocks * cache.block_size
-    held = sum(plane.nbytes for plane in cache.planes)
+    held = sum(array.nbytes for array in cache.by_slot.values())
     return Timed(seconds * 1e6, held * num_keys // slots)
 
 
@@ -47,13 +57,43 @@ def planes(num_keys: int) -> tuple[int, ...]:
     return num_keys // BLOCK_SIZE, BLOCK_SIZE, KV_HEADS, HEAD_DIM
 
 
-def queries(heads: int = HEADS, size: int = HEAD_DIM):
-    return jax.random.normal(jax.random.key(1), (SEQS, heads, size), jnp.bfloat16)
+def queries(heads: int = HEADS, size: int = HEAD_DIM, tokens: int = SEQS):
+    return jax.random.normal(jax.random.key(1), (tokens, heads, size), jnp.bfloat16)
 
 
-def decode(dtype) -> Timed:
-    cache = random_cache(planes(SEQS * LENGTH), dtype)
-    return timed(paged_attention, queries(), cache, random_decodes(SEQS, LENGTH), SEQS * LENGTH)
+def cache_of(num_keys: int, dtype, scales: Any) -> KVCache:
+    """A cache of random keys and values, without scales or with those of tokens."""
+    if scales == "head":
+        return random_cache(planes(num_keys), dtype)
+    cache = init_kv_cache(*planes(num_keys), dtype=dtype, scales=scales)
+    return filled(cache, HEAD_DIM, HEAD_DIM)
+
+
+def filled(cache: KVCache, *columns: int) -> KVCache:
+    """A cache with random rows in every slot."""
+
+    @partial(jax.jit, donate_argnums=0)
+    def fill(cache):
+        shape, keys = (cache.num_slots, cache.num_kv_heads), jax.random.split(jax.random.key(0))
+        rows = [random_array(key, (*shape, n)) for key, n in zip(keys, columns, strict=False)]
+        value = rows[1] if len(rows) > 1 else None
+        return write_kv(cache, rows[0], value, jnp.arange(cache.num_slots))
+
+    return fill(cache)
+
+
+def decode(dtype, scales="head", seqs=SEQS, length=LENGTH) -> Timed:
+    cache, query = cache_of(seqs * length, dtype, scales), queries(tokens=seqs)
+    return timed(paged_attention, query, cache, random_decodes(seqs, length), seqs * length)
+
+
+def long_queries(dtype, scales="head", seqs=2, query_len=8192, context=0) -> Timed:
+    """Prompts, or chunks behind a context."""
+    length = context + query_len
+    cache, query = cache_of(seqs * length, dtype, scales), queries(tokens=seqs * query_len)
+    tables = random_decodes(seqs, length).block_tables
+    batch = make_batch([query_len] * seqs, [context] * seqs, tables, block_size=BLOCK_SIZE)
+    return timed(paged_attention, query, cache, batch, seqs * length)
 
 
 def sinks() -> Timed:
@@ -76,19 +116,19 @@ def cascade(query, cache, batch):
     return cascade_attention(query, cache, *batch)[0]
 
 
-def latent(backend: str) -> Timed:
+def latent(backend: str, dtype=jnp.bfloat16) -> Timed:
     """A latent cache of which the first columns are the values.
 
     Out is as narrow as they are: the next call waits for one element of it, in its queries.
     """
-    shape = SEQS * LENGTH // BLOCK_SIZE, BLOCK_SIZE, 1, LATENT
-    key = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
+    sizes = SEQS * LENGTH // BLOCK_SIZE, BLOCK_SIZE, LATENT, VALUES
+    scales = None if dtype == jnp.bfloat16 else "token"
+    cache = filled(init_latent_cache(*sizes, dtype, scales=scales), LATENT)
 
     def call(query, cache, batch):
         out = paged_attention(query, cache, batch, backend=backend)
         return query.at[0, 0, 0].set(out[0, 0, 0])
 
-    cache = KVCache(key, None, value_dim=VALUES)
     query = queries(LATENT_HEADS, LATENT)
     return timed(call, query, cache, random_decodes(SEQS, LENGTH), SEQS * LENGTH)
 
@@ -106,11 +146,31 @@ def latent_by_peer(name: str) -> Timed:
     return Timed(microseconds, 2 * SEQS * LENGTH * LATENT)
 
 
-WORK = {
-    "decode": partial(decode, jnp.bfloat16),
-    "decode, float8_e4m3fn": partial(decode, jnp.float8_e4m3fn),
-    "decode, float8_e5m2": partial(decode, jnp.float8_e5m2),
-    "decode, int8": partial(decode, jnp.int8),
+TOKENS = ", scales of tokens"
+KINDS = {
+    "": (jnp.bfloat16, "head"),
+    ", float8_e4m3fn": (jnp.float8_e4m3fn, "head"),
+    ", float8_e5m2": (jnp.float8_e5m2, "head"),
+    ", int8": (jnp.int8, "head"),
+    f", float8_e4m3fn{TOKENS}": (jnp.float8_e4m3fn, "token"),
+    f", int8{TOKENS}": (jnp.int8, "token"),
+    ", int4": ("int4", "token"),
+}
+FEW_KINDS = "", ", int8", f", int8{TOKENS}", ", int4"
+SMALL = {"decode, 1 x 1024": (1, 1024), "decode, 8 x 1024": (8, 1024)}
+LONG = {"prompts, 2 x 8192": (2, 8192, 0), "chunks, 128 on 4096": (64, 128, 4096)}
+WORK: dict[str, Callable[[], Timed]] = {
+    **{f"decode{name}": partial(decode, *kind) for name, kind in KINDS.items()},
+    **{
+        f"{work}{name}": partial(decode, *KINDS[name], *sizes)
+        for work, sizes in SMALL.items()
+        for name in FEW_KINDS
+    },
+    **{
+        f"{work}{name}": partial(long_queries, *KINDS[name], *sizes)
+        for work, sizes in LONG.items()
+        for name in FEW_KINDS
+    },
     "decode, sinks": sinks,
     "shared prefix": partial(behind_prefix, paged_attention),
     "shared prefix, cascade_attention": partial(behind_prefix, cascade, prepare=split_prefix),
@@ -119,6 +179,16 @@ WORK = {
     "latent cache, FlashInfer": partial(latent_by_peer, "FlashInfer"),
     "latent cache, FlashMLA": partial(latent_by_peer, "FlashMLA"),
     "latent cache, mosaic": partial(latent, "mosaic"),
+    "latent cache, triton, float8_e4m3fn": partial(latent, "triton", jnp.float8_e4m3fn),
+    "latent cache, triton, int8": partial(latent, "triton", jnp.int8),
+}
+# Beside which work each stands, where both were timed: of several names, of each.
+RATIOS = {
+    **{f"decode{name}": ("decode", "decode, float8_e4m3fn") for name in KINDS},
+    **{f"{work}{name}": (work,) for work in SMALL | LONG for name in FEW_KINDS},
+    "decode, sinks": ("decode",),
+    "latent cache, triton, float8_e4m3fn": ("latent cache, triton", "latent cache, mosaic"),
+    "latent cache, triton, int8": ("latent cache, triton", "latent cache, mosaic"),
 }
 
 
@@ -136,7 +206,12 @@ def main() -> None:
             rows[name] = WORK[name]()._asdict()
         except Exception as error:
             rows[name] = {"refused": str(error).partition("\n")[0]}
-        print(f"{name:34}{rows[name]}", flush=True)
+        print(f"{name:44}{rows[name]}", flush=True)
+    for name, others in RATIOS.items():
+        times = {each: rows.get(each, {}).get("microseconds") for each in (name, *others)}
+        for other in others:
+            if other != name and times[name] and times[other]:
+                print(f"{name:44}{times[name] / times[other]:6.2f} of the time of {other}")
     write(arguments.out, {"machine": about, "work": rows})
 
 

@@ -149,6 +149,7 @@ TABLES = {
     "h200_whole_step.json": steps_table,
     "h200_devices.json": devices_table,
     "cpu.json": cpu_table,
+    "cpu_amx.json": cpu_table,
     "cpu.json, layers": layers_table,
     "cpu_threads.json": threads_table,
 }

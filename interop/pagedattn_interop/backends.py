@@ -14,6 +14,7 @@ from pagedattn import UnsupportedError
 from pagedattn._dispatch.backend import Backend
 from pagedattn._dispatch.call import Call, layer_of
 from pagedattn.backends.gradient import with_xla_gradient
+from pagedattn.cache.packing import held_dtype
 from pagedattn_torch.arrays import without_autocast
 from pagedattn_torch.cache import set_rows_
 from pagedattn_torch.step import as_loaded
@@ -65,8 +66,9 @@ def _not_shared(call: Call) -> list[str]:
     if call.device not in SHARED_DEVICES:
         devices = " and ".join(SHARED_DEVICES)
         reasons.append(f"torch shares JAX's memory on {devices}, not on {call.device}")
-    if call.cache_dtype and not takes(call.cache_dtype):
-        reasons.append(f"cache_dtype: {_not_taken(call.cache_dtype)}")
+    held = held_dtype(call.cache_dtype)
+    if held and not takes(held):
+        reasons.append(f"cache_dtype: {_not_taken(held)}")
     return reasons
 
 

@@ -154,7 +154,7 @@ def _of_numpy(array):
 
 def _is_plane(array) -> bool:
     """Whether an array of integers is a plane of a quantised cache, and no table."""
-    return dtype_name(array.dtype) == "int8" and len(array.shape) == 4
+    return dtype_name(array.dtype) in ("int8", "uint8") and len(array.shape) == 4
 
 
 def _record(name, record):

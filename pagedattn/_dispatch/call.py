@@ -12,6 +12,8 @@ from .._arrays.inspect import dtype_name
 from .._arrays.memory import is_fake
 from .._arrays.namespace import cdiv
 from .._arrays.typing import TorchTensor
+from ..cache.packing import columns, meant_dtype
+from ..cache.quantise import of_tokens
 from ..spec import AttentionSpec, set_options
 from .crossings import Crossings
 from .options import facts_of
@@ -31,7 +33,8 @@ class Strides(NamedTuple):
 class Layer(NamedTuple):
     """The facts of a layer's own arrays, the query and the cache, that a call depends on.
 
-    value is the shape and dtype of the cache's value; None where a latent cache has none.
+    Shapes are in columns, however many a byte holds. value is the shape and dtype of the cache's
+    value; None where a latent cache has none.
     """
 
     query_shape: tuple[int, ...]
@@ -41,34 +44,41 @@ class Layer(NamedTuple):
     device: str
     strides: Strides
     cache_dtype: str | None
+    token_scales: bool
     value_dim: int | None
     fake_tensors: bool
 
 
 def layer_of(query, cache) -> Layer:
     """The facts of a layer's arrays, which may be traced."""
-    dtype, cache_dtype = dtype_name(query.dtype), dtype_name(cache.key.dtype)
+    dtype, cache_dtype = dtype_name(query.dtype), dtype_name(meant_dtype(cache.key.dtype))
     strides = *map(strides_of, (query, *cache.planes)), ()
     value = cache.value
     return Layer(
         query_shape=tuple(query.shape),
-        cache_shape=tuple(cache.key.shape),
-        value=None if value is None else (tuple(value.shape), dtype_name(value.dtype)),
+        cache_shape=(*cache.key.shape[:3], columns(cache.key)),
+        value=None if value is None else _plane_of(value),
         dtype=dtype,
         device=device_of(query),
         strides=Strides(*strides[:3]),
         cache_dtype=None if cache_dtype == dtype else cache_dtype,
+        token_scales=of_tokens(cache.key_scale),
         value_dim=value_dim_of(cache),
         fake_tensors=isinstance(query, TorchTensor) and any(map(is_fake, (query, *cache.planes))),
     )
+
+
+def _plane_of(value) -> tuple[tuple[int, ...], str]:
+    return (*value.shape[:3], columns(value)), dtype_name(meant_dtype(value.dtype))
 
 
 def value_dim_of(cache) -> int | None:
     """The columns of the values; None where those are a plane like the keys."""
     if cache.value is None:
         return cache.value_dim
-    value_dim = cache.value.shape[-1]
-    return None if value_dim == cache.key.shape[-1] else value_dim
+    if cache.value.shape[-1] == cache.key.shape[-1]:
+        return None
+    return columns(cache.value)
 
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -103,10 +113,12 @@ class Call:
     spec: AttentionSpec
     # From here on, what a cache or a caller may ask for beside the spec: options.
     cache_dtype: str | None = None  # that of a quantised cache; None: the cache is of `dtype`
+    token_scales: bool = False  # whether a quantised cache has scales of tokens; int4 has always
     value_dim: int | None = None  # columns of the values, if the cache is latent or not head_dim
     fake_tensors: bool = False  # torch's that have no memory: fake, functional, meta, wrapped ones
     sinks: bool = False  # whether the call brings them
     bias: tuple[int, ...] | None = None  # its shape, if the call brings one
+    selection: tuple[int, ...] | None = None  # the shape of its blocks, if the call brings one
     return_lse: bool = False
     batch_invariant: bool = False  # whether the bits of a token's results follow from it alone
     # No option: what `slower_because` compares the sizes with.
@@ -146,13 +158,14 @@ class Call:
             device=self.device,
             strides=self.strides,
             cache_dtype=self.cache_dtype,
+            token_scales=self.token_scales,
             value_dim=self.value_dim,
             fake_tensors=self.fake_tensors,
         )
 
     @property
     def cache_shape(self) -> tuple[int, int, int, int]:
-        """The shape of the cache's key."""
+        """The shape of the cache's key, in columns."""
         return self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim
 
     @cached_property
@@ -185,6 +198,13 @@ class Call:
         return self.max_blocks * self.block_size
 
     @cached_property
+    def num_listed(self) -> int:
+        """Blocks of a sequence that a KV head may attend to: all, or those of a selection."""
+        if self.selection is None:
+            return self.max_blocks
+        return min(self.selection[2], self.max_blocks)
+
+    @cached_property
     def window(self) -> int | None:
         """The sliding window; None also where it is too wide to hide anything.
 
@@ -201,9 +221,10 @@ class Call:
 
         The last of them is at the last key, so a window shows no more without causality.
         """
+        most = self.num_listed * self.block_size
         if self.window is None:
-            return self.capacity
-        return min(self.capacity, self.longest_query + self.window - 1)
+            return most
+        return min(most, self.longest_query + self.window - 1)
 
     @property
     def visible_blocks(self) -> int:
@@ -252,6 +273,7 @@ def call_of(
         return_lse=return_lse,
         batch_invariant=batch_invariant,
         cache_dtype=layer.cache_dtype,
+        token_scales=layer.token_scales,
         value_dim=layer.value_dim,
         fake_tensors=layer.fake_tensors,
         **facts_of(given),

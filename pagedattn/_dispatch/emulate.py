@@ -27,7 +27,8 @@ def attend(
     query = query if native.dtype == call.dtype else as_dtype(query, wide_dtype(query))
     around, supported, planes = [], {}, cache
     for name, of_cache in OF_CACHES.items():
-        for field in () if name in backend.supports else of_cache.fields:
+        natively = name in backend.supports or (of_cache.unless and getattr(call, of_cache.unless))
+        for field in () if natively else of_cache.fields:
             if getattr(cache, field) is not None:
                 around.append((of_cache.around, cache))
                 planes = replace(planes, **dict.fromkeys(of_cache.fields))

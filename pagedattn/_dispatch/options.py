@@ -18,6 +18,7 @@ from .._arrays.typing import is_torch
 from ..cache.kv_cache import KVCache
 from ..cache.quantise import scale_of_values, scaled
 from ..errors import InvalidInputError
+from ..selection.selection import Selection, in_order, require_fit, require_selection
 
 A = TypeVar("A")  # the arrays of a framework
 
@@ -27,6 +28,7 @@ class Arrays(TypedDict, Generic[A], total=False):
 
     sinks: A | None
     bias: A | None
+    selection: Selection | None
 
 
 def _as_it_is(query, _given, _live):
@@ -70,14 +72,17 @@ class Option:
     Fields:
       fact: `fact(array)` is what a `Call` says of it, in the field of the option's name.
       validate: `validate(array, query)` raises InvalidInputError unless they fit together.
-      validate_keys: `validate_keys(array, seq_lens)` does for known lengths of the sequences.
+      validate_fit: `validate_fit(array, cache, batch)` does for these, as far as values are
+        known.
+      as_given: `as_given(array, batch, block_size)` is what backends get of it.
       other_names: the keywords by which other libraries know it, and what to say to them.
       around: how it is done around a backend; None where only a backend can do it.
     """
 
     fact: Callable[[Any], Any]
     validate: Callable[[Any, Any], None]
-    validate_keys: Callable[[Any, Any], None] = lambda _array, _seq_lens: None
+    validate_fit: Callable[[Any, Any, Any], None] = lambda _array, _cache, _batch: None
+    as_given: Callable[[Any, Any, int], Any] = lambda array, _batch, _block_size: array
     other_names: Mapping[str, str] = field(default_factory=dict)
     around: Around | None = None
 
@@ -89,10 +94,12 @@ class OfCache:
     Fields:
       fields: those of the `KVCache` that hold it; None in all of them where there is none.
       around: how it is done around a backend.
+      unless: a fact of a call, if any, in which every backend gets them as they are.
     """
 
     fields: tuple[str, ...]
     around: Around
+    unless: str | None = None
 
 
 def given_of(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,10 +131,15 @@ def validate_arrays(given: Mapping[str, Any], query) -> None:
         ARRAYS[name].validate(array, query)
 
 
-def validate_keys(given: Mapping[str, Any], seq_lens) -> None:
-    """Requires arrays that fit the lengths of the sequences, where those are known."""
+def validate_fit(given: Mapping[str, Any], cache, batch) -> None:
+    """Requires arrays that fit a cache and a batch, and its lengths where those are known."""
     for name, array in given.items():
-        ARRAYS[name].validate_keys(array, seq_lens)
+        ARRAYS[name].validate_fit(array, cache, batch)
+
+
+def for_backends(given: Mapping[str, Any], batch, block_size: int) -> dict[str, Any]:
+    """The arrays as backends get them; `batch` are the sequences that they attend to."""
+    return {name: ARRAYS[name].as_given(array, batch, block_size) for name, array in given.items()}
 
 
 def _sinks(sinks, query):
@@ -175,14 +187,22 @@ def _bias(bias, query):
         )
 
 
-def _columns(bias, seq_lens):
+def _columns(bias, _cache, batch):
     """Requires, where lengths are known, a column for each key of a sequence."""
-    lens = known(seq_lens)
+    lens = known(batch.seq_lens)
     if lens is not None and not lens.max(initial=0) <= bias.shape[2]:
         raise InvalidInputError(
             f"bias must have a column for each key of the longest sequence, got {describe(bias)} "
             f"and seq_lens {lens}"
         )
+
+
+def _fits(selection, cache, batch):
+    require_fit(selection, batch.num_seqs, cache.num_kv_heads)
+
+
+def _in_order(selection, batch, block_size):
+    return in_order(selection, batch.seq_lens, block_size, batch.max_blocks)
 
 
 def _query_with_scales(query, cache: KVCache, live):
@@ -226,6 +246,16 @@ ARRAYS: dict[str, Option] = {
         _columns,
         other_names=dict.fromkeys(_MASKS, _HIDES) | {"attn_bias": _ADDS},
     ),
+    "selection": Option(
+        lambda selection: tuple(selection.blocks.shape),
+        lambda selection, _query: require_selection(selection),
+        _fits,
+        _in_order,
+        other_names=dict.fromkeys(
+            ("block_indices", "selected_blocks", "topk_indices"),
+            "selection=Selection(blocks) chooses the blocks of each sequence and KV head",
+        ),
+    ),
 }
 
 SCALES = "scales"
@@ -242,6 +272,7 @@ OF_CACHES: dict[str, OfCache] = {
             fact="cache_dtype",
             needs_live=lambda array: not is_torch(array),  # its tensors have no gradients
         ),
+        unless="token_scales",
     ),
 }
 AROUND: dict[str, Around] = {

@@ -1,4 +1,8 @@
-"""Caches in eight bits: what they hold stands for `held * scale`. For arrays of any framework."""
+"""Quantised caches: what they hold stands for `held * scale`. For arrays of any framework.
+
+A scale is that of all, of each KV head, or of each token and KV head, which a write computes; in
+four bits of each group of columns of these.
+"""
 
 import functools
 import operator
@@ -11,11 +15,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
-from .._arrays.inspect import dtype_of
 from .._arrays.namespace import as_dtype, namespace, wide_dtype
+from .packing import PACKED, group_of, is_packed, name_of, packed, unpacked
 
-# The largest value of each dtype; what lies beyond is written as it.
+# The largest value of each dtype of eight bits; what lies beyond is written as it.
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
+# The least and the largest scale of tokens. Subnormal numbers, which some devices take for 0, are 0
+# in all dtypes when they are divided by the least of float32.
+BOUNDS = {"float32": (2.0**-100, 2.0**127), "float16": (2.0**-14, 65504.0)}
 
 
 @functools.cache
@@ -25,16 +32,16 @@ def largest(dtype: Hashable) -> float | None:
     >>> largest("int8"), largest("bfloat16")
     (127.0, None)
     """
-    return LARGEST.get(getattr(dtype_of(dtype), "name", ""))
+    return (LARGEST | PACKED).get(name_of(dtype))
 
 
 def quantised(
-    rows: Float[Any, "*rows num_kv_heads head_dim"], dtype, scale: Float[Any, "*heads"] | None
-) -> Shaped[Any, "*rows num_kv_heads head_dim"]:
+    rows: Float[Any, "*rows num_kv_heads head_dim"], dtype, scale: Float[Any, "*scale"] | None
+) -> Shaped[Any, "*rows num_kv_heads held_dim"]:
     """Keys or values as a cache of a dtype holds them: divided by the scale, rounded, saturating.
 
     To the nearest, ties to even. What is beyond the largest value, infinity too, becomes it; NaN
-    stays NaN, or becomes 0 in int8. Rows for a cache that is not quantised stay as they are.
+    stays NaN, or becomes 0 in integers. Rows for a cache that is not quantised stay as they are.
 
     >>> quantised(jnp.array([[0.7, -1e9]]), jnp.int8, jnp.float32(0.5)).tolist()
     [[1, -127]]
@@ -42,15 +49,89 @@ def quantised(
     bound = largest(dtype)
     if bound is None:
         return rows
-    xp = namespace(rows)
+    xp, name = namespace(rows), name_of(dtype)
     wide = as_dtype(rows, xp.float32)
     if scale is not None:
         divide = _divided if xp is jnp else operator.truediv
-        wide = divide(wide, as_dtype(scale, xp.float32).reshape(*[1] * (rows.ndim - 2), -1, 1))
+        wide = divide(wide, _of_columns(as_dtype(scale, xp.float32), wide.shape))
     wide = xp.clip(wide, -bound, bound)
-    if dtype_of(dtype) == "int8":
+    if name in ("int8", "int4"):
         wide = xp.round(xp.nan_to_num(wide))
-    return as_dtype(wide, dtype)
+    return packed(as_dtype(wide, xp.int8)) if name == "int4" else as_dtype(wide, dtype)
+
+
+def _of_columns(
+    scale: Float[Any, "*scale"], shape: tuple[int, ...]
+) -> Float[Any, "*rows num_kv_heads one_or_head_dim"]:
+    """Scales as factors on rows `[..., num_kv_heads, head_dim]`: of heads, tokens, or groups."""
+    if scale.ndim < len(shape) - 1:
+        return scale.reshape(*[1] * (len(shape) - 2), -1, 1)
+    if scale.ndim < len(shape):
+        return scale[..., None]
+    group = shape[-1] // scale.shape[-1]
+    spread = namespace(scale).broadcast_to(scale[..., None], (*scale.shape, group))
+    return spread.reshape(shape)
+
+
+def row_scales(
+    rows: Float[Any, "*rows num_kv_heads head_dim"], dtype
+) -> Float[Any, "*rows_and_groups"]:
+    """The scales of new keys or values: of each token and KV head, in four bits of each group.
+
+    The largest magnitude, NaN and infinities left out, times the float32 nearest to 1 / the dtype's
+    largest value: a product has the same bits everywhere, a quotient has not. Within `BOUNDS`; 1
+    where all are zeros.
+
+    >>> row_scales(jnp.array([[[0.0, -63.5], [0.0, 0.0]]]), "int8").tolist()
+    [[0.5, 1.0]]
+    """
+    xp = namespace(rows)
+    sizes = abs(as_dtype(rows, xp.float32))
+    sizes = xp.where(xp.isfinite(sizes), sizes, 0.0)
+    shape, held = scale_shape(rows.shape, dtype), scale_dtype(dtype)
+    group = group_of(rows.shape[-1]) if name_of(dtype) in PACKED else rows.shape[-1]
+    most = xp.amax(sizes.reshape(*shape, group), -1)
+    scale = xp.clip(most * (1 / (largest(dtype) or 1.0)), *BOUNDS[held])
+    scale = xp.where(most >= _NORMAL, scale, 1.0)
+    if xp is jnp:
+        # XLA leaves out the conversion to float16 and back before `quantised` divides.
+        bits = jnp.finfo(held)
+        scale = lax.stop_gradient(lax.reduce_precision(scale, bits.nexp, bits.nmant))
+    return as_dtype(scale, getattr(xp, held))
+
+
+def dequantised(
+    rows: Shaped[Any, "*rows num_kv_heads held_dim"], scale: Float[Any, "*scale"] | None, dtype
+) -> Float[Any, "*rows num_kv_heads head_dim"]:
+    """What rows of a cache stand for, rounded once to a dtype; without a scale, as they are held.
+
+    >>> dequantised(jnp.array([[2, -4]], jnp.int8), jnp.float32([0.5]), jnp.float32).tolist()
+    [[1.0, -2.0]]
+    """
+    rows = unpacked(rows) if is_packed(rows.dtype) else rows
+    if scale is None:
+        return as_dtype(rows, dtype)
+    xp = namespace(rows)
+    wide = xp.float64 if dtype == xp.float64 else xp.float32
+    factors = _of_columns(as_dtype(scale, wide), rows.shape)
+    return as_dtype(as_dtype(rows, wide) * factors, dtype)
+
+
+def scale_dtype(dtype) -> str:
+    """The dtype of the scales of tokens in a cache of a dtype."""
+    return "float16" if name_of(dtype) in PACKED else "float32"
+
+
+def scale_shape(shape: tuple[int, ...], dtype) -> tuple[int, ...]:
+    """The shape of tokens' scales for rows `[..., head_dim]` in a cache of a dtype."""
+    if name_of(dtype) not in PACKED:
+        return shape[:-1]
+    return (*shape[:-1], shape[-1] // group_of(shape[-1]))
+
+
+def of_tokens(scale) -> bool:
+    """Whether scales are those of tokens, and no number or one for each head."""
+    return scale is not None and scale.ndim > 1
 
 
 @jax.jit
@@ -78,6 +159,7 @@ def _divided(rows: Float[Array, "*rows"], scale: Float[Array, "*ones"]) -> Float
 _bits = partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
 _floats = partial(lax.bitcast_convert_type, new_dtype=jnp.float32)
 _BEYOND = 2.0**16  # above the largest of all dtypes
+_NORMAL = 2.0**-126  # the smallest normal number of float32
 _A_QUARTER = 1 << 14  # of the step between numbers of eight bits: float16 holds it too
 
 
@@ -96,17 +178,21 @@ def scaled(
     return as_dtype(product, rows.dtype).reshape(rows.shape)
 
 
-def held(cache, rows: Iterable[Any]) -> list[Any]:
-    """New keys and values as a cache holds them, one for each of its planes.
+def held(cache, rows: Iterable[Any]) -> dict[str, Any]:
+    """New keys and values as a cache holds them, by its fields, with the scales of its tokens.
 
     >>> from types import SimpleNamespace as Cache
     >>> cache = Cache(planes=[0], dtype="int8", key_scale=jnp.float32(2), value_scale=None)
-    >>> [plane.tolist() for plane in held(cache, [jnp.array([[4.0]]), None])]
-    [[[2]]]
+    >>> {name: rows.tolist() for name, rows in held(cache, [jnp.array([[4.0]]), None]).items()}
+    {'key': [[2]]}
     """
-    scales = cache.key_scale, cache.value_scale
-    of_planes = zip(cache.planes, rows, scales, strict=False)
-    return [quantised(new, cache.dtype, scale) for _, new, scale in of_planes]
+    made = {}
+    for _, name, new in zip(cache.planes, ("key", "value"), rows, strict=False):
+        scale = getattr(cache, f"{name}_scale")
+        if of_tokens(scale):
+            scale = made[f"{name}_scale"] = row_scales(new, cache.dtype)
+        made[name] = quantised(new, cache.dtype, scale)
+    return made
 
 
 def scale_of_values(cache) -> Any:

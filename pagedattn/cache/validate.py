@@ -19,9 +19,10 @@ from .._arrays.checks import (
     known_sizes,
     packed,
 )
-from .._arrays.inspect import describe, is_floating, is_integer, known, shown
+from .._arrays.inspect import describe, dtype_name, is_floating, is_integer, known, shown
 from ..errors import InvalidInputError
-from .quantise import LARGEST, largest
+from .packing import PACKED, columns, is_packed, meant_dtype, name_of
+from .quantise import LARGEST, largest, of_tokens, scale_dtype, scale_shape
 
 
 def cache_shape(shape, dtype) -> tuple[int, ...]:
@@ -36,9 +37,37 @@ def cache_shape(shape, dtype) -> tuple[int, ...]:
     known_dtype = isinstance(dtype, Hashable) and (is_floating(dtype) or largest(dtype) is not None)
     if not known_dtype:
         raise InvalidInputError(
-            f"a cache's dtype must be floating or int8, such as jnp.bfloat16, got {shown(dtype)}"
+            "a cache's dtype must be floating, int8 or int4, such as jnp.bfloat16, got "
+            f"{shown(dtype)}"
         )
     return tuple(map(operator.index, shape))
+
+
+def whole_bytes(shapes, dtype) -> None:
+    """Requires that numbers of four bits fill the bytes of a row."""
+    odd = [shape[3] for shape in shapes if shape[3] % 2]
+    if odd and name_of(dtype) in PACKED:
+        raise InvalidInputError(
+            f"head_dim and value_dim of {name_of(dtype)}, two numbers a byte, must be even, got "
+            f"{odd[0]}"
+        )
+
+
+def kind_of_scales(scales, dtype, given) -> str:
+    """Whether a new cache has scales of heads or of tokens: "head" or "token"."""
+    packs, quantised = name_of(dtype) in PACKED, largest(dtype) is not None
+    kind = ("token" if packs else "head") if scales is None else scales
+    fits = kind == "token" if packs else kind in (("head", "token") if quantised else ("head",))
+    if not fits:
+        raise InvalidInputError(
+            'scales must be "head", or of a quantised cache "token", which int4 has always, got '
+            f"{shown(scales)} for {shown(dtype)}"
+        )
+    if kind == "token" and any(scale is not None for scale in given):
+        raise InvalidInputError(
+            "key_scale and value_scale must be None with scales of tokens, which write_kv computes"
+        )
+    return kind
 
 
 # Of caches that exist: an eager call asks for each layer.
@@ -66,7 +95,12 @@ def kv_cache(cache) -> None:
             "a cache's key must be [num_blocks, block_size, num_kv_heads, head_dim], got "
             f"{describe(key)}"
         )
-    _shape_fits(tuple(key.shape), key.dtype)
+    if name_of(key.dtype) in PACKED:
+        raise InvalidInputError(
+            f"the planes of an {key.dtype} cache are uint8, two numbers a byte, got "
+            f"{describe(key)}: init_kv_cache makes them"
+        )
+    _shape_fits((*key.shape[:3], columns(key)), meant_dtype(key.dtype))
     value_plane(cache)
     scales(cache)
 
@@ -79,28 +113,52 @@ def of_heads(cache_type: type) -> dict[str, bool]:
 
 
 def scales(cache) -> None:
-    """Requires scales of quantised caches only, one or one for each KV head, above 0."""
+    """Requires scales of quantised caches only: numbers above 0, or those of tokens for all."""
+    some = is_packed(cache.key.dtype)
     for name, of_quantised in of_heads(type(cache)).items():
         scale = getattr(cache, name)
         if scale is not None:
             _scale(f"the cache's {name}", scale, cache, of_quantised)
+            some = some or of_tokens(scale)
+    if some:
+        _of_tokens(cache)
 
 
 def _scale(name, scale, cache, of_quantised):
     an_array(name, scale)
+    if of_quantised and largest(meant_dtype(cache.key.dtype)) is None:
+        raise InvalidInputError(
+            f"{name} is for a cache of {', '.join(LARGEST | PACKED)}, this one is {cache.dtype}"
+        )
+    if of_quantised and of_tokens(scale):
+        return  # their values are as many as rows, and those of no token may be anything
     shapes = ((), (cache.num_kv_heads,))
     if not (tuple(scale.shape) in shapes and is_floating(scale.dtype)):
         raise InvalidInputError(
             f"{name} must be one floating number, or [num_kv_heads] = {shapes[1]}, got "
             f"{describe(scale)}"
         )
-    if of_quantised and largest(cache.dtype) is None:
-        raise InvalidInputError(
-            f"{name} is for a cache of {', '.join(LARGEST)}, this one is {cache.dtype}"
-        )
     values = known(scale)
     if values is not None and not bool((np.isfinite(values) & (values > 0)).all()):
         raise InvalidInputError(f"{name} must be above 0, got {values}")
+
+
+def _of_tokens(cache):
+    """Requires scales of tokens for every plane."""
+    named = {"key_scale": cache.key}
+    if cache.value is not None:
+        named["value_scale"] = cache.value
+    dtype = meant_dtype(cache.key.dtype)
+    for name, plane in named.items():
+        scale = getattr(cache, name, None)
+        shape = scale_shape((*plane.shape[:3], columns(plane)), dtype)
+        expected = f"{scale_dtype(dtype)}{list(shape)}"
+        got = None if scale is None else f"{dtype_name(scale.dtype)}{list(scale.shape)}"
+        if got != expected:
+            raise InvalidInputError(
+                f"the cache's {name} must be {expected}, scales for each token of its {dtype} "
+                f"plane, got {got}"
+            )
 
 
 def goes_with(dtype, cache_dtype) -> bool:
@@ -132,20 +190,19 @@ def _plane(value, given, key):
             "a cache's key and value must be [num_blocks, block_size, num_kv_heads, head_dim] and "
             f"[..., value_dim] of one dtype, got {describe(key)} and {describe(value)}"
         )
-    value_dim = value.shape[3]
-    if not value_dim > 0:
+    if not value.shape[3] > 0:
         raise InvalidInputError(
             f"a cache's value must have a column at least, got {describe(value)}"
         )
-    if given is not None and not (is_static_count(given) and given == value_dim):
+    if given is not None and not (is_static_count(given) and given == columns(value)):
         raise InvalidInputError(
-            f"value_dim of a cache with a value is its last axis, {value_dim}: leave it out, got "
-            f"{shown(given)}"
+            f"value_dim of a cache with a value is its last axis, {columns(value)}: leave it out, "
+            f"got {shown(given)}"
         )
 
 
 def _latent(value_dim, cache):
-    head_dim = cache.key.shape[3]
+    head_dim = columns(cache.key)
     if not (is_static_count(value_dim) and value_dim <= head_dim):
         raise InvalidInputError(
             "a cache without a value needs value_dim, the number of its key's columns that are "
@@ -224,12 +281,13 @@ def _rows(name, axes, rows, plane, num_tokens):
     an_array(name, rows)
     known_sizes(name, rows)
     packed(name, rows)
-    fits = rows.ndim == 3 and rows.shape[1:] == plane.shape[2:]
+    dtype, shape = meant_dtype(plane.dtype), (plane.shape[2], columns(plane))
+    fits = rows.ndim == 3 and tuple(rows.shape[1:]) == shape
     fits = fits and num_tokens in ("num_tokens", rows.shape[0])
-    if not (fits and goes_with(rows.dtype, plane.dtype)):
+    if not (fits and goes_with(rows.dtype, dtype)):
         raise InvalidInputError(
-            f"{name} must be {axes} = [{num_tokens}, {plane.shape[2]}, {plane.shape[3]}] of "
-            f"{dtypes_for(plane.dtype)}, got {describe(rows)}"
+            f"{name} must be {axes} = [{num_tokens}, {shape[0]}, {shape[1]}] of "
+            f"{dtypes_for(dtype)}, got {describe(rows)}"
         )
 
 
@@ -255,6 +313,8 @@ def _same_scales(name, src, dst):
         return
     values = [None if scale is None else known(scale) for scale in (src, dst)]
     equal = (src is None) == (dst is None) and src.shape == dst.shape
+    if of_tokens(src) and of_tokens(dst):
+        return  # they are copied with their blocks, and `kv_cache` has held them to the planes
     if equal and not any(value is None for value in values):
         equal = (values[0] == values[1]).all()
     if not equal:

@@ -131,7 +131,7 @@ def _by_jax(kept: Recorded) -> dict[str, Run | list[str]]:
     """The call by each backend for JAX arrays, or why it refuses it."""
     problem, options = kept.problem, _options(kept)
     arrays = jnp.asarray(problem.query), cache_of(problem), batch_of(problem), problem.spec
-    given: dict[str, Any] = {name: jnp.asarray(array) for name, array in problem.arrays.items()}
+    given: dict[str, Any] = jax.tree.map(jnp.asarray, problem.arrays)
 
     def run(name):
         results = attend_in_jit(*arrays, backend=name, **options, **given)
@@ -160,7 +160,10 @@ def _by_torch(kept: Recorded) -> dict[str, Run | list[str]]:
     held = {n: x for n, x in vars(cache).items() if isinstance(x, np.ndarray)}
     cache = dataclasses.replace(cache, **{name: tensor(name, x) for name, x in held.items()})
     arrays = tensor("query", problem.query), cache, batch_of(problem), problem.spec
-    given = {name: tensor(name, array) for name, array in problem.arrays.items()}
+    given: dict[str, Any] = {
+        name: jax.tree.map(functools.partial(tensor, name), array)
+        for name, array in problem.arrays.items()
+    }
 
     def run(name):
         results = torch_side.paged_attention(*arrays, backend=name, **options, **given)

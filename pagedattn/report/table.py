@@ -106,9 +106,9 @@ def call(request: Request, normal: Callable = jnp.zeros) -> tuple:
 
 
 def _cache(request: Request, query, shape: tuple[int, ...], normal: Callable) -> KVCache:
-    """A quantised one has no scales: those of layers come with each call."""
+    """A quantised one has scales of tokens or none: those of layers come with each call."""
     kinds = dict(request.cache)
-    dtype = kinds.pop("cache_dtype", None)
+    dtype = None if "token_scales" in kinds else kinds.pop("cache_dtype", None)
     plane = np.asarray(normal((*shape[:3], HEAD_DIM), request.dtype))
     problem = Problem(np.asarray(query), plane, plane, [], [], [], request.spec)
     cache = problem_cache(with_kinds(problem, kinds))
@@ -120,8 +120,12 @@ def _cache(request: Request, query, shape: tuple[int, ...], normal: Callable) ->
 def keywords(request: Request, normal: Callable = jnp.zeros) -> dict:
     """The keyword arguments of a request."""
     num_tokens, max_keys = (sum(lens) for lens in zip(*request.lengths, strict=True))
-    sizes = Sizes(num_tokens, NUM_HEADS, max_keys)
-    arrays = {name: normal(ARRAYS[name].shape(sizes), "float32") for name in request.arrays}
+    num_seqs, num_kv_heads = len(request.lengths), request.num_kv_heads
+    sizes = Sizes(num_tokens, NUM_HEADS, max_keys, num_seqs, num_kv_heads, max_keys)
+    arrays = {}
+    for name in request.arrays:
+        option = ARRAYS[name]
+        arrays[name] = option.as_given(normal(option.shape(sizes), option.dtype))
     flags = {"return_lse": request.return_lse, "batch_invariant": request.batch_invariant}
     return flags | arrays
 

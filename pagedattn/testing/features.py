@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import ml_dtypes  # noqa: F401  (teaches NumPy the names of float8)
 import numpy as np
 
-from ..cache.quantise import LARGEST
+from ..cache.packing import name_of, packed
+from ..cache.quantise import LARGEST, largest, scale_dtype, scale_shape
+from ..selection.selection import Selection
 from ..spec import AttentionSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -31,16 +33,22 @@ class Sizes(NamedTuple):
     num_tokens: int
     num_heads: int
     max_keys: int
+    num_seqs: int
+    num_kv_heads: int
+    max_blocks: int
 
 
 class ArrayOption(NamedTuple):
     """An option of a call that is an array: its shape, and what random ones are like.
 
-    `fill(rng, array)` changes an array of unit normal numbers in place.
+    `fill(rng, array)` changes an array of unit normal numbers in place. `as_given(array)` is what
+    the library takes for it.
     """
 
     shape: Callable[[Sizes], tuple[int, ...]]
     fill: Callable[[np.random.Generator, np.ndarray], None]
+    dtype: str = "float32"
+    as_given: Callable[[Any], Any] = lambda array: array
 
 
 def _none_of_the_last_head(_rng, sinks):
@@ -53,11 +61,22 @@ def _hide_some_keys(rng, bias):
     bias[rng.random(bias.shape[:2]) < 1 / 10] = -np.inf
 
 
+def _any_blocks(rng, blocks):
+    """About two thirds of a sequence's, some of them twice, and some that it does not have."""
+    blocks[:] = rng.integers(-1, blocks.shape[-1], blocks.shape)
+
+
 # By the keywords of `paged_attention`.
 ARRAYS = {
     "sinks": ArrayOption(lambda sizes: (sizes.num_heads,), _none_of_the_last_head),
     "bias": ArrayOption(
         lambda sizes: (sizes.num_tokens, sizes.num_heads, max(1, sizes.max_keys)), _hide_some_keys
+    ),
+    "selection": ArrayOption(
+        lambda sizes: (sizes.num_seqs, sizes.num_kv_heads, max(1, sizes.max_blocks)),
+        _any_blocks,
+        "int32",
+        Selection,
     ),
 }
 
@@ -72,7 +91,7 @@ def _latent(problem, _yes: bool):
 
 
 def _quantised(problem, cache_dtype):
-    """Caches of eight bits: what they hold is what they are said to hold."""
+    """Quantised caches: what they hold is what they are said to hold."""
     dtype, heads = np.dtype(cache_dtype), problem.key_cache.shape[2]
     step = np.float32(0.01 if dtype == np.int8 else 0.1)
     scales = np.resize(np.array([3, 2], np.float32), heads) * step, np.asarray(5 * step)
@@ -84,27 +103,48 @@ def _quantised(problem, cache_dtype):
 
 
 def _held(plane, scale, dtype):
-    held = plane.astype(np.float32) / scale.reshape(-1, 1)
-    return (np.rint(held) if dtype == np.int8 else held).clip(-127, 127).astype(dtype)
+    held, bound = plane.astype(np.float32) / scale.reshape(-1, 1), min(127, largest(dtype) or 127)
+    return (
+        (np.rint(held) if dtype.name in ("int8", "int4") else held)
+        .clip(-bound, bound)
+        .astype(dtype)
+    )
+
+
+def _with_token_scales(problem, _yes: bool):
+    """Quantised caches whose tokens have scales about those of their heads; int4 as bytes."""
+    rng, changes = np.random.default_rng(1), {}
+    for name in ("key", "value"):
+        plane, scale = (getattr(problem, f"{name}_{what}") for what in ("cache", "scale"))
+        if plane is None:
+            continue
+        shape, dtype = scale_shape(plane.shape, plane.dtype), plane.dtype
+        of_heads = np.resize(scale, shape[2]).reshape(-1, *[1] * (len(shape) - 3))
+        scales = (rng.uniform(0.5, 2, shape) * of_heads).astype(scale_dtype(dtype))
+        held = packed(plane.astype(np.int8)) if name_of(dtype) == "int4" else plane
+        changes |= {f"{name}_cache": held, f"{name}_scale": scales}
+    return problem.replace(**changes)
 
 
 # Dtypes of caches that any query goes with.
 CACHE_DTYPES = tuple(LARGEST)
 # What caches differ in, and how a problem whose cache is plain gets it: the columns of the values,
 # whether these are some of the keys', the dtype with a scale for each KV head of the keys and one
-# of the values.
+# of the values, or with scales of tokens.
 CACHES: dict[str, Callable[[Any, Any], Any]] = {
     "value_dim": _with_columns,
     "latent": _latent,
     "cache_dtype": _quantised,
+    "token_scales": _with_token_scales,
 }
-# All that goes together with causal attention over any cache.
+# All that goes together with causal attention over any cache, in most backends.
 EVERY = {
     "scale": 0.4,
     "sliding_window": 9,
     "logits_soft_cap": 2.0,
     "alibi_slopes": signed_slopes,
-    **dict.fromkeys(ARRAYS, True),
+    "sinks": True,
+    "bias": True,
 }
 # Fields of a spec, arrays, and what caches differ in; alone and together. A function is called with
 # the number of query heads; the arrays of a problem are made with it.
@@ -116,11 +156,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "alibi_slopes": {"alibi_slopes": signed_slopes},
     **{name: {name: True} for name in ARRAYS},
     "cache_dtype": {"cache_dtype": "float8_e4m3fn"},
+    "token_scales": {"cache_dtype": "int8", "token_scales": True},
+    "int4": {"cache_dtype": "int4", "token_scales": True},
     "value_dim": {"value_dim": 8},
     "latent": {"value_dim": 8, "latent": True},
+    "latent, token_scales": {
+        "cache_dtype": "float8_e4m3fn",
+        "token_scales": True,
+        "value_dim": 8,
+        "latent": True,
+    },
+    "selection, all": EVERY | {"selection": True, "cache_dtype": "float8_e4m3fn"},
+    "selection, causal=False": {"selection": True, "causal": False, "sliding_window": 4},
+    "selection, token_scales": {"selection": True, "cache_dtype": "int4", "token_scales": True},
     "causal=False": {"causal": False},
     "causal=False, sliding_window": {"causal": False, "sliding_window": 4},
     "all": EVERY | {"cache_dtype": "float8_e5m2"},
+    "token_scales, all": EVERY | {"cache_dtype": "float8_e4m3fn", "token_scales": True},
     "latent, all": EVERY | {"cache_dtype": "float8_e4m3fn", "value_dim": 8, "latent": True},
     "causal=False, all": {
         "causal": False,

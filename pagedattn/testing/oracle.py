@@ -10,7 +10,7 @@ class Head(NamedTuple):
     """What one query head of one sequence sees, in float64.
 
     `rows` is a slice of the token axis; query is `[q, head_dim]`, keys are `[k, head_dim]` and
-    values `[k, value_dim]`, both 0 where no query of the sequence looks, distance and visible
+    values `[k, value_dim]`, both 0 where no query of the head looks, distance and visible
     `[q, k]`. sink is a logit without a value, -inf for none, and bias `[q, k]` is added to the
     logits.
     """
@@ -38,18 +38,58 @@ def visible_keys(query_len: int, seq_len: int, spec: Any) -> np.ndarray:
     return seen
 
 
+def chosen_keys(
+    selection: np.ndarray | None, seq: int, seq_len: int, block_size: int, num_kv_heads: int
+) -> np.ndarray:
+    """bool `[k, num_kv_heads]`: the keys of a sequence whose blocks each KV head attends to."""
+    if selection is None:
+        return np.ones((seq_len, num_kv_heads), bool)
+    sets = [set(row.tolist()) for row in selection[seq]]
+    seen = [[j // block_size in blocks for blocks in sets] for j in range(seq_len)]
+    return np.array(seen, bool).reshape(seq_len, num_kv_heads)
+
+
 def walk(
     pool: np.ndarray,
     table: Sequence[int] | np.ndarray,
     wanted: np.ndarray,
     scale: np.ndarray | None,
 ) -> np.ndarray:
-    """float64 `[k, num_kv_heads, dim]`: the wanted tokens one by one, zeros for the others."""
-    block_size = pool.shape[1]
-    tokens = np.zeros((len(wanted), *pool.shape[2:]))
-    for j in np.flatnonzero(wanted):
-        tokens[j] = pool[int(table[j // block_size]), j % block_size].astype(np.float64)
-    return tokens if scale is None else tokens * np.float64(scale).reshape(-1, 1)
+    """float64 `[k, num_kv_heads, dim]`: the wanted tokens one by one, zeros for the others.
+
+    wanted is bool `[k, num_kv_heads]`.
+    """
+    block_size, num_kv_heads = pool.shape[1:3]
+    tokens = np.zeros((len(wanted), num_kv_heads, width(pool)))
+    for j in np.flatnonzero(wanted.any(1)):
+        slot, heads = (int(table[j // block_size]), j % block_size), wanted[j]
+        tokens[j, heads] = numbers(pool[slot][heads])
+        if scale is not None:
+            by_head = factors(scale if np.ndim(scale) < 2 else scale[slot], tokens[j].shape)
+            tokens[j, heads] *= by_head[heads]
+    return tokens
+
+
+def factors(scale: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """float64 `shape`: one scale, or that of each head, or of each group of a head's columns."""
+    num_kv_heads, dim = shape
+    by_head = np.float64(scale)
+    by_head = np.full((num_kv_heads, 1), by_head) if by_head.size == 1 else by_head
+    by_head = by_head.reshape(num_kv_heads, -1)
+    return np.repeat(by_head, dim // by_head.shape[1], axis=1)
+
+
+def numbers(held: np.ndarray) -> np.ndarray:
+    """float64: what rows hold. uint8 is two numbers of four bits, those of the first half low."""
+    if held.dtype != np.uint8:
+        return held.astype(np.float64)
+    four = np.concatenate([held % 16, held // 16], axis=-1).astype(np.float64)
+    return np.where(four < 8, four, four - 16)
+
+
+def width(pool: np.ndarray) -> int:
+    """The numbers in a row."""
+    return pool.shape[3] * (2 if pool.dtype == np.uint8 else 1)
 
 
 def heads(
@@ -65,14 +105,17 @@ def heads(
     key_scale: np.ndarray | None = None,
     value_scale: np.ndarray | None = None,
     value_dim: int | None = None,
+    selection: np.ndarray | None = None,
 ) -> Iterator[Head]:
     """Every query head of every sequence, with exactly the keys that the contract lets it see."""
-    group = query.shape[1] // key_cache.shape[2]
+    _, block_size, num_kv_heads, _ = key_cache.shape
+    group = query.shape[1] // num_kv_heads
     for s, seq_len in enumerate(int(n) for n in seq_lens):
         rows = slice(int(query_start_loc[s]), int(query_start_loc[s + 1]))
         query_len = rows.stop - rows.start
         visible = visible_keys(query_len, seq_len, spec)
-        wanted = wanted_keys(visible, bias, rows)
+        chosen = chosen_keys(selection, s, seq_len, block_size, num_kv_heads)
+        wanted = wanted_keys(visible, bias, rows)[:, None] & chosen
         keys = walk(key_cache, block_tables[s], wanted, key_scale)
         if value_cache is None:
             values = keys[:, :, :value_dim]
@@ -85,7 +128,8 @@ def heads(
             kv = h // group
             sink = -np.inf if sinks is None else float(sinks[h])
             added = bias_of(bias, h, rows, seq_len)
-            yield Head(h, rows, q, keys[:, kv], values[:, kv], distance, visible, sink, added)
+            seen = visible & chosen[:, kv]
+            yield Head(h, rows, q, keys[:, kv], values[:, kv], distance, seen, sink, added)
 
 
 def wanted_keys(visible: np.ndarray, bias: np.ndarray | None, rows: slice) -> np.ndarray:
@@ -147,13 +191,15 @@ def reference_attention(
     key_scale: np.ndarray | None = None,
     value_scale: np.ndarray | None = None,
     value_dim: int | None = None,
+    selection: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Paged attention in float64, slowly and plainly.
 
     Args:
         query: `[num_tokens, num_heads, head_dim]`.
         key_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`; only slots that some query
-            sees are read, so the rest may hold NaN.
+            sees are read, so the rest may hold NaN. uint8 `[..., head_dim // 2]` is two numbers of
+            four bits.
         value_cache: like `key_cache`, with value_dim columns; None: they are columns of the keys.
         block_tables: `[num_seqs, max_blocks]` or rows of different length.
         seq_lens: `[num_seqs]`, keys of each sequence, the new tokens included.
@@ -162,8 +208,11 @@ def reference_attention(
         sinks: `[num_heads]`, or None.
         bias: `[num_tokens, num_heads or 1, max_keys]`, or None.
         key_scale, value_scale: what the caches' keys and values are multiplied by, a number or
-            `[num_kv_heads]`, or None.
+            `[num_kv_heads]`, or None; or that of each token, `[num_blocks, block_size,
+            num_kv_heads]`, or of each group of its columns, `[..., groups]`.
         value_dim: without a value_cache the first columns of the keys that are values.
+        selection: int `[num_seqs, num_kv_heads, n]`, a set of blocks of the sequence for each KV
+            head, which sees no others; or None.
 
     Returns:
         out float64 `[num_tokens, num_heads, value_dim]`, and lse float64 `[num_tokens, num_heads]`;
@@ -180,11 +229,11 @@ def reference_attention(
         >>> out[0, 0, 0], np.exp(lse[0, 0]).round(6)
         (np.float64(1.0), np.float64(4.0))
     """
-    plane = key_cache[..., :value_dim] if value_cache is None else value_cache
-    out = np.zeros((*query.shape[:2], plane.shape[3]))
+    columns = (value_dim or 0) if value_cache is None else width(value_cache)
+    out = np.zeros((*query.shape[:2], columns))
     lse = np.full(query.shape[:2], -np.inf)
     args = (query, key_cache, value_cache, block_tables, seq_lens, query_start_loc)
-    for head in heads(*args, spec, sinks, bias, key_scale, value_scale, value_dim):
+    for head in heads(*args, spec, sinks, bias, key_scale, value_scale, value_dim, selection):
         probability, lse[head.rows, head.index] = softmax(logits(head, spec), head.sink)
         out[head.rows, head.index] = weighted(head, probability)
     return out, lse
@@ -219,16 +268,23 @@ def visible_slots(
     seq_lens: Sequence[int],
     spec: Any,
     bias: np.ndarray | None = None,
+    selection: np.ndarray | None = None,
     *,
     num_blocks: int,
     block_size: int,
+    num_kv_heads: int,
 ) -> np.ndarray:
-    """bool `[num_blocks, block_size]`: slots that some query sees; the others may hold anything."""
-    seen = np.zeros((num_blocks, block_size), bool)
+    """bool `[num_blocks, block_size, num_kv_heads]`: slots that some query of a KV head sees.
+
+    The others may hold anything.
+    """
+    seen = np.zeros((num_blocks, block_size, num_kv_heads), bool)
     start = 0
-    for table, query_len, seq_len in zip(block_tables, query_lens, seq_lens, strict=True):
+    lens = zip(block_tables, query_lens, seq_lens, strict=True)
+    for s, (table, query_len, seq_len) in enumerate(lens):
         rows = slice(start, start := start + int(query_len))
         visible = visible_keys(int(query_len), int(seq_len), spec)
+        chosen = chosen_keys(selection, s, int(seq_len), block_size, num_kv_heads)
         for j in np.flatnonzero(wanted_keys(visible, bias, rows)).tolist():
-            seen[int(table[j // block_size]), j % block_size] = True
+            seen[int(table[j // block_size]), j % block_size] |= chosen[j]
     return seen

@@ -65,12 +65,15 @@ def random_problem(
 
 
 def random_array(rng: np.random.Generator, problem: Problem, name: str) -> np.ndarray:
-    """An option of `features.ARRAYS` for a problem, float32."""
+    """An option of `features.ARRAYS` for a problem."""
     num_tokens, num_heads, _ = problem.query.shape
-    width = max((len(row) for row in problem.block_tables), default=0) * problem.block_size
+    width = max((len(row) for row in problem.block_tables), default=0)
+    of_cache = len(problem.seq_lens), problem.key_cache.shape[2], width
     option = features.ARRAYS[name]
-    shape = option.shape(features.Sizes(num_tokens, num_heads, width))
-    array = rng.standard_normal(shape).astype(np.float32)
+    shape = option.shape(
+        features.Sizes(num_tokens, num_heads, width * problem.block_size, *of_cache)
+    )
+    array = rng.standard_normal(shape).astype(option.dtype)
     option.fill(rng, array)
     return array
 

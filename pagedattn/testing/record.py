@@ -21,7 +21,7 @@ from .._arrays.typing import is_torch
 from .._dispatch import select, validate
 from .._dispatch.backend import Backend
 from .._dispatch.call import call_of
-from .._dispatch.options import given_of, validate_arrays, validate_keys
+from .._dispatch.options import given_of, validate_arrays, validate_fit
 from .._dispatch.registry import Framework
 from ..batch.metadata import BatchMetadata
 from ..cache.kv_cache import KVCache
@@ -57,7 +57,7 @@ def record(
         values: also write the values of all arrays and the block tables; the file then holds the
             whole cache, compressed.
         backend, return_lse, batch_invariant: of the call.
-        arrays: its keywords for arrays, `sinks` and `bias`.
+        arrays: its keywords for arrays, `sinks`, `bias` and `selection`.
 
     Raises:
         InvalidInputError: the arguments do not fit together; or JAX traces what must be written
@@ -87,12 +87,12 @@ def _described(
     given = given_of(arrays)
     validate.attention(query, cache, batch, spec, return_lse, batch_invariant)
     validate_arrays(given, query)
-    validate_keys(given, batch.seq_lens)
+    validate_fit(given, cache, batch)
     call = call_of(query, cache, batch, spec, return_lse, batch_invariant, **given)
     framework = Framework.TORCH if is_torch(query) else Framework.JAX
     held = {f.name: getattr(cache, f.name) for f in dataclasses.fields(cache)}
     planes = {name: held.pop(name) for name in tuple(held) if hasattr(held[name], "shape")}
-    arrays = {"query": query, **planes, **given}
+    arrays = {"query": query, **planes, **{n: _array_of(option) for n, option in given.items()}}
     return {
         "format": FORMAT,
         "framework": framework.name.lower(),
@@ -104,6 +104,12 @@ def _described(
         "versions": machine.versions(),
         "machine": {"devices": machine.devices(), "processor": machine.processor()},
     }
+
+
+def _array_of(option):
+    """The array of an option, which may be a record that holds it."""
+    (array,) = jax.tree.leaves(option)
+    return array
 
 
 def _lengths(batch: BatchMetadata, values: bool) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import numpy as np
 from .._arrays.inspect import is_floating
 from .._arrays.namespace import cdiv
 from .._dispatch import validate
-from .._dispatch.options import validate_arrays, validate_keys
+from .._dispatch.options import validate_arrays, validate_fit
 from ..errors import InvalidInputError
 from ..spec import AttentionSpec
 from . import features
@@ -110,10 +110,10 @@ def _recorded(told: dict[str, Any], rng: np.random.Generator) -> Recorded:
 
 
 def _require_a_call(problem: Problem) -> None:
-    query, batch = problem.query, batch_of(problem)
-    validate.attention(query, numpy_cache(problem), batch, problem.spec, False)
+    query, cache, batch = problem.query, numpy_cache(problem), batch_of(problem)
+    validate.attention(query, cache, batch, problem.spec, False)
     validate_arrays(problem.arrays, query)
-    validate_keys(problem.arrays, batch.seq_lens)
+    validate_fit(problem.arrays, cache, batch)
 
 
 def _flag(value: Any) -> bool:

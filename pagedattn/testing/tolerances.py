@@ -44,8 +44,8 @@ def expect(problem: Problem) -> Expected:
 
     - twice the largest error, in that row's sequence, of the same formula computed plainly: inputs,
       scores, probabilities and results rounded to the precision of the input dtype (`rounded`),
-      the softmax in float32; or, of quantised keys, exactly but from queries times the keys' scale,
-      so rounded;
+      the softmax in float32; or, of quantised caches, exactly but from what is so rounded: queries
+      times the scale of the keys, or keys and values times the scales of their tokens;
     - one spacing of the dtype at the row's largest value (lse: a sixteenth of one, absolutely);
     - four float32 roundings of each term of the sums behind it (`float32_error`).
 
@@ -92,7 +92,7 @@ def reference(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
 
 
 def folded_reference(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """The exact answer from queries that hold the scale of the keys, rounded."""
+    """The exact answer from what holds the scales, rounded: see `folded`."""
     out, lse = reference(folded(problem))
     return scaled(out, out_scale(problem), problem.key_cache.shape[2]), lse
 
@@ -108,7 +108,8 @@ def worst_of_sequence(problem: Problem, error: np.ndarray) -> np.ndarray:
 def plain_attention(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     """The formula in the input dtype with a float32 softmax: out and lse, as float64 arrays.
 
-    The scale of quantised keys is a factor on the queries, and that of values on out.
+    The scale of quantised keys is a factor on the queries, and that of values on out; scales of
+    tokens are factors on keys and values.
     """
     spec, dtype, value_scale = problem.spec, problem.query.dtype, out_scale(problem)
     problem = folded(problem)
@@ -123,15 +124,36 @@ def plain_attention(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
 
 
 def out_scale(problem: Problem) -> np.ndarray | None:
-    """The scale of the values, which may be columns of the keys."""
+    """The scale of the values, which may be columns of the keys; None of those with their own."""
+    if problem.token_scales:
+        return None
     return problem.key_scale if problem.value_cache is None else problem.value_scale
 
 
 def folded(problem: Problem) -> Problem:
-    """The problem with the scale of its keys in its queries, and without that of its values."""
+    """The problem with the scale of its keys in its queries, and without that of its values.
+
+    Scales of tokens are in its keys and values, so in theirs.
+    """
+    if problem.token_scales:
+        return dequantised(problem)
     query = scaled(problem.query.astype(float), problem.key_scale, problem.key_cache.shape[2])
     query = rounded(query, problem.query.dtype)
     return problem.replace(query=query, key_scale=None, value_scale=None)
+
+
+def dequantised(problem: Problem) -> Problem:
+    """The problem with plain keys and values, of the queries' precision."""
+    held: dict[str, Any] = {"key_scale": None, "value_scale": None}
+    for name in ("key", "value"):
+        plane, scale = (getattr(problem, f"{name}_{what}") for what in ("cache", "scale"))
+        if plane is not None:
+            rows = oracle.numbers(plane)
+            groups = scale.reshape(*rows.shape[:3], -1).astype(float)
+            with np.errstate(invalid="ignore"):  # of poison in what nobody sees
+                rows = rows * np.repeat(groups, rows.shape[3] // groups.shape[3], axis=3)
+            held[f"{name}_cache"] = rounded(rows, problem.query.dtype)
+    return problem.replace(**held)
 
 
 def scaled(rows: np.ndarray, scale: np.ndarray | None, num_kv_heads: int) -> np.ndarray:

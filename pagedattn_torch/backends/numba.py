@@ -29,7 +29,7 @@ from pagedattn.backends.numba.support import (
 from pagedattn.backends.numba.support import numbers as numbers_of
 from pagedattn.backends.numba.support import refusals as refusals_of
 from pagedattn.batch.metadata import Sequences
-from pagedattn.cache.quantise import scale_of_values
+from pagedattn.cache.quantise import of_tokens, scale_of_values
 
 from ..uncompiled import require_unrecorded
 
@@ -68,7 +68,15 @@ def plan(call: Call, batch: Sequences) -> Plan:
     return Plan(args.tobytes(), (tables, lens, starts, numbers), task)
 
 
-def run(call: Call, query: Tensor, cache: KVCache, plan: Plan, *, bias: Tensor | None = None):
+def run(
+    call: Call,
+    query: Tensor,
+    cache: KVCache,
+    plan: Plan,
+    *,
+    bias: Tensor | None = None,
+    selection: Tensor | None = None,
+):
     """out and lse of a call; every element is written by the kernel."""
     require_unrecorded()
     given = query
@@ -83,9 +91,13 @@ def run(call: Call, query: Tensor, cache: KVCache, plan: Plan, *, bias: Tensor |
     if bias is not None:
         bias = bias.to(torch.float32).contiguous()
         _fill(args, _bias(bias))
+    if selection is not None:
+        selection = selection.contiguous()
+        _fill(args, {"num_selected": selection.shape[2]})
+        _point(args, selection=selection)
     scales = {"key_scale": cache.key_scale, "value_scale": scale_of_values(cache)}
-    scales = {name: scale.float() for name, scale in scales.items() if scale is not None}
-    for name, scale in scales.items():
+    kept = {name: _as_read(scale) for name, scale in scales.items() if scale is not None}
+    for name, scale in kept.items():
         _fill(args, _scale(name, scale))
     thread_pool.attention().ctypes(thread_pool.pool(), args.ctypes.data, plan.task)
     return out.to(query.dtype), lse
@@ -121,6 +133,7 @@ def _sizes(call: Call) -> dict[str, int]:
     names = *names, "num_seqs", "max_blocks"
     own, of_cache = itemsizes(call)
     sizes = {"value_dim": call.out_dim, "itemsize": own, "cache_itemsize": of_cache}
+    sizes["value_columns"] = call.out_dim if call.strides.value else call.head_dim
     return sizes | {name: getattr(call, name) for name in names}
 
 
@@ -142,8 +155,15 @@ def _bias(bias: Tensor) -> dict[str, int]:
     return strides | {"bias": address("bias", bias), "bias_columns": bias.shape[2]}
 
 
+def _as_read(scale: Tensor) -> Tensor:
+    """Scales of tokens as they are held, others as float32."""
+    return scale.contiguous() if of_tokens(scale) else scale.float()
+
+
 def _scale(name: str, scale: Tensor) -> dict[str, int]:
     """One number is that of all heads."""
+    if of_tokens(scale):
+        return {f"{name}s": address(name, scale)}
     return {name: address(name, scale), f"{name}_head": 4 * sum(scale.stride())}
 
 

@@ -17,8 +17,10 @@ from pagedattn._kernels.triton.arguments import Arrays, Results
 from pagedattn._kernels.triton.attention import attention_kernel
 from pagedattn._kernels.triton.device import Device, device_of
 from pagedattn._kernels.triton.launch import Launch
+from pagedattn._kernels.triton.lists import listed_blocks
 from pagedattn._kernels.triton.merge import join_kernel, merge_kernel
 from pagedattn._kernels.triton.tiling import Tiling, tiling
+from pagedattn.cache.quantise import scale_of_values
 
 from .bias import slopes_on
 
@@ -55,11 +57,25 @@ def plan(call: Call, batch) -> Plan:
     return Plan(tiles, attention, merge, (tables, lens, starts, slopes))
 
 
-def run(call: Call, query: Tensor, cache, plan: Plan, *, sinks: Tensor | None = None):
+def run(
+    call: Call,
+    query: Tensor,
+    cache,
+    plan: Plan,
+    *,
+    sinks: Tensor | None = None,
+    selection: Tensor | None = None,
+):
     """out and lse of a call; every element of both is written by the kernels."""
     sinks = plan.tables[-1] if sinks is None else sinks.float()
     value = cache.key if cache.value is None else cache.value
-    arrays = Arrays(query, cache.key, value, *plan.tables, sinks=sinks)
+    tables, *others = plan.tables
+    chosen = tables if selection is None else selection.contiguous()
+    if selection is not None:
+        tables = listed_blocks(tables, chosen)
+    scales = _scales(cache) if call.token_scales else (sinks, sinks)
+    given = {"sinks": sinks, "key_scale": scales[0], "value_scale": scales[1], "selection": chosen}
+    arrays = Arrays(query, cache.key, value, tables, *others, **given)
     lse = query.new_empty(call.lse_shape, dtype=torch.float32)
     outs = Results(query.new_empty(call.out_shape), lse)
     if plan.tiles.splits == 1:
@@ -73,6 +89,10 @@ def run(call: Call, query: Tensor, cache, plan: Plan, *, sinks: Tensor | None = 
     return outs
 
 
+def _scales(cache) -> tuple[Tensor, Tensor]:
+    return cache.key_scale.contiguous(), scale_of_values(cache).contiguous()
+
+
 BACKEND = Backend("triton", launch.SUPPORTS, run, refusals, plan=plan)
 
 
@@ -84,6 +104,8 @@ def _start(kernel, arrays, plan: Launch, outs: Results):
         **plan.constants,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
+        maxnreg=plan.most_registers,
+        enable_fp_fusion=plan.contracts,
     )
 
 

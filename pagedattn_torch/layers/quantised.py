@@ -2,6 +2,7 @@
 
 import functools
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -47,9 +48,9 @@ def as_quantised(cache: KVCache, dtype: torch.dtype, k_scale, v_scale) -> KVCach
     Raises:
       InvalidInputError: a cache of another dtype, or no scale.
     """
-    if cache.dtype not in (dtype, torch.uint8):
+    if cache.key.dtype not in (dtype, torch.uint8):
         raise InvalidInputError(
-            f"kv_cache must be {dtype} or torch.uint8, by kv_cache_dtype, got {cache.dtype}"
+            f"kv_cache must be {dtype} or torch.uint8, by kv_cache_dtype, got {cache.key.dtype}"
         )
     device = cache.key.device
     key, value = (plane.view(dtype) for plane in cache.planes)
@@ -64,7 +65,7 @@ def like_cache(packed: KVCache, cache: KVCache | None) -> KVCache:
     """
     if cache is None or cache.dtype is packed.dtype:
         return packed
-    return cache.with_planes(*held(cache, packed.planes))
+    return replace(cache, **held(cache, packed.planes))
 
 
 def _scale(name, scale, device) -> Tensor:

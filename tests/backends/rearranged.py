@@ -100,15 +100,13 @@ def _padded(rows, count):
 
 
 def _planes(problem, pieces, seq_lens, tables, layout):
-    planes = {"key_cache": problem.key_cache, "value_cache": problem.value_cache}
     num_blocks = sum(map(len, tables)) + layout.more_blocks
     changed = {}
-    for name, plane in planes.items():
-        if plane is not None:
-            changed[name] = np.zeros((num_blocks, layout.block_size, *plane.shape[2:]), plane.dtype)
-            for piece, n, table in zip(pieces, seq_lens, tables, strict=True):
-                held = plane[_places(problem.block_tables[piece.seq], n, problem.block_size)]
-                changed[name][_places(table, n, layout.block_size)] = held
+    for name, plane in problem.by_slot.items():
+        changed[name] = np.zeros((num_blocks, layout.block_size, *plane.shape[2:]), plane.dtype)
+        for piece, n, table in zip(pieces, seq_lens, tables, strict=True):
+            held = plane[_places(problem.block_tables[piece.seq], n, problem.block_size)]
+            changed[name][_places(table, n, layout.block_size)] = held
     return changed
 
 
@@ -129,6 +127,7 @@ def prompts(draw: st.DrawFn, names: Sequence[str]) -> Problem:
     lens = [draw(_lens(spec.causal)) for _ in range(draw(st.integers(1, 3)))]
     query_lens, seq_lens = zip(*lens, strict=True)
     cache = cache_of(options)
+    head_dim += head_dim % 2 if cache.get("cache_dtype") == "int4" else 0
     if "value_dim" in cache:
         cache["value_dim"] = min(cache["value_dim"], head_dim // 2)
     return random_problem(

@@ -12,7 +12,7 @@ from conftest import BACKENDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedattn import AttentionSpec, KVCache, paged_attention
+from pagedattn import AttentionSpec, KVCache, Selection, paged_attention
 from pagedattn.testing import batch_of, oracle
 from pagedattn.testing.strategies import BUCKETS, options_table, problems, seeds
 from pagedattn.testing.tolerances import arguments
@@ -84,15 +84,20 @@ def _add(grads, problem, seq, head, of_head):
 def _add_rows(grads, problem, name, seq, kv_head, seen, rows):
     """Those of a sequence's keys or values, to their slots, and to the scale of their KV head."""
     plane, scale = getattr(problem, f"{name}_cache"), getattr(problem, f"{name}_scale")
-    factor = 1.0 if scale is None else np.broadcast_to(scale, plane.shape[2])[kv_head]
     for j in seen:
         block, offset = (
             int(problem.block_tables[seq][j // problem.block_size]),
             j % problem.block_size,
         )
+        held = oracle.numbers(plane[block, offset, kv_head])
+        if problem.token_scales:
+            of_groups = (rows[j] * held).reshape(scale[block, offset, kv_head].size, -1).sum(1)
+            of_slot = grads[f"{name}_scale"][block, offset, kv_head : kv_head + 1]
+            of_slot += of_groups.reshape(of_slot.shape)
+            continue
+        factor = 1.0 if scale is None else np.broadcast_to(scale, plane.shape[2])[kv_head]
         grads[f"{name}_cache"][block, offset, kv_head] += factor * rows[j]
         if scale is not None:
-            held = plane[block, offset, kv_head].astype(float)
             grads[f"{name}_scale"][() if scale.ndim == 0 else kv_head] += rows[j] @ held
 
 
@@ -104,6 +109,8 @@ def by_library(given, fixed, batch, cotangents, spec, *, value_dim, backend):
         scales = arrays.get("key_scale"), arrays.get("value_scale")
         cache = KVCache(*planes, *scales, value_dim=value_dim)
         options = {name: arrays[name] for name in ("sinks", "bias") if name in arrays}
+        if "selection" in arrays:
+            options["selection"] = Selection(arrays["selection"])
         options |= {"backend": backend, "return_lse": True}
         return paged_attention(arrays["query"], cache, batch, spec, **options)
 
@@ -117,6 +124,8 @@ def check(problem, backend, seed):
     d_lse = rng.standard_normal(problem.query.shape[:2]).astype(np.float32)
     given = differentiated(problem)
     fixed = {name: x for name, x in _all_arrays(problem).items() if name not in given}
+    if problem.selection is not None:
+        fixed["selection"] = problem.selection
     given, fixed = jax.tree.map(jnp.asarray, (given, fixed))
     static = {"value_dim": problem.value_dim, "backend": backend}
     arrays = given, fixed, batch_of(problem), (d_out, d_lse)

@@ -117,8 +117,7 @@ def test_relabelling_blocks(backend, data, seed):
     """Which blocks hold a sequence is of no account."""
     problem = data.draw(problems_for(backend, **FLOAT32))
     order = np.random.default_rng(seed).permutation(BUCKET.num_blocks)
-    planes = {name: getattr(problem, name) for name in ("key_cache", "value_cache")}
-    planes = {name: plane[np.argsort(order)] for name, plane in planes.items() if plane is not None}
+    planes = {name: array[np.argsort(order)] for name, array in problem.by_slot.items()}
     known = (problem.block_tables >= 0) & (problem.block_tables < BUCKET.num_blocks)
     tables = np.where(known, order[np.where(known, problem.block_tables, 0)], -1)
     moved = problem.replace(**planes, block_tables=tables)
@@ -160,6 +159,7 @@ def test_order_of_sequences(backend, data):
     index = np.concatenate([np.arange(starts[s], starts[s + 1]) for s in order])
     moved = with_tokens(problem, index).replace(
         block_tables=problem.block_tables[order],
+        selection=None if problem.selection is None else problem.selection[order],
         query_lens=[problem.query_lens[s] for s in order],
         seq_lens=[problem.seq_lens[s] for s in order],
     )

@@ -24,6 +24,8 @@ from pagedattn._kernels.triton.launch import attention_launch, merge_launch, ref
 from pagedattn._kernels.triton.programs import held
 from pagedattn._kernels.triton.tiling import MAX_SPLITS, tiling
 from pagedattn._kernels.triton.widths import power_of_two
+from pagedattn.cache.packing import held_dtype
+from pagedattn.cache.quantise import scale_dtype
 from pagedattn.extend import triton_call
 
 ROOT = Path(__file__).parents[2]
@@ -119,7 +121,7 @@ def test_tiles_cover_the_batch(max_query_len, group, head_dim, dtype, device):
     num_seqs=st.integers(1, 300),
     max_blocks=st.integers(1, 5000),
     dtype=st.sampled_from(["float16", "bfloat16", "float32"]),
-    cache_dtype=st.sampled_from([None, "int8", "float8_e5m2"]),
+    cache_dtype=st.sampled_from([None, "int8", "float8_e5m2", "int4"]),
 )
 def test_what_is_not_refused_fits(capability, latent, group, **sizes):
     """On any GPU; tests/targets shows that compiled programs take no more than is reckoned."""
@@ -131,6 +133,36 @@ def test_what_is_not_refused_fits(capability, latent, group, **sizes):
     device = device_of(132, capability)
     if not refusals(asked, capability):
         assert held(tiling(asked, device).program, asked, device) <= device.shared_bytes
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"head_dim": 576, "value_dim": 512},
+        {"head_dim": 66},
+        {"value_dim": 30},
+        {"head_dim": 64, **LATENT, "value_dim": 32},
+        {"strides": STRIDES._replace(value=(16385, 1024, 128, 1))},
+    ],
+    ids=str,
+)
+def test_four_bits_that_it_does_not_read_are_refused_by_name(sizes):
+    four = {"cache_dtype": "int4", "token_scales": True}
+    assert not refusals(call(**four), None)
+    reasons = refusals(call(**four | sizes), None)
+    assert reasons
+    assert all("int4" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "option"),
+    [({"cache_dtype": "int4"}, "int4"), ({"cache_dtype": "int8", "head_dim": 20}, "token_scales")],
+)
+def test_scales_of_tokens_that_were_wrong_on_a_gpu_are_refused_there(sizes, option):
+    wrong = call(**sizes, token_scales=True)
+    assert not refusals(wrong, None)
+    (reason,) = refusals(wrong, (9, 0))
+    assert option in reason
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 64])
@@ -266,8 +298,10 @@ def attending(call: Call):
     from pagedattn._kernels.triton.attention import attention_kernel
 
     half, whole, number = (np.zeros(1, dtype) for dtype in (np.float16, np.float32, np.int32))
-    plane = half if call.cache_dtype is None else np.zeros(1, call.cache_dtype)
-    arrays = Arrays(half, plane, plane, number, number, number, whole, whole)
+    plane = half if call.cache_dtype is None else np.zeros(1, held_dtype(call.cache_dtype))
+    scale = np.zeros(1, scale_dtype(call.cache_dtype)) if call.token_scales else whole
+    numbers = number, number, number
+    arrays = Arrays(half, plane, plane, *numbers, whole, whole, scale, scale, number)
     launch = attention_launch(call, tiling(call, H200), 256)
     return attention_kernel, (arrays,), launch, (Results(half, whole),)
 
@@ -327,14 +361,26 @@ def test_a_kernel_of_ones_own_is_launched_by_xla(launcher):
     assert launcher.TritonKernelCall.call_args.args[1:] == (4, 1, 1, ["u64", "u64"])
 
 
+EIGHT_BITS = [("float8_e4m3fn", False), ("float8_e5m2", False), ("int8", False), ("int8", True)]
+LONG = {"max_query_len": 300}
+
+
 @needs_triton
-@pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn", "float8_e5m2", "int8"])
-@pytest.mark.parametrize("sizes", [{}, {"max_query_len": 300}, LATENT_DECODE], ids=str)
-def test_the_attention_kernel_compiles_for_a_gpu(launcher, monkeypatch, sizes, cache_dtype):
+@pytest.mark.parametrize(
+    ("sizes", "cache_dtype", "token_scales"),
+    [
+        *((s, *kind) for s in ({}, LONG, LATENT_DECODE) for kind in [(None, False), *EIGHT_BITS]),
+        *((sizes, "int4", True) for sizes in ({}, LONG)),
+    ],
+    ids=str,
+)
+def test_the_attention_kernel_compiles_for_a_gpu(
+    launcher, monkeypatch, sizes, cache_dtype, token_scales
+):
     """To machine code, without a GPU; the launcher's message is a stand-in's."""
     from pagedattn.backends.triton import program as programs
 
     monkeypatch.setattr(programs, "TAKES_BINARIES", True)
     options = {"cache_dtype": cache_dtype, "sinks": cache_dtype is not None}
-    given = attending(call(**sizes | options, num_tokens=300))
+    given = attending(call(**sizes | options, num_tokens=300, token_scales=token_scales))
     assert b"\x7fELF" in zlib.decompress(programs.encoded(*given))

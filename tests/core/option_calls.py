@@ -27,6 +27,7 @@ from public_calls import (
     state,
     tensors,
 )
+from selection_calls import SELECTION
 
 import pagedattn as pa
 import pagedattn_torch as pt
@@ -81,6 +82,24 @@ def ids():
 
 BY = {"crossings": pa.Crossings()}
 OPTIONS = {
+    "init_kv_cache with scales of tokens": fixed(
+        pa.init_kv_cache,
+        num_blocks=3,
+        block_size=4,
+        num_kv_heads=2,
+        head_dim=8,
+        dtype="int4",
+        scales="token",
+    ),
+    "init_latent_cache with scales of tokens": fixed(
+        pa.init_latent_cache,
+        num_blocks=3,
+        block_size=4,
+        head_dim=8,
+        value_dim=4,
+        dtype="int8",
+        scales="token",
+    ),
     "init_kv_cache with scales": fixed(
         pa.init_kv_cache,
         **SIZES,
@@ -170,6 +189,29 @@ STEPS = {
     "torch explain with options": lambda: (pt.explain, {**torch_optional(), **BY}),
     "torch select_backend": lambda: (pt.select_backend, {**torch_optional(), **BY}),
     "write_kv_ of eight bits": torch_write_quantised,
+    "init_kv_cache of tensors": fixed(
+        pt.init_kv_cache,
+        **SIZES,
+        num_kv_heads=2,
+        head_dim=4,
+        dtype=torch.int8,
+        device="cpu",
+        scales="head",
+        key_scale=0.5,
+        value_scale=0.5,
+        value_dim=3,
+    ),
+    "init_latent_cache of tensors": fixed(
+        pt.init_latent_cache,
+        **SIZES,
+        num_kv_heads=1,
+        head_dim=4,
+        value_dim=3,
+        dtype=torch.int8,
+        device="cpu",
+        scales="head",
+        key_scale=0.5,
+    ),
     "copy_blocks_ of eight bits": lambda: (
         pt.copy_blocks_,
         {"cache": tensors(quantised()), **ids()},
@@ -291,6 +333,7 @@ FAMILIES = {
     "TORCH": public_calls.TORCH,
     "CLASSES": public_calls.CLASSES,
     "OPTIONS": OPTIONS,
+    "SELECTION": SELECTION,
     "STEPS": STEPS,
     "CROSSING": CROSSING,
     "LAYERS": LAYERS,

@@ -46,7 +46,7 @@ NUMBER: Patch = {
 # A factor on the results of each query head, done around any backend.
 KEYWORDS = [
     ("    bias: Bias | None = None,\n", "    bias: Bias | None = None,\n    out_scale=None,\n"),
-    ('"bias": bias}', '"bias": bias, "out_scale": out_scale}'),
+    ('"bias": bias,', '"bias": bias, "out_scale": out_scale,'),
 ]
 ARRAY: Patch = {
     "pagedattn/_dispatch/options.py": [
@@ -101,14 +101,14 @@ ARRAY: Patch = {
     "pagedattn/testing/oracle.py": [
         ("    bias: np.ndarray\n\n\n", "    bias: np.ndarray\n    factor: float = 1.0\n\n\n"),
         (
-            "    value_dim: int | None = None,\n) -> ",
-            "    value_dim: int | None = None,\n    out_scale=None,\n) -> ",
+            "    selection: np.ndarray | None = None,\n) -> ",
+            "    selection: np.ndarray | None = None,\n    out_scale=None,\n) -> ",
         ),
         (
-            "visible, sink, added)",
-            "visible, sink, added, 1 if out_scale is None else out_scale[h])",
+            "seen, sink, added)",
+            "seen, sink, added, 1 if out_scale is None else out_scale[h])",
         ),
-        ("value_scale, value_dim):", "value_scale, value_dim, out_scale):"),
+        ("value_dim, selection):", "value_dim, selection, out_scale):"),
         ("product(probability, head.values)", "product(probability, head.values) * head.factor"),
     ],
 }
@@ -124,8 +124,8 @@ CACHE: Patch = {
     ],
     "pagedattn/cache/quantise.py": [
         (
-            "    scales = cache.key_scale, cache.value_scale\n",
-            "    scales = cache.key_scale, cache.value_scale\n"
+            "    made = {}\n",
+            "    made = {}\n"
             "    key, *value = rows\n"
             "    if cache.value_gain is not None and cache.value is not None:\n"
             "        value = [new / cache.value_gain.reshape(-1, 1) for new in value]\n"
@@ -170,8 +170,8 @@ CACHE: Patch = {
     ],
     "pagedattn/testing/oracle.py": [
         (
-            "    value_dim: int | None = None,\n) -> ",
-            "    value_dim: int | None = None,\n    value_gain=None,\n) -> ",
+            "    selection: np.ndarray | None = None,\n) -> ",
+            "    selection: np.ndarray | None = None,\n    value_gain=None,\n) -> ",
         ),
         (
             "        p = (seq_len - query_len) + np.arange(query_len)\n        distance",
@@ -179,7 +179,7 @@ CACHE: Patch = {
             "            values = values * value_gain[:, None]\n"
             "        p = (seq_len - query_len) + np.arange(query_len)\n        distance",
         ),
-        ("value_scale, value_dim):", "value_scale, value_dim, value_gain):"),
+        ("value_dim, selection):", "value_dim, selection, value_gain):"),
     ],
 }
 # Caches in eight bits of another dtype, which the kernels do not read.

@@ -25,11 +25,11 @@ FUNCTIONS = {
         "KVCache": ("key value key_scale value_scale value_dim", ""),
         "init_kv_cache": (
             "num_blocks block_size num_kv_heads head_dim dtype",
-            "key_scale value_scale value_dim",
+            "scales key_scale value_scale value_dim",
         ),
         "init_latent_cache": (
             "num_blocks block_size head_dim value_dim dtype",
-            "num_kv_heads key_scale",
+            "num_kv_heads scales key_scale",
         ),
         "BatchMetadata": None,
         "make_batch": (
@@ -44,12 +44,18 @@ FUNCTIONS = {
         "swap_blocks": ("src_cache dst_cache src dst", ""),
         "paged_attention": (
             "query cache batch spec",
-            "backend return_lse batch_invariant sinks bias",
+            "backend return_lse batch_invariant sinks bias selection",
         ),
         "ragged_attention": (
             "query key value query_start_loc key_start_loc spec",
-            "max_query_len max_key_len backend return_lse batch_invariant sinks bias",
+            "max_query_len max_key_len backend return_lse batch_invariant sinks bias selection",
         ),
+        "summarise_blocks": ("cache batch", "kind"),
+        "update_summaries": ("summaries cache batch", ""),
+        "score_blocks": ("query summaries batch", ""),
+        "select_blocks": ("scores batch num_blocks", "first last"),
+        "Selection": ("blocks ascending", ""),
+        "BlockSummaries": ("planes", ""),
         "cascade_attention": ("query cache prefix rest spec", "backend sinks"),
         "split_prefix": ("batch", ""),
         "append_tokens": ("pool num_tokens", "max_new_tokens"),

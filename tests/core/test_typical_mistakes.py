@@ -63,8 +63,8 @@ MISTAKES = {
     "cache must be a KVCache, got Param, a variable that holds": lambda: pa.write_kv(
         nnx().Param(CACHE), KEY, KEY, [0, 1]
     ),
-    "a cache's dtype must be floating or int8, such as jnp.bfloat16": lambda: pa.init_kv_cache(
-        8, 4, 2, 16, "bf16"
+    "a cache's dtype must be floating, int8 or int4, such as jnp.bfloat16": lambda: (
+        pa.init_kv_cache(8, 4, 2, 16, "bf16")
     ),
 }
 

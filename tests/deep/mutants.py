@@ -61,7 +61,9 @@ MUTANTS = {
         FEATURES,
     ),
     "hidden values not zeroed": Mutant(
-        "    rows = jnp.where(inside[:, None, :, None], rows, 0)\n", "", POISON.format("xla")
+        "    return jnp.where(_along(inside, rows), rows, 0)",
+        "    return rows",
+        POISON.format("xla"),
     ),
     "sums not rescaled to the new highest": Mutant(
         "total = state.total * kept + weights.sum(axis=3)",

@@ -8,6 +8,8 @@ import dataclasses
 import itertools
 
 import hypothesis
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -23,8 +25,14 @@ from triton.runtime import interpreter
 from pagedattn import AttentionSpec, KVCache
 from pagedattn._dispatch import emulate
 from pagedattn._dispatch.call import call_of
+from pagedattn._dispatch.options import for_backends
+from pagedattn._kernels.triton.selection import choice_kernel, scores_kernel
 from pagedattn._kernels.triton.tiling import tiling
+from pagedattn._kernels.triton.widths import power_of_two
+from pagedattn.backends.triton.scores import constants_of
 from pagedattn.batch.packed import packed_batch
+from pagedattn.selection import choice
+from pagedattn.selection import scores as block_scores
 from pagedattn.testing import (
     Problem,
     assert_attention_close,
@@ -58,13 +66,18 @@ def patch_lang_tensor(tensor, scope, original=interpreter._patch_lang_tensor):
 
 
 def create_dot(self, a, b, d, *precision):
-    return interpreter.TensorHandle(float32(a) @ float32(b) + d.data, d.dtype.scalar)
+    return interpreter.TensorHandle(product(a, b) + d.data, d.dtype.scalar)
 
 
 def cast_impl(self, source, target, original=interpreter.InterpreterBuilder.cast_impl):
     if target.scalar == tl.bfloat16 and source.dtype.scalar.is_int():
         source = interpreter.TensorHandle(source.data.astype(np.float32), tl.float32)
     return original(self, source, target)
+
+
+def product(a, b):
+    """In float64, so that rounding to float32 hides in which order BLAS adds up."""
+    return (float32(a).astype(np.float64) @ float32(b)).astype(np.float32)
 
 
 def float32(handle):
@@ -107,6 +120,7 @@ def run(query, cache, batch, spec, batch_invariant=False, **arrays):
     """The backend, without the checks that come before it."""
     flags = {"return_lse": True, "batch_invariant": batch_invariant}
     call = call_of(query, cache, batch, spec, **flags, **arrays)
+    arrays = for_backends(arrays, batch, call.block_size)
     given = (backend.plan(call, batch), emulate.live_tokens(call, batch), arrays)
     return emulate.attend(backend.BACKEND, call, query, cache, *given)
 
@@ -127,7 +141,7 @@ def poisoned_memory(monkeypatch):
 
 
 def solve(problem: Problem, batch_invariant=False, **changes):
-    options = {name: tensor(array) for name, array in problem.arrays.items()}
+    options = jax.tree.map(tensor, problem.arrays)
     return run(*arrays_of(problem, **changes), problem.spec, batch_invariant, **options)
 
 
@@ -168,15 +182,146 @@ def test_caches_of_eight_bits(cache_dtype, dtype):
     check(mixed(cache_dtype=cache_dtype, dtype=dtype, max_query_len=32))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("max_query_len", [8, 32])
+@pytest.mark.parametrize("spec", [PLAIN, SPECS["all"], AttentionSpec(causal=False)])
+def test_chosen_blocks(spec, max_query_len, batch_invariant, dtype):
+    """Of any numbers, for given tiles and for searched ones; what is left out holds NaN."""
+    problem = mixed(spec, dtype=dtype, max_query_len=max_query_len, arrays=["selection", "sinks"])
+    got = solve(problem, batch_invariant=batch_invariant)
+    assert_attention_close(*got, problem, name="triton")
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize(("query_lens", "block_size"), [([1, 2], 16), ([1, 1], 128), ([40, 1], 16)])
+@pytest.mark.parametrize("window", [None, 100])
+def test_chosen_blocks_of_long_sequences(window, query_lens, block_size, batch_invariant):
+    """All of them give the bits of dense attention; a few of them are split too."""
+    spec, lens = AttentionSpec(sliding_window=window), [1000, 650]
+    problem = random_problem(query_lens, lens, spec, block_size=block_size, poison=None)
+    columns = max(map(len, problem.block_tables))
+    every = np.tile(np.arange(columns, dtype=np.int32), (2, 2, 1))
+    want = solve(problem, batch_invariant=batch_invariant)
+    got = solve(problem.replace(selection=every), batch_invariant=batch_invariant)
+    for pair in zip(got, want, strict=True):
+        np.testing.assert_array_equal(*pair)
+    rng = np.random.default_rng(0)
+    few = rng.permuted(every, axis=2)[..., : max(2, columns // 2)]
+    problem = problem.replace(selection=few).poisoned()
+    got = solve(problem, batch_invariant=batch_invariant)
+    assert_attention_close(*got, problem, name="triton")
+
+
+@hypothesis.settings(max_examples=25)
+@given(
+    width=st.sampled_from([1, 7, 64, 100]),
+    count=st.integers(1, 100),
+    levels=st.sampled_from([2, 5, 10**6]),
+    seed=st.integers(0, 999),
+)
+def test_the_choice_of_the_best_blocks(width, count, levels, seed):
+    """As XLA's sorts choose: of equal scores the first, -inf and NaN never."""
+    rng = np.random.default_rng(seed)
+    scores = rng.integers(-levels, levels, (3, width)).astype(np.float32) / 3
+    scores[rng.random(scores.shape) < 0.1] = -np.inf
+    scores[rng.random(scores.shape) < 0.1] = np.nan
+    scores[0, : width // 2] = -np.inf
+    count = min(count, width)
+    chosen = torch.full((3, count), 7, dtype=torch.int32)
+    sizes = {"COLUMNS": width, "CHOSEN": count}
+    sizes |= {"WIDTH": power_of_two(width), "PLACES": power_of_two(count)}
+    choice_kernel[(3,)](torch.from_numpy(scores), chosen, **sizes)
+    plain = jnp.where(jnp.isnan(scores), -jnp.inf, scores)
+    np.testing.assert_array_equal(chosen, choice.by_xla(plain[None], count)[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_planes", [1, 2])
+@pytest.mark.parametrize(("rows", "head_dim", "columns"), [(1, 16, 5), (4, 24, 70), (80, 64, 65)])
+def test_scores_of_blocks(rows, head_dim, columns, num_planes, dtype):
+    """As XLA computes them; of sequences with fewer rows, without any, and without blocks."""
+    rng = np.random.default_rng(0)
+    queries = rng.standard_normal((num_planes, 3, rows, 2, head_dim)).astype(dtype)
+    planes = rng.standard_normal((num_planes, 40, 2, head_dim)).astype(dtype)
+    blocks = rng.integers(-1, 40, (3, columns)).astype(np.int32)
+    num_rows = np.array([rows, max(1, rows // 2), 0], np.int32)
+    arrays = jax.tree.map(jnp.asarray, (tuple(queries), num_rows, tuple(planes), blocks))
+    want = block_scores.by_xla(*arrays)
+    got = torch.full((3, 2, columns), torch.nan)
+    constants = constants_of(3, rows, 2, head_dim, columns, num_planes, np.dtype(dtype).itemsize)
+    given = map(tensor, (queries, num_rows, planes[0], planes[-1], blocks))
+    scores_kernel[(6, -(-columns // constants["TILE"]))](*given, got, **constants)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+TOKENS = {"token_scales": True}
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cache_dtype", [*CACHE_DTYPES, "int4"])
+def test_scales_of_tokens(cache_dtype, dtype, batch_invariant):
+    """Those that no query sees hold NaN. With sinks, and keys that are split."""
+    cache = {"cache_dtype": cache_dtype, "dtype": dtype, **TOKENS}
+    options = {"batch_invariant": batch_invariant}
+    check(mixed(SPECS["all"], **cache), **options)
+    check(mixed(max_query_len=32, arrays=["sinks"], **cache), **options)
+    problem = random_problem([1, 2, 1], [300, 64, 0], PLAIN, arrays=["sinks"], **cache)
+    assert splits(problem) > 1
+    check(problem, **options)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("head_dim", [12, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("value_dim", [None, 20])
+def test_groups_of_columns(head_dim, value_dim, batch_invariant):
+    """Halves that hold groups, or cut one; tiles that are wider than the halves."""
+    cache = {"cache_dtype": "int4", "head_dim": head_dim, "value_dim": value_dim, **TOKENS}
+    for query_lens in ([3, 1], [17, 1]):
+        problem = random_problem(query_lens, [39, 90], PLAIN, dtype=np.float16, **cache)
+        check(problem, batch_invariant=batch_invariant)
+
+
+@pytest.mark.parametrize("size", [2.0**-90, 2.0**-10, 1.0, 2.0**60])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_scales_of_any_size(dtype, size):
+    """Also beside a sink, which is not scaled: weights times scales are rounded to float16."""
+    lens = [1, 20], [70, 33]
+    problem = random_problem(
+        *lens, PLAIN, cache_dtype="int8", dtype=dtype, arrays=["sinks"], **TOKENS
+    )
+    rng = np.random.default_rng(0)
+    scale = np.exp2(rng.uniform(-8, 8, problem.value_scale.shape)) * size
+    check(problem.replace(value_scale=scale.astype(np.float32)))
+
+
+@pytest.mark.parametrize("size", [2.0**-14, 2.0**14])
+def test_scales_of_groups_of_any_size(size):
+    problem = random_problem(
+        [1, 20], [70, 33], PLAIN, cache_dtype="int4", dtype=ml_dtypes.bfloat16, **TOKENS
+    )
+    rng = np.random.default_rng(0)
+    scale = np.exp2(rng.uniform(0, 1.9, problem.value_scale.shape)) * size
+    check(problem.replace(value_scale=scale.astype(np.float16)))
+
+
+def read_by_it(problem: Problem) -> bool:
+    """Whether it is not refused: it has no bias, nor four bits of which it reads no columns."""
+    query, cache, batch = arrays_of(problem)
+    call = call_of(query, cache, batch, problem.spec, **problem.arrays)
+    return not backend.BACKEND.why_not(call)
+
+
 @hypothesis.settings(max_examples=25)
 @given(problem=any_phase())
 def test_any_problem(problem):
-    hypothesis.assume(problem.bias is None)  # which it refuses
+    hypothesis.assume(read_by_it(problem))
     check(problem)
 
 
-# What the kernels have, alone and together.
-KNOWN = [name for name, options in OPTIONS.items() if "bias" not in options]
+# What the kernels have, alone and together; blocks of other sizes are other selections.
+KNOWN = [name for name, options in OPTIONS.items() if not {"bias", "selection"} & {*options}]
 
 
 def invariant(problem: Problem, _jit: bool = False):
@@ -189,6 +334,7 @@ def invariant(problem: Problem, _jit: bool = False):
 def test_other_batches_give_the_same_bits(data):
     """By given tiles and searched ones, whose keys are split or not."""
     problem = data.draw(prompts(KNOWN))
+    hypothesis.assume(read_by_it(problem))
     wrong = differing(problem, data.draw(calls(problem)), invariant)
     assert not wrong, "\n".join(wrong)
 
@@ -196,7 +342,7 @@ def test_other_batches_give_the_same_bits(data):
 @hypothesis.settings(max_examples=25)
 @given(problem=any_phase())
 def test_any_problem_with_the_same_bits_in_every_batch(problem):
-    hypothesis.assume(problem.bias is None)
+    hypothesis.assume(read_by_it(problem))
     check(problem, batch_invariant=True)
 
 
@@ -208,7 +354,7 @@ def test_segments(name, cache, cache_dtype, max_query_len):
     """Of padding, of rows without keys, and of sequences of several, joined in both ways."""
     sizes = {"max_query_len": max_query_len, "pad_tokens": 13, "cache_dtype": cache_dtype, **cache}
     for last, arrays in ((0, []), (5, ["sinks"])):
-        lens = [3, 2, 0, 1, 1], [1100, 513, 7, 512, last]
+        lens = [3, 2, 0, 1, 1, 1], [1100, 513, 7, 512, 1020, last]
         check(random_problem(*lens, SPECS[name], arrays=arrays, **sizes), batch_invariant=True)
 
 

@@ -25,7 +25,7 @@ LAYERS = {
 }
 ENCODERS = ("encoder", "encoder_only")
 STATIC = ("spec", "backend", "return_lse", "batch_invariant")
-NO_LAYER = ("lse", "value_dim", "latent", *ARRAYS)
+NO_LAYER = ("lse", "value_dim", "latent", "token_scales", *ARRAYS)
 
 
 def normal(shape, dtype):
@@ -41,8 +41,9 @@ def random_call(asked):
 def problem_of(asked, query, cache, batch, spec, **options):
     arrays = jax.tree.map(np.asarray, (query, cache.key, cache.value, batch.block_tables))
     query_lens, key_lens = zip(*asked.lengths, strict=True)
-    options = {name: np.asarray(array) for name, array in options.items()}
-    return Problem(*arrays, query_lens, key_lens, spec, value_dim=cache.value_dim, **options)
+    scales = {"key_scale": cache.key_scale, "value_scale": cache.value_scale}
+    given = {n: np.asarray(x) for n, x in (options | scales).items() if x is not None}
+    return Problem(*arrays, query_lens, key_lens, spec, value_dim=cache.value_dim, **given)
 
 
 def torch_explain(query, cache, batch, spec, *, return_lse, batch_invariant, **arrays):

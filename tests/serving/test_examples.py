@@ -217,9 +217,15 @@ def test_a_file_that_a_checkpoint_lacks_is_named(tmp_path, params, name):
         load_checkpoint(tmp_path)
 
 
-def test_caches_in_eight_bits_cost_the_model_little(monkeypatch):
-    """On two windows of text: int8 the least, float8_e5m2, with two bits of fraction, the most."""
+def test_quantised_caches_cost_the_model_little(monkeypatch):
+    """On two windows of text: int8 the least, float8_e5m2, with two bits of fraction, more."""
     monkeypatch.setattr(quantised_cache, "WINDOWS", 2)
-    alike = {dtype: figures[0] for dtype, figures in quantised_cache.main().items()}
-    assert alike["int8"] > alike["float8_e4m3fn"] > alike["float8_e5m2"] > 0.8
-    assert alike["int8"] > 0.95
+    costs = quantised_cache.main()
+    for scales in ("head", "token"):
+        names = (f"{dtype}, {scales}" for dtype in ("int8", "float8_e4m3fn", "float8_e5m2"))
+        int8, e4m3, e5m2 = (costs[name][0] for name in names)
+        assert int8 > e4m3 > e5m2 > 0.8
+        assert int8 > 0.95
+    assert costs["int4, token"][0] > 0.75
+    assert all(abs(loss) < 0.05 for _, loss, _ in costs.values())
+    assert costs["int4, token"][2] < 5 < 8 <= costs["int8, head"][2]

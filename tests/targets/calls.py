@@ -12,13 +12,15 @@ import pytest
 pytest.importorskip("triton", minversion="3.5")
 from gpus import Gpu
 
-from pagedattn import AttentionSpec, KVCache, explain, paged_attention, select_backend
+from pagedattn import AttentionSpec, KVCache, Selection, explain, paged_attention, select_backend
 from pagedattn._dispatch import registry
 from pagedattn._kernels.triton.programs import held
 from pagedattn.backends import cudnn, mosaic
 from pagedattn.backends import triton as backend
 from pagedattn.backends.triton import program
 from pagedattn.batch.metadata import BatchMetadata
+from pagedattn.cache.packing import held_dtype, held_shape
+from pagedattn.cache.quantise import scale_dtype, scale_shape
 
 int32, float32 = jnp.int32, jnp.float32
 
@@ -37,26 +39,37 @@ class Attention(NamedTuple):
     block_size: int = 16
     dtype: str = "bfloat16"
     cache_dtype: str | None = None
+    token_scales: bool = False
     spec: AttentionSpec = AttentionSpec()
     sinks: bool = False
     batch_invariant: bool = False
+    chosen: int = 0  # blocks of each KV head
 
     def arrays(self) -> tuple[Any, ...]:
-        """query, cache, batch and sinks, without values."""
+        """query, cache, batch, sinks and a selection, without values."""
         of = jax.ShapeDtypeStruct
         tokens, blocks = self.num_seqs * self.queries, -(-self.keys // self.block_size)
         plane = self.num_seqs * blocks, self.block_size, self.num_kv_heads
+        shapes = [(*plane, self.head_dim)]
+        shapes += [] if self.latent else [(*plane, self.value_dim or self.head_dim)]
         held = self.cache_dtype or self.dtype
-        value = None if self.latent else of((*plane, self.value_dim or self.head_dim), held)
-        cache = KVCache(of((*plane, self.head_dim), held), value)
-        if self.latent:
-            cache = KVCache(cache.key, None, value_dim=self.value_dim)
+        kinds = zip(("key", "value"), shapes, strict=False)
+        arrays = {name: of(held_shape(shape, held), held_dtype(held)) for name, shape in kinds}
+        if self.token_scales:
+            kinds = zip(("key_scale", "value_scale"), shapes, strict=False)
+            arrays |= {
+                name: of(scale_shape(shape, held), scale_dtype(held)) for name, shape in kinds
+            }
+        arrays.setdefault("value", None)
+        cache = KVCache(**arrays, value_dim=self.value_dim if self.latent else None)
         lengths = of((self.num_seqs,), int32), of((self.num_seqs + 1,), int32)
         tables = of((self.num_seqs, blocks), int32), *lengths
         tokenwise = of((tokens,), int32), of((tokens,), int32)
         batch = BatchMetadata(*tables, *tokenwise, self.block_size, self.queries)
         query = of((tokens, self.num_heads, self.head_dim), self.dtype)
-        return query, cache, batch, of((self.num_heads,), float32) if self.sinks else None
+        sinks = of((self.num_heads,), float32) if self.sinks else None
+        blocks = of((self.num_seqs, self.num_kv_heads, self.chosen), int32)
+        return query, cache, batch, sinks, Selection(blocks, True) if self.chosen else None
 
 
 CACHED = (
@@ -120,6 +133,20 @@ def started(call: Attention) -> Started:
     return Started(programs, *bytes_held)
 
 
+def started_by(function, *arrays) -> list:
+    """The programs that Triton has compiled for a function of arrays without values."""
+    compiled, programs = program._compiled, []
+
+    def compile_one(*described):
+        programs.append(compiled(*described))
+        return programs[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program, "_compiled", compile_one)
+        jax.eval_shape(function, *arrays)
+    return programs
+
+
 def chosen(call: Attention) -> str:
     """What `backend=None` takes."""
     return traced(select_backend, call)
@@ -129,9 +156,10 @@ def traced(function, call: Attention):
     """What a function returns for a call's arrays while JAX traces it."""
     results = []
 
-    def body(query, cache, batch, sinks):
+    def body(query, cache, batch, sinks, selection):
         options = {"batch_invariant": call.batch_invariant}
         options |= {} if sinks is None else {"sinks": sinks}
+        options |= {} if selection is None else {"selection": selection}
         results.append(function(query, cache, batch, call.spec, **options))
         return 0
 

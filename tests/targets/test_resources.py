@@ -1,12 +1,15 @@
 """What the programs of the Triton kernels take of each GPU: `make test-targets`, without a GPU."""
 
+import re
+
+import jax
 import pytest
 
 pytest.importorskip("triton", minversion="3.5")
-from calls import Attention, on, started
+from calls import Attention, on, started, started_by
 from gpus import A_THREAD, GPUS, REGISTERS, taken
 
-from pagedattn import AttentionSpec
+from pagedattn import AttentionSpec, BlockSummaries, score_blocks, select_blocks
 
 pytestmark = pytest.mark.targets
 
@@ -19,6 +22,8 @@ ALL = AttentionSpec(sliding_window=1000, logits_soft_cap=30.0, alibi_slopes=(0.5
 BYTES = {"cache_dtype": "int8"}
 FLOATS = {"dtype": "float32"}
 ALIKE = {"batch_invariant": True}
+TOKENS = {"cache_dtype": "int8", "token_scales": True}
+FOUR = {"cache_dtype": "int4", "token_scales": True}
 
 CALLS = {
     "decodes": Attention(),
@@ -41,22 +46,35 @@ CALLS = {
     "decodes of e4m3": Attention(cache_dtype="float8_e4m3fn"),
     "decodes of e5m2": Attention(cache_dtype="float8_e5m2"),
     "chunks of int8": Attention(**BYTES, **CHUNKS),
+    "decodes of int8, scales of tokens": Attention(**TOKENS),
+    "few keys of int8, scales of tokens": Attention(num_seqs=8, keys=512, **TOKENS),
+    "chunks of int8, scales of tokens": Attention(**TOKENS, **CHUNKS),
     "latents": Attention(**LATENT),
     "latents, prefill": Attention(**LATENT, **PREFILL),
     "latents of int8": Attention(**LATENT, **BYTES),
+    "latents of int8, scales of tokens": Attention(**LATENT, **TOKENS),
     "512 columns": Attention(head_dim=512, **VERIFY),
     "576 and 512 columns": Attention(head_dim=576, value_dim=512, **CHUNKS),
     "float32": Attention(**FLOATS),
     "float32, chunks": Attention(**FLOATS, **CHUNKS),
     "float32 of 256": Attention(head_dim=256, **FLOATS, **VERIFY),
     "float32, int8": Attention(**FLOATS, **BYTES, **VERIFY),
+    "float32, int4": Attention(**FLOATS, **FOUR, **VERIFY),
     "float32, latents": Attention(**LATENT, **FLOATS),
+    "chosen blocks": Attention(num_seqs=16, keys=1 << 17, chosen=1024),
+    "chosen blocks of 128": Attention(num_seqs=16, keys=1 << 17, chosen=128, block_size=128),
+    "chosen blocks, all options": Attention(spec=ALL, sinks=True, chosen=64),
+    "chosen blocks, chunks": Attention(chosen=16, **CHUNKS),
+    "chosen blocks of int8": Attention(chosen=64, **BYTES),
+    "chosen blocks, invariant": Attention(chosen=64, **ALIKE),
     "decodes, invariant": Attention(**ALIKE),
     "split keys, invariant": Attention(num_seqs=1, keys=1 << 17, **ALIKE),
     "prefill, invariant": Attention(**ALIKE, **PREFILL),
     "chunks, all options, invariant": Attention(spec=ALL, sinks=True, **ALIKE, **CHUNKS),
     "decodes of int8, invariant": Attention(num_seqs=8, **ALIKE, **BYTES),
     "chunks of int8, invariant": Attention(**ALIKE, **BYTES, **CHUNKS),
+    "decodes of int8, scales of tokens, invariant": Attention(num_seqs=8, **ALIKE, **TOKENS),
+    "latents of int8, scales of tokens, invariant": Attention(**LATENT, **ALIKE, **TOKENS),
     "latents, invariant": Attention(**LATENT, **ALIKE),
     "latents, prefill, invariant": Attention(**LATENT, **ALIKE, **PREFILL),
     "256 columns, invariant": Attention(head_dim=256, **ALIKE, **CHUNKS),
@@ -67,6 +85,9 @@ CALLS = {
 # GPUs without instructions for this dtype; test_refusals.py says what is refused.
 REFUSED = {"decodes of e4m3": {"A100", "A10"}}
 RUN = [(gpu, name) for name in CALLS for gpu in GPUS if gpu not in REFUSED.get(name, ())]
+INVARIANT = [(gpu, name) for gpu, name in RUN if CALLS[name].batch_invariant]
+# Without a rounding of their own, CUDA's assembler may fuse them; what Triton has fused is `fma`.
+MAY_BE_FUSED = re.compile(r"\b(?:mul|add|sub)(?:\.ftz)?\.f32\b.*")
 
 
 def spills(gpu: str, call: Attention) -> int:
@@ -76,10 +97,34 @@ def spills(gpu: str, call: Attention) -> int:
     if gpu == "H200":
         return 400  # rows and warps were measured there, with what they spill
     if call.batch_invariant:
-        return 200  # two sums of a row's columns: of a segment, and of those before it
+        return 320  # a sum of a row's columns: that of segments before, used once in 512 keys
+    if call.token_scales:
+        return 64  # scales of a step's keys
     if call.head_dim > 128:
         return 240  # sums of 256 columns and more fill the registers by themselves
     return 32  # a few addresses
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_choice_of_blocks_fits(gpu, dtype):
+    """One program for the scores of long tables, and one for the choice; nothing is spilled."""
+    query, _, batch, *_ = Attention(num_seqs=16, keys=1 << 17, dtype=dtype).arrays()
+    plane = jax.ShapeDtypeStruct((16 << 13, 8, 128), dtype)
+
+    def choose(query, batch, *planes):
+        scores = score_blocks(query, BlockSummaries(planes), batch)
+        return select_blocks(scores, batch, 1024)
+
+    with on(GPUS[gpu]):
+        programs = started_by(choose, query, batch, plane, plane)
+    assert [program.metadata.name for program in programs] == ["scores_kernel", "choice_kernel"]
+    for program in programs:
+        took = taken(program)
+        print("TOOK", gpu, program.metadata.name, program.metadata.num_warps, took)
+        assert took.shared <= GPUS[gpu].kilobytes << 10
+        assert took.registers * took.threads <= REGISTERS
+        assert took.spilled <= spills(gpu, Attention(dtype=dtype))
 
 
 @pytest.mark.parametrize(("gpu", "name"), RUN)
@@ -96,3 +141,12 @@ def test_programs_fit(gpu, name):
         assert took.registers * took.threads <= REGISTERS
         assert took.spilled <= spills(gpu, call)
     assert taken(programs[0]).shared <= held, "the launch chooses by this number"
+
+
+@pytest.mark.parametrize(("gpu", "name"), INVARIANT)
+def test_only_what_is_written_is_fused_where_bits_are_promised(gpu, name):
+    """A maximum times the scale, say, less another: in one loop it was fused, in another not."""
+    with on(GPUS[gpu]):
+        programs, _ = started(CALLS[name])
+    for program in programs:
+        assert not MAY_BE_FUSED.findall(program.asm["ptx"]), program.metadata.name

@@ -17,6 +17,8 @@ ADDRESSES = (
     *("query", "key", "value", "tables", "seq_lens", "starts", "slopes"),
     "bias",  # float32; 0 if there is none
     *("key_scale", "value_scale"),  # float32 of the KV heads, or one number; 0 if there is none
+    "selection",  # int32 [num_seqs, num_kv_heads, num_selected], ascending, then -1; 0: all blocks
+    *("key_scales", "value_scales"),  # those of tokens; 0 if there are none
     "prefill",  # machine code that computes an item of a long sequence; 0 if there are none
     *("out", "lse"),
 )
@@ -26,6 +28,9 @@ SIZES = (
     "itemsize",  # of query and out
     "cache_itemsize",
     "bias_columns",
+    "num_selected",
+    "num_planes",  # of summaries of blocks
+    "value_columns",  # of the plane that holds the values
 )
 STRIDES = (  # in bytes
     *("query_token", "query_head", "key_block", "key_slot", "key_head"),
@@ -35,7 +40,7 @@ STRIDES = (  # in bytes
 OPTIONS = (
     "causal",
     "window",  # NO_WINDOW if there is none
-    "longest",  # sequences with more queries are long: by `prefill`; 0: batch-invariant
+    "longest",  # sequences with more queries are long: by `prefill`; 0: all, in segments of keys
     "threads",  # that may work on it
 )
 SCHEDULE = (
@@ -85,7 +90,7 @@ WORK_ITEM_FIELDS = (
     "position",  # of its first token
     "kv_head",  # of an item of a long sequence; -1 for all of them
     "seq_len",
-    "first",  # its first key
+    "first",  # its first key; of a selection keys are counted in the list of its blocks
     "last",  # the key after its last one
     "part",  # its number among the work items of its sequence
     "parts",

@@ -17,20 +17,25 @@ import numpy as np
 from llvmlite import binding
 from numba import cfunc, types
 
+from ...cache.packing import PACKED
 from ...cache.quantise import LARGEST
-from . import workers
+from . import block_scores, workers
 from .call_args import args_at, work_item_at
 from .compiling import MODE
-from .dtypes import DTYPES, Dtype
+from .dtypes import BFLOAT16, DTYPES, FLOAT16, FLOAT32, INT4, TOKENS, Dtype
 from .prefill import tile
 from .prefill.micro_kernel import micro_kernel
 
-PAIRS_OF_DTYPES = [(dtype, dtype) for dtype in DTYPES if dtype not in LARGEST]
-PAIRS_OF_DTYPES += [(dtype, held) for held in LARGEST for dtype in ("bfloat16", "float32")]
-CODES = {dtypes: code for code, dtypes in enumerate(PAIRS_OF_DTYPES)}
+HELD: list[tuple[str, ...]] = [(dtype.name, dtype.name) for dtype in (BFLOAT16, FLOAT16, FLOAT32)]
+HELD += [(dtype, held) for held in LARGEST for dtype in ("bfloat16", "float32")]
+HELD += [
+    (dtype, held, TOKENS.name) for held in (*LARGEST, *PACKED) for dtype in ("bfloat16", "float32")
+]
+CODES = {held: code for code, held in enumerate(HELD)}
 TASKS = "pagedattn_tasks"  # the symbol by which machine code finds the addresses of `task`s,
-PREFILLS = len(CODES)  # and behind these, those of `prefill`s
-_tasks = np.zeros(2 * len(CODES), np.intp)
+PREFILLS = len(CODES)  # and behind these, those of `prefill`s,
+SCORES = 2 * len(CODES)  # and those of `score`s
+_tasks = np.zeros(3 * len(CODES), np.intp)
 binding.add_symbol(TASKS, _tasks.ctypes.data)
 NUMBER, NOTHING = types.intp, types.void
 
@@ -74,41 +79,75 @@ def _number(text: bytes) -> int:
     return int(hashlib.sha256(text).hexdigest()[:12], 16)
 
 
-def _version(dtypes: tuple[Dtype, Dtype]) -> int:
+def multiplied(*held: Dtype) -> tuple[tuple[Dtype, Dtype], tuple[Dtype, Dtype]]:
+    """The dtypes of the rows that short queries read, and of those that tiles of long ones do.
+
+    Rows with scales of tokens become rows of the query's dtype for tiles, those of four bits for
+    all.
+    """
+    query, cache = held[:2]
+    own = query, query
+    return own if cache == INT4 else (query, cache), own if TOKENS in held else (query, cache)
+
+
+def _version(tiles: tuple[Dtype, Dtype]) -> int:
     """That of the sources, and of how this machine multiplies."""
-    return _number(f"{sources()} {micro_kernel(*dtypes)}".encode())
+    return _number(f"{sources()} {micro_kernel(*tiles)}".encode())
 
 
 @functools.cache
-def task(dtype: str, cache_dtype: str):
+def task(*names: str):
     """`void task(args)`: works on a call as long as there is work.
 
-    Query and out are of the cache's dtype, or of bfloat16 or float32 where that has eight bits.
+    Query and out are of the cache's dtype, or of bfloat16 or float32 where that is quantised; a
+    third name says that it has scales of tokens.
     """
-    dtypes = DTYPES[dtype], DTYPES[cache_dtype]
-    version = _version(dtypes)
+    held = tuple(DTYPES[name] for name in names)
+    dtypes, tiles = multiplied(*held)
+    version = _version(tiles)
 
     def task(args):
         if args != version:
-            workers.work(args, dtypes)
+            workers.work(args, dtypes, tiles, held)
             workers.leave(args)
 
-    compiled = machine_code(NOTHING(NUMBER), task, f"task_{dtype}_{cache_dtype}")
-    _tasks[CODES[dtype, cache_dtype]] = compiled.address
+    compiled = machine_code(NOTHING(NUMBER), task, _name("task", names))
+    _tasks[CODES[names]] = compiled.address
     return compiled
 
 
 @functools.cache
-def prefill(dtype: str, cache_dtype: str):
+def prefill(*names: str):
     """`void prefill(args, item, scratch)`: computes a work item of a long sequence."""
-    dtypes = DTYPES[dtype], DTYPES[cache_dtype]
-    version = _version(dtypes)
+    held = tuple(DTYPES[name] for name in names)
+    _, tiles = multiplied(*held)
+    version = _version(tiles)
 
     def prefill(args, item, scratch):
         if args != version:
-            tile.attend_tile(args_at(args), dtypes, work_item_at(item), scratch)
+            tile.attend_tile(args_at(args), tiles, held, work_item_at(item), scratch)
 
-    signature, name = NOTHING(NUMBER, NUMBER, NUMBER), f"prefill_{dtype}_{cache_dtype}"
-    compiled = machine_code(signature, prefill, name)
-    _tasks[PREFILLS + CODES[dtype, cache_dtype]] = compiled.address
+    signature = NOTHING(NUMBER, NUMBER, NUMBER)
+    compiled = machine_code(signature, prefill, _name("prefill", names))
+    _tasks[PREFILLS + CODES[names]] = compiled.address
     return compiled
+
+
+@functools.cache
+def score(dtype: str):
+    """`void score(args)`: works on scores of blocks as long as there is work."""
+    dtypes = DTYPES[dtype], DTYPES[dtype]
+    version = _version(dtypes)
+
+    def score(args):
+        if args != version:
+            block_scores.work_on_scores(args, dtypes)
+            workers.leave(args)
+
+    compiled = machine_code(NOTHING(NUMBER), score, f"score_{dtype}")
+    _tasks[SCORES + CODES[dtype, dtype]] = compiled.address
+    return compiled
+
+
+def _name(function: str, names: tuple[str, ...]) -> str:
+    return "_".join([function, *names]).replace(" ", "_")

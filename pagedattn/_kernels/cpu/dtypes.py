@@ -49,7 +49,11 @@ typeof_impl.register(Dtype)(lambda dtype, context: DtypeType(dtype))
 
 BFLOAT16, FLOAT16, FLOAT32 = map(Dtype, ("bfloat16", "float16", "float32"))
 E4M3, E5M2, INT8 = map(Dtype, ("float8_e4m3fn", "float8_e5m2", "int8"))
-DTYPES = {dtype.name: dtype for dtype in (BFLOAT16, FLOAT16, FLOAT32, E4M3, E5M2, INT8)}
+INT4 = Dtype("int4")  # two in a byte
+TOKENS = Dtype("scales of tokens")  # stands behind a pair of dtypes, where the cache has them
+DTYPES = {
+    dtype.name: dtype for dtype in (BFLOAT16, FLOAT16, FLOAT32, E4M3, E5M2, INT8, INT4, TOKENS)
+}
 EIGHT_BITS = E4M3, E5M2, INT8
 # `widened` gives numbers of e4m3 without the last of their factors, which is left to the sums.
 UNITS = {"float8_e4m3fn": 256.0}

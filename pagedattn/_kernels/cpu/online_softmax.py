@@ -6,21 +6,33 @@ of a few keys, and then values head by head. Meanwhile those to come are fetched
 
 import numpy as np
 
+from . import four_bits
 from .compiling import fast, within
 from .memory import get_float32, get_int32, get_int64, memcpy, memset, put_float32, put_int64
 from .pv_matmul import pv_1, pv_2, pv_4, set_weights
 from .qk_matmul import qk_1, qk_2, qk_4, set_query
-from .simd import KEYS
-from .softmax import CHUNK, NONE, ONE, mask_and_soften
+from .simd import KEYS, LINE
+from .softmax import CHUNK, NONE, ONE, ZERO, mask_and_soften
+from .unpack import (
+    fetch_row,
+    gather_scales,
+    is_packed,
+    looks_up,
+    scale_logits,
+    scales_logits,
+    unpack_row,
+    up_to,
+)
 
 GROUP = 4 * KEYS  # keys whose logits are computed head by head; those of the next are fetched
 
 
 @fast
-def set_offsets(args, table, first, count, keys, values):
+def set_offsets(args, table, first, count, keys, values, slots):
     """The byte offsets of `count` keys and values of a sequence from key `first` on.
 
-    From there to the end of the chunk they repeat the last one: tiles read nothing else.
+    And the numbers of their slots' first heads. From there to the end of the chunk they repeat the
+    last one: tiles read nothing else.
     """
     column = first // args.block_size
     slot = first - column * args.block_size
@@ -28,6 +40,7 @@ def set_offsets(args, table, first, count, keys, values):
     for k in range(CHUNK):
         put_int64(keys, k, block * args.key_block + slot * args.key_slot)
         put_int64(values, k, block * args.value_block + slot * args.value_slot)
+        put_int64(slots, k, (block * args.block_size + slot) * args.num_kv_heads)
         if k + 1 < count:
             slot += 1
             if slot == args.block_size:
@@ -107,7 +120,7 @@ def factor(scales, step, kv_head):
 
 
 @within
-def attend(args, dtypes, work_item, queries, sums, highest, total, room):
+def attend(args, dtypes, held, work_item, queries, sums, highest, total, room):
     """Adds the keys of a work item to the state of its rows; `room` is scratch of `room_bytes`.
 
     Offsets are those of a chunk and of the next one: keys are fetched some keys ahead, values
@@ -115,24 +128,33 @@ def attend(args, dtypes, work_item, queries, sums, highest, total, room):
     """
     rows, heads = work_item.num_queries * args.group, args.num_kv_heads
     head_bytes = 4 * CHUNK * rows
-    keys, values = room, room + 16 * CHUNK
-    shown = room + 32 * CHUNK
+    keys, values, slots = room, room + 16 * CHUNK, room + 32 * CHUNK
+    shown = room + 48 * CHUNK
     shown_values = shown + 8 * CHUNK
     zeros = shown_values + 8 * CHUNK
     logits = zeros + args.row_bytes
     kept = logits + heads * head_bytes
+    tokens = kept + up_to(4 * rows, LINE)
     memset(zeros, 0, args.row_bytes)
+    if is_packed(held):
+        set_steps(args, tokens)
     table = args.tables + work_item.seq * args.table_row
     count = min(CHUNK, work_item.last - work_item.first)
-    set_offsets(args, table, work_item.first, count, keys + 8 * CHUNK, values + 8 * CHUNK)
+    following = 8 * CHUNK
+    set_offsets(
+        args, table, work_item.first, count, keys + following, values + following, slots + following
+    )
     for first in range(work_item.first, work_item.last, CHUNK):
         memcpy(keys, keys + 8 * CHUNK, 8 * CHUNK)
         memcpy(values, values + 8 * CHUNK, 8 * CHUNK)
+        memcpy(slots, slots + 8 * CHUNK, 8 * CHUNK)
         count = min(CHUNK, work_item.last - first)
-        following = min(CHUNK, work_item.last - first - CHUNK)
-        if following > 0:
+        left = min(CHUNK, work_item.last - first - CHUNK)
+        if left > 0:
             after = first + CHUNK
-            set_offsets(args, table, after, following, keys + 8 * CHUNK, values + 8 * CHUNK)
+            set_offsets(
+                args, table, after, left, keys + following, values + following, slots + following
+            )
         for k in range(0, count, GROUP):
             at, many = keys + 8 * k, min(GROUP, count - k)
             for head in range(heads):
@@ -140,12 +162,24 @@ def attend(args, dtypes, work_item, queries, sums, highest, total, room):
                     queries + head * rows * args.row_bytes,
                     logits + head * head_bytes + 4 * k,
                 )
-                plane = args.key + head * args.key_head
+                plane, offsets = args.key + head * args.key_head, at
                 scale = args.scale * factor(args.key_scale, args.key_scale_head, head)
-                set_logits(args, dtypes, row, rows, plane, at, many, scale, out)
+                if looks_up(held) and args.head_dim % (2 * four_bits.GROUP) == 0:
+                    four_bits.set_logits(
+                        args, row, rows, plane, at, slots + 8 * k, head, many, scale, out
+                    )
+                    continue
+                if is_packed(held):
+                    unpack_keys(args, held, plane, at, slots + 8 * k, head, many, tokens)
+                    plane, offsets = rows_of(tokens), steps_of(tokens)
+                set_logits(args, dtypes, row, rows, plane, offsets, many, scale, out)
         for head in range(heads):
             own, tops = logits + head * head_bytes, highest + 4 * head * rows
             totals, out = total + 4 * head * rows, sums + head * rows * args.row_bytes
+            if scales_logits(held):
+                gather_scales(args.key_scales, head, slots, CHUNK, tokens)
+                for r in range(rows):
+                    scale_logits(own + 4 * r * CHUNK, tokens, CHUNK)
             for r in range(rows):
                 for k in range(count, CHUNK):
                     put_float32(own, r * CHUNK + k, NONE)
@@ -156,13 +190,116 @@ def attend(args, dtypes, work_item, queries, sums, highest, total, room):
             if args.bias != 0:
                 set_shown(values, zeros - value, shown)
                 at = shown_values
+            if scales_logits(held):
+                gather_scales(args.value_scales, head, slots, CHUNK, tokens)
+                if args.bias != 0:
+                    clear_hidden(tokens, shown)
+                for r in range(rows):
+                    scale_logits(own + 4 * r * CHUNK, tokens, CHUNK)
             later = head + 1
             ahead = values + 8 * CHUNK * (later // heads)
             plane = args.value + (later % heads) * args.value_head
+            if looks_up(held) and args.value_columns % (2 * four_bits.GROUP) == 0:
+                seen = shown if args.bias != 0 else np.int64(0)
+                room_of_head = rows_of(tokens)
+                four_bits.add_values(
+                    args,
+                    out,
+                    rows,
+                    value,
+                    values,
+                    plane,
+                    ahead,
+                    slots,
+                    head,
+                    count,
+                    own,
+                    kept,
+                    seen,
+                    room_of_head,
+                )
+                continue
+            if is_packed(held):
+                unpack_values(args, held, value, values, plane, ahead, slots, head, count, tokens)
+                if args.bias != 0:
+                    clear_rows(args, shown, count, tokens)
+                value, at, plane, ahead = (
+                    *(rows_of(tokens), steps_of(tokens)),
+                    *(rows_of(tokens), steps_of(tokens)),
+                )
             add_values(args, dtypes, out, rows, value, at, plane, ahead, count, own, kept)
 
 
 @fast
-def room_bytes(args, rows):
+def clear_hidden(factors, shown):
+    """Scales of values that a bias hides from all may be NaN: 0 for them."""
+    for k in range(CHUNK):
+        hidden = get_float32(shown, k) == NONE
+        put_float32(factors, k, ZERO if hidden else get_float32(factors, k))
+
+
+# The room of tokens' scales: the scales of a chunk, or, of four bits, steps and unpacked rows.
+@fast
+def steps_of(tokens):
+    return tokens
+
+
+@fast
+def rows_of(tokens):
+    return tokens + 16 * CHUNK
+
+
+@fast
+def unpacked_bytes(args):
+    """Those of an unpacked row."""
+    return up_to(max(args.head_dim, args.value_columns) * args.itemsize, LINE)
+
+
+@fast
+def set_steps(args, tokens):
+    """The offsets of unpacked rows, again and again: what is fetched ahead is one of them."""
+    for k in range(2 * CHUNK):
+        put_int64(steps_of(tokens), k, k % CHUNK * unpacked_bytes(args))
+
+
+@within
+def unpack_keys(args, held, plane, offsets, slots, head, count, tokens):
+    """Some keys of a head, while those of the next group are fetched."""
+    out, size = rows_of(tokens), unpacked_bytes(args)
+    for k in range(count):
+        fetch_row(plane + get_int64(offsets, k + GROUP), args.head_dim // 2)
+        source, index = plane + get_int64(offsets, k), get_int64(slots, k) + head
+        unpack_row(
+            source, args.key_scales, index, out + k * size, args.head_dim, args.itemsize, held
+        )
+
+
+@within
+def unpack_values(args, held, plane, offsets, later, ahead, slots, head, count, tokens):
+    """A chunk's values of a head, of an even number of keys, while the next are fetched."""
+    out, size = rows_of(tokens), unpacked_bytes(args)
+    dim = args.value_columns
+    for k in range(up_to(count, 2)):
+        fetch_row(later + get_int64(ahead, k), dim // 2)
+        source, index = plane + get_int64(offsets, k), get_int64(slots, k) + head
+        unpack_row(source, args.value_scales, index, out + k * size, dim, args.itemsize, held)
+
+
+@fast
+def clear_rows(args, shown, count, tokens):
+    """Zeros for the values that a bias hides from all."""
+    for k in range(up_to(count, 2)):
+        if get_float32(shown, k) == NONE:
+            memset(rows_of(tokens) + k * unpacked_bytes(args), 0, unpacked_bytes(args))
+
+
+@fast
+def room_bytes(args, rows, held):
     """The scratch that `attend` needs, for this many rows of a KV head."""
-    return 48 * CHUNK + args.row_bytes + 4 * rows * (args.num_kv_heads * CHUNK + 1)
+    size = 64 * CHUNK + args.row_bytes + 4 * rows * args.num_kv_heads * CHUNK
+    size += up_to(4 * rows, LINE)
+    if scales_logits(held):
+        size += 4 * CHUNK
+    if is_packed(held):
+        size += 16 * CHUNK + CHUNK * unpacked_bytes(args)
+    return size

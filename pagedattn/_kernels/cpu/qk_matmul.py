@@ -80,7 +80,7 @@ def _qk(rows):
             fetch_rows(builder, later, builder.mul(dim, word(products.dtype.size)))
             each(builder, products.dtype, dim, products.counts, add)
             found = [builder.load(totals[at_]) for at_ in tile]
-            _store_tile(builder, found, rows, scale, logits, width)
+            store_tile(builder, found, rows, scale, logits, width)
             return context.get_dummy_value()
 
         arguments = [types.intp] * 6 + [types.float32] + [types.intp] * 2
@@ -99,7 +99,7 @@ def fetch_rows(builder, rows, row_bytes):
     along(builder, LINE, word(0), row_bytes, fetch_line)
 
 
-def _store_tile(builder, found, rows, scale, logits, width):
+def store_tile(builder, found, rows, scale, logits, width):
     at_once = min(rows, LANES // KEYS)
     for first in range(0, rows, at_once):
         packed = sums(builder, found[first * KEYS : (first + at_once) * KEYS])

@@ -97,7 +97,10 @@ def measure(args):
         token += num_queries
         first, last = keys_of(args, num_queries, seq_len)
         if is_long(args, num_queries):
-            tokens, products = tokens + num_queries, products + num_queries * (last - first)
+            seen = last - first
+            if args.selection != 0:
+                seen = min(seen, args.num_selected * args.block_size)
+            tokens, products = tokens + num_queries, products + num_queries * seen
         elif num_queries > 0:
             keys, most = keys + last - first, max(most, num_queries)
     width = args.num_kv_heads * args.group * (args.head_dim + args.value_dim)
@@ -127,7 +130,7 @@ def count_items(args, size):
         token, num_queries, seq_len = sequence(args, seq, token)
         token += num_queries
         if is_long(args, num_queries):
-            parts, cut_here, states_here = items.count_parts(args, num_queries, seq_len)
+            parts, cut_here, states_here = items.count_parts(args, seq, num_queries, seq_len)
             tiles, cut, states = tiles + parts, cut + cut_here, states + states_here
         elif num_queries > 0:
             first, last = keys_of(args, num_queries, seq_len)

@@ -122,6 +122,15 @@ def looked_up(builder, table, numbers):
     return builder.call(function, [lower, numbers, upper])
 
 
+def permuted(builder, table, lanes):
+    """Of each of 32 numbers of 16 bits, the entry of a table of 32 that it counts to."""
+    kind = ir.VectorType(ir.IntType(16), 32)
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(kind, [kind] * 2), "llvm.x86.avx512.permvar.hi.512"
+    )
+    return builder.call(function, [table, lanes])
+
+
 def as_bfloat16(builder, numbers):
     """A vector of float32, rounded, on CPUs with products of pairs."""
     return builder.fptrunc(numbers, ir.VectorType(BFloat16(), LANES))

@@ -54,9 +54,8 @@ def note_shown(logits, shown):
 
 
 @fast
-def hide(args, logits, position, seq_len, first, count):
-    """-inf at the keys of a chunk that a query may not see."""
-    begin, end = key_range(args, seq_len, position, position)
+def hide(logits, begin, end, first, count):
+    """-inf at the keys of a chunk that are not in `[begin, end)`, which a query may see."""
     for k in range(min(max(begin - first, 0), count)):
         put_float32(logits, k, NONE)
     for k in range(max(end - first, 0), count):
@@ -96,7 +95,9 @@ def mask_and_soften(args, work_item, kv_head, first, count, logits, shown, highe
                 bias = args.bias + (work_item.token + i) * args.bias_token + head * args.bias_head
                 add_bias(bias + 4 * first, at, args.bias_columns - first, count)
             if work_item.num_queries > 1:
-                hide(args, at, work_item.position + i, work_item.seq_len, first, count)
+                position = work_item.position + i
+                begin, end = key_range(args, work_item.seq_len, position, position)
+                hide(at, begin, end, first, count)
             if args.bias != 0:
                 note_shown(at, shown)
             soften(at, highest, total, kept, row)

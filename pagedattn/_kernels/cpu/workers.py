@@ -25,19 +25,19 @@ USERS, CLAIMED, DONE = map(offset, ("users", "claimed", "done"))
 
 
 @within
-def work(address, dtypes):
+def work(address, dtypes, tiles, held):
     """Works on items until none is left to begin."""
     args = args_at(address)
     scratch = 0
     number = add_at(address + CLAIMED, 1)
     while number < args.num_items:
         if scratch == 0:
-            scratch = aligned_alloc(APART, scratch_bytes(args, dtypes))
+            scratch = aligned_alloc(APART, scratch_bytes(args, tiles, held))
         at = args.first_item + number * WORK_ITEM_BYTES
         if work_item_at(at).kv_head >= 0:
             call_3_at(args.prefill, address, at, scratch)
         else:
-            run_item(args, dtypes, at, scratch)
+            run_item(args, dtypes, held, at, scratch)
         add_at(address + DONE, 1)
         number = add_at(address + CLAIMED, 1)
     if scratch != 0:
@@ -61,17 +61,17 @@ def end(address):
 
 
 @fast
-def scratch_bytes(args, dtypes):
+def scratch_bytes(args, tiles, held):
     """Queries, a state, and what `attend` needs, for the most rows that a work item has."""
-    room = room_bytes(args, args.rows // args.num_kv_heads)
+    room = room_bytes(args, args.rows // args.num_kv_heads, held)
     short = 2 * args.state_bytes + APART * -(-room // APART)
     if args.tile_tokens == 0:
         return short
-    return max(short, room_of(args, dtypes, args.tile_tokens * args.group, 0).end)
+    return max(short, room_of(args, tiles, held, args.tile_tokens * args.group, 0).end)
 
 
 @within
-def run_item(args, dtypes, at, scratch):
+def run_item(args, dtypes, held, at, scratch):
     work_item = work_item_at(at)
     rows = work_item.num_queries * args.num_kv_heads * args.group
     state = work_item.state if work_item.parts > 1 else scratch + args.state_bytes
@@ -80,7 +80,7 @@ def run_item(args, dtypes, at, scratch):
         load_queries(args, dtypes, work_item, scratch)
         highest = state + rows * args.row_bytes
         room = scratch + 2 * args.state_bytes
-        attend(args, dtypes, work_item, scratch, state, highest, highest + 4 * rows, room)
+        attend(args, dtypes, held, work_item, scratch, state, highest, highest + 4 * rows, room)
     if work_item.parts == 1:
         finish(args, dtypes, work_item, rows, state)
     elif add_at(work_item.finished, 1) == work_item.parts - 1:

@@ -17,11 +17,14 @@ class Arrays(NamedTuple):
     query: Any  # [num_tokens, num_kv_heads * group, head_dim]
     key: Any  # [num_blocks, block_size, num_kv_heads, head_dim]; of any dtype
     value: Any  # [num_blocks, block_size, num_kv_heads, value_dim]; any array when latent
-    block_tables: Any  # i32 [num_seqs, max_blocks]
+    block_tables: Any  # i32 [num_seqs, max_blocks]; of a selection, see `listed_blocks` in lists.py
     seq_lens: Any  # i32 [num_seqs]
     query_start_loc: Any  # i32 [num_seqs + 1]
     alibi_slopes: Any  # f32 [num_heads]; any array without ALiBi
     sinks: Any  # f32 [num_heads]; any array without sinks
+    key_scale: Any  # of tokens, as `KVCache` has them; any array without them
+    value_scale: Any  # the same; of a latent cache the keys'
+    selection: Any  # i32 [num_seqs, num_kv_heads, num_listed]; any array without a selection
 
 
 class Results(NamedTuple):
@@ -42,7 +45,7 @@ class Scalars(NamedTuple):
     num_kv_heads: int
     num_blocks: int
     max_blocks: int
-    table_stride: int  # of the rows of the block tables, in elements
+    table_stride: int  # of the rows of the block tables, in elements; of a selection, num_listed
     query_token_stride: int
     query_head_stride: int
     block_stride: int
@@ -59,8 +62,22 @@ class Layout(NamedTuple):
     block_size: int
     stride_unit: int  # tells the compiler what divides the strides: loads are then wide
     alike: bool  # the values have the keys' strides
-    pairs: bool  # they are read as eight_bits.py reads them
+    halves: bool  # products are of float16, as eight_bits.py makes it
+    pairs: bool  # values are read as pairs of bytes
+    scaled: bool  # tokens have scales, one each for a key and a value
     small: bool  # offsets in the cache fit into 32 bits, which saves registers
+    key_groups: int  # with a scale each, in a key of which a byte holds two columns; else 0
+    value_groups: int
+
+    @property
+    def nibbles(self) -> bool:
+        """Whether a byte holds two numbers."""
+        return self.key_groups > 0
+
+    @property
+    def sums(self) -> int:
+        """Tiles of columns in which values are summed up: see `State`."""
+        return 4 if self.nibbles else 2 if self.pairs else 1
 
 
 class Options(NamedTuple):
@@ -72,6 +89,7 @@ class Options(NamedTuple):
     alibi: bool
     sinks: bool
     negate: bool  # the scale is negative
+    selection: bool  # keys are counted in the list of a KV head's blocks
 
 
 class TileShape(NamedTuple):
@@ -95,6 +113,7 @@ class Config(NamedTuple):
     group: int  # query heads of a KV head
     keys: int  # of one step
     tiles_a_seq: int  # tiles given to each sequence; 0 finds the sequence by search
-    split: bool  # the grid's second axis splits the keys, for `merge_kernel`
-    min_steps: int  # steps below which keys are not split further
-    segment: int  # keys that are summed up apart, to be joined in order; 0: all together
+    split: bool  # the grid's second axis splits the keys, for `merge_kernel` or `join_kernel`
+    min_steps: int  # steps, or of segments parts, below which keys are not split further
+    segment: int  # keys whose steps are joined in order, and then it to others; 0: all together
+    part: int  # keys of a state that is stored where they are split: of a segment, or of a step

@@ -17,7 +17,8 @@ import triton.language as tl
 from .arguments import Scalars
 from .online_softmax import Formula
 from .pages import Cache
-from .tile import Rows, Task, attend, nothing_seen, store_no_parts, store_rows
+from .states import nothing_seen
+from .tile import Rows, Task, attend, store_no_parts, store_rows
 
 # NamedTuples are made by keyword here, and their fields read by name: Triton's cache of programs
 # goes by the source of functions, not by that of classes, whose fields may come in another order.
@@ -146,7 +147,7 @@ def rows_of(arrays, results, scalars, place, query_start, config: tl.constexpr):
     if config.segment == 0:
         row += tl.program_id(1) * num_rows
     capacity = scalars.max_blocks * config.layout.block_size
-    num_parts = 1 + tl.cdiv(capacity, config.segment) if config.segment > 0 else 0
+    num_parts = 1 + tl.cdiv(capacity, config.part) if config.segment > 0 else 0
     query = arrays.query + token * (scalars.query_token_stride * unit)
     return Rows(
         query=query + head.to(tl.int64) * (scalars.query_head_stride * unit),
@@ -166,15 +167,24 @@ def rows_of(arrays, results, scalars, place, query_start, config: tl.constexpr):
 def cache_of(arrays, scalars, place, config: tl.constexpr):
     """Pointers to a tile's KV head and sequence."""
     unit: tl.constexpr = config.layout.stride_unit
+    row = place.seq.to(tl.int64)
+    if config.options.selection:
+        row = row * scalars.num_kv_heads + place.kv_head
     return Cache(
         key=arrays.key + place.kv_head.to(tl.int64) * (scalars.head_stride * unit),
         value=arrays.value + place.kv_head.to(tl.int64) * (scalars.value_head_stride * unit),
-        table=arrays.block_tables + place.seq.to(tl.int64) * scalars.table_stride,
+        key_scale=arrays.key_scale,
+        value_scale=arrays.value_scale,
+        kv_head=place.kv_head,
+        num_kv_heads=scalars.num_kv_heads,
+        table=arrays.block_tables + row * scalars.table_stride,
         num_blocks=scalars.num_blocks,
         block_stride=scalars.block_stride,
         slot_stride=scalars.slot_stride,
         value_block_stride=scalars.value_block_stride,
         value_slot_stride=scalars.value_slot_stride,
+        selection=arrays.selection + row * scalars.table_stride,
+        num_listed=scalars.table_stride,
     )
 
 

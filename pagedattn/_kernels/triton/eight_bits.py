@@ -37,12 +37,22 @@ EVEN_AND_ODD_OF_INT8 = from_int8("0x4240", "0x4341")  # bytes 0 and 2; bytes 1 a
 
 
 @triton.jit
-def half_query(q):
-    """Queries as float16, and what each row's products are to be multiplied by: a power of two."""
+def factors_of(q, q_rest):
+    """What each row's products are to be multiplied by, where queries are `halved`: powers of 2."""
+    size = tl.maximum(sizes_of(q), sizes_of(q_rest))
+    return tl.exp2(tl.floor(tl.log2(tl.where(size > 0, tl.minimum(size, 1e38), 1.0))))
+
+
+@triton.jit
+def sizes_of(q):
     wide = q.to(tl.float32)
-    size = tl.max(tl.where(wide == wide, tl.abs(wide), 0.0), 1)  # of NaN, nothing
-    factor = tl.exp2(tl.floor(tl.log2(tl.where(size > 0, tl.minimum(size, 1e38), 1.0))))
-    return (wide / factor[:, None]).to(tl.float16), factor
+    return tl.max(tl.where(wide == wide, tl.abs(wide), 0.0), 1)  # of NaN, nothing
+
+
+@triton.jit
+def halved(q, factors):
+    """Queries as float16."""
+    return (q.to(tl.float32) / factors[:, None]).to(tl.float16)
 
 
 @triton.jit

@@ -6,23 +6,26 @@ from typing import Any, NamedTuple
 
 from ..._dispatch.call import Call
 from ...batch.metadata import Sequences, nondecreasing_starts
+from ...cache.packing import GROUP, group_of
 from . import widths
 from .arguments import Config, Layout, Options, Scalars, TileShape
 from .device import device_of
-from .programs import Program, held, in_eight_bits, is_short
+from .programs import Program, held, in_eight_bits, in_halves, is_short
 from .tiling import Tiling
-from .widths import power_of_two, widths_of
+from .widths import in_four_bits, power_of_two, widths_of
 
 DTYPES = ("float16", "bfloat16", "float32")
-CACHE_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
+CACHE_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8", "int4")
 OLDEST = (8, 0)  # the compute capability from which Triton has products of matrices
 E4M3 = (8, 9)  # the compute capability from which Triton reads float8_e4m3fn
 # The options that the kernels know.
 SUPPORTS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
-    | {"cache_dtype", "value_dim", "sinks", "return_lse", "batch_invariant"}
+    | {"cache_dtype", "token_scales", "value_dim", "sinks", "selection", "return_lse"}
+    | {"batch_invariant"}
 )
 LOG2E = math.log2(math.e)
+FEW_STEPS = 4  # whose masks cost less than a loop of their own
 
 
 class Launch(NamedTuple):
@@ -38,6 +41,8 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
     num_warps: int
     num_stages: int
+    most_registers: int | None = None  # of a thread
+    contracts: bool = True  # products that are summed may be fused: the compiler chooses which
 
 
 def refusals(call: Call, capability: tuple[int, int] | None) -> list[str]:
@@ -57,6 +62,7 @@ def _unsupported_device(call: Call, capability: tuple[int, int]) -> list[str]:
         reasons.append("it needs compute capability 8.0, this GPU has {}.{}".format(*capability))
     if call.cache_dtype == "float8_e4m3fn" and capability < E4M3:
         reasons.append(f"cache_dtype {call.cache_dtype} needs compute capability 8.9")
+    reasons += _wrong_on_hopper(call)
     device = device_of(0, capability)
     least = held(Program(rows=16, keys=16, num_warps=4, num_stages=2), call, device)
     if least > device.shared_bytes:
@@ -65,6 +71,18 @@ def _unsupported_device(call: Call, capability: tuple[int, int]) -> list[str]:
             f"{least} bytes of shared memory, the device has {device.shared_bytes}"
         )
     return reasons
+
+
+def _wrong_on_hopper(call: Call) -> list[str]:
+    """Scales of tokens with which tests failed on an H100; the interpreter computes them right."""
+    if not call.token_scales or call.dtype == "float32":
+        return []
+    columns = widths_of(call)
+    if call.cache_dtype == "int4" and max(call.head_dim, call.out_dim) > GROUP:
+        return [f"cache_dtype: int4 of more than {GROUP} columns was wrong on an H100"]
+    if columns.dims + columns.rest != call.head_dim or columns.value_dims != call.out_dim:
+        return [f"token_scales of {call.head_dim} columns, not a whole tile, were wrong on an H100"]
+    return []
 
 
 def starts_in_order(call: Call, batch: Sequences) -> Sequences:
@@ -78,11 +96,18 @@ def starts_in_order(call: Call, batch: Sequences) -> Sequences:
 
 def attention_launch(call: Call, tiles: Tiling, table_stride: int) -> Launch:
     """The launch of `attention_kernel`; `table_stride` is that of the rows of the block tables."""
+    table_stride = table_stride if call.selection is None else call.num_listed
     unit = _stride_unit(call)
     constants = {"config": _config(call, tiles, unit)}
     scalars = _scalars(call, table_stride, unit)._asdict()
     grid = (tiles.num_tiles * tiles.head_tiles * call.num_kv_heads, tiles.splits, 1)
-    return Launch(grid, scalars, constants, tiles.program.num_warps, tiles.program.num_stages)
+    program = tiles.program
+    # Three programs share a multiprocessor, as without segments, whose state takes registers.
+    three = tiles.segment > 0 and program.rows == 16 and program.num_warps == 4
+    most = 168 if three and call.itemsize <= 2 else None
+    started = Launch(grid, scalars, constants, program.num_warps, program.num_stages, most)
+    # Programs of other rows, and loops with masks and without, would be fused differently.
+    return started._replace(contracts=not call.batch_invariant)
 
 
 def parts_of(call: Call, tiles: Tiling) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -98,9 +123,10 @@ def _join_launch(call: Call, tiles: Tiling) -> Launch:
         "HEAD_DIM": call.out_dim,
         "DIMS": power_of_two(call.out_dim),
         "ALIBI": call.spec.alibi_slopes is not None,
+        "PARTS": tiles.segment // tiles.part,
     }
     scalars = {"num_rows": num_rows, "num_parts": tiles.parts}
-    return Launch((num_rows, 1, 1), scalars, constants, 1, 3)
+    return Launch((num_rows, 1, 1), scalars, constants, 1, 3, contracts=False)
 
 
 def merge_launch(call: Call, tiles: Tiling) -> Launch:
@@ -161,15 +187,27 @@ def _config(call: Call, tiles: Tiling, unit: int) -> Config:
         split=tiles.splits > 1,
         min_steps=tiles.min_steps,
         segment=tiles.segment,
+        part=tiles.part,
     )
 
 
 def _layout(call: Call, unit: int) -> Layout:
     key = call.strides.key[:3]
     value = call.strides.value[:3] or key
-    pairs = in_eight_bits(call) and unit % 2 == 0
+    four = in_four_bits(call)
+    pairs = four or (in_eight_bits(call) and unit % 2 == 0)
     small = pairs and call.num_blocks * max(key[0], value[0]) < 1 << 31
-    return Layout(call.block_size, unit, alike=value == key, pairs=pairs, small=small)
+    return Layout(
+        call.block_size,
+        unit,
+        alike=value == key,
+        small=small,
+        pairs=pairs,
+        halves=in_halves(call) and (pairs or widths_of(call).latent),
+        scaled=call.token_scales and not four,
+        key_groups=call.head_dim // group_of(call.head_dim) if four else 0,
+        value_groups=call.out_dim // group_of(call.out_dim) if four else 0,
+    )
 
 
 def _options(call: Call) -> Options:
@@ -181,6 +219,7 @@ def _options(call: Call) -> Options:
         alibi=spec.alibi_slopes is not None,
         sinks=call.sinks,
         negate=call.scale < 0,
+        selection=call.selection is not None,
     )
 
 
@@ -190,12 +229,21 @@ def _tile_shapes(call: Call, tiles: Tiling, pairs: bool) -> tuple[TileShape, Til
     # More warps than the rows need, at 16 rows a warp: they share the keys of a step. Only for
     # Hopper's matrix products, which take 64 rows at least.
     apart = 64 <= rows < 16 * num_warps
-    # A second loop, without masks, pays where arithmetic takes the time.
-    unmasked = call.window is None and (pairs or not is_short(call)) and tiles.segment == 0
+    # A second loop, without masks, pays where arithmetic takes the time, in some steps.
+    steps = call.max_keys // (tiles.splits * tiles.program.keys)
+    unmasked = call.window is None and (not is_short(call) or (pairs and steps > FEW_STEPS))
+    if tiles.segment > 0:
+        unmasked = unmasked and not pairs and same_without_masks(call)
     tile = TileShape(tiles.heads, tiles.tokens, rows, apart, unmasked)
     if is_short(call) or tiles.segment > 0 or not tiles.heads <= 16 < rows:
         return tile, None
     return tile, TileShape(tiles.heads, 16 // tiles.heads, 16, apart=False, unmasked=False)
+
+
+def same_without_masks(call: Call) -> bool:
+    """Whether `weigh_leaf` gives the same bits without masks, by fused operations."""
+    spec = call.spec
+    return spec.logits_soft_cap is None and spec.alibi_slopes is None and not call.token_scales
 
 
 def _scale_and_cap(call: Call) -> tuple[float, float]:

@@ -10,6 +10,7 @@ from .online_softmax import State
 from .states import finished, join_states
 
 LOG2E = tl.constexpr(1.4426950408889634)
+STAGES = tl.constexpr(8)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])
@@ -56,6 +57,7 @@ def join_kernel(
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
     ALIBI: tl.constexpr,
+    PARTS: tl.constexpr,  # of a segment; before the first one is the state before any key
 ):
     row = tl.program_id(0).to(tl.int64)
     apart = num_rows.to(tl.int64)
@@ -64,20 +66,32 @@ def join_kernel(
     highest = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     summed = tl.zeros([1, DIMS], tl.float32)
-    for part in range(num_parts):
+    top, weight, values = highest, total, summed
+    # Loads of the next parts are under way meanwhile.
+    for part in tl.range(0, num_parts, num_stages=STAGES):
         at = part * apart + row
         of = parts.lse + 2 * part * apart + row + tl.arange(0, 1)
-        top = tl.load(of)
-        seen = top > float("-inf")
-        weights = tl.load(of + apart, mask=seen, other=0.0)
-        values = parts.out + at * HEAD_DIM + dims[None, :]
-        values = tl.load(values, mask=seen[:, None] & inside, other=0.0)
-        before = State(highest=highest, total=total, summed=summed, odd=summed)
-        after = State(highest=top, total=weights, summed=values, odd=values)
-        joined = join_states(before, after, ALIBI, False)
-        highest, total, summed = joined.highest, joined.total, joined.summed
-    over, log_total = finished(highest, total, ALIBI)
+        part_top = tl.load(of)
+        seen = part_top > float("-inf")
+        part_weight = tl.load(of + apart, mask=seen, other=0.0)
+        columns = parts.out + at * HEAD_DIM + dims[None, :]
+        columns = tl.load(columns, mask=seen[:, None] & inside, other=0.0)
+        segment = State(highest=top, total=weight, sums=(values,))
+        after = State(highest=part_top, total=part_weight, sums=(columns,))
+        segment = join_states(segment, after, ALIBI)
+        top, weight, values = segment.highest, segment.total, segment.sums[0]
+        if part % PARTS == 0:
+            joined = State(highest=highest, total=total, sums=(summed,))
+            joined = join_states(joined, segment, ALIBI)
+            highest, total, summed = joined.highest, joined.total, joined.sums[0]
+            top = tl.full([1], float("-inf"), tl.float32)
+            weight = tl.zeros([1], tl.float32)
+            values = tl.zeros([1, DIMS], tl.float32)
+    joined = State(highest=highest, total=total, sums=(summed,))
+    segment = State(highest=top, total=weight, sums=(values,))
+    joined = join_states(joined, segment, ALIBI)
+    over, log_total = finished(joined.highest, joined.total, ALIBI)
     out = results.out + row * HEAD_DIM + dims[None, :]
-    values = summed / over[:, None]
+    values = joined.sums[0] / over[:, None]
     tl.store(out, values.to(results.out.dtype.element_ty), mask=inside)
     tl.store(results.lse + row + tl.arange(0, 1), log_total)

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 
 from .eight_bits import in_pairs, octets, widened
+from .four_bits import halves
+from .token_scales import load_groups, row_of
 
 
 class Cache(NamedTuple):
@@ -16,12 +18,18 @@ class Cache(NamedTuple):
 
     key: Any
     value: Any
+    key_scale: Any  # of all heads
+    value_scale: Any
+    kv_head: Any
+    num_kv_heads: Any
     table: Any  # the sequence's row of the block tables
     num_blocks: Any
     block_stride: Any
     slot_stride: Any
     value_block_stride: Any
     value_slot_stride: Any
+    selection: Any  # the blocks of the sequence that are in the table's row, if it is a list
+    num_listed: Any
 
 
 class Slots(NamedTuple):
@@ -62,32 +70,61 @@ def load_blocks(
 
 @triton.jit
 def load_keys(cache, slots, dtype: tl.constexpr, config: tl.constexpr, MASKED: tl.constexpr):
-    """`[keys, widths.dims]`: the first tile of the keys."""
+    """`[keys, widths.dims]`: the first tile of the keys; of four bits two tiles, half as wide."""
+    layout: tl.constexpr = config.layout
     columns: tl.constexpr = config.widths.head_dim
     WIDTH: tl.constexpr = config.widths.dims
-    if config.layout.pairs:
+    if layout.nibbles:
+        HALF: tl.constexpr = columns // 2
+        k = load_slots(cache.key, slots.keys, slots.inside, 0, WIDTH // 2, HALF, MASKED)
+        low, high = load_halves(
+            cache.key_scale, cache, slots, WIDTH // 2, 1, columns, layout.key_groups, config, MASKED
+        )
+        k = halves(k, low, high, dtype)
+    elif layout.halves:
         k = load_slots(octets(cache.key), slots.keys, slots.inside, 0, WIDTH, columns, MASKED)
         k = widened(k, cache.key.dtype.element_ty)
     else:
-        k = load_slots(cache.key, slots.keys, slots.inside, 0, WIDTH, columns, MASKED)
-    return k.to(dtype)
+        k = load_slots(cache.key, slots.keys, slots.inside, 0, WIDTH, columns, MASKED).to(dtype)
+    return k
 
 
 @triton.jit
 def load_values(cache, slots, k, config: tl.constexpr, MASKED: tl.constexpr):
-    """`[keys, widths.value_dims]` in the dtype of the keys `k`, or half as many pairs."""
+    """`[keys, widths.value_dims]` in the dtype of the keys `k`, or as many in pairs of bytes."""
+    layout: tl.constexpr = config.layout
     columns: tl.constexpr = config.widths.value_dim
     WIDTH: tl.constexpr = config.widths.value_dims
     if config.widths.latent:
         v = k
-    elif config.layout.pairs:
+    elif layout.pairs:
         offsets = value_offsets(cache, slots, config) // 2
         plane = in_pairs(cache.value)
-        v = load_slots(plane, offsets, slots.inside, 0, WIDTH // 2, columns // 2, MASKED)
+        HELD: tl.constexpr = layout.sums  # columns of a pair
+        v = load_slots(plane, offsets, slots.inside, 0, WIDTH // HELD, columns // HELD, MASKED)
+        if layout.nibbles:
+            low, high = load_halves(
+                cache.value_scale, cache, slots, WIDTH // HELD, 2, columns, layout.value_groups,
+                config, MASKED,
+            )  # fmt: skip
+            v = v, low, high
     else:
         offsets = value_offsets(cache, slots, config)
         v = load_slots(cache.value, offsets, slots.inside, 0, WIDTH, columns, MASKED).to(k.dtype)
     return v
+
+
+@triton.jit
+def load_halves(
+    scales, cache, slots, WIDTH: tl.constexpr, HELD: tl.constexpr, COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr, config: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """`[keys, WIDTH]` twice: the scales of the columns of the first half and of the second."""
+    rows, inside = row_of(cache, slots, config), slots.inside
+    GROUP: tl.constexpr = COLUMNS // GROUPS
+    low = load_groups(scales, rows, inside, 0, WIDTH, HELD, GROUP, GROUPS, MASKED)
+    high = load_groups(scales, rows, inside, COLUMNS // 2, WIDTH, HELD, GROUP, GROUPS, MASKED)
+    return low, high
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..._dispatch.call import Call
 from .device import Device
-from .widths import is_wide, widths_of
+from .widths import is_wide, power_of_two, widths_of
 
 # Up to this query length each sequence gets a fixed number of tiles; beyond, tiles search theirs.
 SHORT_QUERY = 16
@@ -28,10 +28,15 @@ def is_short(call: Call) -> bool:
     return call.longest_query <= SHORT_QUERY
 
 
+def in_halves(call: Call) -> bool:
+    """Whether products are of float16: fewer bits become that in fewer steps than bfloat16."""
+    few = call.cache_dtype is not None and call.dtype != "float32"
+    return few and (widths_of(call).latent or not is_wide(call))
+
+
 def in_eight_bits(call: Call) -> bool:
     """Whether eight_bits.py can read the cache: values are pairs of columns, products float16."""
-    eight = call.cache_dtype is not None and call.dtype != "float32"
-    return eight and not is_wide(call) and not widths_of(call).latent and call.out_dim % 2 == 0
+    return in_halves(call) and not widths_of(call).latent and call.out_dim % 2 == 0
 
 
 def short_program(call: Call, programs: int, rows: int, device: Device):
@@ -43,7 +48,8 @@ def short_program(call: Call, programs: int, rows: int, device: Device):
     """
     num_sms = device.num_sms
     crowd = _crowd(call, programs, rows, num_sms)
-    one_wave = 3 * num_sms // programs  # three programs of four warps share a multiprocessor
+    # Three programs of four warps share a multiprocessor, or two of 32 rows.
+    one_wave = (3 if rows <= 16 else 2) * num_sms // programs
     if crowd.whole:
         splits, min_keys, program = 1, 64, _whole_program(call, crowd, rows)
     elif crowd.crowded or crowd.uneven:
@@ -57,12 +63,21 @@ def short_program(call: Call, programs: int, rows: int, device: Device):
         if splits == 1 and not in_eight_bits(call):
             # Two on each multiprocessor: smaller steps, of which more are under way.
             program = program._replace(keys=64, num_stages=5)
+    elif call.block_size % 128 == 0 and not in_eight_bits(call):
+        splits, min_keys, program = _one_step(call, programs, rows, num_sms)
     else:
         # So few keys that most of the time goes into starting the programs: as many as fit into one
         # wave, which is four a multiprocessor.
         splits, min_keys = 4 * num_sms // programs, 64
-        program = Program(rows, keys=32, num_warps=4, num_stages=3)
+        program = Program(rows, 64 if in_eight_bits(call) else 32, num_warps=4, num_stages=3)
     return _in_registers(program, call), splits, min_keys
+
+
+def _one_step(call: Call, programs: int, rows: int, num_sms: int) -> tuple[int, int, Program]:
+    """Splits of few keys that lie in one block: all of them at once, after one look-up."""
+    few = call.max_keys * programs <= 64 * 4 * num_sms
+    keys, shared = (64, 4) if few else (128, 3)  # so many programs share a multiprocessor
+    return shared * num_sms // programs, keys, Program(rows, keys, num_warps=4, num_stages=2)
 
 
 class Crowd(NamedTuple):
@@ -111,7 +126,8 @@ def long_program(call: Call, programs: int, rows: int, device: Device):
     Where they do, two programs a multiprocessor hide each other's latencies.
     """
     # Of 128 columns four warps spill; with wgmma they do so too, but are what was measured.
-    crowded = call.head_dim > (128 if device.products == "wgmma" else 64)
+    # Scales of tokens take registers too.
+    crowded = call.token_scales or call.head_dim > (128 if device.products == "wgmma" else 64)
     warps = 8 if rows > 128 or (crowded and rows > 64) else 4
     splits = 2 * device.num_sms // programs if 2 * programs <= device.num_sms else 1
     return Program(rows, 64, warps, 3), splits, 512
@@ -127,30 +143,39 @@ def wide_program(call: Call, programs: int, rows: int, device: Device):
     return Program(rows, keys, 8, num_stages), num_sms // programs, 256
 
 
-def invariant_program(program: Program, call: Call, device: Device) -> Program:
-    """The program that takes as many keys at a time whatever the lengths and their number are.
+def invariant_rows(call: Call, device: Device) -> int:
+    """Rows of a tile: as many as are there, of those whose products have the same bits.
 
-    16 rows are a warp's, so the bits of 64 by four warps are those of 128 by eight.
+    Registers hold three sums for each: of a step, of a segment, and of those before it.
     """
-    rows = program.rows
-    most = max(rows, 128) if rows > 32 else rows
-    stages = 2 if is_wide(call) else 3
-    keys = 32 if max(call.head_dim, call.out_dim) > 128 else 64
-    program = fitting(
-        Program(most, keys, 8 if most > 64 or is_wide(call) else 4, stages), call, device
-    )
-    if rows < most:
-        program = program._replace(rows=rows, num_warps=4)
-    while program.num_stages < 5 and is_short(call):
-        more = program._replace(num_stages=program.num_stages + 1)
-        if 2 * held(more, call, device) > device.shared_bytes:
-            break
-        program = more
-    return program
+    if call.itemsize > 2:
+        return 16
+    most = 32 if columns_of(call) > 128 else 64 if is_short(call) else 128
+    # Blackwell's products of 64 rows and more may have other bits than those of few; Hopper's have,
+    # of keys that were loaded as bytes.
+    least = min(64, most) if device.products == "tcgen05" or in_halves(call) else 16
+    return max(least, min(most, power_of_two(call.group * call.longest_query)))
+
+
+def invariant_program(rows: int, call: Call, device: Device) -> Program:
+    """The program of so many rows; all take as many keys at a time as the largest one can.
+
+    Of 128 keys, products fill the registers where it is not Hopper's that read their operands from
+    shared memory.
+    """
+    largest = Program(128, 128 if device.products == "wgmma" else 64, 8, 3)
+    if columns_of(call) > 128:
+        largest = Program(32, 32, 8, 2 if is_wide(call) else 3)
+    program = fitting(largest, call, device)
+    return program._replace(rows=rows, num_warps=8 if rows > 64 or is_wide(call) else 4)
+
+
+def columns_of(call: Call) -> int:
+    return max(call.head_dim, call.out_dim)
 
 
 def fitting(program: Program, call: Call, device: Device) -> Program:
-    """The program with fewer keys a step, if the pipeline would not fit into shared memory."""
+    """The program with fewer keys a step, then fewer stages, if it would not fit shared memory."""
     if call.itemsize > 2:
         # No tensor cores: threads hold what they multiply, in 32 bits.
         keys = 16 if call.head_dim > 128 else 32
@@ -158,6 +183,8 @@ def fitting(program: Program, call: Call, device: Device) -> Program:
         program = Program(program.rows, keys, num_warps, num_stages=2)
     while program.keys > 16 and held(program, call, device) > device.shared_bytes:
         program = program._replace(keys=program.keys // 2)
+    while program.num_stages > 2 and held(program, call, device) > device.shared_bytes:
+        program = program._replace(num_stages=program.num_stages - 1)
     return program
 
 
@@ -168,8 +195,7 @@ def held(program: Program, call: Call, device: Device) -> int:
     from_memory = device.products != "mma" and rows >= 64
     # Not every stage holds keys: one looks up their blocks, and with short queries one more is
     # the step being computed, if products take it from registers.
-    alike = call.batch_invariant  # short queries get the program of long ones
-    computed = is_short(call) and not alike and not is_wide(call) and not from_memory
+    computed = is_short(call) and not is_wide(call) and not from_memory
     loaded = max(1, num_stages - (2 if computed else 1)) * columns.loaded
     if from_memory and columns.latent:
         loaded += columns.value_dims  # laid out anew as values

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .eight_bits import half_query
+from .eight_bits import factors_of, halved
+from .lists import last_listed, most_listed, rank
 from .online_softmax import Formula, Queries, Span, State, attend_keys
-from .states import finished, join_states
+from .segments import attend_segments, store_top
+from .states import columns_of, empty_state, finished, join_states, nothing_seen
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -53,9 +55,16 @@ def attend(rows, cache, task, formula, config: tl.constexpr, tile: tl.constexpr)
     """Computes one tile: the tokens of a sequence from the first on, for a KV head's heads."""
     options: tl.constexpr = config.options
     places = places_of(task, tile)
-    span = span_of(task, formula.window, config, tile)
+    span = span_of(task, cache, formula.window, config, tile)
     if config.segment > 0:
-        attend_segments(rows, places, span, cache, task, formula, config, tile)
+        queries, formula = load_queries(rows, places, task, formula, config, tile)
+        state = first_state(rows, places, task, config, tile)
+        middle = middle_of(span, task, cache, config)
+        state = attend_segments(
+            rows, places, span, middle, state, queries, cache, formula, config, tile
+        )
+        if not config.split:
+            store_state(rows, task, state, config, tile)
         return
     if config.split:
         nothing = span.start >= span.stop
@@ -68,13 +77,17 @@ def attend(rows, cache, task, formula, config: tl.constexpr, tile: tl.constexpr)
             return
 
     queries, formula = load_queries(rows, places, task, formula, config, tile)
-    state = first_state(rows, places, task, config, tile)
+    first = first_state(rows, places, task, config, tile)
+    state = empty_state(config, tile) if config.layout.scaled else first
     if tile.unmasked:
-        middle = middle_of(span, task, config)
+        middle = middle_of(span, task, cache, config)
         unmasked = Span(begin=span.begin, end=span.end, start=span.start, stop=middle)
         state = attend_keys(state, unmasked, queries, cache, formula, config, tile.apart, False)
         span = Span(begin=span.begin, end=span.end, start=middle, stop=span.stop)
     state = attend_keys(state, span, queries, cache, formula, config, tile.apart, True)
+    if options.sinks and config.layout.scaled:
+        # Not before: weights are rounded by the highest logit of scaled values.
+        state = join_states(first, state, options.alibi)
     store_state(rows, task, state, config, tile)
 
 
@@ -90,7 +103,7 @@ def places_of(task, tile: tl.constexpr):
 
 
 @triton.jit
-def span_of(task, window, config: tl.constexpr, tile: tl.constexpr):
+def span_of(task, cache, window, config: tl.constexpr, tile: tl.constexpr):
     """The keys that any row of a tile sees and, where they are split, this program's share."""
     options: tl.constexpr = config.options
     KEYS: tl.constexpr = config.keys
@@ -105,24 +118,34 @@ def span_of(task, window, config: tl.constexpr, tile: tl.constexpr):
         end = tl.minimum(end, last_position + window)
     if options.window:
         begin = tl.maximum(begin, first_position - window + 1)
-    start = begin // KEYS * KEYS
+    first = begin
     stop = end
+    if options.selection:
+        BLOCK_SIZE: tl.constexpr = config.layout.block_size
+        stop = last_listed(cache, end, BLOCK_SIZE)
+        if options.window:
+            first = rank(cache, begin, most_listed(cache, end, BLOCK_SIZE), BLOCK_SIZE)
+    start = first // KEYS * KEYS
     if config.split and config.segment == 0:
         # In whole steps; of few keys, the last splits get none.
-        steps = tl.maximum(end - start + KEYS - 1, 0) // KEYS
+        last = stop
+        steps = tl.maximum(last - start + KEYS - 1, 0) // KEYS
         share = tl.maximum(tl.cdiv(steps, tl.num_programs(1)), config.min_steps)
         start += tl.program_id(1) * share * KEYS
-        stop = tl.minimum(start + share * KEYS, end)
+        stop = tl.minimum(start + share * KEYS, last)
     return Span(begin=begin, end=end, start=start, stop=stop)
 
 
 @triton.jit
-def middle_of(span, task, config: tl.constexpr):
+def middle_of(span, task, cache, config: tl.constexpr):
     """The key before which no mask is needed: if the first row sees a key, so do the others."""
     middle = span.end
     if config.options.causal:
         first_position = task.seq_len - (task.query_len - task.first)
         middle = tl.maximum(tl.minimum(span.end, first_position + 1), 0)
+    if config.options.selection:
+        BLOCK_SIZE: tl.constexpr = config.layout.block_size
+        middle = rank(cache, middle, most_listed(cache, span.end, BLOCK_SIZE), BLOCK_SIZE)
     return tl.minimum(tl.maximum(middle // config.keys * config.keys, span.start), span.stop)
 
 
@@ -135,14 +158,21 @@ def load_queries(rows, places, task, formula, config: tl.constexpr, tile: tl.con
     tokens, heads, exists = places.tokens, places.heads, places.exists
     query = rows.query + tokens.to(tl.int64)[:, None] * (rows.query_token_stride * unit)
     query += heads.to(tl.int64)[:, None] * (rows.query_head_stride * unit)
-    q = load_query(query, exists, 0, widths.dims, widths.head_dim, negate)
+    head_dim: tl.constexpr = widths.head_dim
     scale = formula.scale
-    if config.layout.pairs:
-        q, factors = half_query(q)
+    if config.layout.nibbles:
+        WIDTH: tl.constexpr = widths.dims // 2
+        q = load_query(query, exists, 0, WIDTH, head_dim // 2, negate)
+        q_rest = load_query(query, exists, head_dim // 2, WIDTH, head_dim, negate)
+    else:
+        q = load_query(query, exists, 0, widths.dims, head_dim, negate)
+        q_rest = q
+        if widths.rest > 0:
+            q_rest = load_query(query, exists, widths.dims, widths.rest, head_dim, negate)
+    if config.layout.halves:
+        factors = factors_of(q, q_rest)
+        q, q_rest = halved(q, factors), halved(q_rest, factors)
         scale = scale * factors
-    q_rest = q
-    if widths.rest > 0:
-        q_rest = load_query(query, exists, widths.dims, widths.rest, widths.head_dim, negate)
     ROWS: tl.constexpr = tile.rows
     slopes = tl.zeros([ROWS], tl.float32)
     if config.options.alibi:
@@ -176,103 +206,7 @@ def first_state(rows, places, task, config: tl.constexpr, tile: tl.constexpr):
         total = tl.where(highest > float("-inf"), 1.0, 0.0)
         if not config.options.alibi:
             highest *= LOG2E
-    summed = empty_state(config, tile).summed
-    return State(highest=highest, total=total, summed=summed, odd=summed)
-
-
-@triton.jit
-def nothing_seen(ROWS: tl.constexpr):
-    return tl.full([ROWS], float("-inf"), tl.float32)
-
-
-@triton.jit
-def attend_segments(
-    rows, places, span, cache, task, formula, config: tl.constexpr, tile: tl.constexpr
-):
-    """Computes a tile segment by segment.
-
-    Where they are split, it stores the state before any key, and that of each segment.
-    """
-    KEYS: tl.constexpr = config.keys
-    SEGMENT: tl.constexpr = config.segment
-    alibi: tl.constexpr = config.options.alibi
-    pairs: tl.constexpr = config.layout.pairs
-    queries, formula = load_queries(rows, places, task, formula, config, tile)
-    nothing = empty_state(config, tile)
-    joined = first_state(rows, places, task, config, tile)
-    highest, total, summed, odd = joined.highest, joined.total, joined.summed, joined.odd
-    first = span.begin // SEGMENT
-    count = tl.maximum(tl.cdiv(span.end, SEGMENT) - first, 0)
-    begin, stop = 0, count
-    if config.split:
-        share = tl.cdiv(count, tl.num_programs(1))
-        begin = tl.minimum(tl.program_id(1) * share, count)
-        stop = tl.minimum(begin + share, count)
-        if tl.program_id(1) == 0:
-            store_part(rows, places, joined, 0, config, tile)
-    for index in range(begin, stop):
-        left = (first + index) * SEGMENT
-        start = tl.maximum(left, span.begin // KEYS * KEYS)
-        part = Span(
-            begin=span.begin, end=span.end, start=start, stop=tl.minimum(left + SEGMENT, span.end)
-        )
-        state = attend_keys(nothing, part, queries, cache, formula, config, tile.apart, True)
-        if config.split:
-            store_part(rows, places, state, 1 + index, config, tile)
-        else:
-            joined = State(highest=highest, total=total, summed=summed, odd=odd)
-            joined = join_states(joined, state, alibi, pairs)
-            highest, total, summed, odd = joined.highest, joined.total, joined.summed, joined.odd
-    if config.split:
-        for part in range(1 + count + tl.program_id(1), rows.num_parts, tl.num_programs(1)):
-            store_top(rows, places, nothing.highest, part)
-    else:
-        joined = State(highest=highest, total=total, summed=summed, odd=odd)
-        store_state(rows, task, joined, config, tile)
-
-
-@triton.jit
-def empty_state(config: tl.constexpr, tile: tl.constexpr):
-    """The state before any key."""
-    ROWS: tl.constexpr = tile.rows
-    COLUMNS: tl.constexpr = config.widths.value_dims
-    summed = tl.zeros([ROWS, COLUMNS // 2 if config.layout.pairs else COLUMNS], tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    return State(highest=nothing_seen(ROWS), total=total, summed=summed, odd=summed)
-
-
-@triton.jit
-def columns_of(state, config: tl.constexpr, tile: tl.constexpr):
-    """What is summed up, all columns in order."""
-    ROWS: tl.constexpr = tile.rows
-    COLUMNS: tl.constexpr = config.widths.value_dims
-    summed = state.summed
-    if config.layout.pairs:
-        summed = tl.reshape(tl.join(summed, state.odd), [ROWS, COLUMNS])
-    return summed
-
-
-@triton.jit
-def store_part(rows, places, state, part, config: tl.constexpr, tile: tl.constexpr):
-    """Stores a state: `[parts, rows]` sums, and `[parts, 2, rows]` highest logits and totals."""
-    widths: tl.constexpr = config.widths
-    dims = tl.arange(0, widths.value_dims)
-    row = places.tokens.to(tl.int64) * rows.num_heads + places.heads
-    at = part * rows.num_rows + row
-    tl.store(
-        rows.out + at[:, None] * widths.value_dim + dims[None, :],
-        columns_of(state, config, tile),
-        mask=places.exists[:, None] & (dims < widths.value_dim)[None, :],
-    )
-    store_top(rows, places, state.highest, part)
-    tl.store(rows.lse + (2 * part + 1) * rows.num_rows + row, state.total, mask=places.exists)
-
-
-@triton.jit
-def store_top(rows, places, highest, part):
-    """Stores the highest logits of a part; -inf says that it has no keys, and nothing else."""
-    row = places.tokens.to(tl.int64) * rows.num_heads + places.heads
-    tl.store(rows.lse + 2 * part * rows.num_rows + row, highest, mask=places.exists)
+    return State(highest=highest, total=total, sums=empty_state(config, tile).sums)
 
 
 @triton.jit
@@ -292,9 +226,21 @@ def store_no_parts(rows, task, skipped, tile: tl.constexpr):
 def store_state(rows, task, state, config: tl.constexpr, tile: tl.constexpr):
     """Stores what a tile's keys gave."""
     alibi: tl.constexpr = config.options.alibi
-    summed = columns_of(state, config, tile)
     over, log_total = finished(state.highest, state.total, alibi)
-    store_rows(rows, task, summed / over[:, None], log_total, 0, config, tile)
+    values = columns_of(state, config, tile) / over[:, None]
+    store_rows(rows, task, values, log_total, 0, config, tile)
+
+
+@triton.jit
+def columns_in_order(config: tl.constexpr):
+    """The column of each of `columns_of`, and whether it exists."""
+    COLUMNS: tl.constexpr = config.widths.value_dim
+    WIDTH: tl.constexpr = config.widths.value_dims
+    dims = tl.arange(0, WIDTH)
+    if config.layout.nibbles and COLUMNS < WIDTH:  # halves are padded each
+        at = dims % (WIDTH // 2)
+        return dims // (WIDTH // 2) * (COLUMNS // 2) + at, at < COLUMNS // 2
+    return dims, dims < COLUMNS
 
 
 @triton.jit
@@ -302,15 +248,15 @@ def store_rows(rows, task, values, log_total, skipped, config: tl.constexpr, til
     """Stores the tile that begins `skipped` tokens later."""
     widths: tl.constexpr = config.widths
     places = tl.arange(0, tile.rows)
-    dims = tl.arange(0, widths.value_dims)
+    columns, inside = columns_in_order(config)
     tokens = places // tile.heads
     heads = places % tile.heads
     left = task.query_len - task.first
     exists = (tokens < tile.tokens) & (tokens + skipped < left) & (heads < task.num_heads)
     row = (tokens + skipped).to(tl.int64) * rows.num_heads + heads
     tl.store(
-        rows.out + row[:, None] * widths.value_dim + dims[None, :],
+        rows.out + row[:, None] * widths.value_dim + columns[None, :],
         values.to(rows.out.dtype.element_ty),
-        mask=exists[:, None] & (dims < widths.value_dim)[None, :],
+        mask=exists[:, None] & inside[None, :],
     )
     tl.store(rows.lse + row, log_total, mask=exists)

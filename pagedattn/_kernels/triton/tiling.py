@@ -12,6 +12,7 @@ from .programs import (
     Program,
     fitting,
     invariant_program,
+    invariant_rows,
     is_short,
     long_program,
     short_program,
@@ -20,6 +21,7 @@ from .programs import (
 from .widths import is_wide, power_of_two
 
 SEGMENT = 512  # keys
+MAX_STEPS = 32  # of a sequence whose steps are written one by one
 MAX_SPLITS = 128  # a program of the merge holds all parts of a row at once
 
 
@@ -35,7 +37,8 @@ class Tiling(NamedTuple):
     splits: int
     min_steps: int  # steps of keys below which a split is not split further
     segment: int  # keys whose sums are joined in order; 0 where bits may follow from the splits
-    parts: int  # results of a row that are written to be merged: splits, or segments if they split
+    part: int  # keys of a result that is written to be joined: a segment, or one step; else 0
+    parts: int  # results of a row that are written to be merged: splits, or such parts
 
 
 def tiling(call: Call, device: Device) -> Tiling:
@@ -56,11 +59,14 @@ def tiling(call: Call, device: Device) -> Tiling:
     programs = max(1, busy * head_tiles * call.num_kv_heads)
     choose = wide_program if is_wide(call) else short_program if is_short(call) else long_program
     program, splits, min_keys = choose(call, programs, rows, device)
-    fitted = invariant_program if call.batch_invariant else fitting
-    program = fitted(program, call, device)
-    segment = SEGMENT if call.batch_invariant else 0
-    splits = min(splits, MAX_SPLITS, cdiv(call.max_keys, max(min_keys, segment)))
-    splits = without_empty(splits, cdiv(call.max_keys, segment or program.keys))
+    if call.batch_invariant:
+        program, segment = invariant_program(rows, call, device), SEGMENT
+        part = _part(call, min(splits, cdiv(call.max_keys, min_keys)), program)
+    else:
+        program, segment, part = fitting(program, call, device), 0, 0
+    splits = min(splits, MAX_SPLITS, cdiv(call.max_keys, max(min_keys, part)))
+    splits = without_empty(splits, cdiv(call.max_keys, part or program.keys))
+    part = part if splits > 1 else segment
     return Tiling(
         program=program,
         heads=heads,
@@ -69,10 +75,11 @@ def tiling(call: Call, device: Device) -> Tiling:
         tiles_a_seq=tiles_a_seq,
         num_tiles=num_tiles,
         splits=splits,
-        min_steps=max(1, min_keys // program.keys),
+        min_steps=max(1, min_keys // (part or program.keys)),
         segment=segment,
+        part=part,
         # The first one is the state before any key.
-        parts=1 + cdiv(call.capacity, segment) if splits > 1 and segment else splits,
+        parts=1 + cdiv(call.capacity, part) if splits > 1 and part else splits,
     )
 
 
@@ -89,7 +96,7 @@ def without_empty(splits: int, steps: int) -> int:
 def tile_rows(call: Call, device: Device) -> int:
     """Rows of a tile: more rows share each key that is loaded, but each takes registers."""
     if call.batch_invariant:
-        return _invariant_rows(call)
+        return invariant_rows(call, device)
     if is_wide(call) and device.products == "mma":
         most = 32  # queries of more would fill the registers
     elif is_wide(call) or is_short(call):
@@ -103,16 +110,13 @@ def tile_rows(call: Call, device: Device) -> int:
     return max(16, min(most, power_of_two(call.group * call.longest_query)))
 
 
-def _invariant_rows(call: Call) -> int:
-    """Rows of a tile: products of 16 have other bits than those of 64 or 128 on Hopper.
+def _part(call: Call, splits: int, program: Program) -> int:
+    """Keys of a result that is written where keys are split.
 
-    Registers hold two sums for each: of a segment, and of those before it.
+    Single steps let more programs share few keys, but make more to write and to join.
     """
-    if call.itemsize > 2:
-        return 16
-    if max(call.head_dim, call.out_dim) > 128:
-        return 32
-    return 64 if is_short(call) else 128
+    few = is_short(call) and splits > cdiv(call.max_keys, SEGMENT)
+    return program.keys if few and call.max_keys <= MAX_STEPS * program.keys else SEGMENT
 
 
 def _is_long(call: Call) -> bool:

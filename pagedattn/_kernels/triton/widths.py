@@ -46,13 +46,19 @@ def widths_of(call: Call) -> Widths:
     A latent cache's first tile is at least half of its keys, and holds all values.
     """
     latent = call.value_dim is not None and not call.strides.value
-    value_dims = tile_width(call.out_dim)
-    dims = tile_width(call.head_dim)
+    least = 64 if in_four_bits(call) else 16
+    value_dims = max(least, tile_width(call.out_dim))
+    dims = max(least, tile_width(call.head_dim))
     if latent or call.head_dim > ONE_TILE:
         dims = max(16, power_of_two(call.head_dim + 1) // 2, value_dims if latent else 0)
     rest = tile_width(call.head_dim - dims) if dims < call.head_dim else 0
     value_dims = dims if latent else value_dims
     return Widths(call.head_dim, dims, rest, call.out_dim, value_dims, latent)
+
+
+def in_four_bits(call: Call) -> bool:
+    """Whether a byte of the cache holds two numbers: tiles are halves and quarters then."""
+    return call.cache_dtype == "int4"
 
 
 def is_wide(call: Call) -> bool:
@@ -67,6 +73,17 @@ def refusals(call: Call) -> list[str]:
         reasons.append(f"head_dim must be at most {MAX_HEAD_DIM}, got {call.head_dim}")
     if call.out_dim > MAX_VALUE_DIM:
         reasons.append(f"value_dim must be at most {MAX_VALUE_DIM}, got {call.out_dim}")
+    return reasons + (_four_bits(call) if in_four_bits(call) else [])
+
+
+def _four_bits(call: Call) -> list[str]:
+    reasons = []
+    if widths_of(call).latent or is_wide(call):
+        reasons.append(f"cache_dtype: int4 is read up to {ONE_TILE} columns, and not of latents")
+    if call.head_dim % 4 or call.out_dim % 4:
+        reasons.append("cache_dtype: int4 needs a multiple of four columns")
+    if any(stride % 2 for strides in call.strides[1:] for stride in strides[:3]):
+        reasons.append("cache_dtype: int4 needs even strides")
     return reasons
 
 

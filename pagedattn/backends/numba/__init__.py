@@ -36,29 +36,47 @@ def plan(call: Call, batch: Sequences) -> Sequences:
     return batch
 
 
-def run(call: Call, query, cache, batch: Sequences, *, bias=None, threads: int | None = None):
-    return _run(call, query, cache, batch, bias, num_threads() if threads is None else threads)
+def run(
+    call: Call,
+    query,
+    cache,
+    batch: Sequences,
+    *,
+    bias=None,
+    selection=None,
+    threads: int | None = None,
+):
+    threads = num_threads() if threads is None else threads
+    return _run(call, query, cache, batch, bias, selection, threads)
 
 
 @functools.partial(jax.jit, static_argnames=("call", "threads"))
-def _run(call: Call, query, cache, batch, bias, threads):
+def _run(call: Call, query, cache, batch, bias, selection, threads):
     """out and lse of a call; every element of both is written by the kernel."""
     if call.longest_query > longest(call):
         prefill(*dtypes_of(call))
     value = cache.key if cache.value is None else cache.value
     arrays = query.astype(dtype_of(call)), cache.key, value, batch.block_tables, batch.seq_lens
     beside = bias, cache.key_scale, scale_of_values(cache)
-    added = (jnp.asarray(array, jnp.float32) for array in beside if array is not None)
-    arrays = *arrays, batch.query_start_loc, *added
+    added = (
+        array if array.ndim == 4 else jnp.asarray(array, jnp.float32)
+        for array in beside
+        if array is not None
+    )
+    arrays = *arrays, batch.query_start_loc, *added, *_given(selection)
     outs = [jax.ShapeDtypeStruct(call.out_shape, dtype_of(call))]
     if call.return_lse:
         outs.append(jax.ShapeDtypeStruct(call.lse_shape, jnp.float32))
     target = register_attention(*dtypes_of(call))
     kernel = jax.ffi.ffi_call(target, outs, vmap_method="sequential")
-    integers = options(call, threads, (array is not None for array in beside))
+    integers = options(call, threads, (array is not None for array in (*beside, selection)))
     results = kernel(*arrays, floats=numbers(call), integers=integers)
     out, *lse = varying(tuple(results), axes_of(arrays))
     return out.astype(query.dtype), lse[0] if lse else None
+
+
+def _given(array) -> tuple:
+    return () if array is None else (array,)
 
 
 BACKEND = Backend(

@@ -2,8 +2,10 @@
 
 from ctypes import sizeof
 
+from ..._kernels.cpu import block_choice
+from ..._kernels.cpu.block_scores import begin_scores
 from ..._kernels.cpu.call_args import args_at
-from ..._kernels.cpu.compiled import PREFILLS, TASKS
+from ..._kernels.cpu.compiled import PREFILLS, SCORES, TASKS
 from ..._kernels.cpu.compiling import fast
 from ..._kernels.cpu.memory import (
     call_at,
@@ -80,7 +82,7 @@ def describe(frame, args):
     args.num_tokens, num_heads = get_int64(at(query, DIMS), 0), get_int64(at(query, DIMS), 1)
     cache, out = at(key, DIMS), at(item(frame, RESULTS, 0), DIMS)
     args.num_blocks, args.block_size = get_int64(cache, 0), get_int64(cache, 1)
-    args.num_kv_heads, args.head_dim = get_int64(cache, 2), get_int64(cache, 3)
+    args.num_kv_heads, args.head_dim = get_int64(cache, 2), get_int64(at(query, DIMS), 2)
     args.value_dim = get_int64(out, 2)
     args.group = num_heads // args.num_kv_heads
     args.num_seqs, args.max_blocks = get_int64(at(tables, DIMS), 0), get_int64(at(tables, DIMS), 1)
@@ -93,7 +95,9 @@ def describe(frame, args):
     args.causal, args.window = get_int64(options, 0), get_int64(options, 1)
     args.longest, args.threads = get_int64(options, 2), get_int64(options, 3)
     args.itemsize, args.cache_itemsize = get_int64(options, 4), get_int64(options, 5)
-    set_dense_strides(args, get_int64(at(value, DIMS), 3))
+    held, value_held = get_int64(cache, 3), get_int64(at(value, DIMS), 3)
+    args.value_columns = value_held * (args.head_dim // held)
+    set_dense_strides(args, held, value_held)
     set_arrays_beside(args, frame, options + 48)
 
 
@@ -101,26 +105,36 @@ def describe(frame, args):
 def set_arrays_beside(args, frame, brings):
     """The arrays that not all calls bring; they follow the others."""
     args.bias, args.key_scale, args.value_scale = 0, 0, 0
+    args.key_scales, args.value_scales, args.selection = 0, 0, 0
     index = 6
     if get_int64(brings, 0) != 0:
         set_bias(args, item(frame, ARGUMENTS, index))
         index += 1
     if get_int64(brings, 1) != 0:
         scale = item(frame, ARGUMENTS, index)
-        args.key_scale, args.key_scale_head = at(scale, DATA), 4 * min(1, at(scale, RANK))
+        if at(scale, RANK) > 1:
+            args.key_scales = at(scale, DATA)
+        else:
+            args.key_scale, args.key_scale_head = at(scale, DATA), 4 * at(scale, RANK)
         index += 1
     if get_int64(brings, 2) != 0:
         scale = item(frame, ARGUMENTS, index)
-        args.value_scale, args.value_scale_head = at(scale, DATA), 4 * min(1, at(scale, RANK))
+        if at(scale, RANK) > 1:
+            args.value_scales = at(scale, DATA)
+        else:
+            args.value_scale, args.value_scale_head = at(scale, DATA), 4 * at(scale, RANK)
+        index += 1
+    if get_int64(brings, 3) != 0:
+        blocks = item(frame, ARGUMENTS, index)
+        args.selection, args.num_selected = at(blocks, DATA), get_int64(at(blocks, DIMS), 2)
 
 
 @fast
-def set_dense_strides(args, value_columns):
-    """XLA's arrays are dense."""
+def set_dense_strides(args, held, value_held):
+    """XLA's arrays are dense; rows of the cache have so many numbers, or bytes with two in each."""
     args.query_head = args.head_dim * args.itemsize
     args.query_token = args.query_head * args.num_kv_heads * args.group
-    args.key_head = args.head_dim * args.cache_itemsize
-    args.value_head = value_columns * args.cache_itemsize
+    args.key_head, args.value_head = held * args.cache_itemsize, value_held * args.cache_itemsize
     args.key_slot = args.key_head * args.num_kv_heads
     args.value_slot = args.value_head * args.num_kv_heads
     args.key_block, args.value_block = (
@@ -159,6 +173,40 @@ def attention(frame, code):
 
 
 @fast
+def describe_scores(frame, args):
+    """Fills a call from a frame, as block_scores.py takes it."""
+    query, key = item(frame, ARGUMENTS, 0), item(frame, ARGUMENTS, 1)
+    tables = item(frame, ARGUMENTS, 3)
+    args.query, args.key, args.tables = at(query, DATA), at(key, DATA), at(tables, DATA)
+    args.value = at(item(frame, ARGUMENTS, 2), DATA)
+    args.seq_lens = at(item(frame, ARGUMENTS, 4), DATA)
+    args.out = at(item(frame, RESULTS, 0), DATA)
+    args.group, args.num_blocks = get_int64(at(query, DIMS), 2), get_int64(at(key, DIMS), 0)
+    args.num_kv_heads, args.head_dim = get_int64(at(key, DIMS), 1), get_int64(at(key, DIMS), 2)
+    args.num_seqs, args.max_blocks = get_int64(at(tables, DIMS), 0), get_int64(at(tables, DIMS), 1)
+    options = at(item(frame, ATTRIBUTES, 0), ARRAY_DATA)
+    args.num_planes, args.threads = get_int64(options, 0), get_int64(options, 1)
+    args.key_head = args.query_head = args.head_dim * get_int64(options, 2)
+    args.key_block = args.query_token = args.key_head * args.num_kv_heads
+    args.table_row = 4 * args.max_blocks
+
+
+@fast
+def scores(frame, code):
+    """Handles a call of scores of blocks, as `attention` does."""
+    if asks_for_metadata(frame):
+        return 0
+    call = malloc(CALL_ARGS_BYTES)
+    describe_scores(frame, args_at(call))
+    args, task = begin_scores(call), get_int64(tasks(), SCORES + code)
+    free(call)
+    invite(frame, args, task)
+    call_at(task, args)
+    end(args)
+    return 0
+
+
+@fast
 def invite(frame, args, task):
     """Hands the call to XLA's thread pool. Whoever comes late finds no work, and harms nothing."""
     helpers = args_at(args).threads - 1
@@ -187,6 +235,22 @@ def destroy(api, error):
     put_int64(request, 2, error)
     call_at(at(api, ERROR_DESTROY), request)
     free(request)
+
+
+@fast
+def choose_best(frame):
+    """Handles the choice of the best blocks of each row of scores."""
+    if asks_for_metadata(frame):
+        return 0
+    scores, chosen = item(frame, ARGUMENTS, 0), item(frame, RESULTS, 0)
+    rows = get_int64(at(scores, DIMS), 0) * get_int64(at(scores, DIMS), 1)
+    columns, count = get_int64(at(scores, DIMS), 2), get_int64(at(chosen, DIMS), 2)
+    room = malloc(4 * columns)
+    for row in range(rows):
+        source, target = at(scores, DATA) + 4 * row * columns, at(chosen, DATA) + 4 * row * count
+        block_choice.choose_best(source, columns, target, count, room)
+    free(room)
+    return 0
 
 
 @fast

@@ -8,13 +8,15 @@ import numpy as np
 from ..._dispatch.call import ITEM_BYTES, Call
 from ..._dispatch.options import SCALES
 from ..._kernels.cpu.call_args import NO_WINDOW
+from ..._kernels.cpu.compiled import multiplied
 from ..._kernels.cpu.dtypes import DTYPES as HELD
-from ..._kernels.cpu.dtypes import UNITS
+from ..._kernels.cpu.dtypes import TOKENS, UNITS
 from ..._kernels.cpu.prefill.micro_kernel import micro_kernel
 
 SUPPORTS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
-    | {"cache_dtype", "value_dim", "bias", "return_lse", "batch_invariant", SCALES}
+    | {"cache_dtype", "token_scales", "value_dim", "bias", "selection", "return_lse"}
+    | {"batch_invariant", SCALES}
 )
 DTYPES = "bfloat16", "float16", "float32"
 
@@ -38,19 +40,24 @@ def dtype_of(call: Call) -> str:
     return call.dtype if call.cache_dtype is None or call.dtype == "bfloat16" else "float32"
 
 
-def dtypes_of(call: Call) -> tuple[str, str]:
-    """Those of the query and of the cache, which say what machine code runs."""
-    return dtype_of(call), cache_dtype_of(call)
+def dtypes_of(call: Call) -> tuple[str, ...]:
+    """Those of the query and of the cache, and whether it has scales of tokens.
+
+    They say what machine code runs.
+    """
+    return dtype_of(call), cache_dtype_of(call), *[TOKENS.name] * call.token_scales
 
 
 def longest(call: Call) -> int:
     """The most queries of a sequence that read pages in place; more of them pack the keys.
 
-    0, all pack, where results are batch-invariant: decode's products add up in another order.
+    0, all pack, where results are batch-invariant: decode's products add up in another order. And
+    where each KV head has blocks of its own, of which decode takes all heads together.
     """
-    if call.batch_invariant:
+    if call.batch_invariant or call.selection is not None:
         return 0
-    kernel = micro_kernel(*(HELD[dtype] for dtype in dtypes_of(call)))
+    _, tiles = multiplied(*(HELD[name] for name in dtypes_of(call)))
+    kernel = micro_kernel(*tiles)
     return max(1, kernel.in_place // call.group)
 
 
@@ -70,7 +77,8 @@ def numbers(call: Call) -> np.ndarray:
 def options(call: Call, threads: int, brings: Iterable[bool]) -> np.ndarray:
     """The integers of a call, in the order in which `describe` of the numba backend reads them.
 
-    `brings` says which arrays it brings, of a bias and the scales of keys and of values.
+    `brings` says which arrays it brings, of a bias, the scales of keys and of values, and a
+    selection.
     """
     window = NO_WINDOW if call.window is None else call.window
     facts = call.spec.causal, window, longest(call), threads, *itemsizes(call)

@@ -9,27 +9,42 @@ import functools
 import jax
 from numba import types
 
-from ..._kernels.cpu.compiled import CODES, machine_code, sources, task
+from ..._kernels.cpu.compiled import CODES, machine_code, score, sources, task
 from . import handlers
 
 SET_ROWS = "pagedattn_numba_set_rows"
+CHOOSE_BEST = "pagedattn_numba_choose_best"
 
 
 @functools.cache
-def register_attention(dtype: str, cache_dtype: str) -> str:
-    """The target for dtypes of query and cache, compiled or taken from disk.
+def register_attention(*names: str) -> str:
+    """The target for dtypes of query and cache, as `task` takes them, compiled or taken from disk.
 
     Each pair has a name of its own: a program that was compiled elsewhere and loaded here does not
     run before this process has registered just what it calls.
     """
-    task(dtype, cache_dtype)
-    version, code = sources(), CODES[dtype, cache_dtype]
+    task(*names)
+    version, code = sources(), CODES[names]
 
     def attention(frame):
         return handlers.attention(frame, code) if frame != version else 0
 
-    name = f"pagedattn_numba_attention_{dtype}_{cache_dtype}"
+    name = "_".join(["pagedattn_numba_attention", *names]).replace(" ", "_")
     _register(name, attention)
+    return name
+
+
+@functools.cache
+def register_scores(dtype: str) -> str:
+    """The target for scores of blocks by summaries of a dtype."""
+    score(dtype)
+    version, code = sources(), CODES[dtype, dtype]
+
+    def scores(frame):
+        return handlers.scores(frame, code) if frame != version else 0
+
+    name = f"pagedattn_numba_scores_{dtype}"
+    _register(name, scores)
     return name
 
 
@@ -41,6 +56,16 @@ def register_set_rows() -> None:
         return handlers.set_rows(frame) if frame != version else 0
 
     _register(SET_ROWS, set_rows)
+
+
+@functools.cache
+def register_choice() -> None:
+    version = sources()
+
+    def choose_best(frame):
+        return handlers.choose_best(frame) if frame != version else 0
+
+    _register(CHOOSE_BEST, choose_best)
 
 
 def _register(name, function):

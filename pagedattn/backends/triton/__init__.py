@@ -23,21 +23,28 @@ from ..._kernels.triton.launch import (
     refusals,
     starts_in_order,
 )
+from ..._kernels.triton.lists import listed_blocks
 from ..._kernels.triton.merge import join_kernel, merge_kernel
 from ..._kernels.triton.tiling import tiling
+from ...cache.quantise import scale_of_values
 from ..gradient import with_xla_gradient
 from .program import missing, start
 
 
 @functools.partial(jax.jit, static_argnames="call")
-def run(call: Call, query, cache, batch, *, sinks=None):
+def run(call: Call, query, cache, batch, *, sinks=None, selection=None):
     """out and lse of a call; every element of both is written by the kernels."""
     tiles = tiling(call, _device())
     slopes = jnp.asarray(call.spec.alibi_slopes or (0.0,), jnp.float32)
-    tables = batch.block_tables, batch.seq_lens, batch.query_start_loc
+    tables = batch.block_tables
+    if selection is not None:
+        tables = listed_blocks(tables, selection)
+    lens = batch.seq_lens, batch.query_start_loc
     sinks = slopes if sinks is None else sinks.astype(jnp.float32)
     value = cache.key if cache.value is None else cache.value
-    arrays = Arrays(query, cache.key, value, *tables, slopes, sinks)
+    scales = (cache.key_scale, scale_of_values(cache)) if call.token_scales else (slopes, slopes)
+    chosen = tables if selection is None else selection
+    arrays = Arrays(query, cache.key, value, tables, *lens, slopes, sinks, *scales, chosen)
     outs = Results(
         jax.ShapeDtypeStruct(call.out_shape, query.dtype),
         jax.ShapeDtypeStruct(call.lse_shape, jnp.float32),

@@ -29,6 +29,7 @@ TYPES = {
     "float8_e4m3fn": "*fp8e4nv",
     "float8_e5m2": "*fp8e5",
     "int8": "*i8",
+    "uint8": "*u8",
 }
 DIVISIBILITY = 16  # bytes: what divides the addresses of XLA's arrays
 
@@ -60,7 +61,7 @@ def encoded(kernel, arrays, launch: Launch, outs) -> bytes:
     inputs, results = jax.tree.map(lambda array: TYPES[array.dtype.name], (arrays, outs))
     constants = tuple(launch.constants.items())
     types = (*inputs, *kinds, *results)
-    code = _compiled(kernel, types, constants, launch.num_warps, launch.num_stages)
+    code = _compiled(kernel, types, constants, *launch[3:])
     # The launcher looks a program up by its text at each launch. Where the machine code travels
     # beside it, the text can be a hash, which is compared faster.
     text = code.hash if TAKES_BINARIES else code.asm["ptx"]
@@ -76,13 +77,14 @@ def encoded(kernel, arrays, launch: Launch, outs) -> bytes:
 
 
 @functools.cache
-def _compiled(kernel, types, constants, num_warps, num_stages):
+def _compiled(kernel, types, constants, num_warps, num_stages, most_registers, contracts):
     """The kernel, compiled for the first GPU; not specialised on scalars: one serves all values."""
     signature = dict(zip(kernel.arg_names, types, strict=False))
     signature |= {name: "constexpr" for name, _ in constants}
     aligned = {path: [["tt.divisibility", DIVISIBILITY]] for path in pointers(types)}
     source = ASTSource(kernel, signature, dict(constants), aligned)
     options = {"num_warps": num_warps, "num_stages": num_stages}
+    options |= {"maxnreg": most_registers, "enable_fp_fusion": contracts}
     target = GPUTarget("cuda", _capability(), 32)
     with knobs.compilation.scope():
         # Line numbers make up half of a message, which XLA copies at each launch: 1 us.

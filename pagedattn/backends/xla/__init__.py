@@ -7,6 +7,7 @@ may see are skipped.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,8 @@ from ..._dispatch.backend import Backend
 from ..._dispatch.call import Call
 from ...batch.metadata import Sequences
 from ...cache.kv_cache import KVCache
-from ...masks import alibi_bias, visible_mask
+from ...cache.quantise import dequantised
+from ...masks import distance, visible_mask
 from .softmax import accumulate, finish, no_key_seen
 from .tiles import Tiles, cut, grouped, rows_of_tokens
 
@@ -36,9 +38,10 @@ def run(
     batch: Sequences,
     *,
     bias: Float[Array, "num_tokens heads max_keys"] | None = None,
+    selection: Int[Array, "num_seqs kv_heads num_selected"] | None = None,
 ) -> tuple[Float[Array, "num_tokens num_heads value_dim"], Float[Array, "num_tokens num_heads"]]:
     tile = INVARIANT if call.batch_invariant else min(TILE, call.longest_query)
-    tiles = cut(call, batch, tile)
+    tiles = cut(call, batch, tile, selection)
     # On a CPU one tile's chunk stays in the cache, and more tiles at a time gain nothing.
     step = 1 if call.device == "cpu" else TILE // tile
     attend = functools.partial(_attend, call, query, cache, bias, _slopes(call, query))
@@ -56,7 +59,8 @@ def run(
 
 SUPPORTS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
-    | {"cache_dtype", "value_dim", "bias", "return_lse", "batch_invariant"}
+    | {"cache_dtype", "token_scales", "value_dim", "bias", "selection", "return_lse"}
+    | {"batch_invariant"}
 )
 BACKEND = Backend("xla", SUPPORTS, run)
 
@@ -85,27 +89,31 @@ def _attend(
 ) -> tuple[Float[Array, "step tile num_heads value_dim"], Float[Array, "step tile num_heads"]]:
     """Attention of some tiles."""
     chunk = CHUNK if call.batch_invariant else min(CHUNK, call.capacity)
-    num_chunks = cdiv(call.capacity, chunk)
+    num_chunks = cdiv(call.num_listed * call.block_size, chunk)
     scaled = _tile_queries(call, query, tiles) * call.scale
-    rows = None if bias is None else _tile_bias(bias, tiles, num_chunks * chunk, scaled.dtype)
+    rows = None if bias is None else _tile_bias(call, bias, tiles, chunk, scaled.dtype)
+    first, last = tiles.first_key[:, None, None], tiles.last_key[:, None, None]
+
+    scales = cache.key_scale, cache.value_scale  # those of tokens, or None
+    arrays: Any = list(zip(cache.planes, scales, strict=False))
 
     def update(state, keys):
-        inside = (keys >= tiles.first_key[:, None]) & (keys < tiles.last_key[:, None])
-        slots = _slots(tiles.tables, keys[0], call.block_size)
-        key, *rest = (_gather(plane, slots, inside, scaled.dtype) for plane in cache.planes)
-        (value,) = rest or (key[..., : call.out_dim],)
-        visible = visible_mask(tiles.positions, keys, call.spec) & inside[:, None]
-        visible, added = visible & tiles.valid[:, :, None], None
+        inside = (keys >= first) & (keys < last)
+        slots = _slots(tiles.tables, keys, call.block_size)
+        held = jax.tree.map(lambda array: _gather(array, slots, inside), arrays)
+        visible = visible_mask(tiles.positions[:, None], keys, call.spec) & inside[:, :, None]
+        visible, added = (visible & tiles.valid[:, None, :, None])[:, :, None], None
         if rows is not None:
-            added = jax.lax.dynamic_slice_in_dim(rows, keys[0, 0], chunk, 3)
-            added = jnp.where(visible[:, None], added, -jnp.inf)
-            key, value = _shown(key, added), _shown(value, added)
+            added = jnp.where(visible, _columns(tiles, rows, keys), -jnp.inf)
+            held = jax.tree.map(lambda rows: _shown(rows, added), held)
+        key, *rest = (dequantised(rows, scale, scaled.dtype) for rows, scale in held)
+        (value,) = rest or (key[..., : call.out_dim],)
         logits = _logits(call, scaled, key, tiles, keys, visible, slopes, added)
         return accumulate(state, logits, value)
 
     def visit(state, index):
-        keys = (index * chunk + jnp.arange(chunk, dtype=jnp.int32))[None]
-        needed = (keys[0, 0] < tiles.last_key) & (keys[0, -1] >= tiles.first_key)
+        keys = _keys(call, tiles, index * chunk + jnp.arange(chunk, dtype=jnp.int32))
+        needed = (keys[..., :1] < last) & (keys[..., -1:] >= first)
         return jax.lax.cond(needed.any(), update, lambda state, _: state, state, keys), None
 
     chunks = _varying_as(scaled, jnp.arange(num_chunks, dtype=jnp.int32))
@@ -139,38 +147,67 @@ def _tile_queries(
 
 
 def _tile_bias(
-    bias: Float[Array, "num_tokens heads max_keys"], tiles: Tiles, num_keys: int, dtype
-) -> Float[Array, "step heads tile {num_keys}"]:
-    """The rows of the bias of some tiles; keys that it has no column for are hidden."""
-    rows = bias.at[tiles.tokens].get(mode="clip")[..., :num_keys].astype(dtype)
-    missing = [(0, 0)] * 3 + [(0, num_keys - rows.shape[3])]
-    return jnp.pad(rows, missing, constant_values=-jnp.inf).swapaxes(1, 2)
+    call: Call, bias: Float[Array, "num_tokens heads max_keys"], tiles: Tiles, chunk: int, dtype
+) -> Float[Array, "step kv_heads group tile columns"]:
+    """The rows of the bias of some tiles, hiding keys that it has no column for, and a chunk more.
+
+    With one head, if it has one for all.
+    """
+    rows = bias.at[tiles.tokens].get(mode="clip")[..., : call.capacity].astype(dtype)
+    step, tile, heads, max_keys = rows.shape
+    rows = rows.reshape(step, tile, call.num_kv_heads if heads > 1 else 1, -1, max_keys)
+    missing = [(0, 0)] * 4 + [(0, call.capacity + chunk - max_keys)]
+    return jnp.pad(rows, missing, constant_values=-jnp.inf).transpose(0, 2, 3, 1, 4)
+
+
+def _columns(
+    tiles: Tiles,
+    rows: Float[Array, "step kv_heads group tile columns"],
+    keys: Int[Array, "step heads chunk"],
+) -> Float[Array, "step kv_heads group tile chunk"]:
+    """The bias of some keys."""
+    if tiles.selected is None:
+        return jax.lax.dynamic_slice_in_dim(rows, keys[0, 0, 0], keys.shape[2], 4)
+    return jnp.take_along_axis(rows, keys[:, :, None, None], 4)
+
+
+def _keys(call: Call, tiles: Tiles, index: Int[Array, "chunk"]) -> Int[Array, "step heads chunk"]:
+    """The positions of some keys; those of a selection are counted in its list of blocks."""
+    if tiles.selected is None:
+        return index[None, None]
+    listed = tiles.selected.at[..., index // call.block_size]
+    blocks = listed.get(mode="fill", fill_value=-1)
+    keys = blocks * call.block_size + (index % call.block_size)[None, None]
+    return jnp.where(blocks < 0, call.capacity, keys)
 
 
 def _slots(
-    tables: Int[Array, "step max_blocks"], keys: Int[Array, "chunk"], block_size: int
-) -> Int[Array, "step chunk"]:
-    blocks = tables.at[:, keys // block_size].get(mode="clip")
-    return blocks * block_size + (keys % block_size)[None]
+    tables: Int[Array, "step max_blocks"], keys: Int[Array, "step heads chunk"], block_size: int
+) -> Int[Array, "step heads chunk"]:
+    step = jnp.arange(tables.shape[0])[:, None, None]
+    blocks = tables.at[step, keys // block_size].get(mode="clip")
+    return blocks * block_size + keys % block_size
 
 
 def _gather(
-    plane: Shaped[Array, "num_blocks block_size kv_heads head_dim"],
-    slots: Int[Array, "step chunk"],
-    inside: Bool[Array, "step chunk"],
-    dtype,
-) -> Float[Array, "step kv_heads chunk head_dim"]:
-    """Rows of a cache plane in a dtype, 0 where no query may look.
+    array: Shaped[Array, "num_blocks block_size kv_heads *row"],
+    slots: Int[Array, "step heads chunk"],
+    inside: Bool[Array, "step heads chunk"],
+) -> Shaped[Array, "step kv_heads chunk *row"]:
+    """Rows of a cache's plane or of its tokens' scales, 0 where no query may look.
 
     With heads before slots XLA:CPU need not transpose for its matrix products. The zeros are there
     because a NaN would survive a weight of 0.
     """
-    num_kv_heads = plane.shape[2]
-    flat = plane.reshape(-1, *plane.shape[2:])
-    heads = jnp.arange(num_kv_heads)[None, :, None]
-    rows = flat.at[slots[:, None], heads].get(mode="clip")
-    rows = jnp.where(inside[:, None, :, None], rows, 0)
-    return rows.astype(dtype)
+    flat = array.reshape(-1, *array.shape[2:])
+    heads = jnp.arange(array.shape[2])[None, :, None]
+    rows = flat.at[slots, heads].get(mode="clip")
+    return jnp.where(_along(inside, rows), rows, 0)
+
+
+def _along(mask: Bool[Array, "..."], rows: Shaped[Array, "..."]) -> Bool[Array, "..."]:
+    """A mask of rows for all that is in them."""
+    return mask.reshape(*mask.shape, *[1] * (rows.ndim - mask.ndim))
 
 
 def _logits(
@@ -178,30 +215,39 @@ def _logits(
     scaled: Float[Array, "step kv_heads rows head_dim"],
     key: Float[Array, "step kv_heads chunk head_dim"],
     tiles: Tiles,
-    keys: Int[Array, "1 chunk"],
-    visible: Bool[Array, "step tile chunk"],
+    keys: Int[Array, "step heads chunk"],
+    visible: Bool[Array, "step heads one tile chunk"],
     slopes: Float[Array, "num_heads"] | None,
-    added: Float[Array, "step heads tile chunk"] | None,
+    added: Float[Array, "step kv_heads group tile chunk"] | None,
 ) -> Float[Array, "step kv_heads rows chunk"]:
     spec = call.spec
     logits = jnp.einsum("bhrd,bhkd->bhrk", scaled, key, precision="highest")
     if spec.logits_soft_cap is not None:
         logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
     step, tile = tiles.tokens.shape
-    by_head = logits.reshape(step, -1, tile, keys.shape[1])
+    by_head = logits.reshape(step, call.num_kv_heads, call.group, tile, -1)
     if slopes is not None:
-        by_head = by_head + alibi_bias(tiles.positions, keys, slopes)
+        by_head = by_head + _alibi(tiles.positions[:, None], keys, slopes, by_head.shape[1:3])
     if added is not None:
         by_head = by_head + added
-    return jnp.where(visible[:, None], by_head, -jnp.inf).reshape(logits.shape)
+    return jnp.where(visible, by_head, -jnp.inf).reshape(logits.shape)
+
+
+def _alibi(
+    positions: Int[Array, "step one tile"],
+    keys: Int[Array, "step heads chunk"],
+    slopes: Float[Array, "num_heads"],
+    heads: tuple[int, ...],
+) -> Float[Array, "step kv_heads group tile chunk"]:
+    """`alibi_bias` for keys that may differ by KV head."""
+    away = -abs(distance(positions, keys)).astype(jnp.float32)
+    return away[:, :, None] * slopes.reshape(1, *heads, 1, 1)
 
 
 def _shown(
-    plane: Float[Array, "step kv_heads chunk dim"],
-    added: Float[Array, "step heads tile chunk"],
-) -> Float[Array, "step kv_heads chunk dim"]:
-    """Keys or values, 0 where a bias leaves none to see them: as for those outside."""
-    step, heads, _, chunk = added.shape
-    kv_heads = plane.shape[1] if heads > 1 else 1
-    shown = (added > -jnp.inf).any(axis=2).reshape(step, kv_heads, -1, chunk).any(axis=2)
-    return jnp.where(shown[..., None], plane, 0)
+    rows: Shaped[Array, "step kv_heads chunk *row"],
+    added: Float[Array, "step kv_heads group tile chunk"],
+) -> Shaped[Array, "step kv_heads chunk *row"]:
+    """Rows of keys or values, 0 where a bias leaves none to see them: as for those outside."""
+    shown = (added > -jnp.inf).any(axis=(2, 3))
+    return jnp.where(_along(shown, rows), rows, 0)

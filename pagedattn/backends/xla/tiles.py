@@ -22,9 +22,15 @@ class Tiles(NamedTuple):
     tables: Int[Array, "num_tiles max_blocks"]
     first_key: Int[Array, "num_tiles"]
     last_key: Int[Array, "num_tiles"]
+    selected: Int[Array, "num_tiles kv_heads num_selected"] | None
 
 
-def cut(call: Call, batch: Sequences, tile: int) -> Tiles:
+def cut(
+    call: Call,
+    batch: Sequences,
+    tile: int,
+    selection: Int[Array, "num_seqs kv_heads num_selected"] | None,
+) -> Tiles:
     """Cuts the batch into tiles. Their number is bounded by shapes alone."""
     starts = _tile_starts(batch, tile)
     num_tiles = min(call.num_tokens, call.num_tokens // tile + call.num_seqs)
@@ -36,7 +42,8 @@ def cut(call: Call, batch: Sequences, tile: int) -> Tiles:
     positions = batch.context_lens[seqs][:, None] + offsets
     first, last = _key_range(call, positions, valid, batch.seq_lens[seqs])
     tokens = batch.query_start_loc[seqs][:, None] + offsets
-    return Tiles(tokens, valid, positions, batch.block_tables[seqs], first, last)
+    selected = None if selection is None else selection[seqs]
+    return Tiles(tokens, valid, positions, batch.block_tables[seqs], first, last, selected)
 
 
 def _tile_starts(batch: Sequences, tile: int) -> Int[Array, "num_seqs_plus_1"]:

@@ -21,6 +21,7 @@ from pagedattn import KVCache
 from pagedattn._dispatch.backend import Backend
 from pagedattn._dispatch.call import Call
 from pagedattn.batch.metadata import Sequences
+from pagedattn.cache.quantise import dequantised
 
 from ...arrays import bits
 from ..bias import bias_at, zeroed
@@ -30,7 +31,7 @@ from .parts import Hidden, Part, Rectangle, Tile, Turn, rectangles
 
 SUPPORTS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
-    | {"cache_dtype", "value_dim", "fake_tensors", "bias", "return_lse"}
+    | {"cache_dtype", "token_scales", "value_dim", "fake_tensors", "bias", "return_lse"}
 )
 # Keys and values gathered at a time: few enough to stay in the CPU's cache until SDPA reads them.
 SCRATCH_BYTES = 4 << 20
@@ -87,8 +88,9 @@ def run(
     Float[Tensor, "num_tokens num_heads value_dim"], Float[Tensor, "num_tokens num_heads"] | None
 ]:
     results = _results(call, query, plan.is_whole, out)
-    planes = cache.planes
-    rooms = _rooms(call, planes, plan)
+    scales = (cache.key_scale, cache.value_scale) if call.token_scales else (None, None)
+    planes = list(zip(cache.planes, scales, strict=False))
+    rooms = _rooms(call, cache.planes, plan)
     for rectangle in plan.rectangles:
         _attend(call, rectangle, query, planes, bias, rooms, results)
     result, lse = results
@@ -127,15 +129,15 @@ def _results(call: Call, query, is_whole: bool, out) -> tuple[Tensor, Tensor | N
 def _rooms(call: Call, planes, plan: Plan) -> list[tuple[Tensor | None, Tensor | None]]:
     """Memory for the gathered blocks of each plane, in its own dtype and, if another, in `_dtype`.
 
-    None where none is needed. All rectangles use it, one after the other: fresh memory for each
-    would cost page faults.
+    None where none is needed, as for what scales of tokens are multiplied with. All rectangles use
+    it, one after the other: fresh memory for each would cost page faults.
     """
     dtype, rooms = _dtype(call.device, call.dtype), []
     for plane in planes:
         shape = plane.shape[1:]
         room = plane.new_empty(plan.num_gathered, *shape) if plan.num_gathered else None
-        shape = plan.num_blocks, *shape
-        rooms.append((room, None if plane.dtype is dtype else plane.new_empty(shape, dtype=dtype)))
+        shape, as_it_is = (plan.num_blocks, *shape), plane.dtype is dtype or call.token_scales
+        rooms.append((room, None if as_it_is else plane.new_empty(shape, dtype=dtype)))
     return rooms
 
 
@@ -144,7 +146,7 @@ def _attend(call: Call, rectangle: Rectangle, query, planes, bias, rooms, result
     queries = [_queries(call, tile, query) for tile in rectangle.tiles]
     states = collections.defaultdict(list)
     for turn in rectangle.turns:
-        gathered = _gathered(turn, planes, rooms)
+        gathered = _gathered(call, turn, planes, rooms)
         for part in turn.parts:
             hidden = part.hidden()
             if bias is not None:
@@ -169,31 +171,43 @@ def _slice(rows: Tensor, run: slice) -> Tensor:
     return rows if run.stop - run.start == rows.shape[0] else rows[run]
 
 
-def _gathered(turn: Turn, planes, rooms) -> list[Tensor]:
+def _gathered(call: Call, turn: Turn, planes, rooms) -> list[Tensor]:
     """Keys and values of a turn as `[size, kv_heads, keys, dim]`; of a latent cache the keys."""
-    count, gathered = turn.blocks.shape[0], []
-    for plane, (room, wide) in zip(planes, rooms, strict=True):
-        if room is None or turn.run is not None:
-            pages = plane[turn.run]
-        else:
-            pages = torch.index_select(bits(plane), 0, turn.blocks, out=bits(room[:count]))
-            pages = pages.view(plane.dtype)
-            if turn.absent is not None:
-                _clear(bits(pages).flatten(0, 1), turn.absent)
-        if wide is not None:
-            pages = wide[:count].copy_(pages)
-        pages = pages.reshape(turn.size, -1, *plane.shape[2:])
+    gathered = []
+    for (plane, scale), (room, wide) in zip(planes, rooms, strict=True):
+        pages = plane[turn.run] if turn.run is not None else _pages(turn, plane, room)
+        if scale is not None:
+            dtype = _dtype(call.device, call.dtype)
+            pages = dequantised(pages, _pages(turn, scale, None), dtype)
+        elif wide is not None:
+            pages = wide[: turn.blocks.shape[0]].copy_(pages)
+        pages = pages.reshape(turn.size, -1, *pages.shape[2:])
         gathered.append(pages.transpose(1, 2))
     return gathered
 
 
+def _pages(
+    turn: Turn, array: Shaped[Tensor, "num_blocks ..."], room: Tensor | None
+) -> Shaped[Tensor, "blocks ..."]:
+    """The blocks of a turn of an array of the cache, in place or in a room, or in fresh memory."""
+    if turn.run is not None:
+        return array[turn.run]
+    held = bits(array)
+    out = None if room is None else bits(room[: turn.blocks.shape[0]])
+    pages = torch.index_select(held, 0, turn.blocks, out=out).view(array.dtype)
+    if turn.absent is not None:
+        _clear(bits(pages).flatten(0, 1), turn.absent)
+    return pages
+
+
 def _clear(
-    rows: Shaped[Tensor, "slots kv_heads head_dim"],
+    rows: Shaped[Tensor, "slots ..."],
     absent: Bool[Tensor, "slots"] | Int[Tensor, "num_absent"],
 ) -> None:
     """Zeroes the rows that no query may look at: a NaN there would survive a weight of 0."""
     if absent.dtype is torch.bool:
-        rows.masked_fill_(absent[:, None, None], 0)  # does not wait for a GPU
+        absent = absent.view(-1, *[1] * (rows.ndim - 1))
+        rows.masked_fill_(absent, 0)  # does not wait for a GPU
     else:
         rows.index_fill_(0, absent, 0)  # touches only these rows
 

@@ -11,9 +11,11 @@ from ..memory import get_float32, put_float32
 from ..online_softmax import factor
 from ..scalar_math import exp
 from ..simd import LANES
-from ..softmax import NONE, ONE, ZERO, add_alibi, add_bias, cap_logits, hide, key_range
+from ..softmax import NONE, ONE, ZERO, add_alibi, add_bias, cap_logits, hide
 from ..store_row import highest_of
+from ..unpack import up_to
 from .in_place import add_values, set_logits
+from .listed import run_of, seen_range
 from .micro_kernel import (
     LINE,
     PANEL,
@@ -34,7 +36,6 @@ from .room import (
     GRAIN,
     KEYS,
     keys_at,
-    up_to,
     values_at,
 )
 from .weights import LOG2_E, scale_row, set_weights
@@ -67,7 +68,7 @@ def seen_by_block(args, item, first, start, rows_here):
     """The keys of a tile that a block of rows sees, from its first one on, in whole grains."""
     lowest = item.position + start // args.group
     highest = item.position + (start + rows_here - 1) // args.group
-    begin, end = key_range(args, item.seq_len, lowest, highest)
+    begin, end = seen_range(args, item, lowest, highest)
     begin = max(begin - first, 0) // GRAIN * GRAIN
     return begin, max(begin, up_to(min(end - first, KEYS), GRAIN))
 
@@ -77,7 +78,7 @@ def hides(args, item, first, last, start, rows_here):
     """Whether there are keys from `first` to `last` that a row of a block does not see."""
     lowest = item.position + start // args.group
     highest = item.position + (start + rows_here - 1) // args.group
-    begin, end = key_range(args, item.seq_len, highest, lowest)  # those that all rows see
+    begin, end = seen_range(args, item, highest, lowest)  # those that all rows see
     return first < begin or end < last
 
 
@@ -160,7 +161,8 @@ def weigh_row(args, dtypes, item, first, row, begin, end, hidden, room):
         scale_row(logits, scale_of(args, item), count)
         apply_options(args, item, i, head, logits, first + begin, count)
     if hidden:
-        hide(args, logits, item.position + i, item.seq_len, first + begin, count)
+        low, high = seen_range(args, item, item.position + i, item.position + i)
+        hide(logits, low, high, first + begin, count)
     raise_top(unit, row, highest_of(logits, count), room)
     top = get_float32(room.state.highest, row)
     shift = ZERO if top == NONE else top
@@ -173,11 +175,19 @@ def weigh_row(args, dtypes, item, first, row, begin, end, hidden, room):
 def apply_options(args, item, i, head, logits, first, count):
     if args.soft_cap > ZERO:
         cap_logits(args.soft_cap, logits, count)
-    if args.slopes != 0:
-        add_alibi(get_float32(args.slopes, head), logits, item.position + i, first, count)
-    if args.bias != 0:
-        bias = args.bias + (item.token + i) * args.bias_token + head * args.bias_head
-        add_bias(bias + 4 * first, logits, args.bias_columns - first, count)
+    if args.slopes == 0 and args.bias == 0:
+        return
+    bias = args.bias + (item.token + i) * args.bias_token + head * args.bias_head
+    at = np.int64(0)
+    while at < count:
+        position, held = run_of(args, item, first + at, count - at)
+        if args.slopes != 0:
+            slope = get_float32(args.slopes, head)
+            add_alibi(slope, logits + 4 * at, item.position + i, position, held)
+        if args.bias != 0:
+            columns_left = args.bias_columns - position
+            add_bias(bias + 4 * position, logits + 4 * at, columns_left, held)
+        at += held
 
 
 @within

@@ -9,7 +9,7 @@ import numpy as np
 from ..call_args import APART, WORK_ITEM, work_item_at
 from ..compiling import fast
 from ..memory import aligned_alloc, free, get_int64, memcpy, memset, put_int64
-from ..softmax import key_range
+from .listed import listed_range
 from .room import KEYS, SEGMENT, state_bytes
 
 ITEM_BYTES = WORK_ITEM.itemsize
@@ -30,11 +30,11 @@ def tile_tokens(args, tokens, threads):
 
 
 @fast
-def keys_of_tile(args, num_queries, seq_len, first):
+def keys_of_tile(args, seq, kv_head, num_queries, seq_len, first):
     """How many tokens the tile from a sequence's token `first` on has, and the keys it sees."""
     count = min(args.tile_tokens, num_queries - first)
     position = seq_len - num_queries + first
-    low, high = key_range(args, seq_len, position, position + count - 1)
+    low, high = listed_range(args, seq, kv_head, seq_len, position, position + count - 1)
     return count, low, high
 
 
@@ -47,15 +47,16 @@ def parts_of(args, low, high):
 
 
 @fast
-def count_parts(args, num_queries, seq_len):
+def count_parts(args, seq, num_queries, seq_len):
     """The items of a sequence; its tiles of several, and the items of these."""
     count, cut, states = np.int64(0), np.int64(0), np.int64(0)
     for first in range(0, num_queries, args.tile_tokens):
-        _, low, high = keys_of_tile(args, num_queries, seq_len, first)
-        parts = args.num_kv_heads * parts_of(args, low, high)
-        count += parts
-        if parts > args.num_kv_heads:
-            cut, states = cut + args.num_kv_heads, states + parts
+        for kv_head in range(args.num_kv_heads):
+            _, low, high = keys_of_tile(args, seq, kv_head, num_queries, seq_len, first)
+            parts = parts_of(args, low, high)
+            count += parts
+            if parts > 1:
+                cut, states = cut + 1, states + parts
     return count, cut, states
 
 
@@ -71,7 +72,7 @@ def set_items(args, at, free, seq, token, num_queries, seq_len):
 @fast
 def set_tile(args, at, free, seq, token, num_queries, seq_len, first, kv_head):
     """Writes the items of the tile from a sequence's token `first` on."""
-    count, low, high = keys_of_tile(args, num_queries, seq_len, first)
+    count, low, high = keys_of_tile(args, seq, kv_head, num_queries, seq_len, first)
     parts, finished, state = parts_of(args, low, high), np.int64(0), np.int64(0)
     size = state_bytes(args, args.tile_tokens * args.group)
     if parts > 1:

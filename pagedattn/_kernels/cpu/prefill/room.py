@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from ..call_args import APART
 from ..compiling import fast
+from ..unpack import by_token, up_to
 from . import amx
 from .micro_kernel import LINE, PANEL, SLAB, block, columns, depth, size
 
@@ -31,6 +32,7 @@ class Room(NamedTuple):
       config: of AMX's registers.
       zeros: a row of the cache that holds nothing.
       keys: addresses of keys and values, as `keys_at` has them; `shown`: whether any row sees one.
+      unpacked: rows of the tile's keys, and behind them of its values, of the query's dtype.
       key_panels, value_panels: the tile's.
       logits, weights: those of a block of rows.
       queries: those of the item.
@@ -46,6 +48,7 @@ class Room(NamedTuple):
     zeros: int
     keys: int
     shown: int
+    unpacked: int
     key_panels: int
     value_panels: int
     logits: int
@@ -59,12 +62,6 @@ class Room(NamedTuple):
     key_panel_bytes: int
     value_panel_bytes: int
     sum_columns: int
-
-
-@fast
-def up_to(number, step):
-    """The least multiple of a step that is not below a number."""
-    return -(-number // step) * step
 
 
 @fast
@@ -91,6 +88,12 @@ def state_bytes(args, rows):
 
 
 @fast
+def unpacked_bytes(args):
+    """Those of a row of the query's dtype, which is no smaller than the cache's."""
+    return up_to(max(args.head_dim, args.value_columns) * args.itemsize, APART)
+
+
+@fast
 def keys_at(room, first):
     """Where the addresses of a tile's keys are, its values' behind them; two tiles have room."""
     return room.keys + first // KEYS % 2 * (2 * KEYS * ADDRESS_BYTES)
@@ -102,16 +105,19 @@ def values_at(room, first):
 
 
 @fast
-def room_of(args, dtypes, rows, address):
+def room_of(args, dtypes, held, rows, address):
     """The room for a number of rows, from an address on, a multiple of APART."""
     query_bytes, sum_bytes = row_bytes(args, dtypes)
     rows, number = up_to(rows, block(dtypes)), size(dtypes)
     key_panel_bytes, value_panel_bytes = query_bytes // 4 * LINE, KEYS * number // 4 * LINE
     config = address
     zeros = config + up_to(amx.CONFIG_BYTES, APART)
-    keys = zeros + up_to(max(args.head_dim, args.value_dim) * args.cache_itemsize, APART)
+    keys = zeros + unpacked_bytes(args)
     shown = keys + 4 * KEYS * ADDRESS_BYTES
-    key_panels = shown + 4 * KEYS
+    unpacked = shown + 4 * KEYS
+    key_panels = unpacked
+    if by_token(held):
+        key_panels += 2 * KEYS * unpacked_bytes(args)
     value_panels = key_panels + KEYS // PANEL * key_panel_bytes
     logits = value_panels + sum_bytes // LINE * value_panel_bytes
     weights = logits + 4 * KEYS * block(dtypes)
@@ -125,6 +131,7 @@ def room_of(args, dtypes, rows, address):
         zeros,
         keys,
         shown,
+        unpacked,
         key_panels,
         value_panels,
         logits,

@@ -2,13 +2,15 @@
 
 from ..call_args import APART
 from ..compiling import fast, within
-from ..memory import add_at, get_float32, memcpy, memset, put_float32, put_int64
+from ..memory import add_at, get_float32, get_int64, memcpy, memset, put_float32, put_int64
 from ..online_softmax import block_at, factor
 from ..scalar_math import log
 from ..simd import LANES
-from ..softmax import NONE, ONE, ZERO, key_range
+from ..softmax import NONE, ONE, ZERO
 from ..store_row import narrow_row
+from ..unpack import by_token, unpack_row, up_to
 from .blocks import FLOAT_LOG2_E, add_tile, unit_of_logits
+from .listed import column_of, run_of, seen_range
 from .micro_kernel import LINE, PANEL, SLAB, block, configure, depth, in_place, release
 from .packing import pack_keys, pack_query, pack_values
 from .room import (
@@ -20,17 +22,17 @@ from .room import (
     room_of,
     state_at,
     state_bytes,
-    up_to,
+    unpacked_bytes,
     values_at,
 )
 from .weights import join_row, total_of
 
 
 @within
-def attend_tile(args, dtypes, item, scratch):
+def attend_tile(args, dtypes, held, item, scratch):
     """Computes and writes the rows of a work item of one KV head."""
     count = item.num_queries * args.group
-    room = room_of(args, dtypes, count, scratch)
+    room = room_of(args, dtypes, held, count, scratch)
     configure(room.config, dtypes)
     load_queries(args, dtypes, item, count, room)
     clear(count, room.state, room)
@@ -42,6 +44,8 @@ def attend_tile(args, dtypes, item, scratch):
     for first in range(item.first // KEYS * KEYS, item.last, KEYS):
         if first + KEYS < item.last:
             find_keys(args, item, first + KEYS, room)
+        if by_token(held):
+            unpack_tile(args, held, item, first, room)
         if count > in_place(dtypes):
             pack_tile(args, dtypes, item, first, room)
         for start in range(0, count, block(dtypes)):
@@ -157,8 +161,9 @@ def set_addresses(args, item, first, begin, end, room):
     value_head = args.value + item.kv_head * args.value_head
     at = begin
     while at < end:
-        column = (first + at) // args.block_size
-        slot, held = first + at - column * args.block_size, block_at(args, table, column)
+        index = (first + at) // args.block_size
+        column = column_of(args, item, index)
+        slot, held = first + at - index * args.block_size, block_at(args, table, column)
         key = key_head + held * args.key_block + slot * args.key_slot
         value = value_head + held * args.value_block + slot * args.value_slot
         stop = min(end, at + args.block_size - slot)
@@ -166,6 +171,29 @@ def set_addresses(args, item, first, begin, end, room):
             put_int64(keys, at + i, key + i * args.key_slot)
             put_int64(values, at + i, value + i * args.value_slot)
         at = stop
+
+
+@within
+def unpack_tile(args, held, item, first, room):
+    """Makes rows of the query's dtype of a tile's keys and values, which are read instead."""
+    keys, values, size = keys_at(room, first), values_at(room, first), unpacked_bytes(args)
+    table = args.tables + item.seq * args.table_row
+    begin, end = seen_of(item, first)
+    key, value = room.unpacked, room.unpacked + KEYS * size
+    for at in range(begin, end):
+        listed = (first + at) // args.block_size
+        slot = first + at - listed * args.block_size
+        column = column_of(args, item, listed)
+        index = block_at(args, table, column) * args.block_size + slot
+        index = index * args.num_kv_heads + item.kv_head
+        source, dim, width = get_int64(keys, at), args.head_dim, args.itemsize
+        unpack_row(source, args.key_scales, index, key, dim, width, held)
+        put_int64(keys, at, key)
+        source, dim = get_int64(values, at), args.value_columns
+        if source != room.zeros:
+            unpack_row(source, args.value_scales, index, value, dim, width, held)
+            put_int64(values, at, value)
+        key, value = key + size, value + size
 
 
 @fast
@@ -182,13 +210,17 @@ def hide_values(args, item, first, begin, end, room):
         put_float32(room.shown, key, NONE)
     heads = args.group if args.bias_head != 0 else 1
     for i in range(item.num_queries):
-        position = item.position + i
-        low, high = key_range(args, item.seq_len, position, position)
-        low, high = max(low - first, begin), min(high - first, end, args.bias_columns - first)
-        bias = args.bias + (item.token + i) * args.bias_token + 4 * first
+        low, high = seen_range(args, item, item.position + i, item.position + i)
+        low, high = max(low - first, begin), min(high - first, end)
+        bias = args.bias + (item.token + i) * args.bias_token
         bias += item.kv_head * args.group * args.bias_head
-        for head in range(heads):
-            note_shown(bias + head * args.bias_head, room.shown, low, high)
+        while low < high:
+            position, held = run_of(args, item, first + low, high - low)
+            stop = low + min(held, args.bias_columns - position)
+            for head in range(heads):
+                of_tile = bias + head * args.bias_head + 4 * (position - low)
+                note_shown(of_tile, room.shown, low, stop)
+            low += held
     for key in range(begin, end):
         if get_float32(room.shown, key) == NONE:
             put_int64(values_at(room, first), key, room.zeros)

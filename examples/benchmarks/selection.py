@@ -1,0 +1,156 @@
+"""What attention over chosen blocks gains: a decode step and its parts, beside dense attention.
+
+    export PYTHONPATH=examples:. XLA_PYTHON_CLIENT_PREALLOCATE=false
+    python -m benchmarks.selection [-o docs/results/selection.json] [-k "128 of 1024"]
+
+Of each case, all in one run: dense attention over the whole context, and over one as long as what
+is chosen; then the summaries' update, the scores, the choice and attention, alone and as one step.
+Programs of several layers, each with summaries of its own, which are donated.
+"""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pagedattn as pa
+from benchmarks.machine import caption, machine, write
+from benchmarks.random_arrays import random_array, random_cache
+from benchmarks.timing import LAYERS, after, seconds_a_call
+from pagedattn.extend import cdiv
+
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+
+
+class Case(NamedTuple):
+    """Decodes of long sequences that attend to some of their blocks."""
+
+    num_seqs: int
+    length: int
+    block_size: int
+    chosen: int
+    dtype: str = "bfloat16"
+
+    @property
+    def name(self) -> str:
+        blocks = f"{self.chosen} of {self.length // self.block_size} blocks of {self.block_size}"
+        return f"{self.num_seqs} x {self.length}, {blocks}, {self.dtype}"
+
+
+CASES = {
+    "gpu": [Case(16, 131072, 16, 1024), Case(16, 131072, 128, 128)],
+    "cpu": [Case(1, 131072, 16, 256), Case(1, 131072, 16, 256, "float32")],
+}
+
+
+def decodes(case: Case, length: int) -> pa.BatchMetadata:
+    """Of sequences whose blocks lie anywhere in the cache."""
+    columns = cdiv(length, case.block_size)
+    blocks = np.random.default_rng(0).permutation(case.num_seqs * columns)
+    tables, ones = blocks.reshape(case.num_seqs, -1).tolist(), [1] * case.num_seqs
+    context = [length - 1] * case.num_seqs
+    return pa.make_batch(ones, context, tables, block_size=case.block_size)
+
+
+def dense(query, summaries, cache, batch):
+    return pa.paged_attention(query, cache, batch), summaries
+
+
+def attend(selection, query, summaries, cache, batch):
+    return pa.paged_attention(query, cache, batch, selection=selection), summaries
+
+
+def update(query, summaries, cache, batch):
+    summaries = pa.update_summaries(summaries, cache, batch)
+    return waiting(query, summaries.planes[0]), summaries
+
+
+def score(query, summaries, cache, batch):
+    return waiting(query, pa.score_blocks(query, summaries, batch)), summaries
+
+
+def choose(case, scores, query, summaries, cache, batch):
+    selection = pa.select_blocks(scores + query[0, 0, 0], batch, case.chosen)
+    return waiting(query, selection.blocks), summaries
+
+
+def step(case, query, summaries, cache, batch):
+    """What a layer does in a decode, after its keys and values are written."""
+    summaries = pa.update_summaries(summaries, cache, batch)
+    scores = pa.score_blocks(query, summaries, batch)
+    selection = pa.select_blocks(scores, batch, case.chosen)
+    return pa.paged_attention(query, cache, batch, selection=selection), summaries
+
+
+def waiting(query, array):
+    """The query, not known before the array is."""
+    return query.at[0, 0, 0].set(array[(0,) * array.ndim].astype(query.dtype))
+
+
+def microseconds(call: Callable, query, summaries, cache, batch) -> float:
+    """Of one layer's call, in a program of some that wait for one another."""
+
+    @partial(jax.jit, donate_argnames="summaries")
+    def program(query, summaries, cache, batch):
+        for layer in range(LAYERS):
+            query, cache = after(query, cache)
+            query, summaries[layer] = call(query, summaries[layer], cache, batch)
+        return query, summaries
+
+    held = [jax.tree.map(jnp.copy, summaries) for _ in range(LAYERS)]
+
+    def run():
+        nonlocal held
+        out, held = program(query, held, cache, batch)
+        return out
+
+    return 1e6 * seconds_a_call(run) / LAYERS
+
+
+def measured(case: Case) -> dict[str, float]:
+    """Microseconds of every part of a case."""
+    shape = case.num_seqs * case.length // case.block_size, case.block_size, KV_HEADS, HEAD_DIM
+    cache, batch = random_cache(shape, case.dtype), decodes(case, case.length)
+    query = random_array(jax.random.key(1), (case.num_seqs, HEADS, HEAD_DIM), case.dtype)
+    summaries = jax.jit(pa.summarise_blocks)(cache, batch)
+    scores = jax.jit(pa.score_blocks)(query, summaries, batch)
+    selection = pa.select_blocks(scores, batch, case.chosen)
+    parts = {
+        "dense": dense,
+        "summaries": update,
+        "scores": score,
+        "choice": partial(choose, case, scores),
+        "attention": partial(attend, selection),
+        "step": partial(step, case),
+    }
+    times = {
+        name: microseconds(call, query, summaries, cache, batch) for name, call in parts.items()
+    }
+    few = decodes(case, case.chosen * case.block_size)
+    return {"dense, as short": microseconds(dense, query, summaries, cache, few), **times}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("-o", "--out", type=Path, help="write the figures there, as JSON")
+    parser.add_argument("-k", "--only", default="", help="cases whose name contains this")
+    arguments = parser.parse_args()
+    about, rows = machine(), {}
+    print(caption(about))
+    for case in CASES["cpu" if jax.default_backend() == "cpu" else "gpu"]:
+        if arguments.only in case.name:
+            rows[case.name] = times = measured(case)
+            print(case.name, {name: round(time, 1) for name, time in times.items()})
+            short, whole = times["dense, as short"], times["dense"]
+            print(f"  attention {times['attention'] / short:.3f} of a dense one as short; ", end="")
+            print(f"the step {whole / times['step']:.2f} times as fast as dense", flush=True)
+            write(arguments.out, {"machine": about, "microseconds": rows})
+
+
+if __name__ == "__main__":
+    main()

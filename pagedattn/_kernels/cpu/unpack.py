@@ -1,0 +1,230 @@
+"""Rows of quantised caches with scales of tokens, as rows of the query's dtype.
+
+Prompts multiply such rows, and so do decodes of four bits. Those of eight bits read the cache
+itself: a key's scale is a factor on its logits, a value's one on its weight.
+"""
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+
+from . import float16
+from .compiling import fast, intrinsic, within
+from .dtypes import (
+    BFLOAT16,
+    INT4,
+    INT8,
+    TOKENS,
+    each,
+    narrowed,
+    pair_of,
+    put_end,
+    put_vector,
+    widened,
+)
+from .memory import get_float32, get_int64, put_float32
+from .simd import (
+    BYTE,
+    FLOAT,
+    LANES,
+    LINE,
+    LOOK_UPS,
+    VECTOR,
+    along,
+    as_bfloat16,
+    at,
+    fetch,
+    load,
+    permuted,
+    picks,
+    spread,
+    store,
+    word,
+)
+
+GROUP = 32  # columns that share a scale, or as many as divide it and head_dim
+
+
+def fact(of):
+    """A fact of the dtypes, known when the caller is compiled."""
+
+    @intrinsic
+    def known(typing, held):
+        def code(context, builder, signature, args):
+            return ir.Constant(ir.IntType(1), int(of(pair_of(signature.args[0]))))
+
+        return types.boolean(held), code
+
+    return known
+
+
+# Whether short queries multiply numbers as they are held, and then by their scales.
+scales_logits = fact(lambda held: held[-1] == TOKENS and held[1] != INT4)
+looks_up = fact(lambda held: LOOK_UPS and held[:2] == [BFLOAT16, INT4])
+by_token = fact(lambda held: held[-1] == TOKENS)
+is_packed = fact(lambda held: held[1] == INT4)
+
+
+@fast
+def up_to(number, step):
+    """The least multiple of a step that is not below a number."""
+    return -(-number // step) * step
+
+
+@fast
+def group_of(dim):
+    group = np.int64(GROUP)
+    while dim % group != 0:
+        group //= 2
+    return group
+
+
+@within
+def unpack_row(source, scales, index, out, dim, itemsize, held):
+    """The row of a cache whose scales are the `index`th, times these, as a row of the query."""
+    if looks_up(held) and dim % (2 * GROUP) == 0:
+        look_up_fours(source, scales + 2 * index * (dim // GROUP), out, dim, held)
+    elif is_packed(held):
+        half, group, start = dim // 2, group_of(dim), np.int64(0)
+        scales += 2 * index * (dim // group)
+        while start < dim:
+            within_half = start % half
+            count = min(group - start % group, half - within_half)
+            shift = np.int32(28 - 4 * (start // half))
+            scale, target = scales + 2 * (start // group), out + start * itemsize
+            unpack_four(source + within_half, shift, scale, target, count, held)
+            start += count
+    else:
+        unpack_eight(source, get_float32(scales, index), out, dim, held)
+
+
+def _put(builder, numbers, factor, out, index, end, dtype):
+    """Writes float32 times a factor: a whole vector, or up to `end`."""
+    numbers = narrowed(builder, builder.fmul(numbers, factor), dtype)
+    if end is None:
+        put_vector(builder, out, index, numbers, dtype)
+    else:
+        put_end(builder, out, index, end, numbers, dtype)
+
+
+@intrinsic
+def unpack_eight(typing, source, scale, out, dim, held):
+    """A row of eight bits times a scale; but for their factor in `UNITS`."""
+
+    def code(context, builder, signature, args):
+        source, scale, out, dim, _ = args
+        query, cache, *_ = pair_of(signature.args[-1])
+        factor = spread(builder, scale)
+
+        def put(index, take):
+            numbers = widened(builder, take(source), cache)
+            # The rows lie so far apart that a whole vector at their end has room.
+            _put(builder, numbers, factor, out, index, None, query)
+
+        each(builder, cache, dim, (LANES,), put)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.float32, types.intp, types.intp, held), code
+
+
+@intrinsic
+def unpack_four(typing, source, shift, scale, out, count, held):
+    """Numbers of a group, in the low or the high bits of bytes, times its float16 scale.
+
+    `shift` brings them to the top of 32 bits: 28, or 24.
+    """
+
+    def code(context, builder, signature, args):
+        source, shift, scale, out, count, _ = args
+        query, words = pair_of(signature.args[-1])[0], ir.VectorType(ir.IntType(32), LANES)
+        half = builder.load(at(builder, scale, word(0), ir.HalfType()))
+        factor = float16.widened(builder, spread(builder, half))
+        up, down = spread(builder, shift), ir.Constant(words, [28] * LANES)
+
+        def numbers_at(index, take):
+            bits = builder.shl(builder.zext(take(source), words), up)
+            return builder.sitofp(builder.ashr(bits, down), ir.VectorType(FLOAT, LANES))
+
+        def put(index, take):
+            whole = builder.icmp_signed("<=", builder.add(index, word(LANES)), count)
+            numbers = numbers_at(index, take)
+            with builder.if_else(whole, likely=True) as (then, otherwise):
+                with then:
+                    _put(builder, numbers, factor, out, index, None, query)
+                with otherwise:
+                    _put(builder, numbers, factor, out, index, count, query)
+
+        each(builder, INT8, count, (LANES,), put)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.int32, types.intp, types.intp, types.intp, held), code
+
+
+@intrinsic
+def look_up_fours(typing, source, scales, out, dim, held):
+    """`unpack_four` for rows of whole groups of 32 in each half, as bfloat16.
+
+    The 16 numbers of four bits times the scale of a group are a table in half a register; that of
+    the group in the high bits is the other half.
+    """
+
+    def code(context, builder, signature, args):
+        if not LOOK_UPS:
+            return context.get_dummy_value()
+        source, scales, out, dim, _ = args
+        half = builder.lshr(dim, word(1))
+        words = ir.VectorType(ir.IntType(16), 2 * LANES)
+        numbers = ir.Constant(VECTOR, [float(n) for n in (*range(8), *range(-8, 0))])
+
+        def table(group):
+            place = builder.add(scales, builder.mul(group, word(2)))
+            scale = builder.load(at(builder, place, word(0), ir.HalfType()))
+            factor = float16.widened(builder, spread(builder, scale))
+            numbers_ = as_bfloat16(builder, builder.fmul(numbers, factor))
+            return builder.bitcast(numbers_, ir.VectorType(ir.IntType(16), LANES))
+
+        def body(index):
+            group = builder.udiv(index, word(GROUP))
+            others = builder.add(group, builder.udiv(half, word(GROUP)))
+            both = builder.shuffle_vector(table(group), table(others), picks(range(2 * LANES)))
+            bytes_ = ir.VectorType(BYTE, 2 * LANES)
+            bits = builder.zext(load(builder, at(builder, source, index, bytes_), 1), words)
+            low = builder.and_(bits, ir.Constant(words, [15] * 2 * LANES))
+            high = builder.lshr(bits, ir.Constant(words, [4] * 2 * LANES))
+            high = builder.or_(high, ir.Constant(words, [16] * 2 * LANES))
+            for lanes, column in ((low, index), (high, builder.add(index, half))):
+                found = permuted(builder, both, lanes)
+                place = at(builder, out, builder.mul(column, word(2)), words)
+                store(builder, found, place, 2)
+
+        along(builder, GROUP, word(0), half, body)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp, types.intp, held), code
+
+
+@intrinsic
+def fetch_row(typing, row, count):
+    """Asks for the cache lines of some bytes."""
+
+    def code(context, builder, signature, args):
+        row, count = args
+        whole = builder.add(count, word(LINE - 1))
+        along(builder, LINE, word(0), whole, lambda index: fetch(builder, row, index, 1))
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp), code
+
+
+@fast
+def gather_scales(scales, head, slots, count, out):
+    """The float32 scales of keys or values of a head, whose scales of head 0 are at `slots`."""
+    for k in range(count):
+        put_float32(out, k, get_float32(scales, get_int64(slots, k) + head))
+
+
+@fast
+def scale_logits(logits, factors, count):
+    """Logits of a row times the scales of their keys."""
+    for k in range(count):
+        put_float32(logits, k, get_float32(logits, k) * get_float32(factors, k))

@@ -1,0 +1,1 @@
+"""Attention over chosen blocks: what blocks are like, how good they are, and which are taken."""

@@ -1,0 +1,195 @@
+"""What the keys of each block of a cache are like, kept up to date with what steps write."""
+
+from dataclasses import dataclass, replace
+from typing import Generic
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
+
+from .._arrays.devices import on_one_device
+from .._arrays.dlpack import takes_any_array
+from .._arrays.inspect import shown
+from .._arrays.namespace import cdiv
+from .._arrays.typing import ArrayT
+from ..batch import validate as validate_batch
+from ..batch.indices import PAD_SLOT, sequence_ids
+from ..batch.metadata import BatchMetadata, Sequences, nondecreasing_starts, sequences_of
+from ..cache import validate as validate_cache
+from ..cache.kv_cache import KVCache
+from ..cache.quantise import dequantised, largest, of_tokens
+from ..errors import InvalidInputError
+from ..writes import set_rows
+
+Keys = Shaped[Array, "n block_size num_kv_heads head_dim"]
+Filled = Int[Array, "n"]
+Rows = Float[Array, "n num_kv_heads head_dim"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BlockSummaries(Generic[ArrayT]):
+    """What the keys of each block of one layer's cache are like, for each KV head.
+
+    Of the cache's dtype, or bfloat16 for a quantised one. Blocks without keys hold anything.
+
+    Fields:
+      planes: `(least, greatest)` of each key column (Tang et al., 2024, "Quest"), or `(mean,)`.
+
+    >>> plane = jnp.zeros((4, 2, 64))
+    >>> BlockSummaries((plane, plane)).num_blocks
+    4
+    """
+
+    planes: tuple[Float[ArrayT, "num_blocks num_kv_heads head_dim"], ...]
+
+    @property
+    def num_blocks(self) -> int:
+        return self.planes[0].shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.planes[0].shape[1]
+
+
+@takes_any_array
+@on_one_device
+def summarise_blocks(
+    cache: KVCache, batch: BatchMetadata, *, kind: str = "range"
+) -> BlockSummaries[Array]:
+    """Summaries of all blocks of a batch's sequences, of the keys that they have after its step.
+
+    It reads all keys of the cache. Later steps keep the summaries up to date with
+    `update_summaries`, which reads what they wrote.
+
+    Args:
+      batch: its block tables and lengths say which slots are written: no others count.
+      kind: "range" keeps the least and the greatest of each key column, "mean" their mean.
+
+    Raises:
+      InvalidInputError: cache and batch do not fit together, or there is no such kind.
+
+    >>> from pagedattn import KVCache, make_batch
+    >>> key = jnp.arange(8.0).reshape(2, 4, 1, 1)
+    >>> batch = make_batch([1], [6], [[1, 0]], block_size=4)
+    >>> [plane.ravel().tolist() for plane in summarise_blocks(KVCache(key, key), batch).planes]
+    [[0.0, 4.0], [2.0, 7.0]]
+    """
+    _require(cache, batch)
+    if kind not in KINDS:
+        raise InvalidInputError(f"kind must be one of {[*KINDS]}, got {shown(kind)}")
+    filled = _filled(cache, sequences_of(batch))
+    return BlockSummaries(_summaries(cache, _keys(cache), filled, KINDS[kind]))
+
+
+@takes_any_array
+@on_one_device
+def update_summaries(
+    summaries: BlockSummaries, cache: KVCache, batch: BatchMetadata
+) -> BlockSummaries[Array]:
+    """The summaries after a step: those of the blocks that it wrote to are made anew.
+
+    Call it after `write_kv`, with the step's batch. In place when an enclosing `jax.jit` donates
+    the summaries. What a step reads and computes follows from its number of tokens alone.
+
+    Raises:
+      InvalidInputError: summaries, cache and batch that do not fit together.
+
+    >>> from pagedattn import KVCache, make_batch
+    >>> key = jnp.arange(8.0).reshape(2, 4, 1, 1)
+    >>> empty = BlockSummaries((jnp.zeros((2, 1, 1)),))  # means
+    >>> batch = make_batch([2], [1], [[1]], block_size=4)
+    >>> update_summaries(empty, KVCache(key, key), batch).planes[0].ravel().tolist()
+    [0.0, 5.0]
+    """
+    _require(cache, batch)
+    require_summaries(summaries)
+    if summaries.planes[0].shape != (cache.num_blocks, cache.num_kv_heads, cache.head_dim):
+        raise InvalidInputError(
+            "summaries must be those of the cache, [num_blocks, num_kv_heads, head_dim] = "
+            f"[{cache.num_blocks}, {cache.num_kv_heads}, {cache.head_dim}], got "
+            f"{tuple(summaries.planes[0].shape)}"
+        )
+    blocks, filled = _written(nondecreasing_starts(sequences_of(batch)), batch)
+    reduce = KINDS["range" if len(summaries.planes) == 2 else "mean"]
+    rows = _summaries(cache, _keys(cache, blocks), filled, reduce)
+    planes = zip(summaries.planes, rows, strict=True)
+    planes = tuple(set_rows(plane, blocks, new.astype(plane.dtype)) for plane, new in planes)
+    return replace(summaries, planes=planes)
+
+
+def require_summaries(summaries) -> None:
+    """Requires one plane, or two alike."""
+    planes = getattr(summaries, "planes", None)
+    alike = isinstance(planes, tuple) and len({(p.shape, str(p.dtype)) for p in planes}) == 1
+    if not (isinstance(summaries, BlockSummaries) and alike and len(summaries.planes) <= 2):
+        raise InvalidInputError(
+            f"summaries must be BlockSummaries, got {shown(summaries)}: summarise_blocks makes them"
+        )
+
+
+def _require(cache, batch):
+    validate_cache.kv_cache(cache)
+    validate_cache.scales(cache)
+    validate_batch.fits(batch, cache)
+
+
+def _filled(cache: KVCache, batch: Sequences) -> Filled:
+    """How many keys each block of the cache holds."""
+    ends = batch.seq_lens[:, None] - cache.block_size * jnp.arange(batch.max_blocks)[None]
+    counts = jnp.clip(ends, 0, cache.block_size).astype(jnp.int32)
+    blocks = jnp.where(counts > 0, batch.block_tables, PAD_SLOT)
+    none = jnp.zeros(cache.num_blocks, jnp.int32)
+    return none.at[blocks].max(counts, mode="drop", wrap_negative_indices=False)
+
+
+def _written(batch: Sequences, step: BatchMetadata) -> tuple[Filled, Filled]:
+    """The blocks that a step wrote to, -1 for none, and how many keys each of them holds."""
+    size, num_seqs = step.block_size, batch.num_seqs
+    first = jnp.maximum(batch.context_lens, 0) // size
+    counts = jnp.where(batch.query_lens > 0, cdiv(batch.seq_lens, size) - first, 0)
+    counts = jnp.cumsum(jnp.maximum(counts, 0)).astype(jnp.int32)
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), counts])
+    most = min(step.num_tokens, step.num_tokens // size + 2 * num_seqs)
+    owners = sequence_ids(starts, most)
+    seqs = jnp.maximum(owners, 0)
+    columns = first[seqs] + jnp.arange(most, dtype=jnp.int32) - starts[seqs]
+    blocks = batch.block_tables.at[seqs, columns].get(mode="clip")
+    filled = jnp.clip(batch.seq_lens[seqs] - size * columns, 0, size)
+    return jnp.where(owners >= 0, blocks, PAD_SLOT), filled
+
+
+def _keys(cache: KVCache, blocks: Filled | None = None) -> Keys:
+    """The keys of some blocks or of all; those that a quantised cache stands for."""
+
+    def held(array):
+        array = jnp.asarray(array)
+        return array if blocks is None else array.at[blocks].get(mode="clip")
+
+    keys, scale = held(cache.key), cache.key_scale
+    if scale is None and largest(cache.dtype) is None:
+        return keys
+    return dequantised(keys, held(scale) if of_tokens(scale) else scale, jnp.float32)
+
+
+def _summaries(cache: KVCache, keys: Keys, filled: Filled, reduce) -> tuple[Rows, ...]:
+    """The planes of some blocks, of the first `filled` keys of each."""
+    dtype = cache.dtype if largest(cache.dtype) is None else jnp.bfloat16
+    written = jnp.arange(keys.shape[1])[None] < filled[:, None]
+    return tuple(plane.astype(dtype) for plane in reduce(keys, written[..., None, None]))
+
+
+def _range(keys, written):
+    seen = written.any(1)
+    least = jnp.min(jnp.where(written, keys, jnp.inf), 1)
+    greatest = jnp.max(jnp.where(written, keys, -jnp.inf), 1)
+    return jnp.where(seen, least, 0), jnp.where(seen, greatest, 0)
+
+
+def _mean(keys, written):
+    wide = jnp.where(written, keys.astype(jnp.float32), 0)
+    counts = jnp.maximum(written.sum(1), 1).astype(jnp.float32)
+    return (wide.sum(1) / counts,)
+
+
+KINDS = {"range": _range, "mean": _mean}
