@@ -151,8 +151,8 @@ MUTANTS = {
         "starts) < starts.max()", "starts) <= starts.max()", SINKS
     ),
     "columns of a bias one off": Mutant(
-        "dynamic_slice_in_dim(rows, keys[0, 0], chunk, 3)",
-        "dynamic_slice_in_dim(rows, keys[0, 0] + 1, chunk, 3)",
+        "dynamic_slice_in_dim(rows, keys[0, 0, 0], keys.shape[2], 4)",
+        "dynamic_slice_in_dim(rows, keys[0, 0, 0] + 1, keys.shape[2], 4)",
         "tests/backends/test_bias.py -k many_chunks and xla",
     ),
     "torch: a bias at the wrong keys of a window": Mutant(
