@@ -2,6 +2,9 @@
 
 import dataclasses
 import itertools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -190,3 +193,22 @@ def test_windows_and_positions_are_those_of_the_sequence():
         got = solve(problem.replace(selection=blocks), "xla")
         for pair in zip(got, want, strict=True):
             np.testing.assert_allclose(*pair, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", HAVE)
+def test_a_window_without_a_chosen_block_is_empty(backend):
+    blocks = np.zeros((1, 2, 1), np.int32)
+    problem = random_problem([40], [200], AttentionSpec(sliding_window=4))
+    out, lse = solve(problem.replace(selection=blocks), backend)
+    assert np.isneginf(lse).all() and not out.any()
+
+
+@pytest.mark.skipif("numba" not in HAVE, reason="takes the CPU's kernel")
+@pytest.mark.parametrize("byte", ["1", "255"])
+def test_what_new_memory_holds_does_not_matter(byte):
+    """glibc fills what it allocates, in a process of its own."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark"]
+    command += [__file__, "-k", "numba and not memory"]
+    environment = os.environ | {"MALLOC_PERTURB_": byte}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

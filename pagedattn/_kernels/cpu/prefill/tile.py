@@ -39,9 +39,10 @@ def attend_tile(args, dtypes, held, item, scratch):
     if args.longest == 0:
         clear(count, room.joined, room)
     memset(room.zeros, 0, room.keys - room.zeros)
-    if item.first < item.last:
-        find_keys(args, item, item.first // KEYS * KEYS, room)
-    for first in range(item.first // KEYS * KEYS, item.last, KEYS):
+    begin = item.first // KEYS * KEYS if item.first < item.last else item.last
+    if begin < item.last:
+        find_keys(args, item, begin, room)
+    for first in range(begin, item.last, KEYS):
         if first + KEYS < item.last:
             find_keys(args, item, first + KEYS, room)
         if by_token(held):
