@@ -161,7 +161,7 @@ def prepare(
 
 
 def prepared(
-    query, cache, batch, spec, backend, flags: Flags, given: Mapping[str, Tensor]
+    query, cache, batch, spec, backend, flags: Flags, given: Mapping[str, Any]
 ) -> tuple[Step, Tensor]:
     """`prepare` for those who are uncompiled themselves, and the query `as_loaded`."""
     call, sequences, query = described(query, cache, batch, spec, flags, given)
@@ -173,19 +173,20 @@ def prepared(
 
 
 def computed(
-    step: Step, query: Query, cache: KVCache, options: Mapping[str, Tensor]
+    step: Step, query: Query, cache: KVCache, options: Mapping[str, Any]
 ) -> tuple[Out, Lse | None]:
     """`Step.run` for the arrays that it was prepared for a moment ago, the query `as_loaded`."""
     backend = _EMPTY if step.call.is_empty else step.backend
     errors = _refused() if is_fake(query) else contextlib.nullcontext()
     # Triton's and xFormers' kernels start on the current device.
     with on_device_of(query), without_autocast(query.device), errors:
-        options = for_backends(options, step.batch, step.call.block_size)
+        if options:
+            options = for_backends(options, step.batch, step.call.block_size)
         return emulate.attend(backend, step.call, query, cache, step.plan, step.live, options)
 
 
 def described(
-    query, cache, batch, spec, flags: Flags, options: Mapping[str, Tensor]
+    query, cache, batch, spec, flags: Flags, options: Mapping[str, Any]
 ) -> tuple[Call, Sequences, Tensor]:
     """The call, validated, its batch on the query's device, and the query `as_loaded`."""
     validate_batch.a_batch(batch)

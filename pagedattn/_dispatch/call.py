@@ -52,24 +52,23 @@ class Layer(NamedTuple):
 def layer_of(query, cache) -> Layer:
     """The facts of a layer's arrays, which may be traced."""
     dtype, cache_dtype = dtype_name(query.dtype), dtype_name(meant_dtype(cache.key.dtype))
-    strides = *map(strides_of, (query, *cache.planes)), ()
-    value = cache.value
+    planes, value = cache.planes, cache.value
+    strides = *map(strides_of, (query, *planes)), ()
+    held = None
+    if value is not None:
+        held = (*value.shape[:3], columns(value)), dtype_name(meant_dtype(value.dtype))
     return Layer(
         query_shape=tuple(query.shape),
         cache_shape=(*cache.key.shape[:3], columns(cache.key)),
-        value=None if value is None else _plane_of(value),
+        value=held,
         dtype=dtype,
         device=device_of(query),
         strides=Strides(*strides[:3]),
         cache_dtype=None if cache_dtype == dtype else cache_dtype,
         token_scales=of_tokens(cache.key_scale),
         value_dim=value_dim_of(cache),
-        fake_tensors=isinstance(query, TorchTensor) and any(map(is_fake, (query, *cache.planes))),
+        fake_tensors=isinstance(query, TorchTensor) and any(map(is_fake, (query, *planes))),
     )
-
-
-def _plane_of(value) -> tuple[tuple[int, ...], str]:
-    return (*value.shape[:3], columns(value)), dtype_name(meant_dtype(value.dtype))
 
 
 def value_dim_of(cache) -> int | None:

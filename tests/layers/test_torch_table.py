@@ -42,7 +42,7 @@ def problem_of(asked, query, cache, batch, spec, **options):
     arrays = jax.tree.map(np.asarray, (query, cache.key, cache.value, batch.block_tables))
     query_lens, key_lens = zip(*asked.lengths, strict=True)
     scales = {"key_scale": cache.key_scale, "value_scale": cache.value_scale}
-    if options["selection"] is not None:
+    if options.get("selection") is not None:
         options["selection"] = options["selection"].blocks
     given = {n: np.asarray(x) for n, x in (options | scales).items() if x is not None}
     return Problem(*arrays, query_lens, key_lens, spec, value_dim=cache.value_dim, **given)
