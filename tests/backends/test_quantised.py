@@ -32,6 +32,15 @@ def test_any_dtype_of_queries_with_any_of_caches(backend, cache_dtype, dtype):
 
 
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+@pytest.mark.parametrize("head_dim", [20, 32, 64, 128])
+def test_heads_of_any_width(backend, cache_dtype, head_dim):
+    """Of a decode, of several queries, and of a prompt."""
+    sizes = {"cache_dtype": cache_dtype, "head_dim": head_dim, "num_heads": 6}
+    problem = random_problem([1, 3, 40], [81, 9, 70], dtype=np.dtype("bfloat16"), **sizes)
+    assert_attention_close(*run(problem, backend), problem, name=backend)
+
+
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
 def test_scales_of_every_kind(backend, cache_dtype):
     problem = mixed(cache_dtype=cache_dtype)
     heads = np.float32([0.7, 0.01])

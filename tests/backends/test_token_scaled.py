@@ -49,7 +49,7 @@ def test_any_dtype_of_queries_with_any_of_caches(backend, cache_dtype, dtype, la
 @pytest.mark.parametrize("cache_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("arrays", [(), ("bias",)])
-@pytest.mark.parametrize("head_dim", [128, 96, 20])
+@pytest.mark.parametrize("head_dim", [128, 96, 64, 20])
 def test_heads_of_several_groups(backend, cache_dtype, head_dim, arrays, dtype):
     """Of a decode, of several queries, and of a prompt, whose keys a bias may hide from all."""
     cache = {"cache_dtype": cache_dtype, "token_scales": True, "head_dim": head_dim}

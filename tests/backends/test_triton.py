@@ -154,15 +154,17 @@ def test_four_bits_that_it_does_not_read_are_refused_by_name(sizes):
     assert all("int4" in reason for reason in reasons)
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("queries", [3, 16, 300])
 @pytest.mark.parametrize(
-    ("sizes", "option"),
-    [({"cache_dtype": "int4"}, "int4"), ({"cache_dtype": "int8", "head_dim": 20}, "token_scales")],
+    ("cache_dtype", "head_dim", "most"),
+    [("int8", 64, 32), ("int8", 128, 256), ("int4", 128, 32), ("float8_e5m2", 20, 32)],
 )
-def test_scales_of_tokens_that_were_wrong_on_a_gpu_are_refused_there(sizes, option):
-    wrong = call(**sizes, token_scales=True)
-    assert not refusals(wrong, None)
-    (reason,) = refusals(wrong, (9, 0))
-    assert option in reason
+def test_no_narrow_sums_by_wgmma(cache_dtype, head_dim, most, queries, batch_invariant):
+    """Of fewer than 64 rows no product is one of wgmma."""
+    sizes = {"cache_dtype": cache_dtype, "head_dim": head_dim, "max_query_len": queries}
+    asked = call(**sizes, batch_invariant=batch_invariant, token_scales=cache_dtype == "int4")
+    assert tiling(asked, H200).program.rows <= most
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 64])

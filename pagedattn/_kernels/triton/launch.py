@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ..._dispatch.call import Call
 from ...batch.metadata import Sequences, nondecreasing_starts
-from ...cache.packing import GROUP, group_of
+from ...cache.packing import group_of
 from . import widths
 from .arguments import Config, Layout, Options, Scalars, TileShape
 from .device import device_of
@@ -62,7 +62,6 @@ def _unsupported_device(call: Call, capability: tuple[int, int]) -> list[str]:
         reasons.append("it needs compute capability 8.0, this GPU has {}.{}".format(*capability))
     if call.cache_dtype == "float8_e4m3fn" and capability < E4M3:
         reasons.append(f"cache_dtype {call.cache_dtype} needs compute capability 8.9")
-    reasons += _wrong_on_hopper(call)
     device = device_of(0, capability)
     least = held(Program(rows=16, keys=16, num_warps=4, num_stages=2), call, device)
     if least > device.shared_bytes:
@@ -71,18 +70,6 @@ def _unsupported_device(call: Call, capability: tuple[int, int]) -> list[str]:
             f"{least} bytes of shared memory, the device has {device.shared_bytes}"
         )
     return reasons
-
-
-def _wrong_on_hopper(call: Call) -> list[str]:
-    """Scales of tokens with which tests failed on an H100; the interpreter computes them right."""
-    if not call.token_scales or call.dtype == "float32":
-        return []
-    columns = widths_of(call)
-    if call.cache_dtype == "int4" and max(call.head_dim, call.out_dim) > GROUP:
-        return [f"cache_dtype: int4 of more than {GROUP} columns was wrong on an H100"]
-    if columns.dims + columns.rest != call.head_dim or columns.value_dims != call.out_dim:
-        return [f"token_scales of {call.head_dim} columns, not a whole tile, were wrong on an H100"]
-    return []
 
 
 def starts_in_order(call: Call, batch: Sequences) -> Sequences:

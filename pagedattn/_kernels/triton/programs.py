@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..._dispatch.call import Call
 from .device import Device
-from .widths import is_wide, power_of_two, widths_of
+from .widths import in_four_bits, is_wide, power_of_two, widths_of
 
 # Up to this query length each sequence gets a fixed number of tiles; beyond, tiles search theirs.
 SHORT_QUERY = 16
@@ -37,6 +37,18 @@ def in_halves(call: Call) -> bool:
 def in_eight_bits(call: Call) -> bool:
     """Whether eight_bits.py can read the cache: values are pairs of columns, products float16."""
     return in_halves(call) and not widths_of(call).latent and call.out_dim % 2 == 0
+
+
+def has_narrow_sums(call: Call, device: Device) -> bool:
+    """Whether wgmma would sum up values in narrow tiles: those have 32 rows, which take mma.
+
+    ptxas 12.8, of Triton 3.6, takes another register for the address of the last such tile: of
+    int8 of 64 columns the odd ones were wrong on an H200, and some addresses illegal. That of 12.9
+    does not.
+    """
+    if device.products != "wgmma" or not in_eight_bits(call):
+        return False
+    return in_four_bits(call) or widths_of(call).value_dims < 128
 
 
 def short_program(call: Call, programs: int, rows: int, device: Device):
@@ -151,6 +163,8 @@ def invariant_rows(call: Call, device: Device) -> int:
     if call.itemsize > 2:
         return 16
     most = 32 if columns_of(call) > 128 else 64 if is_short(call) else 128
+    if has_narrow_sums(call, device):
+        return max(16, min(32, power_of_two(call.group * call.longest_query)))
     # Blackwell's products of 64 rows and more may have other bits than those of few; Hopper's have,
     # of keys that were loaded as bytes.
     least = min(64, most) if device.products == "tcgen05" or in_halves(call) else 16

@@ -11,6 +11,7 @@ from .device import Device
 from .programs import (
     Program,
     fitting,
+    has_narrow_sums,
     invariant_program,
     invariant_rows,
     is_short,
@@ -99,6 +100,8 @@ def tile_rows(call: Call, device: Device) -> int:
         return invariant_rows(call, device)
     if is_wide(call) and device.products == "mma":
         most = 32  # queries of more would fill the registers
+    elif has_narrow_sums(call, device):
+        most = 32
     elif is_wide(call) or is_short(call):
         most = 64
     elif _is_long(call) and device.products == "wgmma":
