@@ -36,7 +36,8 @@ def test_any_dtype_of_queries_with_any_of_caches(backend, cache_dtype, dtype):
 def test_heads_of_any_width(backend, cache_dtype, head_dim):
     """Of a decode, of several queries, and of a prompt."""
     sizes = {"cache_dtype": cache_dtype, "head_dim": head_dim, "num_heads": 6}
-    problem = random_problem([1, 3, 40], [81, 9, 70], dtype=np.dtype("bfloat16"), **sizes)
+    sizes["dtype"] = np.dtype("bfloat16")
+    problem = random_problem([1, 3, 40], [81, 9, 70], SPECS["plain"], **sizes)
     assert_attention_close(*run(problem, backend), problem, name=backend)
 
 
