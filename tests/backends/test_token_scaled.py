@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pagedattn import (
     AttentionSpec,
+    UnsupportedError,
     append_tokens,
     copy_blocks,
     fork,
@@ -43,6 +44,10 @@ def test_any_dtype_of_queries_with_any_of_caches(backend, cache_dtype, dtype, la
     cache = {"cache_dtype": cache_dtype, "token_scales": True}
     cache |= {"latent": True, "value_dim": 8} if latent else {}
     problem = mixed(SPECS["all"], dtype=np.dtype(dtype), **cache)
+    if (backend, cache_dtype, latent) == ("triton", "int4", True):
+        with pytest.raises(UnsupportedError, match="int4 is read .* not of latents"):
+            run(problem, backend)
+        return
     assert_attention_close(*run(problem, backend), problem, name=backend)
 
 
