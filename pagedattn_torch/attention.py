@@ -62,8 +62,8 @@ def paged_attention(
     start on the tensors' device, whichever device is current. For several layers of one step, call
     `prepare` once instead.
 
-    Args: as `pagedattn.paged_attention`; query, cache, sinks, bias and a selection's blocks are
-      tensors on one device.
+    Arguments are those of `pagedattn.paged_attention`; query, cache, sinks, bias and a selection's
+    blocks are tensors on one device.
 
     Returns:
       out `[num_tokens, num_heads, value_dim]` in the query's dtype; with `return_lse` also lse
