@@ -3,6 +3,7 @@
 `test_ipex_traps` and `test_ipex_mask_traps` show each of these going wrong without the backend.
 """
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("intel_extension_for_pytorch")
 
+from cases import problems_for
 from hypothesis import given, reject
 from hypothesis import strategies as st
 from pagedattn_interop import to_torch
@@ -19,7 +21,7 @@ from torch_layers import step_of
 
 from pagedattn import AttentionSpec, KVCache, UnsupportedError
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
-from pagedattn.testing.strategies import BUCKETS, any_phase, options_table, problems
+from pagedattn.testing.strategies import BUCKETS, any_phase, options_table
 from pagedattn_torch import (
     IpexAttnBackend,
     IpexAttnBackendImpl,
@@ -39,7 +41,7 @@ def tensors_of(problem):
 def check(problem, layout=lambda cache: cache):
     """Runs a problem with its cache in some layout; refusals end the test."""
     query, cache = tensors_of(problem)
-    arrays = to_torch({name: jnp.asarray(array) for name, array in problem.arrays.items()})
+    arrays = to_torch(jax.tree.map(jnp.asarray, dict(problem.arrays)))
     batch = batch_of(problem)
     out = paged_attention(query, layout(cache), batch, problem.spec, backend="ipex", **arrays)
     assert_attention_close(out, None, problem, name="ipex")
@@ -104,7 +106,7 @@ SPECS = {
 }
 
 
-@given(problem=any_phase())
+@given(problem=problems_for("ipex", any_phase))
 def test_matches_the_oracle_or_is_refused(problem):
     try:
         check(problem)
@@ -119,7 +121,7 @@ def test_refuses_these_and_no_others(name, longest, return_lse):
     spec, names, cache = options_table(4)[name]
     cache = dict(cache or {})
     problem = random_problem([1, 1], [9, 4], spec, max_query_len=longest, arrays=names, **cache)
-    options = {name: torch.from_numpy(array) for name, array in problem.arrays.items()}
+    options = jax.tree.map(torch.from_numpy, dict(problem.arrays))
     options["return_lse"] = return_lse
     reasons = explain(*tensors_of(problem), batch_of(problem), spec, **options)["ipex"]
     words = ["alibi_slopes"] * (spec.alibi_slopes is not None and longest > 1)
@@ -243,7 +245,7 @@ def test_any_head_dim(head_dim):
         check(random_problem(*phase, AttentionSpec(), head_dim=head_dim, block_size=16))
 
 
-@given(problem=problems(bucket=BUCKETS[0], dtype=F32), data=st.data())
+@given(problem=problems_for("ipex", bucket=BUCKETS[0], dtype=F32), data=st.data())
 def test_strided_queries(problem, data):
     query, cache = tensors_of(problem)
     fused = torch.cat([query, query], dim=data.draw(st.sampled_from([1, 2])))

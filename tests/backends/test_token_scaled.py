@@ -106,6 +106,8 @@ def test_a_fork_reads_the_scales_of_the_blocks_that_it_copies(cache_dtype):
 @pytest.mark.parametrize("cache_dtype", DTYPES)
 def test_gradients_are_those_of_what_is_read(backend, cache_dtype):
     """Of the queries, and of the scales: what no query sees holds NaN and gets 0."""
+    if backend == "sdpa" and cache_dtype.startswith("float8"):
+        pytest.importorskip("torch", minversion="2.9")  # older ones take none from JAX
     problem = random_problem([2], [7], SPECS["plain"], cache_dtype=cache_dtype, token_scales=True)
     query, cache, batch = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
 
