@@ -136,8 +136,8 @@ def row_of(case: Case, us: dict[str, float | str]) -> str:
 def run(cuda: bool, only: str, seconds: float) -> dict:
     """The tables, printed as they are measured."""
     ends = time.monotonic() + seconds
-    report: dict = {"about": machine.gpu(HEADS_SAID) if cuda else machine.cpu(HEADS_SAID)}
-    print(json.dumps(report["about"]))
+    report: dict = {"machine": machine.gpu(HEADS_SAID) if cuda else machine.cpu(HEADS_SAID)}
+    print(json.dumps(report["machine"]))
     print(f"{'us, and over it':26}{DEFAULT:>10}{'mode':>8}", flush=True)
     report["us"] = {}
     for shape, lens in (shapes() if cuda else cpu_shapes()).items():
