@@ -35,11 +35,13 @@ from pagedattn._dispatch.options import (
 from pagedattn._dispatch.registry import Framework
 from pagedattn._dispatch.signatures import lists_arrays
 from pagedattn.batch import validate as validate_batch
+from pagedattn.batch.draft_tree import DraftTree
 from pagedattn.batch.metadata import Sequences
 from pagedattn.cache import validate as validate_cache
 
 from .arrays import (
     arrays_of,
+    batch_arrays,
     batch_on,
     on_device_of,
     require_beside,
@@ -121,7 +123,7 @@ class Step:
 
         To be called under `torch.no_grad`.
         """
-        for name, array in vars(self.batch).items():  # backends may read it again
+        for name, array in batch_arrays(self.batch).items():  # backends may read it again
             require_dense(name, array)
         return computed(self, as_loaded(query, cache), cache, options)
 
@@ -238,15 +240,15 @@ def _owned(batch: BatchMetadata, tensors: BatchMetadata[Tensor], device) -> Sequ
     Another framework would free its memory as soon as the caller drops the batch: it does not know
     that torch's kernels, which run in the background, still read it.
     """
-    arrays = tensors.block_tables, tensors.seq_lens, tensors.query_start_loc
-    tables, lens, starts = arrays
-    if not tables.device == lens.device == starts.device == device:
-        tables, lens, starts = (tensor("batch", array, device) for array in arrays)
-    given = batch.block_tables, batch.seq_lens, batch.query_start_loc
+    arrays = batch_arrays(tensors)
+    if any(array.device != device for array in arrays.values()):
+        arrays = {name: tensor(name, array, device) for name, array in arrays.items()}
+    given = batch_arrays(batch).values()
     if device.type == "cuda" and not all(isinstance(array, Tensor) for array in given):
-        tables, lens, starts = tables.clone(), lens.clone(), starts.clone()
+        arrays = {name: array.clone() for name, array in arrays.items()}
         torch.cuda.current_stream(device).synchronize()
-    return Sequences(tables, lens, starts)
+    tables, lens, starts, *tree = arrays.values()
+    return Sequences(tables, lens, starts, tree=DraftTree(*tree) if tree else None)
 
 
 def as_loaded(query: Tensor, cache: KVCache) -> Tensor:

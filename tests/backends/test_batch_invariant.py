@@ -59,7 +59,8 @@ def solver(framework, name, batch_invariant=True):
 
 
 def check_other_batches(framework, name, data):
-    alike = [options for options in OPTIONS if "selection" not in OPTIONS[options]]  # blocks differ
+    # Of a selection blocks differ; all refuse parents.
+    alike = [name for name, has in OPTIONS.items() if not {"selection", "parents"} & {*has}]
     known = [options for options in alike if not lacks(name, options, framework)]
     problem = data.draw(prompts(known))
     wrong = differing(problem, data.draw(calls(problem)), solver(framework, name))

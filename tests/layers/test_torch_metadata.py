@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pagedattn_interop import to_jax, to_torch
 
-from pagedattn import AttentionSpec, InvalidInputError, attention_bias, make_batch
+from pagedattn import (
+    AttentionSpec,
+    InvalidInputError,
+    UnsupportedError,
+    attention_bias,
+    make_batch,
+)
 from pagedattn.testing import batch_of, random_problem
 from pagedattn.testing.strategies import problems
 from pagedattn_torch import AttentionMetadata, TorchSDPAMetadata, XFormersMetadata
@@ -539,3 +545,9 @@ def test_lengths_without_values_are_refused():
             seq_lens=[2, 2],
             query_start_loc=starts,
         )
+
+
+def test_a_batch_of_drafts_that_branch_is_refused():
+    batch = make_batch([2], [4], [[0, 1]], block_size=4, parents=[-1, -1])
+    with pytest.raises(UnsupportedError, match="parents: the metadata of layers"):
+        AttentionMetadata.from_batch(batch)
