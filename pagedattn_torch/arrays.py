@@ -61,33 +61,30 @@ def batch_on(batch: BatchMetadata, device) -> BatchMetadata:
     changed = {}
     for name in ARRAYS:
         array = getattr(batch, name)
-        placed = _placed(name, array, device)
-        if placed is not array:
-            changed[name] = placed
+        as_it_is = isinstance(array, Tensor) and array.dtype is torch.int32 and not array.is_neg()
+        if not as_it_is or (device is not None and array.device != torch.device(device)):
+            changed[name] = int32(tensor(name, _outliving(array), device))
     if batch.tree is not None:
         changed["tree"] = tree_on(batch.tree, device)
     return dataclasses.replace(batch, **changed) if changed else batch
 
 
-def batch_arrays(batch: Sequences) -> dict[str, Any]:
-    """What backends read of a batch, by name."""
-    arrays = {
-        name: getattr(batch, name) for name in ("block_tables", "seq_lens", "query_start_loc")
-    }
-    return arrays | ({} if batch.tree is None else vars(batch.tree))
-
-
 def tree_on(tree: DraftTree, device) -> DraftTree[Tensor]:
     """The tree of a batch, as `batch_on` has its arrays."""
-    arrays = {f"tree.{name}": array for name, array in vars(tree).items()}
-    return DraftTree(*(_placed(name, array, device) for name, array in arrays.items()))
+    return DraftTree(
+        **{
+            name: int32(tensor(f"tree.{name}", _outliving(array), device))
+            for name, array in vars(tree).items()
+        }
+    )
 
 
-def _placed(name, array, device) -> Tensor:
-    as_it_is = isinstance(array, Tensor) and array.dtype is torch.int32 and not array.is_neg()
-    if as_it_is and (device is None or array.device == torch.device(device)):
-        return array
-    return int32(tensor(name, _outliving(array), device))
+def batch_arrays(batch: Sequences) -> dict[str, Any]:
+    """What backends read of a batch, by the names that errors call them."""
+    arrays = dict(vars(batch))
+    if (tree := arrays.pop("tree")) is not None:
+        arrays |= {f"tree.{name}": array for name, array in vars(tree).items()}
+    return arrays
 
 
 def _outliving(array):

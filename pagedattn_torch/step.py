@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import jax
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -35,7 +37,6 @@ from pagedattn._dispatch.options import (
 from pagedattn._dispatch.registry import Framework
 from pagedattn._dispatch.signatures import lists_arrays
 from pagedattn.batch import validate as validate_batch
-from pagedattn.batch.draft_tree import DraftTree
 from pagedattn.batch.metadata import Sequences
 from pagedattn.cache import validate as validate_cache
 
@@ -240,15 +241,14 @@ def _owned(batch: BatchMetadata, tensors: BatchMetadata[Tensor], device) -> Sequ
     Another framework would free its memory as soon as the caller drops the batch: it does not know
     that torch's kernels, which run in the background, still read it.
     """
-    arrays = batch_arrays(tensors)
-    if any(array.device != device for array in arrays.values()):
-        arrays = {name: tensor(name, array, device) for name, array in arrays.items()}
-    given = batch_arrays(batch).values()
-    if device.type == "cuda" and not all(isinstance(array, Tensor) for array in given):
-        arrays = {name: array.clone() for name, array in arrays.items()}
+    lens, tree = tensors.seq_lens, tensors.tree
+    owned = Sequences(tensors.block_tables, lens, tensors.query_start_loc, tree=tree)
+    if {*map(operator.attrgetter("device"), jax.tree.leaves(owned))} != {device}:
+        owned = jax.tree.map(lambda array: tensor("batch", array, device), owned)
+    if device.type == "cuda" and not all(isinstance(x, Tensor) for x in jax.tree.leaves(batch)):
+        owned = jax.tree.map(Tensor.clone, owned)
         torch.cuda.current_stream(device).synchronize()
-    tables, lens, starts, *tree = arrays.values()
-    return Sequences(tables, lens, starts, tree=DraftTree(*tree) if tree else None)
+    return owned
 
 
 def as_loaded(query: Tensor, cache: KVCache) -> Tensor:

@@ -34,6 +34,8 @@ def a_batch(batch) -> None:
         raise InvalidInputError(
             f"batch must be a BatchMetadata, got {type(batch).__name__}; make_batch makes one"
         )
+    if not isinstance(batch.tree, DraftTree | None):
+        raise InvalidInputError(f"batch.tree must be a DraftTree, got {shown(batch.tree)}")
 
 
 def shapes(batch) -> None:
@@ -64,8 +66,6 @@ def shapes(batch) -> None:
 
 
 def _tree(tree, num_tokens, max_query_len):
-    if not isinstance(tree, DraftTree):
-        raise InvalidInputError(f"batch.tree must be a DraftTree, got {shown(tree)}")
     rows = dict.fromkeys(("parents", "depths"), (num_tokens,))
     sizes = rows | {"ancestors": (num_tokens, num_words(max_query_len))}
     for name, size in sizes.items():
