@@ -144,7 +144,8 @@ def _drafts(problem, _yes: bool):
     own = np.concatenate([*map(np.arange, problem.query_lens), np.zeros(0, int)])
     rng = np.random.default_rng(len(own))
     parents = np.where(rng.random(own.shape) < 0.5, own - 1, rng.integers(-1, np.maximum(own, 0)))
-    return problem.replace(parents=np.resize(np.append(parents, -1), len(problem.query)))
+    padding = np.full(len(problem.query) - len(own), -1)
+    return problem.replace(parents=np.append(parents, padding))
 
 
 # What batches differ in, beside lengths, and how a problem gets it: drafts that branch.
