@@ -27,8 +27,7 @@ from benchmarks.case import HEADS_SAID, Case, CpuCase, GpuCase
 from benchmarks.invariance import SECONDS, TURNS, graph_seconds
 from benchmarks.report import reason_of
 from benchmarks.timing import captured
-from pagedattn import BatchMetadata, KVCache, paged_attention
-from pagedattn.batch.draft_tree import draft_tree
+from pagedattn import BatchMetadata, KVCache, make_batch, paged_attention
 
 # By contender the parents of a sequence's new tokens, from their indices.
 PARENTS: dict[str, Callable[[np.ndarray], np.ndarray] | None] = {
@@ -53,12 +52,14 @@ def branching(case: Case, batch: BatchMetadata, name: str) -> BatchMetadata:
     parents = PARENTS[name]
     if parents is None:
         return batch
-    of_all = np.concatenate([parents(np.arange(n)) for n in case.query_lens]).astype(np.int32)
-    starts = batch.query_start_loc
-    if isinstance(starts, torch.Tensor):
-        tree = draft_tree(torch.from_numpy(of_all).to(starts.device), starts, batch.max_query_len)
-    else:
-        tree = draft_tree(jax.numpy.asarray(of_all), starts, batch.max_query_len)
+    of_all = np.concatenate([parents(np.arange(n)) for n in case.query_lens])
+    tables = np.zeros((batch.num_seqs, batch.max_blocks), int)  # a tree does not depend on them
+    sizes = {"block_size": batch.block_size, "max_query_len": batch.max_query_len}
+    lens = {"key_lens": case.seq_lens, "parents": of_all}
+    tree = make_batch(case.query_lens, None, tables, **lens, **sizes).tree
+    if isinstance(batch.seq_lens, torch.Tensor):
+        device = batch.seq_lens.device
+        tree = jax.tree.map(lambda x: pagedattn_interop.to_torch(x).to(device), tree)
     return replace(batch, tree=tree)
 
 
