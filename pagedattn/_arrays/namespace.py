@@ -60,7 +60,9 @@ def arange(count: int, like: Shaped[Any, "..."]) -> Int[Any, "{count}"]:
     return namespace(like).arange(count, dtype=namespace(like).int32, **on_device)
 
 
-def take_along(array: Shaped[Any, "*n"], indices: Integer[Any, "*m"]) -> Shaped[Any, "*m"]:
+def take_along(
+    array: Shaped[Any, "*#n length"], indices: Integer[Any, "*#n count"]
+) -> Shaped[Any, "*#n count"]:
     """Elements along the last axis, at indices whose other axes broadcast with the array's.
 
     >>> take_along(np.array([[5, 6], [7, 8]]), np.array([[1, 1, 0]])).tolist()
