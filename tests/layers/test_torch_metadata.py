@@ -366,7 +366,7 @@ def test_bias_is_the_cores(kind, window):
 @given(problem=problems(dtype=np.float32))
 def test_there_and_back(problem):
     """A batch survives the way through metadata, over the same memory."""
-    batch = batch_of(problem)
+    batch = batch_of(problem.replace(parents=None))
     meta = AttentionMetadata.from_batch(batch)
     back = meta.to_batch(batch.block_size)
     for name in ARRAYS:
@@ -385,7 +385,7 @@ def test_there_and_back(problem):
 @given(problem=problems(dtype=np.float32), data=st.data())
 def test_halves_make_the_whole(problem, data):
     """Prefills and decodes of any batch: their tokens and sequences, in order, are all of them."""
-    meta = AttentionMetadata.from_batch(batch_of(problem))
+    meta = AttentionMetadata.from_batch(batch_of(problem.replace(parents=None)))
     halves = [half for half in (meta.prefill_metadata, meta.decode_metadata) if half]
     slots = [slot for half in halves for slot in half.slot_mapping.tolist()]
     tokens = meta.num_prefill_tokens + meta.num_decode_tokens
