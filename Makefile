@@ -33,7 +33,7 @@ KEPT := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.jax_cache JAX_PERSISTENT_CACHE_MIN_
 # Without optimisation XLA takes a fifth of the time. What may depend on it runs with it, and only so:
 # the tests marked `optimised`, in these files.
 OPTIMISED := tests/core/test_cache.py tests/core/test_jit.py tests/core/test_quantise.py \
-	tests/backends/test_grids.py tests/selection/test_summaries.py
+	tests/backends/test_grids.py tests/pool/test_accepting.py tests/selection/test_summaries.py
 PYTEST := -m pytest -q -n 2 --dist worksteal
 UNOPTIMISED := $(PYTEST) -m "not deep and not lint and not targets and not optimised"
 PLAIN := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true

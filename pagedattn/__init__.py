@@ -5,6 +5,7 @@ from ._dispatch.crossings import Crossings
 from ._dispatch.registry import available_backends
 from .attention import explain, paged_attention, ragged_attention, select_backend
 from .batch.check_batch import check_batch
+from .batch.draft_tree import DraftTree
 from .batch.indices import positions, slot_mapping
 from .batch.make_batch import make_batch
 from .batch.metadata import BatchMetadata
@@ -19,6 +20,7 @@ from .errors import (
 )
 from .masks import alibi_bias, attention_bias, causal_mask, sliding_window_mask
 from .merge import merge_across, merge_states
+from .pool.accepting import accept_tokens
 from .pool.batches import batch_from_pool, next_batch, next_batches
 from .pool.block_pool import BlockPool, init_block_pool
 from .pool.growth import Growth, append_tokens
@@ -41,6 +43,7 @@ __all__ = [
     "BlockPool",
     "BlockSummaries",
     "Crossings",
+    "DraftTree",
     "Growth",
     "InvalidInputError",
     "KVCache",
@@ -50,6 +53,7 @@ __all__ = [
     "Swap",
     "UnsupportedError",
     "__version__",
+    "accept_tokens",
     "alibi_bias",
     "alibi_slopes",
     "append_tokens",

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Integer
 
 from ._arrays.devices import on_one_device, require_no_explicit_axes
 from ._arrays.dlpack import takes_any_array
-from ._arrays.int32 import nondecreasing
+from ._arrays.int32 import int32, nondecreasing
 from ._arrays.shard_map import varying_alike
 from ._dispatch import emulate, select, validate
 from ._dispatch.backend import Backend
@@ -37,6 +37,7 @@ Lse = Float[Array, "num_tokens num_heads"]
 Starts = Integer[Any, "num_seqs_plus_1"] | Sequence[int]
 Sinks = Float[Array, "num_heads"]
 Bias = Float[Array, "num_tokens heads max_keys"]
+Parents = Integer[Any, "num_tokens"] | Sequence[int]
 
 
 @typed_as(PagedAttention[Array])
@@ -229,6 +230,7 @@ def ragged_attention(
     sinks: Sinks | None = None,
     bias: Bias | None = None,
     selection: Selection | None = None,
+    parents: Parents | None = None,
 ) -> Out | tuple[Out, Lse]:
     """Attention of packed queries over packed keys, without a cache (encoders, profiling runs).
 
@@ -241,6 +243,8 @@ def ragged_attention(
       max_query_len, max_key_len: static upper bounds on the lengths of the sequences.
       spec, backend, return_lse, batch_invariant, sinks, bias, selection: as in `paged_attention`;
         a selection chooses single keys.
+      parents: of drafts that branch, for each token as in `make_batch`; entries of padding tokens
+        may be anything.
 
     Returns, Raises: as `paged_attention`.
 
@@ -252,7 +256,10 @@ def ragged_attention(
     max_lens = (max_query_len, max_key_len)
     max_lens = validate.ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens)
     starts = nondecreasing(query_start_loc), nondecreasing(key_start_loc)
-    batch = packed_batch(query.shape[0], *starts, *max_lens)
+    if parents is not None:
+        validate.parents(parents, query, starts[0])
+        parents = int32(parents)
+    batch = packed_batch(query.shape[0], *starts, *max_lens, parents)
     cache = packed_cache(key, value)
     flags = {"return_lse": return_lse, "batch_invariant": batch_invariant}
     options = {"backend": backend, "sinks": sinks, "bias": bias, "selection": selection, **flags}

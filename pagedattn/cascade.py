@@ -101,6 +101,7 @@ def split_prefix(batch: BatchMetadata) -> tuple[BatchMetadata, BatchMetadata]:
         query_start_loc=jnp.concatenate([jnp.zeros_like(num_tokens), num_tokens]),
         slot_mapping=jnp.full(batch.slot_mapping.shape, PAD_SLOT, jnp.int32),
         max_query_len=max(1, batch.num_tokens),
+        tree=None,
     )
     rest = replace(
         batch,

@@ -18,7 +18,7 @@ from ._arrays.devices import on_one_device
 from ._arrays.dlpack import as_jax
 from ._arrays.inspect import describe, dtype_name, is_floating, is_integer
 from ._arrays.memory import require_alike
-from ._arrays.namespace import as_dtype, namespace
+from ._arrays.namespace import as_dtype, namespace, take_along
 from ._arrays.typing import is_torch
 from .errors import InvalidInputError, UnsupportedError
 from .spec import AttentionSpec, require_spec, set_options, slopes_of, window_of
@@ -27,6 +27,7 @@ from .spec import AttentionSpec, require_spec, set_options, slopes_of, window_of
 KNOWN = {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
 Queries = Integer[Any, "*#n q"]
 Keys = Integer[Any, "*#n k"]
+WORD = 32  # bits of a word of a `DraftTree`
 
 
 def distance(query_positions: Queries, key_positions: Keys) -> Integer[Any, "*#n q k"]:
@@ -97,6 +98,27 @@ def visible_mask(
     if spec.sliding_window is not None:
         visible = visible & (abs(apart) < spec.sliding_window)
     return visible
+
+
+def descent_mask(
+    ancestors: Integer[Any, "*#n q words"], own_indices: Integer[Any, "*#n k"]
+) -> Bool[Any, "*#n q k"]:
+    """True where a key is of the context, or in the query's own line of descent.
+
+    Args:
+      ancestors: the queries' rows of `DraftTree.ancestors`.
+      own_indices: of each key among the new tokens of the queries' sequence; negative in the
+        context.
+
+    >>> descent_mask(np.array([[0b01], [0b11]], np.int32), np.array([-1, 0, 1]))
+    array([[ True,  True, False],
+           [ True,  True,  True]])
+    """
+    last = WORD * ancestors.shape[-1] - 1
+    at = namespace(own_indices).clip(own_indices, 0, last)
+    word = take_along(ancestors, (at // WORD)[..., None, :])
+    shown = (word >> (at % WORD)[..., None, :]) & 1
+    return (shown == 1) | (own_indices < 0)[..., None, :]
 
 
 @on_one_device

@@ -129,6 +129,18 @@ def fill_blocks(cache: KVCache, blocks: Integer[Any, "*n"], value: float = 0.0) 
     return _set(cache, blocks, *(jnp.full(shape, value, dtype) for shape in shapes))
 
 
+def move_slots(
+    cache: KVCache, src: Integer[Array, "n"], dst: Integer[Array, "n"]
+) -> KVCache[Array]:
+    """Copies slot `src[i]` to slot `dst[i]`, all at once; -1 in either copies nothing."""
+    dst, moved = jnp.where(src >= 0, dst, PAD_SLOT), {}
+    for name, array in cache.by_slot.items():
+        array = jnp.asarray(array)
+        rows = array.reshape(-1, *array.shape[2:]).at[src].get(mode="clip")
+        moved[name] = set_rows(array, dst, rows)
+    return replace(cache, **moved)
+
+
 def _set(cache, indices, *rows) -> KVCache:
     """Sets rows of the key and, if there is one, of the value; and the scales of tokens."""
     rows = (None if new is None else jnp.asarray(new) for new in rows)

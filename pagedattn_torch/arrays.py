@@ -14,6 +14,8 @@ from torch.autograd import forward_ad
 from pagedattn import BatchMetadata, InvalidInputError, KVCache, UnsupportedError
 from pagedattn._arrays.dlpack import HOST
 from pagedattn._arrays.memory import require_dense
+from pagedattn.batch.draft_tree import DraftTree
+from pagedattn.batch.metadata import Sequences
 from pagedattn.batch.validate import ARRAYS
 
 
@@ -62,7 +64,27 @@ def batch_on(batch: BatchMetadata, device) -> BatchMetadata:
         as_it_is = isinstance(array, Tensor) and array.dtype is torch.int32 and not array.is_neg()
         if not as_it_is or (device is not None and array.device != torch.device(device)):
             changed[name] = int32(tensor(name, _outliving(array), device))
+    if batch.tree is not None:
+        changed["tree"] = tree_on(batch.tree, device)
     return dataclasses.replace(batch, **changed) if changed else batch
+
+
+def tree_on(tree: DraftTree, device) -> DraftTree[Tensor]:
+    """The tree of a batch, as `batch_on` has its arrays."""
+    return DraftTree(
+        **{
+            name: int32(tensor(f"tree.{name}", _outliving(array), device))
+            for name, array in vars(tree).items()
+        }
+    )
+
+
+def batch_arrays(batch: Sequences) -> dict[str, Any]:
+    """What backends read of a batch, by the names that errors call them."""
+    arrays = dict(vars(batch))
+    if (tree := arrays.pop("tree")) is not None:
+        arrays |= {f"tree.{name}": array for name, array in vars(tree).items()}
+    return arrays
 
 
 def _outliving(array):

@@ -37,6 +37,7 @@ Values = Float[Tensor, "num_keys num_kv_heads value_dim"]
 Starts = Integer[Any, "num_seqs_plus_1"]
 Sinks = Float[Tensor, "num_heads"]
 Bias = Float[Tensor, "num_tokens heads max_keys"]
+Parents = Integer[Any, "num_tokens"]
 
 
 @typed_as(PagedAttention[Tensor])
@@ -170,6 +171,7 @@ def ragged_attention(
     sinks: Sinks | None = None,
     bias: Bias | None = None,
     selection: Selection | None = None,
+    parents: Parents | None = None,
 ) -> Out | tuple[Out, Lse]:
     """`pagedattn.ragged_attention` on torch tensors: the same arguments, results and errors.
 
@@ -185,7 +187,10 @@ def ragged_attention(
     max_lens = (max_query_len, max_key_len)
     max_lens = validate.ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens)
     starts = nondecreasing(query_start_loc), nondecreasing(key_start_loc)
-    batch = packed_batch(query.shape[0], *starts, *max_lens)
+    if parents is not None:
+        parents = int32(tensor("parents", parents, query.device))
+        validate.parents(parents, query, starts[0])
+    batch = packed_batch(query.shape[0], *starts, *max_lens, parents)
     cache = packed_cache(with_dense_rows(key), with_dense_rows(value))
     flags = {"return_lse": return_lse, "batch_invariant": batch_invariant}
     options = {"backend": backend, "sinks": sinks, "bias": bias, "selection": selection, **flags}

@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import jax
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -40,6 +42,7 @@ from pagedattn.cache import validate as validate_cache
 
 from .arrays import (
     arrays_of,
+    batch_arrays,
     batch_on,
     on_device_of,
     require_beside,
@@ -121,7 +124,7 @@ class Step:
 
         To be called under `torch.no_grad`.
         """
-        for name, array in vars(self.batch).items():  # backends may read it again
+        for name, array in batch_arrays(self.batch).items():  # backends may read it again
             require_dense(name, array)
         return computed(self, as_loaded(query, cache), cache, options)
 
@@ -238,15 +241,14 @@ def _owned(batch: BatchMetadata, tensors: BatchMetadata[Tensor], device) -> Sequ
     Another framework would free its memory as soon as the caller drops the batch: it does not know
     that torch's kernels, which run in the background, still read it.
     """
-    arrays = tensors.block_tables, tensors.seq_lens, tensors.query_start_loc
-    tables, lens, starts = arrays
-    if not tables.device == lens.device == starts.device == device:
-        tables, lens, starts = (tensor("batch", array, device) for array in arrays)
-    given = batch.block_tables, batch.seq_lens, batch.query_start_loc
-    if device.type == "cuda" and not all(isinstance(array, Tensor) for array in given):
-        tables, lens, starts = tables.clone(), lens.clone(), starts.clone()
+    lens, tree = tensors.seq_lens, tensors.tree
+    owned = Sequences(tensors.block_tables, lens, tensors.query_start_loc, tree=tree)
+    if {*map(operator.attrgetter("device"), jax.tree.leaves(owned))} != {device}:
+        owned = jax.tree.map(lambda array: tensor("batch", array, device), owned)
+    if device.type == "cuda" and not all(isinstance(x, Tensor) for x in jax.tree.leaves(batch)):
+        owned = jax.tree.map(Tensor.clone, owned)
         torch.cuda.current_stream(device).synchronize()
-    return Sequences(tables, lens, starts)
+    return owned
 
 
 def as_loaded(query: Tensor, cache: KVCache) -> Tensor:

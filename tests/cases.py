@@ -21,7 +21,7 @@ from pagedattn.testing.strategies import BUCKETS, options_table, problems
 # The options that a backend may refuse; any other must support every one.
 REFUSING = {
     "ipex": (
-        *("alibi_slopes", "bias", "cache_dtype", "return_lse", "selection", "sinks"),
+        *("alibi_slopes", "bias", "cache_dtype", "parents", "return_lse", "selection", "sinks"),
         *("sliding_window", "value_dim"),
     ),
     "sdpa": ("selection",),
@@ -115,8 +115,9 @@ def asked_of(spec: AttentionSpec) -> list[str]:
 def beside(problem: Problem) -> list[str]:
     """What a problem asks for beside its spec."""
     quantised = problem.key_scale is not None
+    drafts = ["parents"] * (problem.parents is not None)
     other_values = problem.value_cache is None or problem.out_shape != problem.query.shape
-    return [*problem.arrays, *["cache_dtype"] * quantised, *["value_dim"] * other_values]
+    return [*problem.arrays, *["cache_dtype"] * quantised, *["value_dim"] * other_values, *drafts]
 
 
 def supported(problem: Problem, backend: str) -> Problem:
@@ -138,6 +139,24 @@ def mixed(spec: AttentionSpec = SPECS["plain"], **kwargs: Any) -> Problem:
     """Prefill, chunk, decode, an empty query and a padding sequence in one batch, two pad rows."""
     kwargs = {"pad_tokens": 20, "max_query_len": 16} | kwargs
     return random_problem([6, 7, 1, 0, 4, 0], [6, 19, 22, 9, 5, 0], spec, **kwargs)
+
+
+def own_indices(problem: Problem) -> np.ndarray:
+    """Of each token that is not padding, its index among its sequence's new ones."""
+    return np.concatenate([*map(np.arange, problem.query_lens), np.zeros(0, int)])
+
+
+def padded(problem: Problem, parents: np.ndarray) -> np.ndarray:
+    """Parents, with -1 for the padding."""
+    return np.append(parents, np.full(len(problem.query) - len(parents), -1))
+
+
+def grown(problem: Problem, seed: int, branching: float = 0.5) -> Problem:
+    """The problem with random parents: a share of its tokens follow another than the last one."""
+    own, rng = own_indices(problem), np.random.default_rng(seed)
+    others = rng.integers(-1, np.maximum(own, 0))
+    parents = np.where(rng.random(len(own)) < branching, others, own - 1)
+    return problem.replace(parents=padded(problem, parents))
 
 
 def replace_spec(problem: Problem, **fields: Any) -> Problem:

@@ -60,6 +60,19 @@ def arange(count: int, like: Shaped[Any, "..."]) -> Int[Any, "{count}"]:
     return namespace(like).arange(count, dtype=namespace(like).int32, **on_device)
 
 
+def take_along(
+    array: Shaped[Any, "*#n length"], indices: Integer[Any, "*#n count"]
+) -> Shaped[Any, "*#n count"]:
+    """Elements along the last axis, at indices whose other axes broadcast with the array's.
+
+    >>> take_along(np.array([[5, 6], [7, 8]]), np.array([[1, 1, 0]])).tolist()
+    [[6, 6, 5], [8, 8, 7]]
+    """
+    if is_torch(array):
+        return namespace(array).take_along_dim(array, indices.long(), -1)
+    return namespace(array).take_along_axis(array, indices, -1)
+
+
 def in_range(ids: Integer[Any, "*n"], bound: int) -> Bool[Any, "*n"]:
     """True where an id may index an axis of length `bound`."""
     return (ids >= 0) & (ids < bound)

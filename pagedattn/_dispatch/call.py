@@ -120,6 +120,7 @@ class Call:
     selection: tuple[int, ...] | None = None  # the shape of its blocks, if the call brings one
     return_lse: bool = False
     batch_invariant: bool = False  # whether the bits of a token's results follow from it alone
+    parents: bool = False  # whether the batch has a tree: drafts that branch
     # No option: what `slower_because` compares the sizes with.
     crossings: Crossings = field(default=Crossings(), metadata={"option": False})
 
@@ -275,5 +276,6 @@ def call_of(
         token_scales=layer.token_scales,
         value_dim=layer.value_dim,
         fake_tensors=layer.fake_tensors,
+        parents=batch.tree is not None,
         **facts_of(given),
     )

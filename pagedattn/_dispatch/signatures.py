@@ -111,6 +111,12 @@ class PagedAttention(Protocol[A]):
     ) -> A | tuple[A, A]: ...
 
 
+class RaggedOptions(Options[A], total=False):
+    """Those of a call without a batch, which has the batch's."""
+
+    parents: Any
+
+
 class RaggedAttention(Protocol[A, Starts]):
     """The type of `ragged_attention`."""
 
@@ -127,7 +133,7 @@ class RaggedAttention(Protocol[A, Starts]):
         max_query_len: int,
         max_key_len: int,
         return_lse: Literal[False] = ...,
-        **options: Unpack[Options[A]],
+        **options: Unpack[RaggedOptions[A]],
     ) -> A: ...
     @overload
     def __call__(
@@ -142,7 +148,7 @@ class RaggedAttention(Protocol[A, Starts]):
         max_query_len: int,
         max_key_len: int,
         return_lse: Literal[True],
-        **options: Unpack[Options[A]],
+        **options: Unpack[RaggedOptions[A]],
     ) -> tuple[A, A]: ...
     @overload
     def __call__(
@@ -157,5 +163,5 @@ class RaggedAttention(Protocol[A, Starts]):
         max_query_len: int,
         max_key_len: int,
         return_lse: bool,
-        **options: Unpack[Options[A]],
+        **options: Unpack[RaggedOptions[A]],
     ) -> A | tuple[A, A]: ...

@@ -32,6 +32,11 @@ def attention(query, cache, batch, spec, return_lse, batch_invariant=False) -> N
         raise InvalidInputError(
             f"query must have the batch's {batch.num_tokens} tokens, got shape {tuple(query.shape)}"
         )
+    if batch.tree is not None and not spec.causal:
+        raise InvalidInputError(
+            "parents say which new tokens a token follows: causal attention alone has them, got "
+            "causal=False; make the batch without parents"
+        )
     validate_batch.values(batch, cache.num_blocks, spec.sliding_window)
 
 
@@ -72,6 +77,18 @@ def ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens) ->
             f"{tuple(query_start_loc.shape)} and {tuple(key_start_loc.shape)}"
         )
     return longest_query, longest_key
+
+
+def parents(array, query, query_start_loc) -> None:
+    """Requires a parent for each packed query, which comes before it where that is known."""
+    int_array("parents", array, 1)
+    if len(array) != query.shape[0]:
+        raise InvalidInputError(
+            f"parents must have one entry for each of the {query.shape[0]} tokens, got {len(array)}"
+        )
+    values, starts = known(array), known(query_start_loc)
+    if values is not None and starts is not None:
+        validate_batch.require_parents(values, starts)
 
 
 def _query(query, dtype, num_kv_heads, head_dim, spec):

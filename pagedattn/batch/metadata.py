@@ -8,6 +8,7 @@ from jaxtyping import Integer
 
 from .._arrays.int32 import int32, nondecreasing
 from .._arrays.typing import ArrayT
+from .draft_tree import DraftTree
 
 
 @jax.tree_util.register_dataclass
@@ -24,11 +25,14 @@ class Sequences(Generic[ArrayT]):
       query_start_loc: sequence s brings the packed tokens from entry s up to entry s + 1. Tokens
         after those of the last sequence are padding. Entries of padding sequences repeat the end
         of the last sequence, or are 0.
+      tree: the lines of descent of the tokens, where they are drafts that branch; None where each
+        token follows the one before it.
     """
 
     block_tables: Integer[ArrayT, "num_seqs max_blocks"]
     seq_lens: Integer[ArrayT, "num_seqs"]
     query_start_loc: Integer[ArrayT, "num_seqs+1"]
+    tree: DraftTree[ArrayT] | None = field(default=None, kw_only=True)
 
     @property
     def num_seqs(self) -> int:
@@ -81,7 +85,8 @@ class BatchMetadata(Sequences[ArrayT]):
 def sequences_of(batch: BatchMetadata) -> Sequences:
     """The part of a batch that backends read, as int32."""
     tables, lens = int32(batch.block_tables), int32(batch.seq_lens)
-    return Sequences(tables, lens, int32(batch.query_start_loc))
+    tree = jax.tree.map(int32, batch.tree)
+    return Sequences(tables, lens, int32(batch.query_start_loc), tree=tree)
 
 
 def nondecreasing_starts(batch: Sequences) -> Sequences:

@@ -23,6 +23,7 @@ from .._arrays.namespace import cdiv, namespace
 from ..cache.validate import is_static_count
 from ..errors import InvalidInputError
 from ..masks import key_range
+from .draft_tree import DraftTree, num_words, own_indices
 from .metadata import BatchMetadata
 
 ARRAYS = ("block_tables", "seq_lens", "query_start_loc", "slot_mapping", "positions")
@@ -33,6 +34,8 @@ def a_batch(batch) -> None:
         raise InvalidInputError(
             f"batch must be a BatchMetadata, got {type(batch).__name__}; make_batch makes one"
         )
+    if not isinstance(batch.tree, DraftTree | None):
+        raise InvalidInputError(f"batch.tree must be a DraftTree, got {shown(batch.tree)}")
 
 
 def shapes(batch) -> None:
@@ -58,6 +61,22 @@ def shapes(batch) -> None:
         raise InvalidInputError(
             f"slot_mapping must have the batch's {num_tokens} tokens, got {len(batch.slot_mapping)}"
         )
+    if batch.tree is not None:
+        _tree(batch.tree, num_tokens, batch.max_query_len)
+
+
+def _tree(tree, num_tokens, max_query_len):
+    rows = dict.fromkeys(("parents", "depths"), (num_tokens,))
+    sizes = rows | {"ancestors": (num_tokens, num_words(max_query_len))}
+    for name, size in sizes.items():
+        array = getattr(tree, name)
+        int_array(f"tree.{name}", array, len(size))
+        if tuple(array.shape) != size:
+            raise InvalidInputError(
+                f"with {num_tokens} tokens and a max_query_len of {max_query_len}, tree.{name} "
+                f"must be {list(size)}, got {list(array.shape)}; make_batch and next_batch make a "
+                "tree of parents"
+            )
 
 
 def fits(batch, cache) -> None:
@@ -123,6 +142,30 @@ def lengths(name: str, values, like=None) -> np.ndarray:
             f"{name} must have one entry for each of the {len(like)} sequences, got {len(array)}"
         )
     return array
+
+
+def parents(values, query_lens) -> np.ndarray:
+    """A parent for each new token, among those of its sequence that come before it, or -1."""
+    array = integers("parents", values, ndim=1)
+    if len(array) != query_lens.sum():
+        raise InvalidInputError(
+            f"parents must have one entry for each of the {query_lens.sum()} new tokens, got "
+            f"{len(array)}"
+        )
+    require_parents(array, np.append(0, np.cumsum(query_lens)))
+    return array.astype(np.int32)
+
+
+def require_parents(parents, starts) -> None:
+    """Requires known parents that come before their tokens."""
+    own = own_indices(starts, len(parents))
+    wrong = np.flatnonzero((own >= 0) & ~((parents >= -1) & (parents < own)))
+    if len(wrong):
+        token = wrong[0]
+        raise InvalidInputError(
+            "a parent must be the index, among its sequence's new tokens, of one before the token, "
+            f"or -1, got {parents[token]} for the one of index {own[token]} (token {token})"
+        )
 
 
 def block_size(size) -> int:

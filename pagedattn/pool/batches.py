@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Integer
 
 from .._arrays.devices import on_one_device
+from ..batch.draft_tree import draft_tree, tree_positions
 from ..batch.indices import positions, sequence_ids, slot_mapping
 from ..batch.metadata import BatchMetadata
 from . import checks as validate
@@ -17,7 +18,12 @@ from .growth import Growth, append_tokens
 
 @on_one_device
 def next_batch(
-    pool: BlockPool, query_lens: Integer[Any, "max_seqs"], *, num_tokens: int, max_query_len: int
+    pool: BlockPool,
+    query_lens: Integer[Any, "max_seqs"],
+    *,
+    num_tokens: int,
+    max_query_len: int,
+    parents: Integer[Any, "num_tokens"] | None = None,
 ) -> tuple[BlockPool, BatchMetadata[Array], Growth]:
     """Makes room for `query_lens[s]` new tokens of each sequence, and the batch of these tokens.
 
@@ -34,14 +40,16 @@ def next_batch(
       query_lens: new tokens, packed one sequence after the other; 0 leaves a sequence alone.
       num_tokens: length of the packed token axis, static; at least `sum(query_lens)`.
       max_query_len: static bound on `query_lens`.
+      parents: i32[num_tokens], of drafts that branch, as in `make_batch`; entries of padding tokens
+        may be anything. None: each token follows the one before it.
 
     Returns:
       the pool, the batch, and a `Growth`: which sequences have grown, and which blocks to copy.
 
     Raises:
       InvalidInputError: arrays of wrong shapes; outside jit also negative numbers of tokens, or
-        more than `num_tokens` or `max_query_len`. Inside jit no sequence from the first of these
-        on grows.
+        more than `num_tokens` or `max_query_len`, or parents that do not come before their tokens.
+        Inside jit no sequence from the first of the former on grows, and such parents are none.
 
     >>> from pagedattn import init_block_pool
     >>> pool, sizes = init_block_pool(2, 4, max_seqs=2, max_blocks=2), {"max_query_len": 4}
@@ -52,8 +60,9 @@ def next_batch(
     """
     pool = validate.pool(pool)
     query_lens, sizes = validate.packing(query_lens, pool.max_seqs, num_tokens, max_query_len)
+    parents = validate.parents(parents, query_lens, num_tokens)
     fitting = _fitting(query_lens, *sizes)
-    return _step(pool, fitting, fitting == query_lens, *sizes)
+    return _step(pool, fitting, fitting == query_lens, *sizes, parents)
 
 
 @on_one_device
@@ -63,6 +72,7 @@ def next_batches(
     *,
     num_tokens: int,
     max_query_len: int,
+    parents: Integer[Any, "num_tokens"] | None = None,
 ) -> tuple[list[BlockPool], list[BatchMetadata[Array]], list[Growth]]:
     """`next_batch` of the same sequences in several pools: they grow in all of them, or in none.
 
@@ -83,18 +93,24 @@ def next_batches(
     """
     pools = validate.pools(pools)
     query_lens, sizes = validate.packing(query_lens, pools[0].max_seqs, num_tokens, max_query_len)
+    parents = validate.parents(parents, query_lens, num_tokens)
     fitting = _fitting(query_lens, *sizes)
     ok = fitting == query_lens
     for pool in pools:
         ok &= append_tokens(pool, fitting, max_new_tokens=max_query_len)[1].ok
-    steps = [_step(pool, fitting, ok, *sizes) for pool in pools]
+    steps = [_step(pool, fitting, ok, *sizes, parents) for pool in pools]
     grown, batches, growths = map(list, zip(*steps, strict=True))
     return grown, batches, growths
 
 
 @on_one_device
 def batch_from_pool(
-    pool: BlockPool, query_lens: Integer[Any, "max_seqs"], *, num_tokens: int, max_query_len: int
+    pool: BlockPool,
+    query_lens: Integer[Any, "max_seqs"],
+    *,
+    num_tokens: int,
+    max_query_len: int,
+    parents: Integer[Any, "num_tokens"] | None = None,
 ) -> BatchMetadata[Array]:
     """The batch in which each sequence's last `query_lens[s]` tokens are the new ones.
 
@@ -105,11 +121,13 @@ def batch_from_pool(
     Args:
       num_tokens: length of the packed token axis, static; at least `sum(query_lens)`.
       max_query_len: static bound on `query_lens`.
+      parents: as in `next_batch`.
 
     Raises:
       InvalidInputError: arrays of wrong shapes; outside jit also lengths that the sequences do not
-        have, or that exceed `num_tokens` or `max_query_len`. Inside jit the tokens of the former,
-        and of all sequences from the first of the latter on, have slot -1 and see no key.
+        have, or that exceed `num_tokens` or `max_query_len`, or parents as in `next_batch`. Inside
+        jit the tokens of the former, and of all sequences from the first that exceeds on, have slot
+        -1 and see no key.
 
     >>> from pagedattn import append_tokens, init_block_pool
     >>> pool, _ = append_tokens(init_block_pool(4, 4, max_seqs=2, max_blocks=2), jnp.array([5, 0]))
@@ -119,8 +137,9 @@ def batch_from_pool(
     pool = validate.pool(pool)
     query_lens, sizes = validate.packing(query_lens, pool.max_seqs, num_tokens, max_query_len)
     validate.appended(query_lens, pool.seq_lens)
+    parents = validate.parents(parents, query_lens, num_tokens)
     fitting = _fitting(query_lens, *sizes)
-    return _batch(pool, fitting, fitting <= pool.seq_lens, *sizes)
+    return _batch(pool, fitting, fitting <= pool.seq_lens, *sizes, parents)
 
 
 def _fitting(query_lens, num_tokens, max_query_len):
@@ -134,23 +153,29 @@ def _fitting(query_lens, num_tokens, max_query_len):
     return jnp.where(jnp.cumsum(~fits, dtype=jnp.int32) == 0, query_lens, 0)
 
 
-def _step(pool, new, may_grow, num_tokens, max_query_len):
+def _step(pool, new, may_grow, num_tokens, max_query_len, parents):
     pool, growth = append_tokens(pool, jnp.where(may_grow, new, 0), max_new_tokens=max_query_len)
     growth = replace(growth, ok=may_grow & growth.ok)
-    return pool, _batch(pool, new, growth.ok, num_tokens, max_query_len), growth
+    return pool, _batch(pool, new, growth.ok, num_tokens, max_query_len, parents), growth
 
 
-def _batch(pool, query_lens, ok, num_tokens, max_query_len):
+def _batch(pool, query_lens, ok, num_tokens, max_query_len, parents):
     """Sequences that are not `ok` have no keys: their tokens stand before the first position."""
     ends = jnp.cumsum(query_lens, dtype=jnp.int32)
     starts, seq_lens = jnp.append(jnp.int32(0), ends), jnp.where(ok, pool.seq_lens, 0)
     seq_ids, at = sequence_ids(starts, num_tokens), positions(starts, seq_lens, num_tokens)
+    slots = slot_mapping(pool.block_tables, seq_ids, at, block_size=pool.block_size)
+    tree = None
+    if parents is not None:
+        tree = draft_tree(parents, starts, max_query_len)
+        at = tree_positions(starts, seq_lens, tree)
     return BatchMetadata(
         block_tables=pool.block_tables,
         seq_lens=seq_lens,
         query_start_loc=starts,
-        slot_mapping=slot_mapping(pool.block_tables, seq_ids, at, block_size=pool.block_size),
+        slot_mapping=slots,
         positions=jnp.maximum(at, 0),
         block_size=pool.block_size,
         max_query_len=max_query_len,
+        tree=tree,
     )

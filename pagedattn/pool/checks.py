@@ -9,6 +9,7 @@ from .._arrays.checks import MAX_SLOTS, count, ids
 from .._arrays.inspect import known
 from .._arrays.int32 import int32_array
 from .._arrays.namespace import cdiv
+from ..batch import validate as validate_batch
 from ..errors import InvalidInputError
 from ..spec import window_of
 
@@ -80,6 +81,42 @@ def packing(query_lens, max_seqs, num_tokens, max_query_len):
             f"{longest} at least, got {num_tokens} and {max_query_len}"
         )
     return query_lens, (num_tokens, max_query_len)
+
+
+def parents(parents_, query_lens, num_tokens):
+    """Parents of packed tokens, which must come before these where that is known; None if none."""
+    if parents_ is None:
+        return None
+    parents_ = int32_array("parents", parents_, 1)
+    if len(parents_) != num_tokens:
+        raise InvalidInputError(f"parents must have {num_tokens} entries, got {len(parents_)}")
+    values, queries = known(parents_), known(query_lens)
+    if values is not None and queries is not None:
+        validate_batch.require_parents(values, np.append(0, np.cumsum(queries)))
+    return parents_
+
+
+def path(path_, batch, pool_):
+    """A path through each sequence's new tokens, which rises to its end where that is known."""
+    path_, rows = int32_array("path", path_, 2), pool_.max_seqs
+    if len(path_) != rows or batch.num_seqs != rows:
+        raise InvalidInputError(
+            f"path and batch must have the pool's {rows} sequences, got {len(path_)} and "
+            f"{batch.num_seqs}"
+        )
+    values, starts = known(path_), known(batch.query_start_loc)
+    if values is None or starts is None:
+        return path_
+    used = np.logical_and.accumulate(values != -1, axis=1)
+    before = np.pad(values, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+    wrong = used & ((values <= before) | (values >= np.diff(starts)[:, None]))
+    if wrong.any():
+        row = int(wrong.any(axis=1).argmax())
+        raise InvalidInputError(
+            "path must hold rising indices of a sequence's new tokens, then -1, got "
+            f"{values[row].tolist()} for the {np.diff(starts)[row]} of sequence {row}"
+        )
+    return path_
 
 
 def appended(query_lens, seq_lens) -> None:

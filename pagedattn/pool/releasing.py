@@ -98,3 +98,28 @@ def push_free(pool: BlockPool, blocks: Int[Array, "n"]) -> BlockPool:
         free_blocks=set_at(pool.free_blocks, at, blocks),
         num_free=pool.num_free + freed.sum(dtype=jnp.int32),
     )
+
+
+def leave_columns(
+    pool: BlockPool, columns: Int[Array, "max_seqs n"]
+) -> tuple[BlockPool, Int[Array, "max_seqs n"]]:
+    """The pool whose rows have -1 in columns, distinct ones of each row, or past it for none.
+
+    Also gives the blocks that became free, each once, -1 in place of the others.
+    """
+    rows, tables = jnp.arange(pool.max_seqs)[:, None], pool.block_tables
+    blocks = tables.at[rows, columns].get(mode="fill", fill_value=-1)
+    tables = tables.at[rows, columns].set(-1, mode="drop")
+    ref_counts = add_at(pool.ref_counts, blocks, -1)
+    unowned = (blocks >= 0) & (ref_counts.at[blocks].get(mode="clip") == 0)
+    freed = jnp.where(unowned & _is_last_naming(pool, blocks), blocks, -1)
+    pool = replace(pool, block_tables=tables, ref_counts=ref_counts)
+    return push_free(pool, freed.ravel()), freed
+
+
+def _is_last_naming(pool, blocks):
+    """True once for each block, however many rows name it; anything for -1."""
+    at = jnp.arange(blocks.size, dtype=jnp.int32).reshape(blocks.shape)
+    named = jnp.where(blocks >= 0, blocks, pool.num_blocks)
+    last = jnp.zeros(pool.num_blocks, jnp.int32).at[named].max(at, mode="drop")
+    return last.at[blocks].get(mode="clip") == at

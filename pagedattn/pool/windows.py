@@ -1,14 +1,11 @@
 """Giving back what lies behind a sliding window while the sequences go on."""
 
-from dataclasses import replace
-
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from .._arrays.namespace import add_at
 from . import checks as validate
 from .block_pool import BlockPool
-from .releasing import push_free
+from .releasing import leave_columns
 
 
 def release_behind(
@@ -48,15 +45,7 @@ def release_behind(
     ([-1, 1, 2], 2)
     """
     pool, window, most = validate.behind(pool, window, max_new_tokens)
-    columns, tables = _columns_behind(pool, window, most), pool.block_tables
-    rows = jnp.arange(pool.max_seqs)[:, None]
-    blocks = tables.at[rows, columns].get(mode="fill", fill_value=-1)
-    tables = tables.at[rows, columns].set(-1, mode="drop")
-    ref_counts = add_at(pool.ref_counts, blocks, -1)
-    unowned = (blocks >= 0) & (ref_counts.at[blocks].get(mode="clip") == 0)
-    freed = jnp.where(unowned & _is_last_naming(pool, blocks), blocks, -1)
-    pool = replace(pool, block_tables=tables, ref_counts=ref_counts)
-    return push_free(pool, freed.ravel()), freed
+    return leave_columns(pool, _columns_behind(pool, window, most))
 
 
 def _columns_behind(pool, window, most):
@@ -66,11 +55,3 @@ def _columns_behind(pool, window, most):
     gone = (before & (pool.block_tables == -1)).sum(axis=1, dtype=jnp.int32)
     columns = gone[:, None] + jnp.arange(most, dtype=jnp.int32)[None]
     return jnp.where(columns < kept, columns, pool.max_blocks)
-
-
-def _is_last_naming(pool, blocks):
-    """True once for each block, however many rows name it; anything for -1."""
-    at = jnp.arange(blocks.size, dtype=jnp.int32).reshape(blocks.shape)
-    named = jnp.where(blocks >= 0, blocks, pool.num_blocks)
-    last = jnp.zeros(pool.num_blocks, jnp.int32).at[named].max(at, mode="drop")
-    return last.at[blocks].get(mode="clip") == at

@@ -111,8 +111,11 @@ class Judge:
 def last_queries(problem: Problem, most: int) -> tuple[Problem, np.ndarray]:
     """The problem of at most so many last queries of each sequence, and which rows they are.
 
-    A query's position follows from the end of its sequence, so theirs are the same.
+    A query's position follows from the end of its sequence, so theirs are the same. Where drafts
+    branch it is the whole problem: in a context the lines of descent would be lost.
     """
+    if problem.parents is not None:
+        return problem, np.arange(len(problem.query))
     stops = problem.query_start_loc[1:]
     lens = [min(most, int(n)) for n in problem.query_lens]
     rows = [np.arange(stop - n, stop) for stop, n in zip(stops, lens, strict=True)]

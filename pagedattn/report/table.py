@@ -16,12 +16,13 @@ from ..spec import AttentionSpec
 from ..testing.features import (
     ARRAYS,
     ATTENTION_TYPES,
+    BATCHES,
     DTYPES,
     OPTIONS,
     PHASES,
     Sizes,
     arrays_of,
-    cache_of,
+    kinds_of,
     spec_of,
     with_kinds,
 )
@@ -67,6 +68,7 @@ def requests() -> list[Request]:
         for feature in FEATURES
         for attn_type, kind in ATTENTION_TYPES.items()
         if feature not in PHASES or feature in kind.phases
+        if feature not in BATCHES or attn_type == "decoder"
     ]
 
 
@@ -83,7 +85,7 @@ def request(feature: str, attn_type: str) -> Request:
         feature if feature in DTYPES else "bfloat16",
         feature == "lse",
         arrays_of(options),
-        tuple(cache_of(options).items()),
+        tuple(kinds_of(options).items()),
         feature == "batch_invariant",
     )
 
@@ -96,7 +98,9 @@ def call(request: Request, normal: Callable = jnp.zeros) -> tuple:
     if request.paged:
         counts = [cdiv(n, BLOCK_SIZE) for n in key_lens]
         tables = [list(range(sum(counts[:s]), sum(counts[: s + 1]))) for s in range(len(counts))]
-        batch = make_batch(query_lens, None, tables, key_lens=key_lens, block_size=BLOCK_SIZE)
+        drafts = {"parents": [-1] * len(query)} if "parents" in dict(request.cache) else {}
+        options = {"key_lens": key_lens, "block_size": BLOCK_SIZE, **drafts}
+        batch = make_batch(query_lens, None, tables, **options)
         shape = (sum(counts), BLOCK_SIZE, *rows)
     else:
         starts = jnp.cumsum(jnp.array((0, *query_lens)))

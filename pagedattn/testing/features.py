@@ -137,6 +137,20 @@ CACHES: dict[str, Callable[[Any, Any], Any]] = {
     "cache_dtype": _quantised,
     "token_scales": _with_token_scales,
 }
+
+
+def _drafts(problem, _yes: bool):
+    """Trees of which half the tokens follow the one before them, with several first tokens."""
+    own = np.concatenate([*map(np.arange, problem.query_lens), np.zeros(0, int)])
+    rng = np.random.default_rng(len(own))
+    parents = np.where(rng.random(own.shape) < 0.5, own - 1, rng.integers(-1, np.maximum(own, 0)))
+    padding = np.full(len(problem.query) - len(own), -1)
+    return problem.replace(parents=np.append(parents, padding))
+
+
+# What batches differ in, beside lengths, and how a problem gets it: drafts that branch.
+BATCHES: dict[str, Callable[[Any, Any], Any]] = {"parents": _drafts}
+KINDS = CACHES | BATCHES
 # All that goes together with causal attention over any cache, in most backends.
 EVERY = {
     "scale": 0.4,
@@ -146,8 +160,8 @@ EVERY = {
     "sinks": True,
     "bias": True,
 }
-# Fields of a spec, arrays, and what caches differ in; alone and together. A function is called with
-# the number of query heads; the arrays of a problem are made with it.
+# Fields of a spec, arrays, and what caches and batches differ in; alone and together. A function is
+# called with the number of query heads; the arrays of a problem are made with it.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "scale": {"scale": 0.6},
@@ -160,6 +174,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "int4": {"cache_dtype": "int4", "token_scales": True},
     "value_dim": {"value_dim": 8},
     "latent": {"value_dim": 8, "latent": True},
+    "parents": {"parents": True},
     "latent, token_scales": {
         "cache_dtype": "float8_e4m3fn",
         "token_scales": True,
@@ -174,6 +189,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "all": EVERY | {"cache_dtype": "float8_e5m2"},
     "token_scales, all": EVERY | {"cache_dtype": "float8_e4m3fn", "token_scales": True},
     "latent, all": EVERY | {"cache_dtype": "float8_e4m3fn", "value_dim": 8, "latent": True},
+    "parents, all": EVERY | {"cache_dtype": "int8", "parents": True},
     "causal=False, all": {
         "causal": False,
         "scale": 0.4,
@@ -216,7 +232,7 @@ def spec_of(options: str, num_heads: int, **fields: Any) -> AttentionSpec:
     (0.25, -0.5)
     """
     settings = OPTIONS[options] | fields
-    settings = {n: value for n, value in settings.items() if n not in (*ARRAYS, *CACHES)}
+    settings = {n: value for n, value in settings.items() if n not in (*ARRAYS, *KINDS)}
     return AttentionSpec(**{name: _for_heads(value, num_heads) for name, value in settings.items()})
 
 
@@ -229,18 +245,18 @@ def arrays_of(options: str) -> tuple[str, ...]:
     return tuple(name for name in ARRAYS if name in OPTIONS[options])
 
 
-def cache_of(options: str) -> dict[str, Any]:
-    """What a name in `OPTIONS` asks of the cache.
+def kinds_of(options: str) -> dict[str, Any]:
+    """What a name in `OPTIONS` asks of the cache and of the batch.
 
-    >>> cache_of("latent")
+    >>> kinds_of("latent")
     {'value_dim': 8, 'latent': True}
     """
-    return {name: value for name, value in OPTIONS[options].items() if name in CACHES}
+    return {name: value for name, value in OPTIONS[options].items() if name in KINDS}
 
 
 def with_kinds(problem, kinds: Mapping[str, Any]):
-    """A problem with a plain cache, which it gets as `cache_of` says."""
-    for name, make in CACHES.items():
+    """A problem with a plain cache and batch, which gets them as `kinds_of` says."""
+    for name, make in KINDS.items():
         if kinds.get(name):
             problem = make(problem, kinds[name])
     return problem

@@ -109,7 +109,7 @@ def cell_problem(cell: Cell, sizes: dict[str, int]) -> Problem:
         dtype=np.dtype(cell.dtype),
         max_query_len=1 if cell.phase == "decode" else MAX_QUERY_LEN,
         arrays=arrays_of(cell.feature),
-        **features.cache_of(cell.feature),
+        **features.kinds_of(cell.feature),
     )
 
 

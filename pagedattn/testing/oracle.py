@@ -26,11 +26,41 @@ class Head(NamedTuple):
     bias: np.ndarray
 
 
-def visible_keys(query_len: int, seq_len: int, spec: Any) -> np.ndarray:
+def lines(query_len: int, parents: np.ndarray | None) -> list[list[int]]:
+    """For each new token of a sequence its line of descent, from itself to the first one."""
+    if parents is None:
+        return [list(range(i, -1, -1)) for i in range(query_len)]
+    found: list[list[int]] = []
+    for i in range(query_len):
+        parent = int(parents[i])
+        found.append([i, *([] if parent < 0 else found[parent])])
+    return found
+
+
+def standing(
+    query_len: int, seq_len: int, parents: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The positions of the new tokens `[query_len]`, and of the keys `[seq_len]`."""
+    context_len = seq_len - query_len
+    depths = np.array([len(line) - 1 for line in lines(query_len, parents)], int)
+    p, j = context_len + depths, np.arange(seq_len)
+    first = max(context_len, 0)
+    j[first:] = p[first - context_len :]
+    return p, j
+
+
+def visible_keys(
+    query_len: int, seq_len: int, spec: Any, parents: np.ndarray | None = None
+) -> np.ndarray:
     """bool `[query_len, seq_len]`: which key each new token of one sequence sees."""
-    p = (seq_len - query_len) + np.arange(query_len)[:, None]
-    j = np.arange(seq_len)[None, :]
+    p, j = standing(query_len, seq_len, parents)
+    p, j = p[:, None], j[None, :]
     seen = np.ones((query_len, seq_len), bool)
+    if parents is not None:
+        context_len = seq_len - query_len
+        seen[:, max(context_len, 0) :] = False
+        for i, line in enumerate(lines(query_len, parents)):
+            seen[i, [context_len + n for n in line if context_len + n >= 0]] = True
     if spec.causal:
         seen &= j <= p
     if spec.sliding_window is not None:
@@ -106,6 +136,7 @@ def heads(
     value_scale: np.ndarray | None = None,
     value_dim: int | None = None,
     selection: np.ndarray | None = None,
+    parents: np.ndarray | None = None,
 ) -> Iterator[Head]:
     """Every query head of every sequence, with exactly the keys that the contract lets it see."""
     _, block_size, num_kv_heads, _ = key_cache.shape
@@ -113,7 +144,8 @@ def heads(
     for s, seq_len in enumerate(int(n) for n in seq_lens):
         rows = slice(int(query_start_loc[s]), int(query_start_loc[s + 1]))
         query_len = rows.stop - rows.start
-        visible = visible_keys(query_len, seq_len, spec)
+        family = None if parents is None else parents[rows]
+        visible = visible_keys(query_len, seq_len, spec, family)
         chosen = chosen_keys(selection, s, seq_len, block_size, num_kv_heads)
         wanted = wanted_keys(visible, bias, rows)[:, None] & chosen
         keys = walk(key_cache, block_tables[s], wanted, key_scale)
@@ -121,8 +153,8 @@ def heads(
             values = keys[:, :, :value_dim]
         else:
             values = walk(value_cache, block_tables[s], wanted, value_scale)
-        p = (seq_len - query_len) + np.arange(query_len)
-        distance = np.abs(p[:, None] - np.arange(seq_len)[None, :])
+        p, j = standing(query_len, seq_len, family)
+        distance = np.abs(p[:, None] - j[None, :])
         for h in range(query.shape[1]):
             q = query[rows, h].astype(np.float64)
             kv = h // group
@@ -192,6 +224,7 @@ def reference_attention(
     value_scale: np.ndarray | None = None,
     value_dim: int | None = None,
     selection: np.ndarray | None = None,
+    parents: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Paged attention in float64, slowly and plainly.
 
@@ -213,6 +246,8 @@ def reference_attention(
         value_dim: without a value_cache the first columns of the keys that are values.
         selection: int `[num_seqs, num_kv_heads, n]`, a set of blocks of the sequence for each KV
             head, which sees no others; or None.
+        parents: `[num_tokens]`, the index among its sequence's new tokens of the one that each
+            follows, -1 for none; or None, where each follows the one before it.
 
     Returns:
         out float64 `[num_tokens, num_heads, value_dim]`, and lse float64 `[num_tokens, num_heads]`;
@@ -233,7 +268,8 @@ def reference_attention(
     out = np.zeros((*query.shape[:2], columns))
     lse = np.full(query.shape[:2], -np.inf)
     args = (query, key_cache, value_cache, block_tables, seq_lens, query_start_loc)
-    for head in heads(*args, spec, sinks, bias, key_scale, value_scale, value_dim, selection):
+    others = sinks, bias, key_scale, value_scale, value_dim, selection, parents
+    for head in heads(*args, spec, *others):
         probability, lse[head.rows, head.index] = softmax(logits(head, spec), head.sink)
         out[head.rows, head.index] = weighted(head, probability)
     return out, lse
@@ -269,6 +305,7 @@ def visible_slots(
     spec: Any,
     bias: np.ndarray | None = None,
     selection: np.ndarray | None = None,
+    parents: np.ndarray | None = None,
     *,
     num_blocks: int,
     block_size: int,
@@ -283,7 +320,8 @@ def visible_slots(
     lens = zip(block_tables, query_lens, seq_lens, strict=True)
     for s, (table, query_len, seq_len) in enumerate(lens):
         rows = slice(start, start := start + int(query_len))
-        visible = visible_keys(int(query_len), int(seq_len), spec)
+        family = None if parents is None else parents[rows]
+        visible = visible_keys(int(query_len), int(seq_len), spec, family)
         chosen = chosen_keys(selection, s, int(seq_len), block_size, num_kv_heads)
         for j in np.flatnonzero(wanted_keys(visible, bias, rows)).tolist():
             seen[int(table[j // block_size]), j % block_size] |= chosen[j]

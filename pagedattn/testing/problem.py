@@ -32,6 +32,8 @@ class Problem:
         bias: `[num_tokens, num_heads or 1, max_keys]`, float32 or dtype of `query`, or None.
         value_dim: of a latent cache, how many of the keys' columns are the values.
         selection: int32 `[num_seqs, num_kv_heads, n]`, blocks of each sequence, or None.
+        parents: int `[num_tokens]`, as `make_batch` takes them, or None; rows past the last
+            sequence are padding.
     """
 
     query: np.ndarray
@@ -48,6 +50,7 @@ class Problem:
     value_scale: np.ndarray | None = None
     value_dim: int | None = None
     selection: np.ndarray | None = None
+    parents: np.ndarray | None = None
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -88,7 +91,7 @@ class Problem:
         names = ("num_blocks", "block_size", "num_kv_heads")
         sizes = dict(zip(names, self.key_cache.shape, strict=False))
         seen = self.block_tables, self.query_lens, self.seq_lens, self.spec
-        return oracle.visible_slots(*seen, self.bias, self.selection, **sizes)
+        return oracle.visible_slots(*seen, self.bias, self.selection, self.parents, **sizes)
 
     @property
     def arrays(self) -> dict[str, Any]:
@@ -119,7 +122,9 @@ class Problem:
         bias = np.full_like(self.bias, poison)
         for s, seq_len in enumerate(self.seq_lens):
             rows = slice(*self.query_start_loc[s : s + 2])
-            seen = oracle.visible_keys(rows.stop - rows.start, int(seq_len), self.spec)[:, None]
+            family = None if self.parents is None else self.parents[rows]
+            lens = rows.stop - rows.start, int(seq_len)
+            seen = oracle.visible_keys(*lens, self.spec, family)[:, None]
             bias[rows, :, :seq_len] = np.where(seen, self.bias[rows, :, :seq_len], poison)
         return {"bias": bias}
 

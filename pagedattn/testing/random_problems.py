@@ -39,7 +39,7 @@ def random_problem(
     the options of `features.ARRAYS` that it has; `cache_dtype` quantises the caches, with a scale
     for each KV head of the keys, and one of the values; `value_dim` are the columns of the values,
     by default those of the keys, which hold them if it is a latent cache; `kinds` are others of
-    `features.CACHES`.
+    `features.KINDS`.
 
     Example:
         >>> from pagedattn import AttentionSpec

@@ -48,8 +48,9 @@ def record(
     """Write down a call of `paged_attention`, for `python -m pagedattn --replay FILE`.
 
     The file has the shapes, dtypes and, of tensors, unusual strides of all arrays, the lengths, the
-    spec and the options, what `explain` says, and the versions and devices of this machine. It has
-    no values and no block tables, unless asked for: a replay draws random ones.
+    parents of drafts that branch, the spec and the options, what `explain` says, and the versions
+    and devices of this machine. It has no values and no block tables, unless asked for: a replay
+    draws random ones.
 
     Args:
         file: where to write; a file that is there is replaced.
@@ -121,6 +122,8 @@ def _lengths(batch: BatchMetadata, values: bool) -> dict[str, Any]:
         "max_blocks": batch.max_blocks,
         "max_query_len": batch.max_query_len,
     }
+    if batch.tree is not None:
+        lengths["parents"] = _read("parents", batch.tree.parents).tolist()
     if values:
         lengths["block_tables"] = _read("block_tables", batch.block_tables).tolist()
     return lengths

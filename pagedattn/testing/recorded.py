@@ -136,8 +136,10 @@ def _problem(told: dict[str, Any], rng: np.random.Generator) -> Problem:
         arrays[field] = _kept(about) if "values" in about else _random(rng, name, about, held)
     arrays.setdefault("value_cache", None)
     lens = {name: list(batch[name]) for name in ("query_lens", "seq_lens")}
-    bound = {"max_query_len": batch["max_query_len"]}
-    return Problem(block_tables=tables, spec=spec, **lens, **bound, **told["cache"], **arrays)
+    lens["max_query_len"] = batch["max_query_len"]
+    if "parents" in batch:
+        arrays["parents"] = np.asarray(batch["parents"], int)
+    return Problem(block_tables=tables, spec=spec, **lens, **told["cache"], **arrays)
 
 
 def _tables(batch: dict[str, Any], num_blocks: int, rng: np.random.Generator) -> np.ndarray:

@@ -28,6 +28,7 @@ def batch_of(problem: Problem) -> BatchMetadata:
         problem.block_tables,
         key_lens=list(problem.seq_lens) if cross else None,
         block_size=problem.block_size,
+        parents=None if problem.parents is None else problem.parents[: sum(problem.query_lens)],
         pad_tokens=len(problem.query),
         max_query_len=problem.max_query_len,
     )

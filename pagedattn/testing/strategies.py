@@ -12,7 +12,7 @@ import numpy as np
 from .. import AttentionSpec, BackendUnavailableError, alibi_slopes
 from .._arrays.namespace import cdiv
 from . import features, harness
-from .features import OPTIONS, arrays_of, cache_of, spec_of
+from .features import OPTIONS, arrays_of, kinds_of, spec_of
 from .problem import Problem
 from .random_problems import random_problem
 
@@ -52,9 +52,9 @@ KINDS = ("prefill", "chunk", "decode", "empty query", "padding")
 
 
 class Options(NamedTuple):
-    """The options of a call: its spec, the names of its arrays, and the fields of its cache.
+    """The options of a call: its spec, the names of its arrays, and the kind of cache and batch.
 
-    The latter two are of `features.ARRAYS` and `features.CACHES`.
+    The latter two are of `features.ARRAYS` and `features.KINDS`.
     """
 
     spec: AttentionSpec
@@ -71,7 +71,7 @@ def options_table(num_heads: int) -> dict[str, Options]:
 
 
 def _options(name: str, num_heads: int) -> Options:
-    return Options(spec_of(name, num_heads), arrays_of(name), cache_of(name))
+    return Options(spec_of(name, num_heads), arrays_of(name), kinds_of(name))
 
 
 def options(num_heads: int) -> st.SearchStrategy[Options]:

@@ -63,9 +63,14 @@ def plan(call: Call, batch: Sequences) -> Plan:
     args, task = _writable(struct), compiled.task(*dtypes_of(call)).address
     args["threads"] = torch.get_num_threads()
     _point(args, tables=tables, seq_lens=lens, starts=starts)
+    tree: tuple[Tensor, ...] = ()
+    if batch.tree is not None:
+        tree = batch.tree.depths.contiguous(), batch.tree.ancestors.contiguous()
+        _point(args, depths=tree[0], ancestors=tree[1])
+        args["words"] = tree[1].shape[1]
     if call.longest_query > longest(call):
         args["prefill"] = compiled.prefill(*dtypes_of(call)).address
-    return Plan(args.tobytes(), (tables, lens, starts, numbers), task)
+    return Plan(args.tobytes(), (tables, lens, starts, numbers, *tree), task)
 
 
 def run(

@@ -31,7 +31,8 @@ class Plan(NamedTuple):
     tiles: Tiling
     attention: Launch
     merge: Launch
-    tables: tuple[Tensor, ...]  # block_tables, seq_lens, query_start_loc and slopes
+    # block_tables, seq_lens, query_start_loc, slopes, and the tree's depths and ancestors
+    tables: tuple[Tensor, ...]
 
 
 def refusals(call: Call) -> list[str]:
@@ -54,7 +55,10 @@ def plan(call: Call, batch) -> Plan:
     tiles = tiling(call, _device(lens.device))
     attention = launch.attention_launch(call, tiles, table_stride=tables.stride(0))
     merge = launch.merge_launch(call, tiles)
-    return Plan(tiles, attention, merge, (tables, lens, starts, slopes))
+    lines = lens, lens
+    if batch.tree is not None:
+        lines = batch.tree.depths.contiguous(), batch.tree.ancestors.contiguous()
+    return Plan(tiles, attention, merge, (tables, lens, starts, slopes, *lines))
 
 
 def run(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pagedattn import AttentionSpec
 from pagedattn._arrays.namespace import cdiv
 from pagedattn.testing import Problem, random_problem
-from pagedattn.testing.features import OPTIONS, arrays_of, cache_of, spec_of
+from pagedattn.testing.features import OPTIONS, arrays_of, kinds_of, spec_of
 from pagedattn.testing.random_problems import random_tables
 from pagedattn.testing.strategies import dtypes, poisons, seeds
 
@@ -126,7 +126,7 @@ def prompts(draw: st.DrawFn, names: Sequence[str]) -> Problem:
     spec = WIDE.get(name) or spec_of(name, num_heads)
     lens = [draw(_lens(spec.causal)) for _ in range(draw(st.integers(1, 3)))]
     query_lens, seq_lens = zip(*lens, strict=True)
-    cache = cache_of(options)
+    cache = kinds_of(options)
     head_dim += head_dim % 2 if cache.get("cache_dtype") == "int4" else 0
     if "value_dim" in cache:
         cache["value_dim"] = min(cache["value_dim"], head_dim // 2)

@@ -64,11 +64,9 @@ def test_is_what_jax_gets(name, dtype):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_batches_of_torch_tensors(dtype):
     problem = mixed(SPECS["all"])
-    batch = batch_of(problem)
-    names = [f.name for f in dataclasses.fields(batch) if not f.metadata.get("static")]
-    tensors = {name: to_torch(getattr(batch, name), copy=True).to(dtype) for name in names}
+    batch = jax.tree.map(lambda x: to_torch(x, copy=True).to(dtype), batch_of(problem))
     query, cache = to_torch((jnp.asarray(problem.query), cache_of(problem)), copy=True)
-    got = paged_attention(query, cache, dataclasses.replace(batch, **tensors), problem.spec)
+    got = paged_attention(query, cache, batch, problem.spec)
     assert_attention_close(got, None, problem)
 
 

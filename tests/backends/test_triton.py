@@ -302,8 +302,8 @@ def attending(call: Call):
     half, whole, number = (np.zeros(1, dtype) for dtype in (np.float16, np.float32, np.int32))
     plane = half if call.cache_dtype is None else np.zeros(1, held_dtype(call.cache_dtype))
     scale = np.zeros(1, scale_dtype(call.cache_dtype)) if call.token_scales else whole
-    numbers = number, number, number
-    arrays = Arrays(half, plane, plane, *numbers, whole, whole, scale, scale, number)
+    beside = whole, number, number, whole, scale, scale, number
+    arrays = Arrays(half, plane, plane, *[number] * 3, *beside)
     launch = attention_launch(call, tiling(call, H200), 256)
     return attention_kernel, (arrays,), launch, (Results(half, whole),)
 

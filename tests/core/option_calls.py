@@ -28,6 +28,7 @@ from public_calls import (
     tensors,
 )
 from selection_calls import SELECTION
+from tree_calls import TREES
 
 import pagedattn as pa
 import pagedattn_torch as pt
@@ -334,6 +335,7 @@ FAMILIES = {
     "CLASSES": public_calls.CLASSES,
     "OPTIONS": OPTIONS,
     "SELECTION": SELECTION,
+    "TREES": TREES,
     "STEPS": STEPS,
     "CROSSING": CROSSING,
     "LAYERS": LAYERS,

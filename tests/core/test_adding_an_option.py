@@ -101,14 +101,14 @@ ARRAY: Patch = {
     "pagedattn/testing/oracle.py": [
         ("    bias: np.ndarray\n\n\n", "    bias: np.ndarray\n    factor: float = 1.0\n\n\n"),
         (
-            "    selection: np.ndarray | None = None,\n) -> ",
-            "    selection: np.ndarray | None = None,\n    out_scale=None,\n) -> ",
+            "    parents: np.ndarray | None = None,\n) -> ",
+            "    parents: np.ndarray | None = None,\n    out_scale=None,\n) -> ",
         ),
         (
             "seen, sink, added)",
             "seen, sink, added, 1 if out_scale is None else out_scale[h])",
         ),
-        ("value_dim, selection):", "value_dim, selection, out_scale):"),
+        ("selection, parents\n", "selection, parents, out_scale\n"),
         ("product(probability, head.values)", "product(probability, head.values) * head.factor"),
     ],
 }
@@ -170,16 +170,16 @@ CACHE: Patch = {
     ],
     "pagedattn/testing/oracle.py": [
         (
-            "    selection: np.ndarray | None = None,\n) -> ",
-            "    selection: np.ndarray | None = None,\n    value_gain=None,\n) -> ",
+            "    parents: np.ndarray | None = None,\n) -> ",
+            "    parents: np.ndarray | None = None,\n    value_gain=None,\n) -> ",
         ),
         (
-            "        p = (seq_len - query_len) + np.arange(query_len)\n        distance",
+            "        p, j = standing(query_len, seq_len, family)\n",
             "        if value_gain is not None:\n"
             "            values = values * value_gain[:, None]\n"
-            "        p = (seq_len - query_len) + np.arange(query_len)\n        distance",
+            "        p, j = standing(query_len, seq_len, family)\n",
         ),
-        ("value_dim, selection):", "value_dim, selection, value_gain):"),
+        ("selection, parents\n", "selection, parents, value_gain\n"),
     ],
 }
 # Caches in eight bits of another dtype, which the kernels do not read.

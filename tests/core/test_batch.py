@@ -60,8 +60,12 @@ def test_matches_loops(problem, data):
 
 @given(problem=problems(share=False, poison=False))
 def test_index_functions_agree_with_make_batch(problem):
-    """`positions` and `slot_mapping`, in jit, from nothing but the batch's tables and lengths."""
-    batch = batch_of(problem)
+    """`positions` and `slot_mapping`, in jit, from nothing but the batch's tables and lengths.
+
+    Drafts that branch have the same slots; their positions follow from a tree as well.
+    """
+    batch = batch_of(problem.replace(parents=None))
+    np.testing.assert_array_equal(batch_of(problem).slot_mapping, batch.slot_mapping)
     tokens = np.arange(len(problem.query))
     owner = np.repeat(np.arange(len(problem.query_lens)), problem.query_lens)
     seq_ids = np.concatenate([owner, np.full(len(tokens) - len(owner), -1)]).astype(np.int32)

@@ -15,7 +15,8 @@ from fuzzing import fuzz
 import pagedattn as pa
 import pagedattn_torch as pt
 
-COUNTS = {"OPTIONS": 150, "SELECTION": 150, "STEPS": 200, "CROSSING": 200, "LAYERS": 260}
+COUNTS = {"OPTIONS": 150, "SELECTION": 150, "TREES": 160}
+COUNTS |= {"STEPS": 200, "CROSSING": 200, "LAYERS": 260}
 WRAPPED = {public_calls.across: pa.merge_across, option_calls.called: pi.torch_call}
 NOT_CALLED = {pa.available_backends}  # has no arguments
 

@@ -24,5 +24,5 @@ def test_the_page_shows_all_of_it():
 def test_it_agrees_with_the_oracle_and_refuses_what_it_does_not_support():
     cells = check_backend(own_backend.BACKEND, dtypes=["float32"], verbose=False)
     refused = {cell.feature for cell in cells if cell.result != "ok"}
-    lacking = {"logits_soft_cap", "bias", "cache_dtype", "value_dim", "selection"}
+    lacking = {"logits_soft_cap", "bias", "cache_dtype", "value_dim", "selection", "parents"}
     assert refused == {name for name, fields in OPTIONS.items() if lacking & set(fields)}

@@ -34,7 +34,7 @@ FUNCTIONS = {
         "BatchMetadata": None,
         "make_batch": (
             "query_lens context_lens block_tables",
-            "block_size key_lens pad_tokens pad_seqs pad_blocks max_query_len",
+            "block_size key_lens parents pad_tokens pad_seqs pad_blocks max_query_len",
         ),
         "check_batch": ("batch cache spec", ""),
         "slot_mapping": ("block_tables seq_ids positions", "block_size"),
@@ -48,7 +48,8 @@ FUNCTIONS = {
         ),
         "ragged_attention": (
             "query key value query_start_loc key_start_loc spec",
-            "max_query_len max_key_len backend return_lse batch_invariant sinks bias selection",
+            "max_query_len max_key_len backend return_lse batch_invariant sinks bias selection "
+            "parents",
         ),
         "summarise_blocks": ("cache batch", "kind"),
         "update_summaries": ("summaries cache batch", ""),
@@ -58,10 +59,11 @@ FUNCTIONS = {
         "BlockSummaries": ("planes", ""),
         "cascade_attention": ("query cache prefix rest spec", "backend sinks"),
         "split_prefix": ("batch", ""),
+        "accept_tokens": ("pool caches path batch", ""),
         "append_tokens": ("pool num_tokens", "max_new_tokens"),
-        "next_batch": ("pool query_lens", "num_tokens max_query_len"),
-        "next_batches": ("pools query_lens", "num_tokens max_query_len"),
-        "batch_from_pool": ("pool query_lens", "num_tokens max_query_len"),
+        "next_batch": ("pool query_lens", "num_tokens max_query_len parents"),
+        "next_batches": ("pools query_lens", "num_tokens max_query_len parents"),
+        "batch_from_pool": ("pool query_lens", "num_tokens max_query_len parents"),
         "merge_states": ("out_a lse_a out_b lse_b", ""),
         "merge_across": ("out lse axis_name", ""),
         "attention_bias": ("query_positions key_positions spec", ""),
@@ -99,7 +101,9 @@ FUNCTIONS = {
     },
 }
 NAMES = [(module, name) for module, names in FUNCTIONS.items() for name in names]
-ARRAYS = "block_tables seq_lens query_start_loc slot_mapping positions block_size max_query_len"
+ARRAYS = (
+    "block_tables seq_lens query_start_loc slot_mapping positions block_size max_query_len tree"
+)
 
 
 @pytest.mark.parametrize(("module", "name"), NAMES)

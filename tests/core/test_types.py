@@ -55,14 +55,15 @@ def test_the_types_of_public_names_are_complete(package):
 
 
 OVERLOADS = {
-    "paged_attention": signatures.PagedAttention,
-    "ragged_attention": signatures.RaggedAttention,
+    "paged_attention": (signatures.PagedAttention, signatures.Options),
+    "ragged_attention": (signatures.RaggedAttention, signatures.RaggedOptions),
 }
 
 
 @pytest.mark.parametrize("name", OVERLOADS)
 def test_the_overloads_have_the_parameters_of_the_functions(name):
-    written = ast.parse(inspect.getsource(OVERLOADS[name])).body[0]
+    protocol, options = OVERLOADS[name]
+    written = ast.parse(inspect.getsource(protocol)).body[0]
     assert isinstance(written, ast.ClassDef)
     overloads = [entry for entry in written.body if isinstance(entry, ast.FunctionDef)]
     assert len(overloads) == 3
@@ -70,7 +71,7 @@ def test_the_overloads_have_the_parameters_of_the_functions(name):
         given = {a.arg for a in (*overload.args.args, *overload.args.kwonlyargs)} - {"self"}
         for module in (pagedattn, pagedattn_torch):
             parameters = inspect.signature(getattr(module, name)).parameters
-            assert given | signatures.Options.__annotations__.keys() == parameters.keys()
+            assert given | options.__annotations__.keys() == parameters.keys()
 
 
 @pytest.mark.parametrize("package", [*PACKAGES, "pagedattn.testing"])

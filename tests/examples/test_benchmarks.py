@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("numba")
 import torch
-from benchmarks import gpu
+from benchmarks import gpu, trees
 from benchmarks.case import CpuCase
 from benchmarks.cpu_threads import on_threads
 from benchmarks.peers import PACKAGES, installed, missing
@@ -45,6 +45,18 @@ def test_peers_compute_what_is_expected_or_say_why_not(query_lens, context_lens,
             continue
         out = call()
         case.require(out if isinstance(out, torch.Tensor) else torch.tensor(out.tolist()))
+
+
+def test_trees_are_timed_beside_causal_queries(monkeypatch):
+    case = case_of([8, 5], [20, 40])
+    times = trees.measured(case, trees.on_cpu)
+    assert [*times] == [*trees.PARENTS]
+    assert all(isinstance(us, float) for us in times.values()), times
+    assert len(trees.row_of(case.shape, times).split()) == 2 + len(times)  # "a case" is two words
+
+    monkeypatch.setitem(trees.PARENTS, "a chain", lambda index: index - 2 + (index == 0))
+    times = trees.measured(case, trees.on_cpu)
+    assert "its answer differs" in times["a chain"]
 
 
 @given(LENS, st.sampled_from([16, 32, 64]))

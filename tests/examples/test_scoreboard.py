@@ -69,7 +69,7 @@ def of_oracle(change=lambda problem: problem, **fields) -> peer.Peer:
         lens, starts = problem.seq_lens, problem.query_start_loc
         arrays = problem.query, problem.key_cache, problem.value_cache, problem.block_tables
         beside = problem.sinks, problem.bias, problem.key_scale, problem.value_scale
-        beside = *beside, problem.value_dim, problem.selection
+        beside = *beside, problem.value_dim, problem.selection, problem.parents
         return reference_attention(*arrays, lens, starts, problem.spec, *beside)
 
     return PEERS["pagedattn"]._replace(attend=attend, **fields)

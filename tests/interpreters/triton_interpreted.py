@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from cases import SIGNED, SPECS, mixed
+from cases import SIGNED, SPECS, grown, mixed
 from hypothesis import given
 from hypothesis import strategies as st
 from rearranged import calls, differing, prompts
@@ -41,7 +41,7 @@ from pagedattn.testing import (
     reference_attention,
 )
 from pagedattn.testing.features import CACHE_DTYPES, OPTIONS
-from pagedattn.testing.strategies import any_phase
+from pagedattn.testing.strategies import any_phase, seeds
 from pagedattn_torch import paged_attention
 from pagedattn_torch.arrays import batch_on
 from pagedattn_torch.backends import triton as backend
@@ -50,6 +50,7 @@ assert knobs.runtime.interpret, "set TRITON_INTERPRET=1"
 
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
 PLAIN = AttentionSpec()
+CAUSAL = [name for name, spec in SPECS.items() if spec.causal]
 # By another name: the backend of the name "triton" is held to CUDA.
 INTERPRETED = dataclasses.replace(backend.BACKEND, name="interpreted")
 BY_TRITON = {"backend": INTERPRETED, "return_lse": True}
@@ -320,8 +321,37 @@ def test_any_problem(problem):
     check(problem)
 
 
-# What the kernels have, alone and together; blocks of other sizes are other selections.
-KNOWN = [name for name, options in OPTIONS.items() if not {"bias", "selection"} & {*options}]
+@pytest.mark.parametrize("max_query_len", [8, 32, 300])
+@pytest.mark.parametrize("name", CAUSAL)
+def test_drafts_that_branch(name, max_query_len):
+    """In mixed batches, by given tiles and searched ones, of one word of ancestors and of ten."""
+    problem = mixed(SPECS[name], max_query_len=max_query_len, arrays=["sinks"])
+    check(grown(problem, max_query_len).poisoned())
+
+
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_trees_of_many_words(name):
+    """Of several tiles, some without masks; split keys; tokens without a context; eight bits."""
+    for lens, sizes in (
+        (([140, 70, 1], [300, 70, 90]), {"num_heads": 2, "num_kv_heads": 1}),
+        (([40, 3], [30, 400]), {"cache_dtype": "int8"}),
+        (([8, 5], [700, 5]), {"block_size": 64}),
+    ):
+        check(grown(random_problem(*lens, SPECS[name], **sizes), 7, 0.3).poisoned())
+
+
+@hypothesis.settings(max_examples=15)
+@given(problem=any_phase(poison=False), seed=seeds(), branching=st.sampled_from([0.0, 0.3, 1.0]))
+def test_any_tree(problem, seed, branching):
+    hypothesis.assume(problem.spec.causal)
+    problem = grown(problem, seed, branching)
+    hypothesis.assume(read_by_it(problem))
+    check(problem.poisoned())
+
+
+# What the kernels have in every bit; blocks of other sizes are other selections.
+OTHERS = {"bias", "selection", "parents"}
+KNOWN = [name for name, options in OPTIONS.items() if not OTHERS & {*options}]
 
 
 def invariant(problem: Problem, _jit: bool = False):
@@ -342,7 +372,7 @@ def test_other_batches_give_the_same_bits(data):
 @hypothesis.settings(max_examples=25)
 @given(problem=any_phase())
 def test_any_problem_with_the_same_bits_in_every_batch(problem):
-    hypothesis.assume(read_by_it(problem))
+    hypothesis.assume(read_by_it(problem) and problem.parents is None)
     check(problem, batch_invariant=True)
 
 

@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pagedattn_interop import to_jax, to_torch
 
-from pagedattn import AttentionSpec, InvalidInputError, attention_bias, make_batch
+from pagedattn import (
+    AttentionSpec,
+    InvalidInputError,
+    UnsupportedError,
+    attention_bias,
+    make_batch,
+)
 from pagedattn.testing import batch_of, random_problem
 from pagedattn.testing.strategies import problems
 from pagedattn_torch import AttentionMetadata, TorchSDPAMetadata, XFormersMetadata
@@ -360,7 +366,7 @@ def test_bias_is_the_cores(kind, window):
 @given(problem=problems(dtype=np.float32))
 def test_there_and_back(problem):
     """A batch survives the way through metadata, over the same memory."""
-    batch = batch_of(problem)
+    batch = batch_of(problem.replace(parents=None))
     meta = AttentionMetadata.from_batch(batch)
     back = meta.to_batch(batch.block_size)
     for name in ARRAYS:
@@ -379,7 +385,7 @@ def test_there_and_back(problem):
 @given(problem=problems(dtype=np.float32), data=st.data())
 def test_halves_make_the_whole(problem, data):
     """Prefills and decodes of any batch: their tokens and sequences, in order, are all of them."""
-    meta = AttentionMetadata.from_batch(batch_of(problem))
+    meta = AttentionMetadata.from_batch(batch_of(problem.replace(parents=None)))
     halves = [half for half in (meta.prefill_metadata, meta.decode_metadata) if half]
     slots = [slot for half in halves for slot in half.slot_mapping.tolist()]
     tokens = meta.num_prefill_tokens + meta.num_decode_tokens
@@ -539,3 +545,9 @@ def test_lengths_without_values_are_refused():
             seq_lens=[2, 2],
             query_start_loc=starts,
         )
+
+
+def test_a_batch_of_drafts_that_branch_is_refused():
+    batch = make_batch([2], [4], [[0, 1]], block_size=4, parents=[-1, -1])
+    with pytest.raises(UnsupportedError, match="parents: the metadata of layers"):
+        AttentionMetadata.from_batch(batch)

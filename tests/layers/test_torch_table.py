@@ -16,7 +16,7 @@ from pagedattn import BackendUnavailableError, UnsupportedError, paged_attention
 from pagedattn.report.table import FEATURES, Cell, call, cells, grouped, keywords, request, requests
 from pagedattn.report.usable import usable
 from pagedattn.testing import Problem, assert_attention_close
-from pagedattn.testing.features import ARRAYS, ATTENTION_TYPES
+from pagedattn.testing.features import ARRAYS, ATTENTION_TYPES, BATCHES
 
 LAYERS = {
     "sdpa": pagedattn_torch.TorchSDPABackendImpl,
@@ -25,7 +25,7 @@ LAYERS = {
 }
 ENCODERS = ("encoder", "encoder_only")
 STATIC = ("spec", "backend", "return_lse", "batch_invariant")
-NO_LAYER = ("lse", "value_dim", "latent", "token_scales", *ARRAYS)
+NO_LAYER = ("lse", "value_dim", "latent", "token_scales", *ARRAYS, *BATCHES)
 
 
 def normal(shape, dtype):
@@ -44,7 +44,9 @@ def problem_of(asked, query, cache, batch, spec, **options):
     scales = {"key_scale": cache.key_scale, "value_scale": cache.value_scale}
     if options.get("selection") is not None:
         options["selection"] = options["selection"].blocks
-    given = {n: np.asarray(x) for n, x in (options | scales).items() if x is not None}
+    drafts = {} if batch.tree is None else {"parents": batch.tree.parents}
+    given = options | scales | drafts
+    given = {n: np.asarray(x) for n, x in given.items() if x is not None}
     return Problem(*arrays, query_lens, key_lens, spec, value_dim=cache.value_dim, **given)
 
 

@@ -18,6 +18,7 @@ from pagedattn._kernels.triton.programs import held
 from pagedattn.backends import cudnn, mosaic
 from pagedattn.backends import triton as backend
 from pagedattn.backends.triton import program
+from pagedattn.batch.draft_tree import DraftTree, num_words
 from pagedattn.batch.metadata import BatchMetadata
 from pagedattn.cache.packing import held_dtype, held_shape
 from pagedattn.cache.quantise import scale_dtype, scale_shape
@@ -43,6 +44,7 @@ class Attention(NamedTuple):
     spec: AttentionSpec = AttentionSpec()
     sinks: bool = False
     batch_invariant: bool = False
+    parents: bool = False
     chosen: int = 0  # blocks of each KV head
 
     def arrays(self) -> tuple[Any, ...]:
@@ -65,7 +67,9 @@ class Attention(NamedTuple):
         lengths = of((self.num_seqs,), int32), of((self.num_seqs + 1,), int32)
         tables = of((self.num_seqs, blocks), int32), *lengths
         tokenwise = of((tokens,), int32), of((tokens,), int32)
-        batch = BatchMetadata(*tables, *tokenwise, self.block_size, self.queries)
+        lines = DraftTree(*tokenwise, of((tokens, num_words(self.queries)), int32))
+        tree = lines if self.parents else None
+        batch = BatchMetadata(*tables, *tokenwise, self.block_size, self.queries, tree=tree)
         query = of((tokens, self.num_heads, self.head_dim), self.dtype)
         sinks = of((self.num_heads,), float32) if self.sinks else None
         blocks = of((self.num_seqs, self.num_kv_heads, self.chosen), int32)

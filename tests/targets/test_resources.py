@@ -17,6 +17,7 @@ LATENT = {"latent": True, "head_dim": 576, "value_dim": 512, "num_heads": 128, "
 CHUNKS = {"num_seqs": 2, "queries": 300}
 PREFILL = {"num_seqs": 2, "queries": 4096}
 VERIFY = {"queries": 8}
+TREES = {"queries": 64, "parents": True}
 CAP = AttentionSpec(logits_soft_cap=30.0)
 ALL = AttentionSpec(sliding_window=1000, logits_soft_cap=30.0, alibi_slopes=(0.5,) * 32)
 BYTES = {"cache_dtype": "int8"}
@@ -61,6 +62,14 @@ CALLS = {
     "float32, int8": Attention(**FLOATS, **BYTES, **VERIFY),
     "float32, int4": Attention(**FLOATS, **FOUR, **VERIFY),
     "float32, latents": Attention(**LATENT, **FLOATS),
+    "drafts that branch": Attention(parents=True, **VERIFY),
+    "drafts that branch, all options": Attention(spec=ALL, sinks=True, parents=True, **VERIFY),
+    "drafts that branch, int8": Attention(parents=True, **VERIFY, **BYTES),
+    "trees of 64": Attention(**TREES),
+    "trees of 64, all options": Attention(spec=ALL, sinks=True, **TREES),
+    "trees of 64, latents": Attention(**LATENT, **TREES),
+    "trees of 64, 256 columns": Attention(head_dim=256, **TREES),
+    "trees of 300, float32": Attention(parents=True, **FLOATS, **CHUNKS),
     "chosen blocks": Attention(num_seqs=16, keys=1 << 17, chosen=1024),
     "chosen blocks of 128": Attention(num_seqs=16, keys=1 << 17, chosen=128, block_size=128),
     "chosen blocks, all options": Attention(spec=ALL, sinks=True, chosen=64),
@@ -94,6 +103,8 @@ def spills(gpu: str, call: Attention) -> int:
     """Bytes that a thread may spill, as measured: more is a program that has grown by mistake."""
     if call.dtype == "float32":
         return 400  # no tensor cores: threads multiply, and hold both operands
+    if call.parents and gpu in ("H200", "A100"):
+        return 560  # masks of lines, for the last few steps of keys
     if gpu == "H200":
         return 400  # rows and warps were measured there, with what they spill
     if call.batch_invariant:
@@ -101,7 +112,8 @@ def spills(gpu: str, call: Attention) -> int:
     if call.token_scales:
         return 64  # scales of a step's keys
     if call.head_dim > 128:
-        return 240  # sums of 256 columns and more fill the registers by themselves
+        # Sums of 256 columns and more fill the registers by themselves.
+        return 256 if call.parents else 240
     return 32  # a few addresses
 
 

@@ -62,7 +62,13 @@ def rows() -> dict[str, Options]:
 
 
 def cells() -> list[Cell]:
-    return [Cell(row, column) for row in rows() for column in COLUMNS]
+    """Every row in every column; drafts that branch in those that are causal."""
+    return [
+        Cell(name, column)
+        for name, options in rows().items()
+        for column in COLUMNS
+        if COLUMNS[column].causal or "parents" not in (options.cache or {})
+    ]
 
 
 def needs(cell: Cell) -> list[str]:

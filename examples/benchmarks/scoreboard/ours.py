@@ -17,7 +17,7 @@ def pagedattn(problem: Problem) -> Answer:
 EVERY = frozenset(
     {field.name for field in dataclasses.fields(AttentionSpec) if field.name != "causal"}
     | {"sinks", "bias", "selection", "cache_dtype", "token_scales", "value_dim", "latent", "lse"}
-    | {"causal=False", "float16", "float32"}
+    | {"parents", "causal=False", "float16", "float32"}
 )
 OURS = {
     "pagedattn": Peer(

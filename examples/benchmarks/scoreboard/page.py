@@ -45,7 +45,8 @@ assert_attention_close(out, None, problem)
 """
 LEGEND = """\
 `+` right, `x` wrong, `r` refused by an error, `!` the process ended, `.` not offered, `?` not
-asked yet. The six marks are, in their order: {columns}. `cache_dtype` is a cache of 8 bits with
+asked yet. The six marks are, in their order: {columns}. `parents` have
+the first four: drafts that branch are causal. `cache_dtype` is a cache of 8 bits with
 one scale for all keys and one for all values; `lse` is the logarithm of the sum of exponentials,
 which is float32 here. The last two rows are asked of all who have pages: engines meet them, but
 few interfaces promise anything. NaN in unused slots does no harm where the engine clears its

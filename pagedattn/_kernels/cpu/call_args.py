@@ -16,6 +16,7 @@ from .compiling import intrinsic
 ADDRESSES = (
     *("query", "key", "value", "tables", "seq_lens", "starts", "slopes"),
     "bias",  # float32; 0 if there is none
+    *("depths", "ancestors"),  # of a `DraftTree`; 0 if there is none
     *("key_scale", "value_scale"),  # float32 of the KV heads, or one number; 0 if there is none
     "selection",  # int32 [num_seqs, num_kv_heads, num_selected], ascending, then -1; 0: all blocks
     *("key_scales", "value_scales"),  # those of tokens; 0 if there are none
@@ -31,6 +32,7 @@ SIZES = (
     "num_selected",
     "num_planes",  # of summaries of blocks
     "value_columns",  # of the plane that holds the values
+    "words",  # of a token's ancestors
 )
 STRIDES = (  # in bytes
     *("query_token", "query_head", "key_block", "key_slot", "key_head"),

@@ -3,7 +3,7 @@
 import numpy as np
 
 from .compiling import fast
-from .memory import get_float32, put_float32
+from .memory import get_float32, get_int32, put_float32
 from .scalar_math import exp, tanh
 from .store_row import highest_of
 
@@ -31,6 +31,38 @@ def add_alibi(slope, logits, position, first, count):
     for k in range(count):
         apart = np.float32(np.int32(abs(position - first - k)))
         put_float32(logits, k, get_float32(logits, k) - slope * apart)
+
+
+@fast
+def standing(args, work_item, key):
+    """The position of a key of drafts that branch, or of their context."""
+    context = work_item.position
+    if key < context:
+        return key
+    return context + np.int64(get_int32(args.depths, work_item.token + key - context))
+
+
+@fast
+def add_alibi_of_lines(args, work_item, slope, logits, position, first, count):
+    """`add_alibi` where drafts branch."""
+    for k in range(count):
+        apart = np.float32(np.int32(abs(position - standing(args, work_item, first + k))))
+        put_float32(logits, k, get_float32(logits, k) - slope * apart)
+
+
+@fast
+def hide_other_lines(args, work_item, logits, i, position, first, count):
+    """`hide` where drafts branch: also the keys of other lines than query i's."""
+    context, begin = work_item.position, position - args.window + 1
+    line = args.ancestors + 4 * args.words * (work_item.token + i)
+    for k in range(min(max(begin - first, 0), count)):
+        put_float32(logits, k, NONE)
+    for k in range(max(context - first, 0), count):
+        own = first + k - context
+        word = get_int32(line, min(own // 32, args.words - 1))
+        behind = standing(args, work_item, first + k) < begin
+        if behind or (word >> np.int32(own % 32)) & 1 == 0:
+            put_float32(logits, k, NONE)
 
 
 @fast
@@ -63,6 +95,13 @@ def hide(logits, begin, end, first, count):
 
 
 @fast
+def standing_of_query(args, work_item, i):
+    if args.depths != 0:
+        return standing(args, work_item, work_item.position + i)
+    return work_item.position + i
+
+
+@fast
 def soften(logits, highest, total, kept, row):
     """Turns a row's logits into weights; updates its highest logit and its sum of weights."""
     before = get_float32(highest, row)
@@ -83,6 +122,7 @@ def soften(logits, highest, total, kept, row):
 def mask_and_soften(args, work_item, kv_head, first, count, logits, shown, highest, total, kept):
     """From logits of a chunk and a KV head to weights."""
     for i in range(work_item.num_queries):
+        position = standing_of_query(args, work_item, i)
         for g in range(args.group):
             row, head = i * args.group + g, kv_head * args.group + g
             at = logits + 4 * row * CHUNK
@@ -90,12 +130,16 @@ def mask_and_soften(args, work_item, kv_head, first, count, logits, shown, highe
                 cap_logits(args.soft_cap, at, count)
             if args.slopes != 0:
                 slope = get_float32(args.slopes, head)
-                add_alibi(slope, at, work_item.position + i, first, count)
+                if args.depths != 0:
+                    add_alibi_of_lines(args, work_item, slope, at, position, first, count)
+                else:
+                    add_alibi(slope, at, position, first, count)
             if args.bias != 0:
                 bias = args.bias + (work_item.token + i) * args.bias_token + head * args.bias_head
                 add_bias(bias + 4 * first, at, args.bias_columns - first, count)
-            if work_item.num_queries > 1:
-                position = work_item.position + i
+            if args.depths != 0:
+                hide_other_lines(args, work_item, at, i, position, first, count)
+            elif work_item.num_queries > 1:
                 begin, end = key_range(args, work_item.seq_len, position, position)
                 hide(at, begin, end, first, count)
             if args.bias != 0:

@@ -21,6 +21,8 @@ class Arrays(NamedTuple):
     seq_lens: Any  # i32 [num_seqs]
     query_start_loc: Any  # i32 [num_seqs + 1]
     alibi_slopes: Any  # f32 [num_heads]; any array without ALiBi
+    depths: Any  # i32 [num_tokens], of a `DraftTree`; any array without one
+    ancestors: Any  # i32 [num_tokens, words]; any array without a tree
     sinks: Any  # f32 [num_heads]; any array without sinks
     key_scale: Any  # of tokens, as `KVCache` has them; any array without them
     value_scale: Any  # the same; of a latent cache the keys'
@@ -90,6 +92,7 @@ class Options(NamedTuple):
     sinks: bool
     negate: bool  # the scale is negative
     selection: bool  # keys are counted in the list of a KV head's blocks
+    words: int  # of a token's ancestors, where drafts branch; 0 where they do not
 
 
 class TileShape(NamedTuple):

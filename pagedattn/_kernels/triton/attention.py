@@ -160,6 +160,8 @@ def rows_of(arrays, results, scalars, place, query_start, config: tl.constexpr):
         num_parts=num_parts,
         alibi_slopes=arrays.alibi_slopes + head,
         sinks=arrays.sinks + head,
+        depths=arrays.depths + query_start,
+        ancestors=arrays.ancestors + token * config.options.words,
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..._dispatch.call import Call
+from ...batch.draft_tree import num_words
 from ...batch.metadata import Sequences, nondecreasing_starts
 from ...cache.packing import group_of
 from . import widths
@@ -22,7 +23,7 @@ E4M3 = (8, 9)  # the compute capability from which Triton reads float8_e4m3fn
 SUPPORTS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
     | {"cache_dtype", "token_scales", "value_dim", "sinks", "selection", "return_lse"}
-    | {"batch_invariant"}
+    | {"batch_invariant", "parents"}
 )
 LOG2E = math.log2(math.e)
 FEW_STEPS = 4  # whose masks cost less than a loop of their own
@@ -207,6 +208,7 @@ def _options(call: Call) -> Options:
         sinks=call.sinks,
         negate=call.scale < 0,
         selection=call.selection is not None,
+        words=num_words(call.max_query_len) if call.parents else 0,
     )
 
 

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from .eight_bits import octets, taken_apart, widened
 from .four_bits import EIGHT, quarters
+from .lines import in_line, standing
 from .lists import positions_of
 from .pages import find_slots, load_keys, load_slots, load_values
 from .token_scales import load_scales
@@ -37,6 +38,7 @@ class Queries(NamedTuple):
     q_rest: Any  # [rows, widths.rest]; of four bits the second half; anything if there is none
     positions: Any
     slopes: Any
+    lines: Any  # `Lines`; of no account without a tree
 
 
 class State(NamedTuple):
@@ -199,7 +201,7 @@ def weigh(
     """A step of the online softmax: its weights, the factor on what was summed, and the state."""
     options: tl.constexpr = config.options
     exponent: tl.constexpr = LOG2E if options.alibi else ONE
-    logits = logits_of(products, positions, queries, scale, formula, options)
+    logits = logits_of(products, positions, inside, queries, scale, formula, options)
     if MASKED:
         visible = visible_keys(positions, inside, queries, formula, options)
         logits = tl.where(visible, logits, float("-inf"))
@@ -220,28 +222,38 @@ def weigh(
 
 
 @triton.jit
-def logits_of(products, positions, queries, scale, formula, options: tl.constexpr):
+def logits_of(products, slots, inside, queries, scale, formula, options: tl.constexpr):
     logits = products * scale
     if options.soft_cap:
         logits = formula.cap * tanh(logits)
     if options.alibi:
+        positions = standing_of(slots, inside, queries, options)
         distance = queries.positions[:, None] - positions[None, :]
         logits -= queries.slopes[:, None] * tl.abs(distance).to(tl.float32)
     return logits
 
 
 @triton.jit
-def visible_keys(positions, inside, queries, formula, options: tl.constexpr):
+def visible_keys(slots, inside, queries, formula, options: tl.constexpr):
     """`[rows, keys]`: which query sees which of the keys that are inside."""
+    positions = standing_of(slots, inside, queries, options)
     distance = queries.positions[:, None] - positions[None, :]
     visible = inside[None, :]
-    if options.causal:
+    if options.words > 0:
+        visible = visible & in_line(slots, queries.lines, options.words)
+    elif options.causal:
         visible = visible & (distance >= 0)
     elif options.window:
         visible = visible & (-distance < formula.window)
     if options.window:
         visible = visible & (distance < formula.window)
     return visible
+
+
+@triton.jit
+def standing_of(slots, inside, queries, options: tl.constexpr):
+    """The positions of keys that lie so many slots after their sequence's first one."""
+    return standing(queries.lines, slots, inside) if options.words > 0 else slots
 
 
 @triton.jit

@@ -217,4 +217,5 @@ def held(program: Program, call: Call, device: Device) -> int:
         loaded += columns.query  # and as keys
     # Weights of few rows go through memory from one product to the next.
     weights = 2 * keys if rows <= 64 else 0
-    return (keys * loaded + rows * (columns.query + weights)) * call.itemsize + BARRIERS
+    lines = 8 * keys if call.parents else 0  # where their keys stand
+    return (keys * loaded + rows * (columns.query + weights)) * call.itemsize + lines + BARRIERS

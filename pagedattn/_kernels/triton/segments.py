@@ -150,7 +150,7 @@ def weigh_leaf(
     options: tl.constexpr = config.options
     visible = visible_keys(positions, inside, queries, formula, options)
     if options.soft_cap or options.alibi or config.layout.scaled:
-        logits = logits_of(products, positions, queries, scale, formula, options)
+        logits = logits_of(products, positions, inside, queries, scale, formula, options)
         logits = tl.where(visible, logits, float("-inf"))
         highest = tl.max(logits + scales.log[None, :] if config.layout.scaled else logits, 1)
         shift = tl.where(highest == float("-inf"), 0.0, highest)

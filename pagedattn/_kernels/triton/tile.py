@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from .eight_bits import factors_of, halved
+from .lines import Lines, standing
 from .lists import last_listed, most_listed, rank
 from .online_softmax import Formula, Queries, Span, State, attend_keys
 from .segments import attend_segments, store_top
@@ -30,6 +31,8 @@ class Rows(NamedTuple):
     num_parts: Any  # segments of a row, where they are split
     alibi_slopes: Any
     sinks: Any
+    depths: Any  # from the sequence's first new token on
+    ancestors: Any
 
 
 class Task(NamedTuple):
@@ -110,6 +113,8 @@ def span_of(task, cache, window, config: tl.constexpr, tile: tl.constexpr):
     left = task.query_len - task.first
     first_position = task.seq_len - left
     last_position = first_position + tl.minimum(left, tile.tokens) - 1
+    if options.words > 0:
+        first_position = task.seq_len - task.query_len  # where drafts branch, any may stand there
     begin = 0
     end = task.seq_len
     if options.causal:
@@ -138,9 +143,14 @@ def span_of(task, cache, window, config: tl.constexpr, tile: tl.constexpr):
 
 @triton.jit
 def middle_of(span, task, cache, config: tl.constexpr):
-    """The key before which no mask is needed: if the first row sees a key, so do the others."""
+    """The key before which no mask is needed: if the first row sees a key, so do the others.
+
+    Where drafts branch this holds in their context alone.
+    """
     middle = span.end
-    if config.options.causal:
+    if config.options.words > 0:
+        middle = tl.maximum(tl.minimum(span.end, task.seq_len - task.query_len), 0)
+    elif config.options.causal:
         first_position = task.seq_len - (task.query_len - task.first)
         middle = tl.maximum(tl.minimum(span.end, first_position + 1), 0)
     if config.options.selection:
@@ -178,8 +188,16 @@ def load_queries(rows, places, task, formula, config: tl.constexpr, tile: tl.con
     if config.options.alibi:
         slopes = tl.load(rows.alibi_slopes + heads, mask=exists, other=0.0)
     positions = task.seq_len - (task.query_len - task.first) + tokens
+    # Rows that do not exist have the first one's line: it lies inside the array.
+    words = tl.where(exists, tokens, 0) * config.options.words
+    lines = Lines(
+        context=task.seq_len - task.query_len, depths=rows.depths, words=rows.ancestors + words
+    )
+    if config.options.words > 0:
+        positions = standing(lines, positions, exists)
     formula = Formula(scale=scale, cap=formula.cap, window=formula.window)
-    return Queries(q=q, q_rest=q_rest, positions=positions, slopes=slopes), formula
+    queries = Queries(q=q, q_rest=q_rest, positions=positions, slopes=slopes, lines=lines)
+    return queries, formula
 
 
 @triton.jit

@@ -63,13 +63,15 @@ def _run(call: Call, query, cache, batch, bias, selection, threads):
         for array in beside
         if array is not None
     )
-    arrays = *arrays, batch.query_start_loc, *added, *_given(selection)
+    tree = () if batch.tree is None else (batch.tree.depths, batch.tree.ancestors)
+    arrays = *arrays, batch.query_start_loc, *added, *_given(selection), *tree
     outs = [jax.ShapeDtypeStruct(call.out_shape, dtype_of(call))]
     if call.return_lse:
         outs.append(jax.ShapeDtypeStruct(call.lse_shape, jnp.float32))
     target = register_attention(*dtypes_of(call))
     kernel = jax.ffi.ffi_call(target, outs, vmap_method="sequential")
-    integers = options(call, threads, (array is not None for array in (*beside, selection)))
+    brings = (array is not None for array in (*beside, selection, batch.tree))
+    integers = options(call, threads, brings)
     results = kernel(*arrays, floats=numbers(call), integers=integers)
     out, *lse = varying(tuple(results), axes_of(arrays))
     return out.astype(query.dtype), lse[0] if lse else None

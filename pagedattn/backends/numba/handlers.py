@@ -106,6 +106,7 @@ def set_arrays_beside(args, frame, brings):
     """The arrays that not all calls bring; they follow the others."""
     args.bias, args.key_scale, args.value_scale = 0, 0, 0
     args.key_scales, args.value_scales, args.selection = 0, 0, 0
+    args.depths, args.ancestors, args.words = 0, 0, 0
     index = 6
     if get_int64(brings, 0) != 0:
         set_bias(args, item(frame, ARGUMENTS, index))
@@ -127,6 +128,11 @@ def set_arrays_beside(args, frame, brings):
     if get_int64(brings, 3) != 0:
         blocks = item(frame, ARGUMENTS, index)
         args.selection, args.num_selected = at(blocks, DATA), get_int64(at(blocks, DIMS), 2)
+        index += 1
+    if get_int64(brings, 4) != 0:
+        ancestors = item(frame, ARGUMENTS, index + 1)
+        args.depths, args.ancestors = at(item(frame, ARGUMENTS, index), DATA), at(ancestors, DATA)
+        args.words = get_int64(at(ancestors, DIMS), 1)
 
 
 @fast

@@ -15,8 +15,8 @@ from ..._kernels.cpu.prefill.micro_kernel import micro_kernel
 
 SUPPORTS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
-    | {"cache_dtype", "token_scales", "value_dim", "bias", "selection", "return_lse"}
-    | {"batch_invariant", SCALES}
+    | {"cache_dtype", "token_scales", "value_dim", "bias", "selection", "parents"}
+    | {"return_lse", "batch_invariant", SCALES}
 )
 DTYPES = "bfloat16", "float16", "float32"
 
@@ -52,10 +52,13 @@ def longest(call: Call) -> int:
     """The most queries of a sequence that read pages in place; more of them pack the keys.
 
     0, all pack, where results are batch-invariant: decode's products add up in another order. And
-    where each KV head has blocks of its own, of which decode takes all heads together.
+    where each KV head has blocks of its own, of which decode takes all heads together. None do
+    where drafts branch: only pages in place are read with their masks.
     """
     if call.batch_invariant or call.selection is not None:
         return 0
+    if call.parents:
+        return max(1, call.num_tokens)
     _, tiles = multiplied(*(HELD[name] for name in dtypes_of(call)))
     kernel = micro_kernel(*tiles)
     return max(1, kernel.in_place // call.group)
@@ -77,8 +80,8 @@ def numbers(call: Call) -> np.ndarray:
 def options(call: Call, threads: int, brings: Iterable[bool]) -> np.ndarray:
     """The integers of a call, in the order in which `describe` of the numba backend reads them.
 
-    `brings` says which arrays it brings, of a bias, the scales of keys and of values, and a
-    selection.
+    `brings` says which arrays it brings, of a bias, the scales of keys and of values, a selection
+    and a tree.
     """
     window = NO_WINDOW if call.window is None else call.window
     facts = call.spec.causal, window, longest(call), threads, *itemsizes(call)

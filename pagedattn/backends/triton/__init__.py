@@ -43,8 +43,10 @@ def run(call: Call, query, cache, batch, *, sinks=None, selection=None):
     sinks = slopes if sinks is None else sinks.astype(jnp.float32)
     value = cache.key if cache.value is None else cache.value
     scales = (cache.key_scale, scale_of_values(cache)) if call.token_scales else (slopes, slopes)
+    lines = (slopes, slopes) if batch.tree is None else (batch.tree.depths, batch.tree.ancestors)
     chosen = tables if selection is None else selection
-    arrays = Arrays(query, cache.key, value, tables, *lens, slopes, sinks, *scales, chosen)
+    beside = slopes, *lines, sinks, *scales, chosen
+    arrays = Arrays(query, cache.key, value, tables, *lens, *beside)
     outs = Results(
         jax.ShapeDtypeStruct(call.out_shape, query.dtype),
         jax.ShapeDtypeStruct(call.lse_shape, jnp.float32),

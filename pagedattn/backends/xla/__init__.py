@@ -17,12 +17,13 @@ from ..._arrays.namespace import cdiv, wide_dtype
 from ..._arrays.shard_map import axes_of, varying
 from ..._dispatch.backend import Backend
 from ..._dispatch.call import Call
+from ...batch.draft_tree import key_positions
 from ...batch.metadata import Sequences
 from ...cache.kv_cache import KVCache
 from ...cache.quantise import dequantised
-from ...masks import distance, visible_mask
+from ...masks import descent_mask, distance, visible_mask
 from .softmax import accumulate, finish, no_key_seen
-from .tiles import Tiles, cut, grouped, rows_of_tokens
+from .tiles import Tiles, cut, first_rows, grouped, rows_of_tokens
 
 TILE = 64  # most query tokens of a tile, and about as many in a step of several tiles
 FEW = 4  # most query tokens of a tile that is computed as a smaller one
@@ -44,7 +45,8 @@ def run(
     tiles = cut(call, batch, tile, selection)
     # On a CPU one tile's chunk stays in the cache, and more tiles at a time gain nothing.
     step = 1 if call.device == "cpu" else TILE // tile
-    attend = functools.partial(_attend, call, query, cache, bias, _slopes(call, query))
+    depths = None if batch.tree is None else batch.tree.depths
+    attend = functools.partial(_attend, call, query, cache, bias, _slopes(call, query), depths)
     if step == 1 and tile > FEW and not call.batch_invariant:
         attend = functools.partial(_by_size, attend)
     # XLA chooses the order of a product's sums by its sizes: these are the same for all calls then.
@@ -59,8 +61,8 @@ def run(
 
 SUPPORTS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
-    | {"cache_dtype", "token_scales", "value_dim", "bias", "selection", "return_lse"}
-    | {"batch_invariant"}
+    | {"cache_dtype", "token_scales", "value_dim", "bias", "selection", "parents"}
+    | {"return_lse", "batch_invariant"}
 )
 BACKEND = Backend("xla", SUPPORTS, run)
 
@@ -69,8 +71,7 @@ def _by_size(attend, tiles: Tiles):
     """`attend`, of fewer rows where few are valid: decodes among prefills cost what decodes do."""
 
     def few(tiles):
-        rows = (tiles.tokens, tiles.valid, tiles.positions)
-        smaller = Tiles(*(array[:, :FEW] for array in rows), *tiles[3:])
+        smaller = first_rows(tiles, FEW)
         missing = tiles.tokens.shape[1] - FEW
         return jax.tree.map(
             lambda x: jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)), attend(smaller)
@@ -85,6 +86,7 @@ def _attend(
     cache: KVCache,
     bias: Float[Array, "num_tokens heads max_keys"] | None,
     slopes: Float[Array, "num_heads"] | None,
+    depths: Int[Array, "num_tokens"] | None,
     tiles: Tiles,
 ) -> tuple[Float[Array, "step tile num_heads value_dim"], Float[Array, "step tile num_heads"]]:
     """Attention of some tiles."""
@@ -101,14 +103,16 @@ def _attend(
         inside = (keys >= first) & (keys < last)
         slots = _slots(tiles.tables, keys, call.block_size)
         held = jax.tree.map(lambda array: _gather(array, slots, inside), arrays)
-        visible = visible_mask(tiles.positions[:, None], keys, call.spec) & inside[:, :, None]
+        positions, descend = _standing(depths, tiles, keys)
+        visible = visible_mask(tiles.positions[:, None], positions, call.spec) & inside[:, :, None]
+        visible = visible if descend is None else visible & descend
         visible, added = (visible & tiles.valid[:, None, :, None])[:, :, None], None
         if rows is not None:
             added = jnp.where(visible, _columns(tiles, rows, keys), -jnp.inf)
             held = jax.tree.map(lambda rows: _shown(rows, added), held)
         key, *rest = (dequantised(rows, scale, scaled.dtype) for rows, scale in held)
         (value,) = rest or (key[..., : call.out_dim],)
-        logits = _logits(call, scaled, key, tiles, keys, visible, slopes, added)
+        logits = _logits(call, scaled, key, tiles, positions, visible, slopes, added)
         return accumulate(state, logits, value)
 
     def visit(state, index):
@@ -119,6 +123,17 @@ def _attend(
     chunks = _varying_as(scaled, jnp.arange(num_chunks, dtype=jnp.int32))
     state, _ = jax.lax.scan(visit, no_key_seen(scaled, call.out_dim), chunks)
     return finish(state, query.dtype, tiles.tokens.shape)
+
+
+def _standing(
+    depths: Int[Array, "num_tokens"] | None, tiles: Tiles, keys: Int[Array, "#step heads chunk"]
+) -> tuple[Int[Array, "#step heads chunk"], Bool[Array, "step heads tile chunk"] | None]:
+    """The positions of keys; and of drafts that branch, which the rows do not see as others'."""
+    if depths is None or tiles.lines is None:
+        return keys, None
+    starts, context_lens = tiles.lines.starts[:, None], tiles.lines.context_lens[:, None]
+    positions, own = key_positions(depths, starts, context_lens, keys)
+    return positions, descent_mask(tiles.lines.ancestors[:, None], own)
 
 
 def _slopes(call: Call, query) -> Float[Array, "num_heads"] | None:
@@ -215,7 +230,7 @@ def _logits(
     scaled: Float[Array, "step kv_heads rows head_dim"],
     key: Float[Array, "step kv_heads chunk head_dim"],
     tiles: Tiles,
-    keys: Int[Array, "step heads chunk"],
+    positions: Int[Array, "#step heads chunk"],
     visible: Bool[Array, "step heads one tile chunk"],
     slopes: Float[Array, "num_heads"] | None,
     added: Float[Array, "step kv_heads group tile chunk"] | None,
@@ -227,7 +242,7 @@ def _logits(
     step, tile = tiles.tokens.shape
     by_head = logits.reshape(step, call.num_kv_heads, call.group, tile, -1)
     if slopes is not None:
-        by_head = by_head + _alibi(tiles.positions[:, None], keys, slopes, by_head.shape[1:3])
+        by_head = by_head + _alibi(tiles.positions[:, None], positions, slopes, by_head.shape[1:3])
     if added is not None:
         by_head = by_head + added
     return jnp.where(visible, by_head, -jnp.inf).reshape(logits.shape)

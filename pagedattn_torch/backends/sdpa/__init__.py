@@ -31,7 +31,8 @@ from .parts import Hidden, Part, Rectangle, Tile, Turn, rectangles
 
 SUPPORTS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
-    | {"cache_dtype", "token_scales", "value_dim", "fake_tensors", "bias", "return_lse"}
+    | {"cache_dtype", "token_scales", "value_dim", "fake_tensors", "bias", "parents"}
+    | {"return_lse"}
 )
 # Keys and values gathered at a time: few enough to stay in the CPU's cache until SDPA reads them.
 SCRATCH_BYTES = 4 << 20

@@ -9,7 +9,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from pagedattn._dispatch.call import Call
-from pagedattn.masks import common_key_range, key_range
+from pagedattn.batch.draft_tree import DraftTree, key_positions
+from pagedattn.masks import common_key_range, descent_mask, key_range
 
 
 class Span(NamedTuple):
@@ -32,6 +33,7 @@ class Rows(NamedTuple):
       query_lens: the number of its queries.
       contexts: keys before its first query.
       num_keys: all its keys.
+      tree: of all tokens of the batch, where they are drafts that branch.
     """
 
     tables: Int[Tensor, "size max_blocks"]
@@ -40,19 +42,24 @@ class Rows(NamedTuple):
     query_lens: Int[Tensor, "size"]
     contexts: Int[Tensor, "size"]
     num_keys: Int[Tensor, "size"]
+    tree: DraftTree[Tensor] | None
 
     def of(self, seqs: list[int]) -> "Rows":
         """These sequences, on a CPU."""
         if seqs == [*range(len(self.num_keys))]:
             return self
         which = torch.tensor(seqs, dtype=torch.long, device="cpu")
-        return Rows(*[part[which] for part in self])
+        return self._at(which)
 
     def between(self, first: int, last: int) -> "Rows":
         """The sequences from `first` up to, but not including, `last`."""
         if last - first == len(self.num_keys):
             return self
-        return Rows(*[part[first:last] for part in self])
+        return self._at(slice(first, last))
+
+    def _at(self, which) -> "Rows":
+        *parts, tree = self
+        return Rows._make([*(part[which] for part in parts), tree])
 
 
 class Bounds(NamedTuple):
@@ -106,6 +113,8 @@ class Bucket:
         if self.bounds is None:
             return Span(0, 0)
         lowest, highest = self.bounds.min_context + begin, self.bounds.max_context + end - 1
+        if self.rows.tree is not None:
+            lowest = self.bounds.min_context - 1  # beside the context, no key need be seen by all
         num_keys, causal = self.bounds.min_keys, self.call.spec.causal
         return Span(*common_key_range(lowest, highest, num_keys, causal, self.call.window))
 
@@ -114,6 +123,8 @@ class Bucket:
         if self.bounds is None:
             return span
         lowest, highest = self.bounds.min_context + begin, self.bounds.max_context + end - 1
+        if self.rows.tree is not None:
+            lowest = self.bounds.min_context
         causal, window = self.call.spec.causal, self.call.window
         first, last = key_range(lowest, highest, span.last, causal, window)
         return Span(max(first, span.first), last)
@@ -151,8 +162,31 @@ class Bucket:
 
     def positions(
         self, begin: int, end: int, span: Span
-    ) -> tuple[Int[Tensor, "{self.size} {end}-{begin}"], Int[Tensor, "1 keys"]]:
-        """The positions of queries `[size, queries]`, and of the keys of a span `[1, keys]`."""
+    ) -> tuple[Int[Tensor, "{self.size} {end}-{begin}"], Int[Tensor, "#{self.size} keys"]]:
+        """The positions of queries `[size, queries]`, and of the keys of a span."""
         offsets = torch.arange(begin, end, device=self.device)
-        keys = torch.arange(*span, device=self.device)
-        return self.rows.contexts[:, None] + offsets, keys[None]
+        keys = torch.arange(*span, device=self.device)[None]
+        contexts, tree = self.rows.contexts, self.rows.tree
+        if tree is None:
+            return contexts[:, None] + offsets, keys
+        depths = tree.depths[self._some_tokens(begin, end)]
+        return contexts[:, None] + depths, self._standing(tree, keys)[0]
+
+    def descent(
+        self, begin: int, end: int, span: Span
+    ) -> Bool[Tensor, "{self.size} {end}-{begin} keys"] | None:
+        """Which keys are of the context or of a query's own line; None if no draft branches."""
+        tree = self.rows.tree
+        if tree is None:
+            return None
+        keys = torch.arange(*span, device=self.device)[None]
+        ancestors = tree.ancestors[self._some_tokens(begin, end)]
+        return descent_mask(ancestors, self._standing(tree, keys)[1])
+
+    def _standing(self, tree, keys):
+        return key_positions(tree.depths, self.rows.starts, self.rows.contexts, keys)
+
+    def _some_tokens(self, begin: int, end: int) -> Int[Tensor, "{self.size} {end}-{begin}"]:
+        """The tokens of queries, some token where there is none."""
+        offsets = torch.arange(begin, end, device=self.device)
+        return (self.rows.starts[:, None] + offsets).clamp(0, self.call.num_tokens - 1)

@@ -67,7 +67,8 @@ def _rows(call, batch) -> Rows:
     num_keys = batch.seq_lens.clamp(0, call.capacity) - first_keys
     query_lens = query_lens.clamp(0, call.longest_query)
     starts = batch.query_start_loc[:-1]
-    return Rows(batch.block_tables, first, starts, query_lens, contexts - first_keys, num_keys)
+    contexts = contexts - first_keys
+    return Rows(batch.block_tables, first, starts, query_lens, contexts, num_keys, batch.tree)
 
 
 def _groups(rows, block_size, keys_at_once) -> list[Group]:

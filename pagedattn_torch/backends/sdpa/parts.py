@@ -156,6 +156,8 @@ def _hidden(bucket: Bucket, begin: int, end: int, seen: Span) -> Hidden:
     if not seen.within(bucket.seen_by_all(begin, end)):
         visible = visible_mask(*bucket.positions(begin, end, seen), bucket.call.spec)
         visible &= bucket.presence(seen)[:, None]
+        descent = bucket.descent(begin, end, seen)
+        visible = visible if descent is None else visible & descent
     added = _added(bucket, begin, end, seen, visible)
     folded = None if added is None else fold_bias(added, bucket.call)
     if visible is None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pagedattn import BatchMetadata, InvalidInputError, make_batch
+from pagedattn import BatchMetadata, InvalidInputError, UnsupportedError, make_batch
 from pagedattn._arrays.inspect import known
 from pagedattn.batch import validate as validate_batch
 from pagedattn.batch.indices import token_positions
@@ -99,6 +99,11 @@ def _packed_sides(meta, attn_type):
 
 def decoder_fields(batch: BatchMetadata, num_prefills, num_prefill_tokens) -> dict:
     """The fields of metadata that follow from a batch of the decoder's tokens."""
+    if batch.tree is not None:
+        raise UnsupportedError(
+            "parents: the metadata of layers does not have them; pagedattn_torch.paged_attention "
+            "takes the batch"
+        )
     starts = nondecreasing_starts(int32(tensor("query_start_loc", batch.query_start_loc)))
     if num_prefills is None:
         several = (starts.diff() > 1).nonzero()
