@@ -131,8 +131,8 @@ def row_of(shape: str, us: dict[str, float | str]) -> str:
 
 def run(cuda: bool, only: str) -> dict:
     """The table, printed as it is measured."""
-    report: dict = {"about": machine.gpu(HEADS_SAID) if cuda else machine.cpu(HEADS_SAID)}
-    print(json.dumps(report["about"]))
+    report: dict = {"machine": machine.gpu(HEADS_SAID) if cuda else machine.cpu(HEADS_SAID)}
+    print(json.dumps(report["machine"]))
     print(f"{'us, and over it':20}{''.join(f'{name:>10}' for name in PARENTS)}", flush=True)
     report["us"] = {}
     for shape, lens in shapes(cuda).items():
