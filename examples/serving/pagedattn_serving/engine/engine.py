@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Array, Float
 
+from pagedattn_serving.blocks.cache_dtypes import cache_dtype
 from pagedattn_serving.blocks.limits import Limits
 from pagedattn_serving.blocks.memory import Memory
 from pagedattn_serving.decoding.request import (
@@ -84,7 +85,8 @@ class Engine:
     With `batch_invariant` the log-probabilities of a request have the same bits alone and in any
     company, whatever is cached or preempted: those of one compiled step, which the model, limits,
     backend and kind of device decide.
-    Raises ValueError for limits beyond the positions that the model knows.
+    `kv_cache_dtype` is one of `CACHE_DTYPES`; caches of fewer bits have scales for each token.
+    Raises ValueError for limits beyond the positions that the model knows, and for other words.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Engine:
         backend: str | None = None,
         preemption: Callable[[Memory], Preemption] = Recompute,
         batch_invariant: bool = False,
+        kv_cache_dtype: str = "auto",
     ):
         if limits.max_seq_len > model.max_position_embeddings:
             raise ValueError(
@@ -103,7 +106,8 @@ class Engine:
             )
         self.params, self.model, self.limits, self.backend = params, model, limits, backend
         self.batch_invariant = batch_invariant
-        self.memory = Memory(limits, model, params["embedding"].dtype)
+        dtype = cache_dtype(kv_cache_dtype, params["embedding"].dtype)
+        self.memory = Memory(limits, model, dtype)
         self.prefixes = PrefixCache(self.memory)
         self.scheduler = Scheduler(self.memory, self.prefixes, preemption(self.memory))
         self.submit = self.scheduler.submit

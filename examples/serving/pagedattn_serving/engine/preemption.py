@@ -112,9 +112,8 @@ swap_in_jit, swap_out_jit = jax.jit(swap_in), jax.jit(swap_out)
 
 
 def resized(cache: KVCache, num_blocks: int) -> KVCache:
-    """An empty cache such as this one, of so many blocks."""
-    zeros = (jnp.zeros((num_blocks, *plane.shape[1:]), plane.dtype) for plane in cache.planes)
-    return cache.with_planes(*zeros)
+    """An empty cache such as this one, of so many blocks, with scales for each token if it has."""
+    return jax.tree.map(lambda held: jnp.zeros((num_blocks, *held.shape[1:]), held.dtype), cache)
 
 
 def moved(sources: Caches, targets: Caches, swaps: list[Swapped]) -> Caches:

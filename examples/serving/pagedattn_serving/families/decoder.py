@@ -7,8 +7,10 @@ stores them.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pagedattn import AttentionSpec, InvalidInputError, KVCache, init_kv_cache
@@ -20,6 +22,11 @@ Values = Float[Array, "num_tokens _ value_dim"]
 Logits = Float[Array, "num_tokens vocab_size"]
 Tokens = Int[Array, " num_tokens"]
 Name = str | tuple[str, ...]  # of a tensor of a checkpoint, or of those that make up one of ours
+
+
+def scales_for(dtype: DTypeLike) -> Literal["token"] | None:
+    """The scales of a cache of a dtype."""
+    return "token" if jnp.dtype(dtype).itemsize == 1 else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +115,9 @@ class Decoder:
         raise NotImplementedError
 
     def init_cache(self, num_blocks: int, block_size: int, dtype) -> KVCache:
-        """An empty cache of one layer."""
+        """An empty cache of one layer; of few bits with scales for each token."""
         heads = self.num_key_value_heads, self.head_dim
-        return init_kv_cache(num_blocks, block_size, *heads, dtype)
+        return init_kv_cache(num_blocks, block_size, *heads, dtype, scales=scales_for(dtype))
 
     def embed(self, params: dict, tokens: Tokens) -> Hidden:
         return params["embedding"][tokens]

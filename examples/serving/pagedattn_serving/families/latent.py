@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 
 from pagedattn import AttentionSpec, KVCache, init_latent_cache
-from pagedattn_serving.families.decoder import Heads, Hidden, Name, Tokens, Values
+from pagedattn_serving.families.decoder import Heads, Hidden, Name, Tokens, Values, scales_for
 
 from .llama import Llama
 from .pieces import Weight, biases, linear, rms_norm
@@ -58,7 +58,8 @@ class LatentAttention(Llama):
 
     def init_cache(self, num_blocks: int, block_size: int, dtype) -> KVCache:
         width = self.kv_lora_rank + self.qk_rope_head_dim
-        return init_latent_cache(num_blocks, block_size, width, self.kv_lora_rank, dtype)
+        sizes = num_blocks, block_size, width, self.kv_lora_rank
+        return init_latent_cache(*sizes, dtype, scales=scales_for(dtype))
 
     def attention_spec(self, index: int) -> AttentionSpec:
         scale = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5

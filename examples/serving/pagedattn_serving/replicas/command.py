@@ -74,6 +74,7 @@ def run(args: argparse.Namespace, limits: Limits) -> None:
         dtype=args.dtype,
         backend=args.backend,
         batch_invariant=args.batch_invariant,
+        kv_cache_dtype=args.kv_cache_dtype,
         middleware=middleware_of(args),
         num_gpus=args.gpus,
     )

@@ -51,10 +51,16 @@ class Replica:
     """An engine in a thread of its own, as `pagedattn-serve` has one."""
 
     async def __init__(
-        self, folder: str, limits: Limits, dtype: str, backend: str | None, batch_invariant: bool
+        self,
+        folder: str,
+        limits: Limits,
+        dtype: str,
+        backend: str | None,
+        batch_invariant: bool,
+        kv_cache_dtype: str,
     ):
         loaded = load(Path(folder), dtype=dtype)
-        options = backend, batch_invariant
+        options = backend, batch_invariant, kv_cache_dtype
         engine = await asyncio.to_thread(ready_engine, loaded, limits, *options)
         self.thread = EngineThread(engine, MAX_REQUESTS)
         self.thread.start()
@@ -149,6 +155,7 @@ def application(
     dtype: str = "float32",
     backend: str | None = None,
     batch_invariant: bool = False,
+    kv_cache_dtype: str = "auto",
     middleware: Sequence[Middleware] = (),
     **resources,
 ) -> serve.Application:
@@ -178,7 +185,7 @@ def application(
             request_router_class=PrefixRouter  # pyright: ignore[reportArgumentType]  (or its path)
         ),
         ray_actor_options=resources,
-    ).bind(str(folder.resolve()), limits, dtype, backend, batch_invariant)
+    ).bind(str(folder.resolve()), limits, dtype, backend, batch_invariant, kv_cache_dtype)
     front = serve.deployment(
         serve.ingress(web)(),
         name="Web",

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from starlette.middleware import Middleware
 
+from pagedattn_serving.blocks.cache_dtypes import CACHE_DTYPES
 from pagedattn_serving.blocks.limits import Limits
 from pagedattn_serving.blocks.pool_size import longest
 from pagedattn_serving.checkpoint.folder import SHIPPED
@@ -45,6 +46,12 @@ def make_parser(command: str, description: str | None) -> argparse.ArgumentParse
         help="log-probabilities of a request have the same bits in any company; slower",
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=CACHE_DTYPES,
+        default="auto",
+        help="of keys and values, fewer bits with a scale for each token; default: the model's",
+    )
     parser.add_argument("--num-blocks", type=int, default=256, help="size of a pool")
     parser.add_argument("--block-size", type=int, default=16, help="tokens a block")
     lengths = parser.add_mutually_exclusive_group()

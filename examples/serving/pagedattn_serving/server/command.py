@@ -12,6 +12,7 @@ import errno
 import socket
 import sys
 
+from pagedattn_serving.blocks.cache_dtypes import more_tokens
 from pagedattn_serving.server.arguments import (
     limits_of,
     make_parser,
@@ -61,7 +62,10 @@ def serve(args: argparse.Namespace, listener: socket.socket) -> None:
     """Serves until a signal comes; raises what is wrong with the arguments before it begins."""
     loaded = load(args.model, args.name, args.dtype)
     limits = limits_of(args, loaded.model)
-    engine = ready_engine(loaded, limits, args.backend, args.batch_invariant)
+    options = args.backend, args.batch_invariant, args.kv_cache_dtype
+    engine = ready_engine(loaded, limits, *options)
+    if args.kv_cache_dtype != "auto":
+        print(more_tokens(loaded.model, args.kv_cache_dtype, args.dtype), flush=True)
     thread = EngineThread(engine, args.max_requests)
     host, port = listener.getsockname()[:2]
     print(f"{loaded.name} is served at http://{host}:{port}", flush=True)

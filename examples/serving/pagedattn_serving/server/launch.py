@@ -63,7 +63,11 @@ def load(directory: Path, name: str | None = None, dtype: str = "float32") -> Lo
 
 
 def ready_engine(
-    loaded: Loaded, limits: Limits, backend: str | None = None, batch_invariant: bool = False
+    loaded: Loaded,
+    limits: Limits,
+    backend: str | None = None,
+    batch_invariant: bool = False,
+    kv_cache_dtype: str = "auto",
 ) -> Engine:
     """An engine that has compiled its programs: the first client is not to wait for that.
 
@@ -71,8 +75,8 @@ def ready_engine(
     tensors not for the config or not numbers, or all of it too large for the device.
     """
     try:
-        options = {"backend": backend, "batch_invariant": batch_invariant}
-        engine = Engine(loaded.params, loaded.model, limits, **options)
+        options = {"batch_invariant": batch_invariant, "kv_cache_dtype": kv_cache_dtype}
+        engine = Engine(loaded.params, loaded.model, limits, backend, **options)
         _warm_up(engine)
     except TypeError as error:  # JAX's, for arrays that do not fit each other
         raise InvalidInputError(
