@@ -125,10 +125,11 @@ def test_relabelling_blocks(backend, data, seed):
 
 
 def with_tokens(problem, index):
-    """The problem with these tokens as its first, and NaN as the others."""
-    rows = {"query": problem.query, "bias": problem.bias}
+    """The problem with these tokens as its first, and NaN as the others, without parents."""
+    rows = {"query": problem.query, "bias": problem.bias, "parents": problem.parents}
     rows = {name: array for name, array in rows.items() if array is not None}
-    moved = {name: np.full_like(array, np.nan) for name, array in rows.items()}
+    nothing = {"parents": -1}
+    moved = {name: np.full_like(array, nothing.get(name, np.nan)) for name, array in rows.items()}
     for name, array in rows.items():
         moved[name][: len(index)] = array[index]
     return problem.replace(**moved)

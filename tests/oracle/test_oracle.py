@@ -248,7 +248,7 @@ def cap_after_alibi(problem, monkeypatch):
 
 
 def top_left_causal(problem, monkeypatch):
-    def visible_keys(query_len, seq_len, spec):
+    def visible_keys(query_len, seq_len, spec, _parents):
         p, j = np.arange(query_len)[:, None], np.arange(seq_len)[None]
         return (j <= p) & (p - j < spec.sliding_window)
 

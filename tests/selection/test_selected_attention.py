@@ -40,12 +40,11 @@ EXAMPLES = 6
 
 
 def options_for(backend):
-    """Options that a backend has, with sinks and bias but without a selection."""
+    """Options that a backend has, with sinks and bias but without a selection or a tree."""
     record = load(backend, Framework.JAX)
     table = options_table(BUCKET.num_heads).values()
-    known = [
-        x for x in table if not any(map(record.lacks, x.arrays)) and "selection" not in x.arrays
-    ]
+    alone = [x for x in table if "selection" not in x.arrays and "parents" not in (x.cache or {})]
+    known = [x for x in alone if not any(map(record.lacks, x.arrays))]
     return st.sampled_from([*known, Options(AttentionSpec(), ("sinks",))])
 
 
