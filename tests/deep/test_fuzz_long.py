@@ -7,7 +7,7 @@ import pytest
 from fuzzing import fuzz
 
 CALLS = int(os.environ.get("PAGEDATTN_FUZZ", "50000"))
-SHARES = {"CORE": 0.3, "TORCH": 0.15, "CLASSES": 0.15}
+SHARES = {"CORE": 0.2, "SELECTION": 0.05, "TREES": 0.05, "TORCH": 0.15, "CLASSES": 0.15}
 SHARES |= {"OPTIONS": 0.15, "STEPS": 0.1, "CROSSING": 0.05, "LAYERS": 0.1}
 PARTS = 10  # so that several processes share them
 
