@@ -43,8 +43,10 @@ def shapes(batch) -> None:
     a_batch(batch)
     for name in ("block_size", "max_query_len"):
         size = getattr(batch, name)
-        if not is_static_count(size, int(name == "block_size")):
-            raise InvalidInputError(f"batch.{name} must be a Python integer, got {shown(size)}")
+        if not (is_static_count(size, int(name == "block_size")) and size < 2**31):
+            raise InvalidInputError(
+                f"batch.{name} must be a Python integer below 2**31, got {shown(size)}"
+            )
     for name in ARRAYS:
         array = getattr(batch, name)
         int_array(name, array, 2 if name == "block_tables" else 1)

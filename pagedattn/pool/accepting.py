@@ -12,7 +12,6 @@ from .._arrays.namespace import cdiv
 from ..batch import validate as validate_batch
 from ..batch.indices import PAD_SLOT, slot_mapping
 from ..batch.metadata import BatchMetadata
-from ..cache.kv_cache import KVCache
 from ..writes import move_slots
 from . import checks as validate
 from .block_pool import BlockPool
@@ -62,6 +61,7 @@ def accept_tokens(
     """
     pool = validate.pool(pool)
     validate_batch.shapes(batch)
+    validate.caches(caches)
     path = validate.path(path, batch, pool)
     query_lens, contexts = batch.query_lens, pool.seq_lens - batch.query_lens
     kept = _rising(path, query_lens)
@@ -71,9 +71,7 @@ def accept_tokens(
     done = grown & ~_shared(pool, dst).any(axis=1)
     dst = jnp.where(done[:, None], dst, PAD_SLOT).ravel()
     caches = jax.tree.map(
-        lambda cache: move_slots(cache, src.ravel(), dst),
-        caches,
-        is_leaf=lambda leaf: isinstance(leaf, KVCache),
+        lambda cache: move_slots(cache, src.ravel(), dst), caches, is_leaf=validate.is_cache
     )
     lens = jnp.where(done, contexts + count, pool.seq_lens)
     return _ended(pool, lens, batch.max_query_len), caches, done

@@ -3,13 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+import jax
 import numpy as np
 
 from .._arrays.checks import MAX_SLOTS, count, ids
-from .._arrays.inspect import known
+from .._arrays.inspect import known, shown
 from .._arrays.int32 import int32_array
 from .._arrays.namespace import cdiv
 from ..batch import validate as validate_batch
+from ..cache import validate as validate_cache
+from ..cache.kv_cache import KVCache
 from ..errors import InvalidInputError
 from ..spec import window_of
 
@@ -117,6 +120,18 @@ def path(path_, batch, pool_):
             f"{values[row].tolist()} for the {np.diff(starts)[row]} of sequence {row}"
         )
     return path_
+
+
+def is_cache(leaf) -> bool:
+    return isinstance(leaf, KVCache)
+
+
+def caches(caches_) -> None:
+    """Requires a tree of caches."""
+    for leaf in jax.tree.leaves(caches_, is_leaf=is_cache):
+        if not is_cache(leaf):
+            raise InvalidInputError(f"caches must hold KVCaches, got {shown(leaf)}")
+        validate_cache.kv_cache(leaf)
 
 
 def appended(query_lens, seq_lens) -> None:

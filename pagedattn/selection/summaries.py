@@ -76,7 +76,7 @@ def summarise_blocks(
     [[0.0, 4.0], [2.0, 7.0]]
     """
     _require(cache, batch)
-    if kind not in KINDS:
+    if not (isinstance(kind, str) and kind in KINDS):
         raise InvalidInputError(f"kind must be one of {[*KINDS]}, got {shown(kind)}")
     filled = _filled(cache, sequences_of(batch))
     return BlockSummaries(_summaries(cache, _keys(cache), filled, KINDS[kind]))
