@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import good_call, grown, lacks, mixed, own_indices, padded
+from cases import good_call, grown, lacks, mixed, own_indices, padded, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,7 +44,7 @@ def solve(framework, name, problem, jit=True):
         from tensors import by_torch
 
         return by_torch(problem, name)
-    return [np.asarray(x, np.float32) for x in attend(problem, backend=name, jit=jit)]
+    return [np.asarray(x, np.float32) for x in run(problem, name, "jit" if jit else "eager")]
 
 
 @every_backend
