@@ -42,9 +42,9 @@ def in_eight_bits(call: Call) -> bool:
 def has_narrow_sums(call: Call, device: Device) -> bool:
     """Whether wgmma would sum up values in narrow tiles: those have 32 rows, which take mma.
 
-    ptxas 12.8, of Triton 3.6, takes another register for the address of the last such tile: of
-    int8 of 64 columns the odd ones were wrong on an H200, and some addresses illegal. That of 12.9
-    does not.
+    ptxas 12.8, of Triton 3.6, adds to another register than that of the last tile's address: of
+    int8 of 64 columns the odd ones were wrong on an H200, and some addresses illegal. The listing
+    of 12.9 has the right register; it has not run.
     """
     if device.products != "wgmma" or not in_eight_bits(call):
         return False
