@@ -112,6 +112,7 @@ def _join_launch(call: Call, tiles: Tiling) -> Launch:
         "DIMS": power_of_two(call.out_dim),
         "ALIBI": call.spec.alibi_slopes is not None,
         "PARTS": tiles.segment // tiles.part,
+        "MOST": power_of_two(tiles.parts),
     }
     scalars = {"num_rows": num_rows, "num_parts": tiles.parts}
     return Launch((num_rows, 1, 1), scalars, constants, 1, 3, contracts=False)

@@ -58,6 +58,7 @@ def join_kernel(
     DIMS: tl.constexpr,
     ALIBI: tl.constexpr,
     PARTS: tl.constexpr,  # of a segment; before the first one is the state before any key
+    MOST: tl.constexpr,  # num_parts padded to a power of two
 ):
     row = tl.program_id(0).to(tl.int64)
     apart = num_rows.to(tl.int64)
@@ -67,15 +68,20 @@ def join_kernel(
     total = tl.zeros([1], tl.float32)
     summed = tl.zeros([1, DIMS], tl.float32)
     top, weight, values = highest, total, summed
-    # Loads of the next parts are under way meanwhile.
-    for part in tl.range(0, num_parts, num_stages=STAGES):
+    # Which part is the last one with keys is learned at once. Those before it are read without
+    # waiting for what they hold: loads of the next ones are under way meanwhile.
+    every = tl.arange(0, MOST)
+    tops = parts.lse + 2 * every * apart + row
+    tops = tl.load(tops, mask=every < num_parts, other=float("-inf"))
+    seen_parts = tl.max(tl.where(tops > float("-inf"), every + 1, 0), 0)
+    for part in tl.range(0, seen_parts, num_stages=STAGES):
         at = part * apart + row
         of = parts.lse + 2 * part * apart + row + tl.arange(0, 1)
         part_top = tl.load(of)
         seen = part_top > float("-inf")
-        part_weight = tl.load(of + apart, mask=seen, other=0.0)
-        columns = parts.out + at * HEAD_DIM + dims[None, :]
-        columns = tl.load(columns, mask=seen[:, None] & inside, other=0.0)
+        part_weight = tl.where(seen, tl.load(of + apart), 0.0)
+        columns = tl.load(parts.out + at * HEAD_DIM + dims[None, :], mask=inside, other=0.0)
+        columns = tl.where(seen[:, None], columns, 0.0)
         segment = State(highest=top, total=weight, sums=(values,))
         after = State(highest=part_top, total=part_weight, sums=(columns,))
         segment = join_states(segment, after, ALIBI)
