@@ -151,8 +151,11 @@ def padded(problem: Problem, parents: np.ndarray) -> np.ndarray:
     return np.append(parents, np.full(len(problem.query) - len(parents), -1))
 
 
-def grown(problem: Problem, seed: int, branching: float = 0.5) -> Problem:
-    """The problem with random parents: a share of its tokens follow another than the last one."""
+def grown(problem: Problem, seed: int, branching: float | np.ndarray = 0.5) -> Problem:
+    """The problem with random parents: a share of its tokens follow another than the last one.
+
+    Of all tokens the same share, or of each its own.
+    """
     own, rng = own_indices(problem), np.random.default_rng(seed)
     others = rng.integers(-1, np.maximum(own, 0))
     parents = np.where(rng.random(len(own)) < branching, others, own - 1)

@@ -23,6 +23,7 @@ from pagedattn.testing.features import CACHE_DTYPES, DTYPES
 if not can_load("numba") or jax.default_backend() != "cpu":
     pytest.skip("needs numba, and JAX on a CPU", allow_module_level=True)
 
+from cases import grown
 from cpu_prompts import CASES, SIZES, attend, check, problem_of
 
 from pagedattn._kernels.cpu.prefill import weights
@@ -89,6 +90,53 @@ def test_the_same_bits_in_any_chunks_and_by_any_threads(length, cuts, threads, w
         for of_part, of_whole in zip(got, (out, lse), strict=True):
             np.testing.assert_array_equal(of_part, of_whole[begin:end])
         begin = end
+
+
+CAUSAL = [name for name, (_, _, options, _) in CASES.items() if options.get("causal", True)]
+HELD = {
+    "as the query": {},
+    "int8": {"cache_dtype": "int8"},
+    "int8 by tokens": {"cache_dtype": "int8", "token_scales": True},
+    "int4": {"cache_dtype": "int4", "token_scales": True},
+}
+
+
+@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize("name", CAUSAL)
+def test_drafts_that_branch(name, held):
+    if held == "int4" and name == "small heads":
+        pytest.skip("int4 has heads of an even number of columns")
+    problem = problem_of(name, poison=None, **HELD[held])
+    check(grown(problem, seed=len(name)).poisoned(), 2)
+
+
+@given(
+    trees=st.lists(
+        st.tuples(st.integers(0, 600), st.integers(0, 400), st.sampled_from([0.0, 0.02, 0.5, 1.0])),
+        min_size=1,
+        max_size=4,
+    ),
+    window=st.sampled_from([None, 1, 30, 257]),
+    slopes=st.sampled_from([None, (0.5, -0.25, 1.0, 0.0)]),
+    arrays=st.sampled_from([(), ("bias",)]),
+    threads=st.integers(1, 4),
+    seed=st.integers(0, 99),
+)
+def test_trees_among_chains_and_decodes(trees, window, slopes, arrays, threads, seed):
+    """Of more drafts than a tile has keys or rows, on contexts that end anywhere in a tile."""
+    query_lens, context_lens, branching = map(np.array, zip(*trees, strict=True))
+    sizes = SIZES | {"poison": None, "arrays": arrays, "seed": seed}
+    spec = AttentionSpec(sliding_window=window, alibi_slopes=slopes)
+    problem = random_problem(query_lens, query_lens + context_lens, spec, **sizes)
+    problem = grown(problem, seed, np.repeat(branching, query_lens))
+    check(problem.poisoned(), threads)
+
+
+def test_a_long_chain_has_the_bits_of_a_prompt():
+    spec = AttentionSpec(sliding_window=300, alibi_slopes=(0.5, -0.25, 1.0, 0.0))
+    problem = random_problem([LONG, 700], [400, 900], spec, **SIZES | {"poison": None})
+    for got, want in zip(attend(grown(problem, 0, 0.0), 2), attend(problem, 2), strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 def _alone(query, key, value, **options):

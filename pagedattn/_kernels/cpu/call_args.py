@@ -89,7 +89,8 @@ WORK_ITEM_FIELDS = (
     "seq",
     "token",  # its first one
     "num_queries",
-    "position",  # of its first token
+    "position",  # of its first token, or, where drafts branch, of that one's slot
+    "context",  # the keys before those of its sequence's new tokens
     "kv_head",  # of an item of a long sequence; -1 for all of them
     "seq_len",
     "first",  # its first key; of a selection keys are counted in the list of its blocks

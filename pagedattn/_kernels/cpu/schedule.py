@@ -128,9 +128,8 @@ def count_items(args, size):
     cut, states = np.int64(0), np.int64(0)
     for seq in range(args.num_seqs):
         token, num_queries, seq_len = sequence(args, seq, token)
-        token += num_queries
         if is_long(args, num_queries):
-            parts, cut_here, states_here = items.count_parts(args, seq, num_queries, seq_len)
+            parts, cut_here, states_here = items.count_parts(args, seq, token, num_queries, seq_len)
             tiles, cut, states = tiles + parts, cut + cut_here, states + states_here
         elif num_queries > 0:
             first, last = keys_of(args, num_queries, seq_len)
@@ -138,6 +137,7 @@ def count_items(args, size):
             count += parts
             if parts > 1:
                 cut, states = cut + 1, states + parts
+        token += num_queries
     return tiles, tiles + count, cut, states
 
 
@@ -171,7 +171,8 @@ def set_parts(args, at, free, size, seq, token, num_queries, seq_len):
     for part in range(parts):
         item = work_item_at(at)
         item.seq, item.token, item.num_queries, item.seq_len = seq, token, num_queries, seq_len
-        item.position, item.kv_head = seq_len - num_queries, -1
+        item.position = item.context = seq_len - num_queries
+        item.kv_head = -1
         item.first, item.last = first + part * size, min(last, first + (part + 1) * size)
         item.part, item.parts, item.state, item.finished = part, parts, state, finished
         at += WORK_ITEM_BYTES

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from .call_args import NO_WINDOW
 from .compiling import fast
 from .memory import get_float32, get_int32, put_float32
 from .scalar_math import exp, tanh
@@ -10,6 +11,7 @@ from .store_row import highest_of
 CHUNK = 64  # keys; a multiple of KEYS
 NONE = np.float32(-np.inf)
 ZERO, ONE = np.float32(0), np.float32(1)
+WORD = 32  # drafts of a word of ancestors
 
 
 @fast
@@ -34,35 +36,79 @@ def add_alibi(slope, logits, position, first, count):
 
 
 @fast
-def standing(args, work_item, key):
-    """The position of a key of drafts that branch, or of their context."""
-    context = work_item.position
-    if key < context:
-        return key
-    return context + np.int64(get_int32(args.depths, work_item.token + key - context))
+def lowest_position(args, context, token, position, count):
+    """That of `count` queries from a token on, whose slot is `position`; drafts stand by depth.
+
+    As every draft comes after its line, the highest is never above `position + count - 1`.
+    """
+    if args.depths == 0:
+        return position
+    lowest = np.int64(get_int32(args.depths, token))
+    for other in range(token + 1, token + count):
+        lowest = min(lowest, np.int64(get_int32(args.depths, other)))
+    return context + lowest
 
 
 @fast
-def add_alibi_of_lines(args, work_item, slope, logits, position, first, count):
-    """`add_alibi` where drafts branch."""
-    for k in range(count):
-        apart = np.float32(np.int32(abs(position - standing(args, work_item, first + k))))
+def position_of(args, item, i):
+    """That of query i."""
+    return lowest_position(args, item.context, item.token + i, item.position + i, 1)
+
+
+@fast
+def drafts_of(args, item, i, first, count):
+    """Which keys from `first` on are those of drafts, up to query i's: a range of indices."""
+    end = max(min(count, item.position + i + 1 - first), 0)
+    return min(max(item.context - first, 0), end), end
+
+
+@fast
+def depths_at(args, item, key):
+    """The address of the depth of the draft whose key that is; the next one's follows."""
+    return args.depths + 4 * (item.token + key - item.position)
+
+
+@fast
+def add_alibi_of_query(args, item, slope, logits, i, first, count):
+    """`add_alibi` where keys of drafts stand at their depths; of those after query i's, nothing."""
+    position = position_of(args, item, i)
+    if args.depths == 0:
+        add_alibi(slope, logits, position, first, count)
+        return
+    begin, end = drafts_of(args, item, i, first, count)
+    add_alibi(slope, logits, position, first, begin)
+    depths, away = depths_at(args, item, first), np.int32(position - item.context)
+    for k in range(begin, end):
+        apart = np.float32(np.int32(abs(away - get_int32(depths, k))))
         put_float32(logits, k, get_float32(logits, k) - slope * apart)
 
 
 @fast
-def hide_other_lines(args, work_item, logits, i, position, first, count):
-    """`hide` where drafts branch: also the keys of other lines than query i's."""
-    context, begin = work_item.position, position - args.window + 1
-    line = args.ancestors + 4 * args.words * (work_item.token + i)
-    for k in range(min(max(begin - first, 0), count)):
-        put_float32(logits, k, NONE)
-    for k in range(max(context - first, 0), count):
-        own = first + k - context
-        word = get_int32(line, min(own // 32, args.words - 1))
-        behind = standing(args, work_item, first + k) < begin
-        if behind or (word >> np.int32(own % 32)) & 1 == 0:
-            put_float32(logits, k, NONE)
+def hide_other_lines(args, item, logits, i, first, count):
+    """-inf at the keys of drafts, up to query i's, that are of other lines or behind its window."""
+    begin, end = drafts_of(args, item, i, first, count)
+    line, key = args.ancestors + 4 * args.words * (item.token + i), begin
+    while key < end:
+        own = first + key - item.context
+        stop = min(end, key + WORD - own % WORD)
+        bits = get_int32(line, min(own // WORD, args.words - 1))
+        if bits != -1:
+            hide_by_bits(bits >> np.int32(own % WORD), logits, key, stop)
+        key = stop
+    if args.window != NO_WINDOW and begin < end:
+        depths, nearest = depths_at(args, item, first), position_of(args, item, i)
+        nearest -= item.context + args.window - 1
+        for k in range(begin, end):
+            if np.int64(get_int32(depths, k)) < nearest:
+                put_float32(logits, k, NONE)
+
+
+@fast
+def hide_by_bits(bits, logits, begin, end):
+    """-inf where a bit is 0, the lowest of which is that of the first logit."""
+    for k in range(begin, end):
+        seen = (bits >> np.int32(k - begin)) & 1 != 0
+        put_float32(logits, k, get_float32(logits, k) if seen else NONE)
 
 
 @fast
@@ -95,13 +141,6 @@ def hide(logits, begin, end, first, count):
 
 
 @fast
-def standing_of_query(args, work_item, i):
-    if args.depths != 0:
-        return standing(args, work_item, work_item.position + i)
-    return work_item.position + i
-
-
-@fast
 def soften(logits, highest, total, kept, row):
     """Turns a row's logits into weights; updates its highest logit and its sum of weights."""
     before = get_float32(highest, row)
@@ -122,7 +161,7 @@ def soften(logits, highest, total, kept, row):
 def mask_and_soften(args, work_item, kv_head, first, count, logits, shown, highest, total, kept):
     """From logits of a chunk and a KV head to weights."""
     for i in range(work_item.num_queries):
-        position = standing_of_query(args, work_item, i)
+        position, slot = position_of(args, work_item, i), work_item.position + i
         for g in range(args.group):
             row, head = i * args.group + g, kv_head * args.group + g
             at = logits + 4 * row * CHUNK
@@ -130,18 +169,15 @@ def mask_and_soften(args, work_item, kv_head, first, count, logits, shown, highe
                 cap_logits(args.soft_cap, at, count)
             if args.slopes != 0:
                 slope = get_float32(args.slopes, head)
-                if args.depths != 0:
-                    add_alibi_of_lines(args, work_item, slope, at, position, first, count)
-                else:
-                    add_alibi(slope, at, position, first, count)
+                add_alibi_of_query(args, work_item, slope, at, i, first, count)
             if args.bias != 0:
                 bias = args.bias + (work_item.token + i) * args.bias_token + head * args.bias_head
                 add_bias(bias + 4 * first, at, args.bias_columns - first, count)
-            if args.depths != 0:
-                hide_other_lines(args, work_item, at, i, position, first, count)
-            elif work_item.num_queries > 1:
-                begin, end = key_range(args, work_item.seq_len, position, position)
+            if work_item.num_queries > 1:
+                begin, end = key_range(args, work_item.seq_len, position, slot)
                 hide(at, begin, end, first, count)
+            if args.depths != 0:
+                hide_other_lines(args, work_item, at, i, first, count)
             if args.bias != 0:
                 note_shown(at, shown)
             soften(at, highest, total, kept, row)

@@ -52,13 +52,10 @@ def longest(call: Call) -> int:
     """The most queries of a sequence that read pages in place; more of them pack the keys.
 
     0, all pack, where results are batch-invariant: decode's products add up in another order. And
-    where each KV head has blocks of its own, of which decode takes all heads together. None do
-    where drafts branch: only pages in place are read with their masks.
+    where each KV head has blocks of its own, of which decode takes all heads together.
     """
     if call.batch_invariant or call.selection is not None:
         return 0
-    if call.parents:
-        return max(1, call.num_tokens)
     _, tiles = multiplied(*(HELD[name] for name in dtypes_of(call)))
     kernel = micro_kernel(*tiles)
     return max(1, kernel.in_place // call.group)

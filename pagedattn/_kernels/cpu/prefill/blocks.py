@@ -11,11 +11,20 @@ from ..memory import get_float32, put_float32
 from ..online_softmax import factor
 from ..scalar_math import exp
 from ..simd import LANES
-from ..softmax import NONE, ONE, ZERO, add_alibi, add_bias, cap_logits, hide
+from ..softmax import (
+    NONE,
+    ONE,
+    ZERO,
+    add_alibi_of_query,
+    add_bias,
+    cap_logits,
+    hide,
+    hide_other_lines,
+)
 from ..store_row import highest_of
 from ..unpack import up_to
 from .in_place import add_values, set_logits
-from .listed import run_of, seen_range
+from .listed import run_of, seen_by, seen_range
 from .micro_kernel import (
     LINE,
     PANEL,
@@ -66,9 +75,8 @@ def add_tile(args, dtypes, item, first, start, count, room):
 @fast
 def seen_by_block(args, item, first, start, rows_here):
     """The keys of a tile that a block of rows sees, from its first one on, in whole grains."""
-    lowest = item.position + start // args.group
-    highest = item.position + (start + rows_here - 1) // args.group
-    begin, end = seen_range(args, item, lowest, highest)
+    i, last = start // args.group, (start + rows_here - 1) // args.group
+    begin, end = seen_by(args, item, i, last - i + 1)
     begin = max(begin - first, 0) // GRAIN * GRAIN
     return begin, max(begin, up_to(min(end - first, KEYS), GRAIN))
 
@@ -79,7 +87,7 @@ def hides(args, item, first, last, start, rows_here):
     lowest = item.position + start // args.group
     highest = item.position + (start + rows_here - 1) // args.group
     begin, end = seen_range(args, item, highest, lowest)  # those that all rows see
-    return first < begin or end < last
+    return first < begin or end < last or (args.depths != 0 and item.context < last)
 
 
 @within
@@ -161,8 +169,10 @@ def weigh_row(args, dtypes, item, first, row, begin, end, hidden, room):
         scale_row(logits, scale_of(args, item), count)
         apply_options(args, item, i, head, logits, first + begin, count)
     if hidden:
-        low, high = seen_range(args, item, item.position + i, item.position + i)
+        low, high = seen_by(args, item, i, 1)
         hide(logits, low, high, first + begin, count)
+        if args.depths != 0:
+            hide_other_lines(args, item, logits, i, first + begin, count)
     raise_top(unit, row, highest_of(logits, count), room)
     top = get_float32(room.state.highest, row)
     shift = ZERO if top == NONE else top
@@ -183,7 +193,7 @@ def apply_options(args, item, i, head, logits, first, count):
         position, held = run_of(args, item, first + at, count - at)
         if args.slopes != 0:
             slope = get_float32(args.slopes, head)
-            add_alibi(slope, logits + 4 * at, item.position + i, position, held)
+            add_alibi_of_query(args, item, slope, logits + 4 * at, i, position, held)
         if args.bias != 0:
             columns_left = args.bias_columns - position
             add_bias(bias + 4 * position, logits + 4 * at, columns_left, held)

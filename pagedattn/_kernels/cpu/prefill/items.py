@@ -9,6 +9,7 @@ import numpy as np
 from ..call_args import APART, WORK_ITEM, work_item_at
 from ..compiling import fast
 from ..memory import aligned_alloc, free, get_int64, memcpy, memset, put_int64
+from ..softmax import lowest_position
 from .listed import listed_range
 from .room import KEYS, SEGMENT, state_bytes
 
@@ -30,11 +31,12 @@ def tile_tokens(args, tokens, threads):
 
 
 @fast
-def keys_of_tile(args, seq, kv_head, num_queries, seq_len, first):
+def keys_of_tile(args, seq, kv_head, token, num_queries, seq_len, first):
     """How many tokens the tile from a sequence's token `first` on has, and the keys it sees."""
-    count = min(args.tile_tokens, num_queries - first)
-    position = seq_len - num_queries + first
-    low, high = listed_range(args, seq, kv_head, seq_len, position, position + count - 1)
+    count, context = min(args.tile_tokens, num_queries - first), seq_len - num_queries
+    position = context + first
+    lowest = lowest_position(args, context, token + first, position, count)
+    low, high = listed_range(args, seq, kv_head, seq_len, lowest, position + count - 1)
     return count, low, high
 
 
@@ -47,12 +49,12 @@ def parts_of(args, low, high):
 
 
 @fast
-def count_parts(args, seq, num_queries, seq_len):
+def count_parts(args, seq, token, num_queries, seq_len):
     """The items of a sequence; its tiles of several, and the items of these."""
     count, cut, states = np.int64(0), np.int64(0), np.int64(0)
     for first in range(0, num_queries, args.tile_tokens):
         for kv_head in range(args.num_kv_heads):
-            _, low, high = keys_of_tile(args, seq, kv_head, num_queries, seq_len, first)
+            _, low, high = keys_of_tile(args, seq, kv_head, token, num_queries, seq_len, first)
             parts = parts_of(args, low, high)
             count += parts
             if parts > 1:
@@ -72,7 +74,7 @@ def set_items(args, at, free, seq, token, num_queries, seq_len):
 @fast
 def set_tile(args, at, free, seq, token, num_queries, seq_len, first, kv_head):
     """Writes the items of the tile from a sequence's token `first` on."""
-    count, low, high = keys_of_tile(args, seq, kv_head, num_queries, seq_len, first)
+    count, low, high = keys_of_tile(args, seq, kv_head, token, num_queries, seq_len, first)
     parts, finished, state = parts_of(args, low, high), np.int64(0), np.int64(0)
     size = state_bytes(args, args.tile_tokens * args.group)
     if parts > 1:
@@ -83,7 +85,8 @@ def set_tile(args, at, free, seq, token, num_queries, seq_len, first, kv_head):
     for part in range(parts):
         item = work_item_at(at)
         item.seq, item.token, item.num_queries, item.seq_len = seq, token + first, count, seq_len
-        item.position, item.kv_head = seq_len - num_queries + first, kv_head
+        item.context, item.kv_head = seq_len - num_queries, kv_head
+        item.position = item.context + first
         item.first, item.last, item.part, item.parts = low, high, part, parts
         item.state, item.finished = state, finished
         if parts > 1:

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..compiling import fast
 from ..memory import get_int32
-from ..softmax import key_range
+from ..softmax import key_range, lowest_position
 
 
 @fast
@@ -46,6 +46,14 @@ def listed_range(args, seq, kv_head, seq_len, lowest, highest):
 def seen_range(args, item, lowest, highest):
     """The listed keys that queries of the item from position `lowest` to `highest` may see."""
     return listed_range(args, item.seq, item.kv_head, item.seq_len, lowest, highest)
+
+
+@fast
+def seen_by(args, item, i, count):
+    """The listed keys that any of `count` queries of the item may see, from query `i` on."""
+    token, position = item.token + i, item.position + i
+    lowest = lowest_position(args, item.context, token, position, count)
+    return seen_range(args, item, lowest, position + count - 1)
 
 
 @fast

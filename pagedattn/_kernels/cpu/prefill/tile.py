@@ -6,11 +6,11 @@ from ..memory import add_at, get_float32, get_int64, memcpy, memset, put_float32
 from ..online_softmax import block_at, factor
 from ..scalar_math import log
 from ..simd import LANES
-from ..softmax import NONE, ONE, ZERO
+from ..softmax import NONE, ONE, ZERO, hide_other_lines
 from ..store_row import narrow_row
 from ..unpack import by_token, unpack_row, up_to
 from .blocks import FLOAT_LOG2_E, add_tile, unit_of_logits
-from .listed import column_of, run_of, seen_range
+from .listed import column_of, run_of, seen_by
 from .micro_kernel import LINE, PANEL, SLAB, block, configure, depth, in_place, release
 from .packing import pack_keys, pack_query, pack_values
 from .room import (
@@ -210,8 +210,12 @@ def hide_values(args, item, first, begin, end, room):
     for key in range(KEYS):
         put_float32(room.shown, key, NONE)
     heads = args.group if args.bias_head != 0 else 1
+    line = room.logits  # which hold nothing between tiles
     for i in range(item.num_queries):
-        low, high = seen_range(args, item, item.position + i, item.position + i)
+        memset(line, 0, 4 * KEYS)
+        if args.depths != 0:
+            hide_other_lines(args, item, line, i, first, KEYS)
+        low, high = seen_by(args, item, i, 1)
         low, high = max(low - first, begin), min(high - first, end)
         bias = args.bias + (item.token + i) * args.bias_token
         bias += item.kv_head * args.group * args.bias_head
@@ -220,7 +224,7 @@ def hide_values(args, item, first, begin, end, room):
             stop = low + min(held, args.bias_columns - position)
             for head in range(heads):
                 of_tile = bias + head * args.bias_head + 4 * (position - low)
-                note_shown(of_tile, room.shown, low, stop)
+                note_shown(of_tile, line, room.shown, low, stop)
             low += held
     for key in range(begin, end):
         if get_float32(room.shown, key) == NONE:
@@ -228,10 +232,10 @@ def hide_values(args, item, first, begin, end, room):
 
 
 @fast
-def note_shown(bias, shown, low, high):
+def note_shown(bias, line, shown, low, high):
     for key in range(low, high):
-        seen = get_float32(shown, key)
-        put_float32(shown, key, seen if get_float32(bias, key) == NONE else ZERO)
+        hidden = get_float32(bias, key) == NONE or get_float32(line, key) == NONE
+        put_float32(shown, key, get_float32(shown, key) if hidden else ZERO)
 
 
 @within
