@@ -22,7 +22,7 @@ from pagedattn.testing import assert_attention_close, batch_of, cache_of, random
 WINDOW = AttentionSpec(sliding_window=100)
 
 # As the backend runs them: inside jit. Eagerly each of their steps would be a program.
-tiles_in_jit = jax.jit(tiles.tiles_of, static_argnums=0)
+tiles_in_jit = jax.jit(tiles.schedule_of, static_argnums=0)
 key_blocks_in_jit = jax.jit(tiles.key_blocks, static_argnums=0)
 has_rows_in_jit = jax.jit(tiles.has_rows, static_argnums=0)
 by_token_in_jit = jax.jit(results.by_token, static_argnums=0)
