@@ -16,7 +16,7 @@ from ....batch.draft_tree import DraftTree, key_positions
 from ....masks import WORD
 from .kernel_config import ROWS, WARPGROUP, KernelConfig
 from .registers import LAYOUT, columns, load, wide
-from .tiles import Tile, place_of
+from .tiles import Tile, token_at
 
 
 class Lines(NamedTuple):
@@ -34,8 +34,8 @@ def words_of_step(config: KernelConfig) -> int:
 def lines_of(config: KernelConfig, tree: DraftTree, tiles: Tile) -> Lines:
     """The tables, for tiles in the order of their slots."""
     tile = Tile(*(field[:, None] for field in tiles))
-    _, token = place_of(config, tile, jnp.arange(ROWS, dtype=jnp.int32))
-    token = jnp.clip(tile.begin + token, 0, len(tree.depths) - 1)
+    token = tile.begin + token_at(config, tile, jnp.arange(ROWS, dtype=jnp.int32))
+    token = jnp.clip(token, 0, len(tree.depths) - 1)
     context = tile.key_len - tile.query_len
     words = key_words(config, tree.ancestors[token], context[..., None])
     size = len(words), 2, WARPGROUP

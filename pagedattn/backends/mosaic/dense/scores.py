@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from .kernel_config import WARPGROUP, KernelConfig
-from .lines import Keys, in_line
+from .lines import Keys, has_positions, in_line
 from .registers import LAYOUT, load, row_vector, wide
-from .tiles import Tile, place_of
+from .tiles import Tile, token_at, unit_of
 
 LOG2_E = math.log2(math.e)
 
@@ -28,19 +28,35 @@ def rows_of(config: KernelConfig, arrays, tile: Tile, head, warpgroup) -> Rows:
     spec = config.spec
     if not spec.causal and spec.sliding_window is None and spec.alibi_slopes is None:
         return Rows(None, None, None, tile.key_len - 1)
-    row = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP,), 0, layout=LAYOUT.reduce(1))
-    unit, token = place_of(config, tile, row + warpgroup * WARPGROUP)
-    if arrays.lines.depths is not None:
-        token = load(arrays.lines.depths.at[tile.slot, warpgroup], LAYOUT.reduce(1))
+    if config.words:
+        return rows_in_lines(config, arrays, tile, head, warpgroup)
+    token = token_at(config, tile, numbers_of(warpgroup))
     position = tile.key_len - tile.query_len + token
-    slope = slope_of(config, arrays.slopes, head, unit)
+    slope = slope_of(config, arrays.slopes, tile, head, warpgroup)
     return Rows(position, slope, *visible_keys(config, position, tile.key_len))
 
 
-def slope_of(config: KernelConfig, slopes, head, unit):
-    """The ALiBi slope of the query head of each unit; None without ALiBi."""
+def rows_in_lines(config: KernelConfig, arrays, tile: Tile, head, warpgroup) -> Rows:
+    """Nothing that is not used: JAX would search long for the layout of what is not."""
+    if not has_positions(config):
+        return Rows(None, None, None, None)
+    depth = load(arrays.lines.depths.at[tile.slot, warpgroup], LAYOUT.reduce(1))
+    position, window = tile.key_len - tile.query_len + depth, config.spec.sliding_window
+    slope = slope_of(config, arrays.slopes, tile, head, warpgroup)
+    return Rows(position, slope, None if window is None else position - (window - 1), None)
+
+
+def numbers_of(warpgroup):
+    """The numbers of a warpgroup's rows in their tile."""
+    row = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP,), 0, layout=LAYOUT.reduce(1))
+    return row + warpgroup * WARPGROUP
+
+
+def slope_of(config: KernelConfig, slopes, tile: Tile, head, warpgroup):
+    """The ALiBi slope of the query head of each row; None without ALiBi."""
     if config.spec.alibi_slopes is None:
         return None
+    unit = unit_of(config, tile, numbers_of(warpgroup))
     member, slope = lax.rem(unit, jnp.int32(config.group)), row_vector(0.0)
     for i in range(config.group):
         slope = jnp.where(member == i, slopes[head * config.group + i], slope)

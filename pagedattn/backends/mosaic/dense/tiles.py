@@ -94,12 +94,16 @@ def token_of(query_len, block):
     return jnp.minimum(block * UNIT, jnp.maximum(query_len - UNIT, 0))
 
 
-def place_of(config: KernelConfig, tile: Tile, row):
-    """The unit of each of some rows of a tile, and its token in the sequence."""
+def unit_of(config: KernelConfig, tile: Tile, row):
+    """The unit of each of some rows of a tile."""
     unit = tile.first_unit + lax.div(row, jnp.int32(UNIT))
-    unit = jnp.minimum(unit, num_units(config, tile.query_len) - 1)
-    token = token_of(tile.query_len, lax.div(unit, jnp.int32(config.group)))
-    return unit, token + lax.rem(row, jnp.int32(UNIT))
+    return jnp.minimum(unit, num_units(config, tile.query_len) - 1)
+
+
+def token_at(config: KernelConfig, tile: Tile, row):
+    """The token, in its sequence, of each of some rows of a tile."""
+    block = lax.div(unit_of(config, tile, row), jnp.int32(config.group))
+    return token_of(tile.query_len, block) + lax.rem(row, jnp.int32(UNIT))
 
 
 def num_units(config: KernelConfig, query_len):
