@@ -318,8 +318,9 @@ def test_a_chain_is_causal_attention_in_every_bit(name, query_lens, seq_lens):
     sizes = {"head_dim": 128, "block_size": 16, "dtype": BF16}
     problem = random_problem(query_lens, seq_lens, SPECS[name], **sizes)
     chain = problem.replace(parents=own_indices(problem) - 1)
-    for pair in zip(*(attend_with_lse(p, "mosaic", True) for p in (chain, problem)), strict=True):
-        np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in pair))
+    both = (attend_with_lse(p, "mosaic", True) for p in (chain, problem))
+    for got, want in zip(*both, strict=True):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
 
 
 @hopper
