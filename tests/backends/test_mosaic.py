@@ -9,20 +9,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SIGNED, SPECS
+from cases import SIGNED, SPECS, own_indices
 from mosaic_rules import BF16, hopper
 
 from pagedattn import AttentionSpec, KVCache, explain, init_kv_cache, make_batch, paged_attention
 from pagedattn._dispatch.call import call_of
-from pagedattn.backends.mosaic.dense import launch, results, tiles
+from pagedattn.backends.mosaic.dense import launch, lines, results, tiles
 from pagedattn.backends.mosaic.dense.kernel_config import ROWS, UNIT, WARPGROUP, KernelConfig
 from pagedattn.backends.mosaic.dense.launch import attend
+from pagedattn.masks import descent_mask
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
+from pagedattn.testing.running import attend_with_lse
 
 WINDOW = AttentionSpec(sliding_window=100)
 
 # As the backend runs them: inside jit. Eagerly each of their steps would be a program.
-tiles_in_jit = jax.jit(tiles.tiles_of, static_argnums=0)
+tiles_in_jit = jax.jit(tiles.schedule_of, static_argnums=0)
 key_blocks_in_jit = jax.jit(tiles.key_blocks, static_argnums=0)
 has_rows_in_jit = jax.jit(tiles.has_rows, static_argnums=0)
 by_token_in_jit = jax.jit(results.by_token, static_argnums=0)
@@ -182,12 +184,22 @@ def placed(query, cache):
     return jax.tree.map(lambda config: jnp.zeros(config.shape, config.dtype), (query, cache))
 
 
-def lower(spec=SPECS["plain"], *, head_dim=128, block_size=16, dtype=jnp.bfloat16, heads=(4, 2)):
+def lower(
+    spec=SPECS["plain"],
+    *,
+    head_dim=128,
+    block_size=16,
+    dtype=jnp.bfloat16,
+    heads=(4, 2),
+    query_lens=(290, 10),
+    parents=None,
+):
     """The call as XLA would hand it to the GPU's assembler."""
     num_heads, num_kv_heads = heads
     planes = [jax.ShapeDtypeStruct((9, block_size, num_kv_heads, head_dim), dtype)] * 2
-    query = jax.ShapeDtypeStruct((300, num_heads, head_dim), dtype)
-    batch = make_batch([290, 10], [0, 0], [range(2, 41), [0, 1]], block_size=block_size)
+    query = jax.ShapeDtypeStruct((sum(query_lens), num_heads, head_dim), dtype)
+    tables = [range(2, 41), [0, 1]]
+    batch = make_batch(query_lens, [0, 0], tables, block_size=block_size, parents=parents)
     call = call_of(*placed(query, KVCache(*planes)), batch, spec, return_lse=True)
     traced = attend.trace(call, query, KVCache(*planes), batch, 132)
     return traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -214,6 +226,55 @@ def test_every_group_lowers(heads):
     assert "mosaic_gpu" in lower(heads=heads)
 
 
+@pytest.mark.parametrize("query_lens", [(290, 10), (9, 1)])
+@pytest.mark.parametrize("name", ["plain", "sliding_window", "alibi_slopes", "all"])
+def test_trees_lower(name, query_lens):
+    """Whole tiles and cut keys, with positions that matter and without."""
+    parents = np.concatenate([(np.arange(n) - 1) // 2 for n in query_lens])
+    assert "mosaic_gpu" in lower(SPECS[name], query_lens=query_lens, parents=parents)
+
+
+@pytest.mark.parametrize(("longest", "refused"), [(8192, False), (8193, True)])
+def test_refuses_lines_whose_words_would_take_too_much(longest, refused):
+    cache, query = init_kv_cache(4, 16, 2, 128), jnp.zeros((3, 4, 128), jnp.bfloat16)
+    sizes = {"block_size": 16, "parents": [-1, 0, 0]}
+    call = call_of(query, cache, make_batch([3], [0], [[1]], **sizes), AttentionSpec())
+    reasons = launch._unsupported_lines(dataclasses.replace(call, max_query_len=longest))
+    assert [reason.startswith("parents: ") for reason in reasons] == [True] * refused
+
+
+def key_words_of(query_lens, seq_lens, head_dim, seed):
+    """The config, its tiles, their words, and the batch, of random trees."""
+    sizes = {"head_dim": 8, "num_heads": 1, "num_kv_heads": 1, "parents": True, "seed": seed}
+    batch = batch_of(random_problem(query_lens, seq_lens, AttentionSpec(), **sizes))
+    config = config_of(query_lens, AttentionSpec(), group=3, head_dim=head_dim)
+    config = dataclasses.replace(config, words=batch.tree.ancestors.shape[1])
+    lens = batch.query_start_loc, batch.seq_lens
+    found = jax.jit(tiles.tiles_of, static_argnums=0)(config, *lens)
+    in_jit = jax.jit(lines.lines_of, static_argnums=0)
+    return config, found, in_jit(config, batch.tree, found).words, batch
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize(("query_lens", "seq_lens"), BATCHES)
+def test_words_say_which_keys_a_row_sees(query_lens, seq_lens, head_dim):
+    """Every bit of a step at the new tokens is what `descent_mask` says of row and key."""
+    config, found, words, batch = key_words_of(query_lens, seq_lens, head_dim, seed=3)
+    words, ancestors = np.asarray(words), np.asarray(batch.tree.ancestors)
+    shown = (words[..., None, :] >> np.arange(32)[:, None]) & 1  # [tiles, 2, words, 32, 64]
+    shown = shown.reshape(*words.shape[:2], -1, WARPGROUP)
+    for tile in map(tiles.Tile._make, np.stack(found, 1)):
+        if tile.sequence >= len(query_lens) or tile.query_len == 0:
+            continue
+        context = tile.key_len - tile.query_len
+        own = np.arange(shown.shape[2]) - config.keys - context % 32
+        for row, token, _ in rows_of(config, tile):
+            want = descent_mask(ancestors[tile.begin + token][None], own)[0]
+            want &= own < tile.query_len
+            half, place = divmod(row, WARPGROUP)
+            np.testing.assert_array_equal(shown[tile.slot, half, :, place] == 1, want)
+
+
 def check(query_lens, seq_lens, spec, **sizes):
     sizes = {"head_dim": 128, "block_size": 16, "dtype": BF16} | sizes
     problem = random_problem(query_lens, seq_lens, spec, **sizes)
@@ -236,6 +297,30 @@ def test_every_feature(name, query_lens, seq_lens):
 def test_sizes(block_size, head_dim, dtype):
     spec = AttentionSpec(sliding_window=100, alibi_slopes=SIGNED)
     check(*BATCHES[1], spec, block_size=block_size, head_dim=head_dim, dtype=dtype)
+
+
+TREES = (*BATCHES, ([9, 8, 1, 2, 0], [300, 530, 77, 3, 5]), ([64] * 3, [64, 1024, 300]))
+
+
+@hopper
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("query_lens", "seq_lens"), TREES)
+@pytest.mark.parametrize("name", ["plain", "sliding_window", "alibi_slopes", "all"])
+def test_trees(name, query_lens, seq_lens, head_dim):
+    sizes = {"head_dim": head_dim, "pad_tokens": sum(query_lens) + 20}
+    check(query_lens, seq_lens, SPECS[name], parents=True, **sizes)
+
+
+@hopper
+@pytest.mark.parametrize(("query_lens", "seq_lens"), TREES)
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_a_chain_is_causal_attention_in_every_bit(name, query_lens, seq_lens):
+    sizes = {"head_dim": 128, "block_size": 16, "dtype": BF16}
+    problem = random_problem(query_lens, seq_lens, SPECS[name], **sizes)
+    chain = problem.replace(parents=own_indices(problem) - 1)
+    both = (attend_with_lse(p, "mosaic", True) for p in (chain, problem))
+    for got, want in zip(*both, strict=True):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
 
 
 @hopper

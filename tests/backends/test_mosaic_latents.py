@@ -239,3 +239,8 @@ def test_bad_values_stay_inside_the_arrays():
     assert jnp.isfinite(out).all()
     bad = dataclasses.replace(bad, query_start_loc=jnp.array([-5, 30, 10**6, 7], jnp.int32))
     jax.block_until_ready(attend(call, *arrays, bad, 132))
+
+
+def test_drafts_that_branch_are_refused():
+    (reason,) = launch._unsupported(dataclasses.replace(call_with(), parents=True))
+    assert reason == "parents: not with values among the keys' columns"

@@ -61,7 +61,7 @@ def plan(config, starts, seq_lens):
     starts = nondecreasing(starts)
     schedule = split_kv.schedule_of(config, starts, seq_lens)
     numbers = jnp.arange(config.max_tiles, dtype=jnp.int32)
-    all_tiles = split_kv.tile_at(config, starts, seq_lens, numbers)
+    all_tiles = split_kv.tiles_of(config, starts, seq_lens)
     blocks = tiles.key_blocks(config, all_tiles)
     blocks = blocks._replace(count=jnp.where(split_kv.is_one(config, all_tiles), blocks.count, 0))
 

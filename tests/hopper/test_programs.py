@@ -38,6 +38,8 @@ KINDS = {
     "mosaic, decodes": Kind("mosaic", DECODES, GROUPED),
     "mosaic, chunks": Kind("mosaic", CHUNKS, GROUPED),
     "mosaic, latents": Kind("mosaic", DECODES, LATENT, PartitionSpec()),
+    "mosaic, trees": Kind("mosaic", CHUNKS, GROUPED | {"parents": True}),
+    "mosaic, short trees": Kind("mosaic", ([8, 1, 3], [300, 5, 4000]), GROUPED | {"parents": True}),
 }
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
 

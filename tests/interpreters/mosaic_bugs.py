@@ -73,6 +73,18 @@ BUGS = {
     "window: one key too many": Bug(
         "position - (window - 1), last", "position - window, last", NUMBERS, "window, cap"
     ),
+    "trees: a token does not see itself": Bug(
+        "return words[..., 1:] << shift |", "return words[..., 1:] << shift + 1 |", NUMBERS, "trees"
+    ),
+    "trees: the words of another step": Bug(
+        "block * count - begin + count, 0, known",
+        "block * count - begin, 0, known",
+        NUMBERS,
+        "trees",
+    ),
+    "trees: keys of the new tokens in steps that no line hides": Bug(
+        "    if not config.words:  # else", "    if True:  # else", NUMBERS, "trees"
+    ),
     "keys released before their product is awaited": Bug(
         "            x = plgpu.wgmma_accumulator_load(x_ref, wait_n=1)\n"
         "            plgpu.barrier_arrive(self.barriers.key_free.at[walk.key_slot(step)])",
@@ -159,4 +171,5 @@ FEW = (
     "keys released before their product is awaited",
     "results stored before they are committed",
     "cut keys: no wait for the results of others",
+    "trees: keys of the new tokens in steps that no line hides",
 )

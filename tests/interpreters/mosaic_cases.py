@@ -33,6 +33,7 @@ class Case(NamedTuple):
     programs: int
     spec: AttentionSpec = AttentionSpec()
     dtype: Any = BF16
+    parents: bool = False  # whether new tokens are drafts that branch
 
     @property
     def bucket(self) -> Bucket:
@@ -44,7 +45,9 @@ class Case(NamedTuple):
 
     @property
     def cache(self) -> dict[str, Any]:
-        return {"value_dim": 512, "latent": True} if self.kernel == "latents" else {}
+        if self.kernel == "latents":
+            return {"value_dim": 512, "latent": True}
+        return {"parents": True} if self.parents else {}
 
 
 def sizes(num_tokens, max_query_len, block_size, max_blocks, **others):
@@ -141,6 +144,37 @@ CASES = {
         (([1, 0, 1, 1], [280, 0, 9, 270]),),
         sizes(5, 1, 8, 36, num_heads=7),
         programs=3,
+    ),
+    "trees": Case(
+        "whole tiles",
+        (([136, 3, 0, 20], [400, 70, 12, 20]), ([67, 1, 70, 8], [200, 1, 135, 103])),
+        sizes(160, 144, 32, 13),
+        programs=2,
+        parents=True,
+    ),
+    "trees of 4 heads, window, alibi, cap": Case(
+        "whole tiles",
+        (([40, 1, 9], [150, 33, 9]), ([50, 0, 2], [155, 0, 2])),
+        sizes(52, 50, 16, 10, num_heads=4),
+        programs=2,
+        spec=AttentionSpec(sliding_window=12, logits_soft_cap=3.0, alibi_slopes=2 * ALIBI),
+        parents=True,
+    ),
+    "cut trees": Case(
+        "cut keys",
+        (([9, 0, 12], [300, 5, 530]), ([12, 8, 1], [140, 130, 300])),
+        sizes(22, 12, 32, 17, num_heads=4, num_kv_heads=2, head_dim=128),
+        programs=5,
+        parents=True,
+    ),
+    "cut trees, window, alibi, 256": Case(
+        "cut keys",
+        (([40, 2], [200, 70]), ([3, 60], [3, 190])),
+        sizes(64, 64, 16, 13, num_heads=2, num_kv_heads=2, head_dim=256),
+        programs=6,
+        spec=AttentionSpec(sliding_window=20, alibi_slopes=ALIBI),
+        dtype=F16,
+        parents=True,
     ),
     "latents": Case(
         "latents",

@@ -89,7 +89,8 @@ def multiply(shared, thread, acc, sides, views, *, in_memory, source_info):
     access = shared.access(key, ())
     sums = shared.get_buffer_content(key, access, thread)[0]
     with np.errstate(all="ignore"):  # keys that no query sees may hold anything
-        sums = sums + np.float32(a) @ np.float32(b)
+        # In float64: in float32 NumPy's rounding depends on the place of a row among the others.
+        sums = np.float32(sums + np.float64(a) @ np.float64(b))
     shared.store_buffer_content(key, access, sums, thread)
     shared.issued[thread].append((key, clock))
 

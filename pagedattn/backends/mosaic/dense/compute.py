@@ -11,10 +11,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from . import scores
+from . import lines, scores
 from .kernel_config import WARPGROUP, KernelConfig
+from .registers import LAYOUT, row_vector, wide
 from .results import join_or_leave, store
-from .scores import LAYOUT, Softmax
+from .scores import Softmax
 from .tiles import has_rows
 
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]  (not private: its documents name it)
@@ -79,14 +80,10 @@ class Walk:
     """The steps of one tile in one warpgroup."""
 
     def __init__(self, config, arrays, memory, barriers, warpgroup, task):
-        self.config, self.memory, self.barriers, self.warpgroup = (
-            config,
-            memory,
-            barriers,
-            warpgroup,
-        )
+        self.config, self.arrays, self.memory = config, arrays, memory
+        self.barriers, self.warpgroup = barriers, warpgroup
         self.task, self.blocks, self.done = task, task.blocks, task.done
-        self.rows = scores.rows_of(config, task.tile, arrays.slopes, task.head, warpgroup)
+        self.rows = scores.rows_of(config, arrays, task.tile, task.head, warpgroup)
         self.query_slot = lax.rem(task.index, jnp.int32(config.query_slots))
         self.query = memory.query.at[self.query_slot, warpgroup]
 
@@ -130,6 +127,7 @@ class Walk:
     def first(self):
         """The weights of the first step."""
         step = jnp.int32(0)
+        keys = self.keys_of(step, masked=True)
         plgpu.barrier_wait(self.barriers.query_full.at[self.query_slot])
         self.await_keys_and_turn(step)
 
@@ -140,13 +138,14 @@ class Walk:
 
         x = pl.run_scoped(products, ACC((WARPGROUP, self.config.keys)))
         plgpu.barrier_arrive(self.barriers.key_free.at[self.key_slot(step)])
-        weights, state, _ = scores.weigh(self.config, self.logits(step, x, True), no_weights())
+        x = self.logits(keys, x, masked=True)
+        weights, state, _ = scores.weigh(self.config, x, no_weights())
         return weights.astype(self.memory.query.dtype), state
 
     def step(self, step, carry, masked):
         out, state, weights = carry
         out, (weights, state, kept) = self.beside(self, step, state, masked, out, weights)
-        return out * scores.wide(kept, out), state, weights.astype(self.memory.query.dtype)
+        return out * wide(kept, out), state, weights.astype(self.memory.query.dtype)
 
     def last_beside(self, following, out, weights):
         """The results, and the weights of the first step of the tile that follows."""
@@ -159,6 +158,7 @@ class Walk:
     def beside(self, walk, step, state, masked, out, weights, position=None):
         """Weights times the values before a position, beside the weights of a step of a walk."""
         before = (step if position is None else position) - 1
+        keys = walk.keys_of(step, masked)
         walk.await_keys_and_turn(step)
 
         def products(x_ref, out_ref):
@@ -168,7 +168,7 @@ class Walk:
             self.pass_turn()
             x = plgpu.wgmma_accumulator_load(x_ref, wait_n=1)
             plgpu.barrier_arrive(self.barriers.key_free.at[walk.key_slot(step)])
-            new = scores.weigh(self.config, walk.logits(step, x, masked), state)
+            new = scores.weigh(self.config, walk.logits(keys, x, masked), state)
             return out_ref[...], lax.optimization_barrier(new)
 
         size = (WARPGROUP, self.config.head_dim)
@@ -187,10 +187,16 @@ class Walk:
         plgpu.barrier_arrive(self.barriers.value_free.at[self.value_slot(step)])
         return out
 
-    def logits(self, step, x, masked):
+    def keys_of(self, step, masked):
         block = self.blocks.last - step
-        x = scores.logits(self.config, self.rows, block, x)
-        return scores.only_visible(self.config, self.rows, block, x) if masked else x
+        if not (masked and self.config.words):
+            return lines.keys_of(self.config, block)
+        tables = self.arrays.lines
+        return lines.keys_in_lines(self.config, tables, self.task.tile, self.warpgroup, block)
+
+    def logits(self, keys, x, masked):
+        x = scores.logits(self.config, self.rows, keys, x)
+        return scores.only_visible(self.rows, keys, x) if masked else x
 
     def await_keys_and_turn(self, step):
         plgpu.barrier_wait(self.barriers.key_full.at[self.key_slot(step)])
@@ -210,4 +216,4 @@ class Walk:
 
 
 def no_weights():
-    return Softmax(scores.row_vector(-jnp.inf), scores.row_vector(0.0))
+    return Softmax(row_vector(-jnp.inf), row_vector(0.0))

@@ -13,6 +13,7 @@ from ...._arrays.shard_map import traced_apart
 from ..in_place import unfused
 from .compute import compute
 from .kernel_config import UNIT, WARPGROUP, KernelConfig
+from .lines import Lines
 from .loads import WARPS, load
 from .split_kv import Schedule, cut_tiles
 from .tile_tasks import visit_all, whole_tiles
@@ -27,6 +28,7 @@ class Arrays(NamedTuple):
     value: Any
     tables: Any
     schedule: Any  # the tiles: a Schedule or a Table
+    lines: Any  # Lines
     slopes: Any
     out: Any
     lse: Any
@@ -72,13 +74,16 @@ def attention(
     value,
     tables,
     schedule: Schedule | Table,
+    lines: Lines,
     slopes,
 ):
     """out `[num_tokens, num_heads, head_dim]` and lse `f32[max_tiles, num_kv_heads, 2, 64]`."""
 
-    def body(query, key, value, tables, *refs):
-        work_refs, (slopes, *results) = refs[: len(schedule)], refs[len(schedule) :]
-        arrays = Arrays(query, key, value, tables, type(schedule)(*work_refs), slopes, *results)
+    operands, structure = jax.tree.flatten((query, key, value, tables, schedule, lines, slopes))
+
+    def body(*refs):
+        inputs, results = refs[: len(operands)], refs[len(operands) :]
+        arrays = Arrays(*jax.tree.unflatten(structure, inputs), *results)
         arrays = arrays._replace(finished=semaphores(config))
         scratch = memory_of(config, query.dtype), barriers_of(config)
         run = functools.partial(program, config, programs, arrays)
@@ -97,7 +102,7 @@ def attention(
     )
     if config.parts:
         kernel = unfused(kernel)  # for its semaphores
-    out, lse, *_ = traced_apart(kernel, query, key, value, tables, *schedule, slopes)
+    out, lse, *_ = traced_apart(kernel, *operands)
     return out, lse
 
 

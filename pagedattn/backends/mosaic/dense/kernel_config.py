@@ -27,6 +27,7 @@ class KernelConfig:
     spec: AttentionSpec
     with_lse: bool
     units: int = UNITS  # of a tile
+    words: int = 0  # of a token's line, if the drafts branch
     parts: int = 0  # into so many the keys of all sequences are cut; 0: tiles are whole
 
     @property

@@ -8,23 +8,27 @@ import jax.numpy as jnp
 
 from ...._arrays.namespace import cdiv
 from ...._dispatch.call import Call
-from . import split_kv
+from ....batch.draft_tree import num_words
+from . import split_kv, tiles
 from .kernel import attention
 from .kernel_config import UNIT, UNITS, KernelConfig
+from .lines import Lines, lines_of
 from .results import by_token
-from .tiles import tiles_of
 
 SUPPORTS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes", "return_lse"}
+    | {"parents"}
 )
 DTYPES = ("bfloat16", "float16")
 LARGEST_CAP = 1e4  # capped logits are right to eps times the cap
+LONGEST_LINE = 8192  # tokens: the lines of so many take 36 MB for a group of 4 heads
 MEASURED_HEAD_DIM = 128
 
 
 def refusals(call: Call) -> list[str]:
     """Why the kernel cannot run a call; empty when it can."""
-    return _unsupported_sizes(call) + _unsupported_cap(call) + unsupported_device()
+    values = _unsupported_cap(call) + _unsupported_lines(call)
+    return _unsupported_sizes(call) + values + unsupported_device()
 
 
 def slower_because(call: Call) -> list[str]:
@@ -78,6 +82,15 @@ def _unsupported_cap(call) -> list[str]:
     return []
 
 
+def _unsupported_lines(call) -> list[str]:
+    if call.parents and call.max_query_len > LONGEST_LINE:
+        return [
+            f"parents: each row has a bit for each new token, so max_query_len must be at most "
+            f"{LONGEST_LINE}, got {call.max_query_len}"
+        ]
+    return []
+
+
 def unsupported_device() -> list[str]:
     if (capability := _capability()) != "9.0":
         return [f"it needs compute capability 9.0 (Hopper), got {capability}"]
@@ -100,12 +113,13 @@ def attend(call: Call, query, cache, batch, programs):
     config = config_of(call, programs)
     query = jnp.pad(query, ((0, config.num_tokens - call.num_tokens), (0, 0), (0, 0)))
     lengths = batch.query_start_loc, batch.seq_lens
-    schedule = (
-        split_kv.schedule_of(config, *lengths) if config.parts else tiles_of(config, *lengths)
-    )
+    dealt = split_kv if config.parts else tiles
+    schedule, lines = dealt.schedule_of(config, *lengths), Lines()
+    if batch.tree is not None:
+        lines = lines_of(config, batch.tree, dealt.tiles_of(config, *lengths))
     slopes = jnp.asarray(call.spec.alibi_slopes or (0.0,), jnp.float32)
     arrays = query, cache.key, cache.value, batch.block_tables
-    out, lse = attention(config, programs, *arrays, schedule, slopes)
+    out, lse = attention(config, programs, *arrays, schedule, lines, slopes)
     tokens = slice(call.num_tokens)
     return out[tokens], by_token(config, *lengths, lse)[tokens] if call.return_lse else None
 
@@ -118,7 +132,15 @@ def config_of(call: Call, programs: int) -> KernelConfig:
     sizes = call.num_heads, call.num_kv_heads, call.head_dim, call.num_blocks, call.block_size
     spec = dataclasses.replace(call.spec, sliding_window=call.window)
     num_tokens = max(UNIT, call.num_tokens)
-    config = KernelConfig(num_tokens, *sizes, call.num_seqs, call.max_blocks, spec, call.return_lse)
+    config = KernelConfig(
+        num_tokens,
+        *sizes,
+        call.num_seqs,
+        call.max_blocks,
+        spec,
+        call.return_lse,
+        words=num_words(call.max_query_len) if call.parents else 0,
+    )
     units = cdiv(call.longest_query, UNIT) * call.group
     if units > UNITS:
         return config

@@ -1,6 +1,5 @@
 """Where a warpgroup's rows go: by units, or row by row where a sequence is shorter than a unit."""
 
-import inspect
 import math
 
 import jax.experimental.pallas as pl
@@ -8,9 +7,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from . import scores
 from .kernel_config import ROWS, UNIT, WARPGROUP, KernelConfig, columns
-from .scores import LAYOUT, Softmax
+from .registers import LAYOUT, load, wide
+from .scores import Softmax
 from .tiles import Tile, counts_of, has_rows, num_units, sequences, token_of
 
 
@@ -18,7 +17,7 @@ def store(config: KernelConfig, arrays, memory, tile: Tile, head, slot, warpgrou
     """Results pass through the memory of the tile's queries, which is free by then."""
     some = state.total > 0
     share = jnp.where(some, 1 / jnp.where(some, state.total, 1.0), 0.0)
-    out = (out * scores.wide(share, out)).astype(memory.query.dtype)
+    out = (out * wide(share, out)).astype(memory.query.dtype)
     plgpu.commit_smem()  # all warps have read their queries
     memory.query.at[slot, warpgroup][...] = out
     plgpu.commit_smem()
@@ -101,11 +100,6 @@ def first_tile(config: KernelConfig, query_lens, seq):
     return (jnp.cumsum(counts) - counts)[seq]
 
 
-# JAX 0.10 must be given an index to load all of a reference, 0.11 warns of any, 0.12 takes none.
-INDEX = inspect.signature(plgpu.load).parameters.get("idx")
-ALL = ((),) if INDEX and INDEX.default is INDEX.empty else ()
-
-
 def join_or_leave(config: KernelConfig, arrays, task, warpgroup, out, state: Softmax, store):
     """Stores the results of a tile that begins with a task, leaves those of another to its tile."""
     out, state = with_the_rest(config, arrays, task, warpgroup, out, state)
@@ -149,13 +143,9 @@ def with_the_rest(config: KernelConfig, arrays, task, warpgroup, out, state: Sof
     return lax.fori_loop(work_item.part + 1, end, join, (out, state))
 
 
-def load(ref, layout):
-    return plgpu.load(ref, *ALL, layout=layout, optimized=False)
-
-
 def joined(out, state: Softmax, other_out, other: Softmax):
     top = jnp.maximum(state.top, other.top)
     base = jnp.where(top == -jnp.inf, 0.0, top)
     here, there = jnp.exp2(state.top - base), jnp.exp2(other.top - base)
-    out = out * scores.wide(here, out) + other_out * scores.wide(there, out)
+    out = out * wide(here, out) + other_out * wide(there, out)
     return out, Softmax(top, state.total * here + other.total * there)

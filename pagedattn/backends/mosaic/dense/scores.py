@@ -7,10 +7,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from .kernel_config import UNIT, WARPGROUP, KernelConfig
-from .tiles import Tile, num_units, token_of
+from .kernel_config import WARPGROUP, KernelConfig
+from .lines import Keys, has_positions, in_line
+from .registers import LAYOUT, load, row_vector, wide
+from .tiles import Tile, token_at, unit_of
 
-LAYOUT = plgpu.Layout.WGMMA
 LOG2_E = math.log2(math.e)
 
 
@@ -23,28 +24,39 @@ class Rows(NamedTuple):
     last_key: Any
 
 
-def row_vector(value, dtype=jnp.float32):
-    return plgpu.layout_cast(jnp.full((WARPGROUP,), value, dtype), LAYOUT.reduce(1))
-
-
-def rows_of(config: KernelConfig, tile: Tile, slopes, head, warpgroup) -> Rows:
+def rows_of(config: KernelConfig, arrays, tile: Tile, head, warpgroup) -> Rows:
     spec = config.spec
     if not spec.causal and spec.sliding_window is None and spec.alibi_slopes is None:
         return Rows(None, None, None, tile.key_len - 1)
-    row = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP,), 0, layout=LAYOUT.reduce(1))
-    unit = tile.first_unit + lax.div(row + warpgroup * WARPGROUP, jnp.int32(UNIT))
-    unit = jnp.minimum(unit, num_units(config, tile.query_len) - 1)
-    token = token_of(tile.query_len, lax.div(unit, jnp.int32(config.group)))
-    token += lax.rem(row, jnp.int32(UNIT))
+    if config.words:
+        return rows_in_lines(config, arrays, tile, head, warpgroup)
+    token = token_at(config, tile, numbers_of(warpgroup))
     position = tile.key_len - tile.query_len + token
-    slope = slope_of(config, slopes, head, unit)
+    slope = slope_of(config, arrays.slopes, tile, head, warpgroup)
     return Rows(position, slope, *visible_keys(config, position, tile.key_len))
 
 
-def slope_of(config: KernelConfig, slopes, head, unit):
-    """The ALiBi slope of the query head of each unit; None without ALiBi."""
+def rows_in_lines(config: KernelConfig, arrays, tile: Tile, head, warpgroup) -> Rows:
+    """Nothing that is not used: JAX would search long for the layout of what is not."""
+    if not has_positions(config):
+        return Rows(None, None, None, None)
+    depth = load(arrays.lines.depths.at[tile.slot, warpgroup], LAYOUT.reduce(1))
+    position, window = tile.key_len - tile.query_len + depth, config.spec.sliding_window
+    slope = slope_of(config, arrays.slopes, tile, head, warpgroup)
+    return Rows(position, slope, None if window is None else position - (window - 1), None)
+
+
+def numbers_of(warpgroup):
+    """The numbers of a warpgroup's rows in their tile."""
+    row = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP,), 0, layout=LAYOUT.reduce(1))
+    return row + warpgroup * WARPGROUP
+
+
+def slope_of(config: KernelConfig, slopes, tile: Tile, head, warpgroup):
+    """The ALiBi slope of the query head of each row; None without ALiBi."""
     if config.spec.alibi_slopes is None:
         return None
+    unit = unit_of(config, tile, numbers_of(warpgroup))
     member, slope = lax.rem(unit, jnp.int32(config.group)), row_vector(0.0)
     for i in range(config.group):
         slope = jnp.where(member == i, slopes[head * config.group + i], slope)
@@ -61,23 +73,13 @@ def visible_keys(config: KernelConfig, position, key_len):
     return None if window is None else position - (window - 1), last
 
 
-def columns(config: KernelConfig):
-    size = (WARPGROUP, config.keys)
-    return plgpu.broadcasted_iota(jnp.int32, size, 1, layout=LAYOUT)
-
-
-def wide(rows, like):
-    """One value for each row, or for all, as a matrix."""
-    if not rows.ndim:
-        return rows
-    return lax.broadcast_in_dim(rows, like.shape, [0])
-
-
-def only_visible(config: KernelConfig, rows: Rows, block, x):
-    column, first_key = columns(config), block * config.keys
-    visible = column <= wide(rows.last_key - first_key, x)
+def only_visible(rows: Rows, keys: Keys, x):
+    if keys.words is None:
+        visible = keys.positions <= wide(rows.last_key - keys.first, x)
+    else:
+        visible = in_line(keys)
     if rows.first_key is not None:
-        visible &= column >= wide(rows.first_key - first_key, x)
+        visible &= keys.positions >= wide(rows.first_key - keys.first, x)
     return jnp.where(visible, x, -jnp.inf)
 
 
@@ -88,7 +90,7 @@ def is_plain(config: KernelConfig) -> bool:
     return not options and spec.scale_for(config.head_dim) > 0
 
 
-def logits(config: KernelConfig, rows: Rows, block, x):
+def logits(config: KernelConfig, rows: Rows, keys: Keys, x):
     """The logits, without the positive factor of plain ones."""
     if is_plain(config):
         return x
@@ -97,7 +99,7 @@ def logits(config: KernelConfig, rows: Rows, block, x):
     if (cap := spec.logits_soft_cap) is not None:
         x = cap - 2 * cap / (1 + jnp.exp2(x * (2 * LOG2_E / cap)))
     if spec.alibi_slopes is not None:
-        distance = jnp.abs(wide(rows.position - block * config.keys, x) - columns(config))
+        distance = jnp.abs(wide(rows.position - keys.first, x) - keys.positions)
         x = x - wide(rows.slope, x) * distance.astype(jnp.float32)
     return x
 

@@ -31,8 +31,8 @@ class Schedule(NamedTuple):
 def schedule_of(config: KernelConfig, query_start_loc, seq_lens) -> Schedule:
     """The schedule: sums alone, so that XLA needs few kernels for it."""
     lengths = query_start_loc.astype(jnp.int32), seq_lens.astype(jnp.int32)
-    number = jnp.arange(config.max_tiles, dtype=jnp.int32)
-    tile = tile_at(config, *lengths, number)
+    tile = tiles_of(config, *lengths)
+    number = tile.slot
     cost = key_blocks(config, tile).count + OVERHEAD
     cost = jnp.where(is_one(config, tile), cost, 0)
     before = number[None, :] < jnp.arange(config.max_tiles + 1, dtype=jnp.int32)[:, None]
@@ -50,8 +50,9 @@ def parts_of(config: KernelConfig, starts):
     return jnp.stack([first, behind], axis=1)
 
 
-def tile_at(config: KernelConfig, query_start_loc, seq_lens, number) -> Tile:
-    """A tile by its number, which is that of its sequence; behind those, a tile of padding."""
+def tiles_of(config: KernelConfig, query_start_loc, seq_lens) -> Tile:
+    """The tiles by their numbers: one of each sequence, then those of the padding."""
+    number = jnp.arange(config.max_tiles, dtype=jnp.int32)
     of_sequence = lengths_at(config, query_start_loc, seq_lens, number)
     return tile_of(config, number, *of_sequence)
 

@@ -40,8 +40,19 @@ def cdiv(a, b: int):
     return lax.div(a + (b - 1), jnp.int32(b))
 
 
-def tiles_of(config: KernelConfig, query_start_loc, seq_lens) -> Table:
-    """The tiles of all sequences and of the padding."""
+def schedule_of(config: KernelConfig, query_start_loc, seq_lens) -> Table:
+    """The tiles of all sequences and of the padding, those of most keys first."""
+    tiles = tiles_of(config, query_start_loc, seq_lens)
+    _, query_lens, _ = sequences(config, query_start_loc, seq_lens)
+    total = jnp.sum(counts_of(config, query_lens), dtype=jnp.int32, keepdims=True)
+    steps = jnp.where(tiles.slot < total, key_blocks(config, tiles).count, -1)
+    order = jnp.argsort(-steps)
+    table = jnp.stack(tiles, axis=1).astype(jnp.int32)[order]
+    return Table(table, jnp.minimum(total, config.max_tiles))
+
+
+def tiles_of(config: KernelConfig, query_start_loc, seq_lens) -> Tile:
+    """The tiles in the order of their slots; behind the last one, any."""
     begins, query_lens, key_lens = sequences(config, query_start_loc, seq_lens)
     counts = counts_of(config, query_lens)
     ends = jnp.cumsum(counts)
@@ -49,11 +60,7 @@ def tiles_of(config: KernelConfig, query_start_loc, seq_lens) -> Table:
     owner = jnp.sum(slots[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
     seq = jnp.minimum(owner, len(counts) - 1)
     first_unit = (slots - (ends - counts)[seq]) * config.units
-    tiles = Tile(seq, begins[seq], query_lens[seq], key_lens[seq], first_unit, slots)
-    steps = jnp.where(slots < ends[-1], key_blocks(config, tiles).count, -1)
-    order = jnp.argsort(-steps)
-    table = jnp.stack(tiles, axis=1).astype(jnp.int32)[order]
-    return Table(table, jnp.minimum(ends[-1:], config.max_tiles).astype(jnp.int32))
+    return Tile(seq, begins[seq], query_lens[seq], key_lens[seq], first_unit, slots)
 
 
 def counts_of(config: KernelConfig, query_lens):
@@ -87,6 +94,18 @@ def token_of(query_len, block):
     return jnp.minimum(block * UNIT, jnp.maximum(query_len - UNIT, 0))
 
 
+def unit_of(config: KernelConfig, tile: Tile, row):
+    """The unit of each of some rows of a tile."""
+    unit = tile.first_unit + lax.div(row, jnp.int32(UNIT))
+    return jnp.minimum(unit, num_units(config, tile.query_len) - 1)
+
+
+def token_at(config: KernelConfig, tile: Tile, row):
+    """The token, in its sequence, of each of some rows of a tile."""
+    block = lax.div(unit_of(config, tile, row), jnp.int32(config.group))
+    return token_of(tile.query_len, block) + lax.rem(row, jnp.int32(UNIT))
+
+
 def num_units(config: KernelConfig, query_len):
     return cdiv(query_len, UNIT) * config.group
 
@@ -101,7 +120,9 @@ def key_blocks(config: KernelConfig, tile: Tile) -> KeyBlocks:
     """Every tile has one step at least, so that a row without keys needs no program of its own."""
     last_unit = jnp.minimum(tile.first_unit + config.units, num_units(config, tile.query_len)) - 1
     context, group = tile.key_len - tile.query_len, jnp.int32(config.group)
-    first = context + token_of(tile.query_len, lax.div(tile.first_unit, group))
+    first = context
+    if not config.words:  # else any token may stand there, and none sees all of those before it
+        first += token_of(tile.query_len, lax.div(tile.first_unit, group))
     last = context + token_of(tile.query_len, lax.div(last_unit, group)) + UNIT - 1
     last = jnp.minimum(last, tile.key_len - 1)
     begin, end = reach(config, first, last, tile.key_len)

@@ -1,0 +1,34 @@
+"""Arrays in a warpgroup's registers: a row of a tile, or a key of a step, to each element."""
+
+import inspect
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from .kernel_config import WARPGROUP, KernelConfig
+
+LAYOUT = plgpu.Layout.WGMMA
+# JAX 0.10 must be given an index to load all of a reference, 0.11 warns of any, 0.12 takes none.
+INDEX = inspect.signature(plgpu.load).parameters.get("idx")
+ALL = ((),) if INDEX and INDEX.default is INDEX.empty else ()
+
+
+def row_vector(value, dtype=jnp.float32):
+    return plgpu.layout_cast(jnp.full((WARPGROUP,), value, dtype), LAYOUT.reduce(1))
+
+
+def columns(config: KernelConfig):
+    size = (WARPGROUP, config.keys)
+    return plgpu.broadcasted_iota(jnp.int32, size, 1, layout=LAYOUT)
+
+
+def wide(rows, like):
+    """One value for each row, or for all, as a matrix."""
+    if not rows.ndim:
+        return rows
+    return lax.broadcast_in_dim(rows, like.shape, [0])
+
+
+def load(ref, layout):
+    return plgpu.load(ref, *ALL, layout=layout, optimized=False)
