@@ -91,7 +91,8 @@ WORK_ITEM_FIELDS = (
     "num_queries",
     "position",  # of its first token, or, where drafts branch, of that one's slot
     "context",  # the keys before those of its sequence's new tokens
-    "kv_head",  # of an item of a long sequence; -1 for all of them
+    "kv_head",  # its first one
+    "num_heads",  # KV heads of an item of a short sequence; 0 of a long one, which has one
     "seq_len",
     "first",  # its first key; of a selection keys are counted in the list of its blocks
     "last",  # the key after its last one

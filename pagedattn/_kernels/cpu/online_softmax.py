@@ -8,11 +8,13 @@ import numpy as np
 
 from . import four_bits
 from .compiling import fast, within
+from .listed import column_of
+from .masking import mask_and_soften
 from .memory import get_float32, get_int32, get_int64, memcpy, memset, put_float32, put_int64
 from .pv_matmul import pv_1, pv_2, pv_4, set_weights
 from .qk_matmul import qk_1, qk_2, qk_4, set_query
 from .simd import KEYS, LINE
-from .softmax import CHUNK, NONE, ONE, ZERO, mask_and_soften
+from .softmax import CHUNK, NONE, ONE, ZERO
 from .unpack import (
     fetch_row,
     gather_scales,
@@ -28,15 +30,16 @@ GROUP = 4 * KEYS  # keys whose logits are computed head by head; those of the ne
 
 
 @fast
-def set_offsets(args, table, first, count, keys, values, slots):
+def set_offsets(args, item, first, count, keys, values, slots):
     """The byte offsets of `count` keys and values of a sequence from key `first` on.
 
     And the numbers of their slots' first heads. From there to the end of the chunk they repeat the
     last one: tiles read nothing else.
     """
-    column = first // args.block_size
-    slot = first - column * args.block_size
-    block = block_at(args, table, column)
+    table = args.tables + item.seq * args.table_row
+    index = first // args.block_size
+    slot = first - index * args.block_size
+    block = block_at(args, table, column_of(args, item, index))
     for k in range(CHUNK):
         put_int64(keys, k, block * args.key_block + slot * args.key_slot)
         put_int64(values, k, block * args.value_block + slot * args.value_slot)
@@ -44,8 +47,8 @@ def set_offsets(args, table, first, count, keys, values, slots):
         if k + 1 < count:
             slot += 1
             if slot == args.block_size:
-                slot, column = np.int64(0), column + 1
-                block = block_at(args, table, column)
+                slot, index = np.int64(0), index + 1
+                block = block_at(args, table, column_of(args, item, index))
 
 
 @fast
@@ -66,9 +69,9 @@ def set_shown(offsets, away, shown):
 
 @within
 def load_queries(args, dtypes, work_item, queries):
-    """The queries as `qk_1` takes them, `[num_kv_heads, num_queries, group, row]`."""
+    """The queries as `qk_1` takes them, `[num_heads, num_queries, group, row]`."""
     row = queries
-    for kv_head in range(args.num_kv_heads):
+    for kv_head in range(work_item.kv_head, work_item.kv_head + work_item.num_heads):
         for i in range(work_item.num_queries):
             for head in range(kv_head * args.group, (kv_head + 1) * args.group):
                 token = work_item.token + i
@@ -126,7 +129,7 @@ def attend(args, dtypes, held, work_item, queries, sums, highest, total, room):
     Offsets are those of a chunk and of the next one: keys are fetched some keys ahead, values
     a head ahead.
     """
-    rows, heads = work_item.num_queries * args.group, args.num_kv_heads
+    rows, heads = work_item.num_queries * args.group, work_item.num_heads
     head_bytes = 4 * CHUNK * rows
     keys, values, slots = room, room + 16 * CHUNK, room + 32 * CHUNK
     shown = room + 48 * CHUNK
@@ -138,12 +141,10 @@ def attend(args, dtypes, held, work_item, queries, sums, highest, total, room):
     memset(zeros, 0, args.row_bytes)
     if is_packed(held):
         set_steps(args, tokens)
-    table = args.tables + work_item.seq * args.table_row
     count = min(CHUNK, work_item.last - work_item.first)
     following = 8 * CHUNK
-    set_offsets(
-        args, table, work_item.first, count, keys + following, values + following, slots + following
-    )
+    places = keys + following, values + following, slots + following
+    set_offsets(args, work_item, work_item.first, count, *places)
     for first in range(work_item.first, work_item.last, CHUNK):
         memcpy(keys, keys + 8 * CHUNK, 8 * CHUNK)
         memcpy(values, values + 8 * CHUNK, 8 * CHUNK)
@@ -151,16 +152,14 @@ def attend(args, dtypes, held, work_item, queries, sums, highest, total, room):
         count = min(CHUNK, work_item.last - first)
         left = min(CHUNK, work_item.last - first - CHUNK)
         if left > 0:
-            after = first + CHUNK
-            set_offsets(
-                args, table, after, left, keys + following, values + following, slots + following
-            )
+            set_offsets(args, work_item, first + CHUNK, left, *places)
         for k in range(0, count, GROUP):
             at, many = keys + 8 * k, min(GROUP, count - k)
-            for head in range(heads):
+            for place in range(heads):
+                head = work_item.kv_head + place
                 row, out = (
-                    queries + head * rows * args.row_bytes,
-                    logits + head * head_bytes + 4 * k,
+                    queries + place * rows * args.row_bytes,
+                    logits + place * head_bytes + 4 * k,
                 )
                 plane, offsets = args.key + head * args.key_head, at
                 scale = args.scale * factor(args.key_scale, args.key_scale_head, head)
@@ -173,9 +172,10 @@ def attend(args, dtypes, held, work_item, queries, sums, highest, total, room):
                     unpack_keys(args, held, plane, at, slots + 8 * k, head, many, tokens)
                     plane, offsets = rows_of(tokens), steps_of(tokens)
                 set_logits(args, dtypes, row, rows, plane, offsets, many, scale, out)
-        for head in range(heads):
-            own, tops = logits + head * head_bytes, highest + 4 * head * rows
-            totals, out = total + 4 * head * rows, sums + head * rows * args.row_bytes
+        for place in range(heads):
+            head = work_item.kv_head + place
+            own, tops = logits + place * head_bytes, highest + 4 * place * rows
+            totals, out = total + 4 * place * rows, sums + place * rows * args.row_bytes
             if scales_logits(held):
                 gather_scales(args.key_scales, head, slots, CHUNK, tokens)
                 for r in range(rows):
@@ -196,9 +196,9 @@ def attend(args, dtypes, held, work_item, queries, sums, highest, total, room):
                     clear_hidden(tokens, shown)
                 for r in range(rows):
                     scale_logits(own + 4 * r * CHUNK, tokens, CHUNK)
-            later = head + 1
+            later = place + 1
             ahead = values + 8 * CHUNK * (later // heads)
-            plane = args.value + (later % heads) * args.value_head
+            plane = args.value + (work_item.kv_head + later % heads) * args.value_head
             if looks_up(held) and args.value_columns % (2 * four_bits.GROUP) == 0:
                 seen = shown if args.bias != 0 else np.int64(0)
                 room_of_head = rows_of(tokens)

@@ -4,6 +4,7 @@ import numpy as np
 
 from .call_args import APART, CALL_ARGS, WORK_ITEM, args_at, work_item_at
 from .compiling import fast
+from .listed import listed_range
 from .memory import aligned_alloc, get_int32, memcpy, memset, put_float32, put_int64
 from .prefill import items
 from .prefill.items import PRODUCTS_OF_A_THREAD
@@ -76,10 +77,16 @@ def sequence(args, seq, token):
 
 
 @fast
-def keys_of(args, num_queries, seq_len):
-    """The range of keys that the queries of a sequence see."""
+def keys_of(args, seq, kv_head, num_queries, seq_len):
+    """The range of keys that the queries of a sequence see, or of those listed for a KV head."""
     context = seq_len - num_queries
-    return key_range(args, seq_len, context, context + num_queries - 1)
+    return listed_range(args, seq, kv_head, seq_len, context, context + num_queries - 1)
+
+
+@fast
+def heads_together(args):
+    """How many KV heads an item of a short sequence has: all whose keys are the same."""
+    return np.int64(1) if args.selection != 0 else args.num_kv_heads
 
 
 @fast
@@ -95,14 +102,15 @@ def measure(args):
     for seq in range(args.num_seqs):
         token, num_queries, seq_len = sequence(args, seq, token)
         token += num_queries
-        first, last = keys_of(args, num_queries, seq_len)
+        context = seq_len - num_queries
+        first, last = key_range(args, seq_len, context, seq_len - 1)
+        seen = last - first
+        if args.selection != 0:
+            seen = min(seen, args.num_selected * args.block_size)
         if is_long(args, num_queries):
-            seen = last - first
-            if args.selection != 0:
-                seen = min(seen, args.num_selected * args.block_size)
             tokens, products = tokens + num_queries, products + num_queries * seen
         elif num_queries > 0:
-            keys, most = keys + last - first, max(most, num_queries)
+            keys, most = keys + seen, max(most, num_queries)
     width = args.num_kv_heads * args.group * (args.head_dim + args.value_dim)
     return keys, most, tokens, products * width
 
@@ -132,11 +140,12 @@ def count_items(args, size):
             parts, cut_here, states_here = items.count_parts(args, seq, token, num_queries, seq_len)
             tiles, cut, states = tiles + parts, cut + cut_here, states + states_here
         elif num_queries > 0:
-            first, last = keys_of(args, num_queries, seq_len)
-            parts = parts_of(first, last, size)
-            count += parts
-            if parts > 1:
-                cut, states = cut + 1, states + parts
+            for kv_head in range(0, args.num_kv_heads, heads_together(args)):
+                first, last = keys_of(args, seq, kv_head, num_queries, seq_len)
+                parts = parts_of(first, last, size)
+                count += parts
+                if parts > 1:
+                    cut, states = cut + 1, states + parts
         token += num_queries
     return tiles, tiles + count, cut, states
 
@@ -153,15 +162,21 @@ def set_items(args, size, num_long):
         if is_long(args, num_queries):
             tiles, free = items.set_items(args, tiles, free, seq, token, num_queries, seq_len)
         elif num_queries > 0:
-            at, free = set_parts(args, at, free, size, seq, token, num_queries, seq_len)
+            for kv_head in range(0, args.num_kv_heads, heads_together(args)):
+                at, free = set_parts(
+                    args, at, free, size, seq, kv_head, token, num_queries, seq_len
+                )
         token += num_queries
     clear_rows(args, token, args.num_tokens)
 
 
 @fast
-def set_parts(args, at, free, size, seq, token, num_queries, seq_len):
-    """Writes the items of a short sequence; gives the places of the next one, and of its states."""
-    first, last = keys_of(args, num_queries, seq_len)
+def set_parts(args, at, free, size, seq, kv_head, token, num_queries, seq_len):
+    """Writes the items of a short sequence; gives the places of the next one and of its states.
+
+    Of one KV head, or of all together.
+    """
+    first, last = keys_of(args, seq, kv_head, num_queries, seq_len)
     parts = parts_of(first, last, size)
     finished, state = np.int64(0), np.int64(0)
     if parts > 1:
@@ -172,7 +187,7 @@ def set_parts(args, at, free, size, seq, token, num_queries, seq_len):
         item = work_item_at(at)
         item.seq, item.token, item.num_queries, item.seq_len = seq, token, num_queries, seq_len
         item.position = item.context = seq_len - num_queries
-        item.kv_head = -1
+        item.kv_head, item.num_heads = kv_head, heads_together(args)
         item.first, item.last = first + part * size, min(last, first + (part + 1) * size)
         item.part, item.parts, item.state, item.finished = part, parts, state, finished
         at += WORK_ITEM_BYTES

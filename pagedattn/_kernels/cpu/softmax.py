@@ -1,4 +1,4 @@
-"""From logits of a chunk of keys to weights: soft-caps, biases, masks, the online softmax."""
+"""What makes weights of logits: soft-caps, biases, masks, the online softmax."""
 
 import numpy as np
 
@@ -124,14 +124,6 @@ def add_bias(bias, logits, columns, count):
 
 
 @fast
-def note_shown(logits, shown):
-    """Which keys some row sees: those where `shown` is not -inf."""
-    for k in range(CHUNK):
-        logit = get_float32(logits, k)
-        put_float32(shown, k, get_float32(shown, k) if logit == NONE else logit)
-
-
-@fast
 def hide(logits, begin, end, first, count):
     """-inf at the keys of a chunk that are not in `[begin, end)`, which a query may see."""
     for k in range(min(max(begin - first, 0), count)):
@@ -155,29 +147,3 @@ def soften(logits, highest, total, kept, row):
     put_float32(highest, row, top)
     put_float32(total, row, get_float32(total, row) * factor + summed)
     put_float32(kept, row, factor)
-
-
-@fast
-def mask_and_soften(args, work_item, kv_head, first, count, logits, shown, highest, total, kept):
-    """From logits of a chunk and a KV head to weights."""
-    for i in range(work_item.num_queries):
-        position, slot = position_of(args, work_item, i), work_item.position + i
-        for g in range(args.group):
-            row, head = i * args.group + g, kv_head * args.group + g
-            at = logits + 4 * row * CHUNK
-            if args.soft_cap > ZERO:
-                cap_logits(args.soft_cap, at, count)
-            if args.slopes != 0:
-                slope = get_float32(args.slopes, head)
-                add_alibi_of_query(args, work_item, slope, at, i, first, count)
-            if args.bias != 0:
-                bias = args.bias + (work_item.token + i) * args.bias_token + head * args.bias_head
-                add_bias(bias + 4 * first, at, args.bias_columns - first, count)
-            if work_item.num_queries > 1:
-                begin, end = key_range(args, work_item.seq_len, position, slot)
-                hide(at, begin, end, first, count)
-            if args.depths != 0:
-                hide_other_lines(args, work_item, at, i, first, count)
-            if args.bias != 0:
-                note_shown(at, shown)
-            soften(at, highest, total, kept, row)

@@ -34,7 +34,7 @@ def work(address, dtypes, tiles, held):
         if scratch == 0:
             scratch = aligned_alloc(APART, scratch_bytes(args, tiles, held))
         at = args.first_item + number * WORK_ITEM_BYTES
-        if work_item_at(at).kv_head >= 0:
+        if work_item_at(at).num_heads == 0:
             call_3_at(args.prefill, address, at, scratch)
         else:
             run_item(args, dtypes, held, at, scratch)
@@ -73,7 +73,7 @@ def scratch_bytes(args, tiles, held):
 @within
 def run_item(args, dtypes, held, at, scratch):
     work_item = work_item_at(at)
-    rows = work_item.num_queries * args.num_kv_heads * args.group
+    rows = work_item.num_queries * work_item.num_heads * args.group
     state = work_item.state if work_item.parts > 1 else scratch + args.state_bytes
     clear(args, rows, state)
     if work_item.first < work_item.last:
@@ -102,7 +102,7 @@ def clear(args, rows, state):
 def finish(args, dtypes, work_item, rows, states):
     """Joins the states of a sequence's work items, in their order, and writes its rows."""
     row, group = 0, args.group
-    for kv_head in range(args.num_kv_heads):
+    for kv_head in range(work_item.kv_head, work_item.kv_head + work_item.num_heads):
         unit = args.unit * factor(args.value_scale, args.value_scale_head, kv_head)
         for i in range(work_item.num_queries):
             for head in range(kv_head * group, (kv_head + 1) * group):

@@ -51,10 +51,9 @@ def dtypes_of(call: Call) -> tuple[str, ...]:
 def longest(call: Call) -> int:
     """The most queries of a sequence that read pages in place; more of them pack the keys.
 
-    0, all pack, where results are batch-invariant: decode's products add up in another order. And
-    where each KV head has blocks of its own, of which decode takes all heads together.
+    0, all pack, where results are batch-invariant: decode's products add up in another order.
     """
-    if call.batch_invariant or call.selection is not None:
+    if call.batch_invariant:
         return 0
     _, tiles = multiplied(*(HELD[name] for name in dtypes_of(call)))
     kernel = micro_kernel(*tiles)

@@ -7,6 +7,7 @@ FlashAttention-4: until then weights are above 1, which the division by their su
 import numpy as np
 
 from ..compiling import fast, within
+from ..listed import run_of, seen_by, seen_range
 from ..memory import get_float32, put_float32
 from ..online_softmax import factor
 from ..scalar_math import exp
@@ -24,7 +25,6 @@ from ..softmax import (
 from ..store_row import highest_of
 from ..unpack import up_to
 from .in_place import add_values, set_logits
-from .listed import run_of, seen_by, seen_range
 from .micro_kernel import (
     LINE,
     PANEL,

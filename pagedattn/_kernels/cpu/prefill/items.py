@@ -8,9 +8,9 @@ import numpy as np
 
 from ..call_args import APART, WORK_ITEM, work_item_at
 from ..compiling import fast
+from ..listed import listed_range
 from ..memory import aligned_alloc, free, get_int64, memcpy, memset, put_int64
 from ..softmax import lowest_position
-from .listed import listed_range
 from .room import KEYS, SEGMENT, state_bytes
 
 ITEM_BYTES = WORK_ITEM.itemsize
@@ -85,7 +85,7 @@ def set_tile(args, at, free, seq, token, num_queries, seq_len, first, kv_head):
     for part in range(parts):
         item = work_item_at(at)
         item.seq, item.token, item.num_queries, item.seq_len = seq, token + first, count, seq_len
-        item.context, item.kv_head = seq_len - num_queries, kv_head
+        item.context, item.kv_head, item.num_heads = seq_len - num_queries, kv_head, 0
         item.position = item.context + first
         item.first, item.last, item.part, item.parts = low, high, part, parts
         item.state, item.finished = state, finished

@@ -2,6 +2,7 @@
 
 from ..call_args import APART
 from ..compiling import fast, within
+from ..listed import column_of, run_of, seen_by
 from ..memory import add_at, get_float32, get_int64, memcpy, memset, put_float32, put_int64
 from ..online_softmax import block_at, factor
 from ..scalar_math import log
@@ -10,7 +11,6 @@ from ..softmax import NONE, ONE, ZERO, hide_other_lines
 from ..store_row import narrow_row
 from ..unpack import by_token, unpack_row, up_to
 from .blocks import FLOAT_LOG2_E, add_tile, unit_of_logits
-from .listed import column_of, run_of, seen_by
 from .micro_kernel import LINE, PANEL, SLAB, block, configure, depth, in_place, release
 from .packing import pack_keys, pack_query, pack_values
 from .room import (

@@ -6,9 +6,9 @@ as they do in a sequence. Without a selection a key's number is its position.
 
 import numpy as np
 
-from ..compiling import fast
-from ..memory import get_int32
-from ..softmax import key_range, lowest_position
+from .compiling import fast
+from .memory import get_int32
+from .softmax import key_range, lowest_position
 
 
 @fast
