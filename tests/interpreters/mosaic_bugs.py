@@ -128,7 +128,7 @@ BUGS = {
         "cut decodes",
     ),
     "sums not shrunk to the new highest": Bug(
-        "return out * scores.wide(kept, out), state", "return out, state", NUMBERS
+        "return out * wide(kept, out), state", "return out, state", NUMBERS
     ),
     "a barrier that counts pages only": Bug(
         "full = max(config.pages, WARPS)", "full = config.pages", PHASE, "whole tiles"
