@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from statistics import median
 
 import jax
 import numpy as np
@@ -24,12 +23,10 @@ import pagedattn_torch
 from benchmarks import machine
 from benchmarks.case import HEADS_SAID, Case, CpuCase, GpuCase
 from benchmarks.invariance_bits import KINDS, differing
-from benchmarks.report import reason_of
-from benchmarks.timing import captured
+from benchmarks.turns import in_turns, of_arrays, of_graphs
 from pagedattn import KVCache, paged_attention
 
 DEFAULT, MODE = "default", "batch_invariant"
-TURNS, SECONDS = 9, 0.015  # of each: turns, and seconds of a turn at least
 
 
 def shapes() -> dict[str, tuple[list[int], list[int]]]:
@@ -79,20 +76,7 @@ def on_gpu(case: GpuCase, name: str) -> Callable[[], float]:
     wrong = (call(0).float() - right).norm() / right.norm()
     if not wrong < case.tolerance:
         raise ValueError(f"its answer differs by {wrong.item():.1%}")
-    graph = captured(call, calls)
-    once = graph_seconds(graph, 3) / 3
-    replays = max(1, round(SECONDS / once))
-    return lambda: graph_seconds(graph, replays) / replays / calls
-
-
-def graph_seconds(graph, replays: int) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(replays):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3
+    return of_graphs(call, calls)
 
 
 def on_cpu(case: CpuCase, name: str) -> Callable[[], float]:
@@ -101,28 +85,7 @@ def on_cpu(case: CpuCase, name: str) -> Callable[[], float]:
     mode = {"backend": "numba", "batch_invariant": name == MODE}
     run, batch = jax.jit(partial(paged_attention, **mode)), case.batch
     case.require(pagedattn_interop.to_torch(run(query, cache, batch)))
-
-    def seconds() -> float:
-        start = time.perf_counter()
-        jax.block_until_ready(run(query, cache, batch))
-        return time.perf_counter() - start
-
-    return seconds
-
-
-def measured(case: Case, prepare: Callable) -> dict[str, float | str]:
-    """Microseconds of both, or why there are none."""
-    found: dict[str, float | str] = {}
-    calls, times = {}, {}
-    for name in (DEFAULT, MODE):
-        try:
-            calls[name], times[name] = prepare(case, name), []
-        except Exception as error:
-            found[name] = reason_of(error)
-    for _ in range(TURNS):
-        for name, call in calls.items():
-            times[name].append(call())
-    return found | {name: round(1e6 * median(taken), 2) for name, taken in times.items()}
+    return of_arrays(run, query, cache, batch)
 
 
 def row_of(case: Case, us: dict[str, float | str]) -> str:
@@ -143,7 +106,9 @@ def run(cuda: bool, only: str, seconds: float) -> dict:
     for shape, lens in (shapes() if cuda else cpu_shapes()).items():
         if only in shape:
             case = (GpuCase if cuda else CpuCase)(shape, *lens)
-            report["us"][shape] = measured(case, on_gpu if cuda else on_cpu)
+            report["us"][shape] = in_turns(
+                partial(on_gpu if cuda else on_cpu, case), (DEFAULT, MODE)
+            )
             print(row_of(case, report["us"][shape]), flush=True)
             case.free()
     report["differing"] = {}

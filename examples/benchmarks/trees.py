@@ -9,12 +9,10 @@ the median of turns.
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 
 import jax
 import numpy as np
@@ -24,9 +22,7 @@ import torch
 import pagedattn_torch
 from benchmarks import machine
 from benchmarks.case import HEADS_SAID, Case, CpuCase, GpuCase
-from benchmarks.invariance import SECONDS, TURNS, graph_seconds
-from benchmarks.report import reason_of
-from benchmarks.timing import captured
+from benchmarks.turns import in_turns, of_arrays, of_graphs
 from pagedattn import BatchMetadata, KVCache, make_batch, paged_attention
 
 # By contender the parents of a sequence's new tokens, from their indices.
@@ -84,9 +80,7 @@ def on_gpu(case: GpuCase, name: str) -> Callable[[], float]:
         return pagedattn_torch.paged_attention(case.query, case.cache, batch, backend="triton")
 
     require(case, call(0), name)
-    graph = captured(call, calls)
-    replays = max(1, round(SECONDS / (graph_seconds(graph, 3) / 3)))
-    return lambda: graph_seconds(graph, replays) / replays / calls
+    return of_graphs(call, calls)
 
 
 def on_cpu(case: CpuCase, name: str) -> Callable[[], float]:
@@ -95,28 +89,7 @@ def on_cpu(case: CpuCase, name: str) -> Callable[[], float]:
     run, batch = jax.jit(partial(paged_attention, backend="numba")), case.batch
     batch = branching(case, batch, name)
     require(case, pagedattn_interop.to_torch(run(query, cache, batch)), name)
-
-    def seconds() -> float:
-        start = time.perf_counter()
-        jax.block_until_ready(run(query, cache, batch))
-        return time.perf_counter() - start
-
-    return seconds
-
-
-def measured(case: Case, prepare: Callable) -> dict[str, float | str]:
-    """Microseconds of each contender, or why there are none."""
-    found: dict[str, float | str] = {}
-    calls, times = {}, {}
-    for name in PARENTS:
-        try:
-            calls[name], times[name] = prepare(case, name), []
-        except Exception as error:
-            found[name] = reason_of(error)
-    for _ in range(TURNS):
-        for name, call in calls.items():
-            times[name].append(call())
-    return found | {name: round(1e6 * median(taken), 2) for name, taken in times.items()}
+    return of_arrays(run, query, cache, batch)
 
 
 def row_of(shape: str, us: dict[str, float | str]) -> str:
@@ -138,7 +111,7 @@ def run(cuda: bool, only: str) -> dict:
     for shape, lens in shapes(cuda).items():
         if only in shape:
             case = (GpuCase if cuda else CpuCase)(shape, *lens)
-            report["us"][shape] = measured(case, on_gpu if cuda else on_cpu)
+            report["us"][shape] = in_turns(partial(on_gpu if cuda else on_cpu, case), PARENTS)
             print(row_of(shape, report["us"][shape]), flush=True)
             case.free()
     return report

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from cases import good_call, lacks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rearranged import Call, Layout, Piece, bits, calls, differing, prompts
+from supporting import backends_with, backends_without
 
 import pagedattn as pa
 from pagedattn._dispatch import registry
@@ -34,19 +34,7 @@ EXAMPLES = {Framework.JAX: 10, Framework.TORCH: 20}  # in JAX a call is a progra
 SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "block_size": 4}
 
 
-def promising():
-    """The framework and the name of each backend that has the mode, and runs here."""
-    device = jax.default_backend()
-    device = "cuda" if device == "gpu" else device
-    for framework in Framework:
-        for name in registry.names(framework):
-            found = registry.tried(name, framework)
-            has = not isinstance(found, str) and "batch_invariant" in found.supports
-            if has and not registry.wrong_device(name, device):
-                yield pytest.param(framework, name, id=f"{framework.name.lower()}-{name}")
-
-
-every_backend = pytest.mark.parametrize(("framework", "name"), list(promising()))
+every_backend = pytest.mark.parametrize(("framework", "name"), backends_with("batch_invariant"))
 
 
 def solver(framework, name, batch_invariant=True):
@@ -147,20 +135,8 @@ def test_after_fork_and_swap_the_bits_are_the_same(framework, name):
             np.testing.assert_array_equal(bits(got), bits(want))
 
 
-def lacking():
-    """Every backend that does not have the mode, installed or not."""
-    for framework in Framework:
-        for name in registry.names(framework):
-            try:
-                found = registry.record(name, framework)
-            except pa.BackendUnavailableError:
-                continue
-            if "batch_invariant" not in found.supports:
-                yield pytest.param(framework, found, id=f"{framework.name.lower()}-{name}")
-
-
-@pytest.mark.parametrize(("framework", "backend"), list(lacking()))
-def test_others_refuse_it_by_name(framework, backend):
+@pytest.mark.parametrize("backend", backends_without("batch_invariant"))
+def test_others_refuse_it_by_name(backend):
     query, cache, batch, spec = good_call()
     call = call_of(query, cache, batch, spec, batch_invariant=True)
     device = next(iter(registry.BUILT_IN[backend.name].devices), call.device)

@@ -8,6 +8,7 @@ import pytest
 from cases import good_call, grown, lacks, mixed, own_indices, padded, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from supporting import backends_with, backends_without
 
 import pagedattn as pa
 from pagedattn._dispatch import registry
@@ -24,21 +25,10 @@ EVERY = pa.AttentionSpec(
 SPECS = {"plain": pa.AttentionSpec(), "every": EVERY}
 
 
-def having():
-    """The framework and the name of each backend that has trees, and runs here.
-
-    But mosaic, whose heads and blocks are larger than those of these tests: test_mosaic has its.
-    """
-    device = jnp.zeros(1).device.platform.replace("gpu", "cuda")
-    for framework in Framework:
-        for name in registry.names(framework):
-            found = registry.tried(name, framework)
-            has = not isinstance(found, str) and "parents" in found.supports and name != "mosaic"
-            if has and not registry.wrong_device(name, device):
-                yield pytest.param(framework, name, id=f"{framework.name.lower()}-{name}")
-
-
-every_backend = pytest.mark.parametrize(("framework", "name"), list(having()))
+# The heads and blocks of mosaic are larger than those of these tests: test_mosaic has its own.
+every_backend = pytest.mark.parametrize(
+    ("framework", "name"), backends_with("parents", but=("mosaic",))
+)
 
 
 def solve(framework, name, problem, jit=True):
@@ -144,19 +134,7 @@ def test_eager_and_jit_agree(mode):
     assert_attention_close(*got, problem, name=mode)
 
 
-def lacking():
-    """Every backend that has no trees, installed or not."""
-    for framework in Framework:
-        for name in registry.names(framework):
-            try:
-                found = registry.record(name, framework)
-            except pa.BackendUnavailableError:
-                continue
-            if "parents" not in found.supports:
-                yield pytest.param(found, id=f"{framework.name.lower()}-{name}")
-
-
-@pytest.mark.parametrize("backend", list(lacking()))
+@pytest.mark.parametrize("backend", backends_without("parents"))
 def test_others_refuse_them_by_name(backend):
     call = call_of(*good_call())
     device = next(iter(registry.BUILT_IN[backend.name].devices), call.device)

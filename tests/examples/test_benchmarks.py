@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -19,6 +20,7 @@ from benchmarks.peers import PACKAGES, installed, missing
 from benchmarks.peers.cpu import PEERS, paged
 from benchmarks.peers.latents import LATENTS, PAGE, Latents
 from benchmarks.report import Ceilings, Report
+from benchmarks.turns import in_turns
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,13 +51,13 @@ def test_peers_compute_what_is_expected_or_say_why_not(query_lens, context_lens,
 
 def test_trees_are_timed_beside_causal_queries(monkeypatch):
     case = case_of([8, 5], [20, 40])
-    times = trees.measured(case, trees.on_cpu)
+    times = in_turns(partial(trees.on_cpu, case), trees.PARENTS)
     assert [*times] == [*trees.PARENTS]
     assert all(isinstance(us, float) for us in times.values()), times
     assert len(trees.row_of(case.shape, times).split()) == 2 + len(times)  # "a case" is two words
 
     monkeypatch.setitem(trees.PARENTS, "a chain", lambda index: index - 2 + (index == 0))
-    times = trees.measured(case, trees.on_cpu)
+    times = in_turns(partial(trees.on_cpu, case), trees.PARENTS)
     assert "its answer differs" in times["a chain"]
 
 
