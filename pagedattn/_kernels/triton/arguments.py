@@ -92,6 +92,7 @@ class Options(NamedTuple):
     sinks: bool
     negate: bool  # the scale is negative
     selection: bool  # keys are counted in the list of a KV head's blocks
+    looked_up: bool  # and their positions are looked up, for windows and ALiBi
     words: int  # of a token's ancestors, where drafts branch; 0 where they do not
 
 

@@ -200,7 +200,7 @@ def _layout(call: Call, unit: int) -> Layout:
 
 
 def _options(call: Call) -> Options:
-    spec = call.spec
+    spec, selects = call.spec, call.selection is not None
     return Options(
         causal=spec.causal,
         window=call.window is not None,
@@ -208,7 +208,8 @@ def _options(call: Call) -> Options:
         alibi=spec.alibi_slopes is not None,
         sinks=call.sinks,
         negate=call.scale < 0,
-        selection=call.selection is not None,
+        selection=selects,
+        looked_up=selects and (call.window is not None or spec.alibi_slopes is not None),
         words=num_words(call.max_query_len) if call.parents else 0,
     )
 

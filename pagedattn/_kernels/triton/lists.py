@@ -1,8 +1,8 @@
 """The keys of a tile, counted in the list of blocks that its KV head attends to.
 
 Blocks are listed in ascending order, then -1. So the keys that a row sees follow one another in the
-list, as they do in a sequence: only their positions must be looked up. Where all blocks are listed,
-every number here is what it is without a list.
+list, as they do in a sequence, and how many they are is looked up once a tile. Where all blocks are
+listed, every number here is what it is without a list.
 """
 
 # Constants are NamedTuples here, which the type `constexpr` does not say.
@@ -27,10 +27,13 @@ def listed_blocks(tables, selection):
 
 @triton.jit
 def positions_of(cache, step, keys, config: tl.constexpr):
-    """The positions of a step's keys, the first of which is `step`; NOWHERE of no block's."""
+    """What masks compare of a step's keys, the first of which is `step`.
+
+    Their positions or, of a selection without windows and ALiBi, their places in its list.
+    """
     BLOCK_SIZE: tl.constexpr = config.layout.block_size
     positions = keys
-    if config.options.selection:
+    if config.options.looked_up:
         if BLOCK_SIZE % config.keys == 0:
             column = tl.load(cache.selection + step // BLOCK_SIZE)  # the step lies in one block
         else:
@@ -42,17 +45,19 @@ def positions_of(cache, step, keys, config: tl.constexpr):
 
 @triton.jit
 def rank(cache, position, most, BLOCK_SIZE: tl.constexpr):
-    """How many of the keys of the first `most` listed blocks stand before a position."""
+    """How many listed keys stand before a position, or before each of some.
+
+    `most` is how many blocks they may lie in: the search ends after as many steps as it has bits.
+    """
+    position = tl.maximum(position, 0)
     column = position // BLOCK_SIZE
-    low = 0
-    high = most
-    while low < high:
-        middle = (low + high) // 2
+    low = column * 0
+    left = most
+    while left > 0:
+        middle = low + (left - 1) // 2
         block = tl.load(cache.selection + middle)
-        if (block >= 0) & (block < column):
-            low = middle + 1
-        else:
-            high = middle
+        low = tl.where((block >= 0) & (block < column), middle + 1, low)
+        left = left // 2
     block = tl.load(cache.selection + low, mask=low < most, other=-1)
     return low * BLOCK_SIZE + tl.where(block == column, position % BLOCK_SIZE, 0)
 
@@ -64,10 +69,11 @@ def most_listed(cache, end, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
-def last_listed(cache, end, BLOCK_SIZE: tl.constexpr):
-    """The key after the last one that may stand before a position."""
-    most = most_listed(cache, end, BLOCK_SIZE)
-    column = tl.load(cache.selection + most - 1, mask=most > 0, other=-1)
-    missing = tl.cdiv(end, BLOCK_SIZE) * BLOCK_SIZE - end
-    last_one = (most > 0) & (column == tl.cdiv(end, BLOCK_SIZE) - 1)
-    return most * BLOCK_SIZE - tl.where(last_one, missing, 0)
+def last_seen(cache, span, task, positions, config: tl.constexpr):
+    """The place in the list of the last key that each row at a position may see."""
+    BLOCK_SIZE: tl.constexpr = config.layout.block_size
+    last = tl.zeros_like(positions) + (span.end - 1)
+    if task.query_len - task.first > 1:
+        most = most_listed(cache, task.seq_len, BLOCK_SIZE)
+        last = rank(cache, positions + 1, most, BLOCK_SIZE) - 1
+    return last

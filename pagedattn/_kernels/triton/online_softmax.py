@@ -36,7 +36,7 @@ class Queries(NamedTuple):
 
     q: Any  # [rows, widths.dims]
     q_rest: Any  # [rows, widths.rest]; of four bits the second half; anything if there is none
-    positions: Any
+    positions: Any  # as `positions_of` has those of keys
     slopes: Any
     lines: Any  # `Lines`; of no account without a tree
 
@@ -58,7 +58,7 @@ class State(NamedTuple):
 class Span(NamedTuple):
     """Keys of a tile."""
 
-    begin: Any  # only those at positions in [begin, end) are read
+    begin: Any  # only those in [begin, end) are read, as `positions_of` has them
     end: Any
     start: Any  # those in [start, stop) are attended to; of a selection, counted in its list
     stop: Any

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .eight_bits import factors_of, halved
 from .lines import Lines, standing
-from .lists import last_listed, most_listed, rank
+from .lists import last_seen, most_listed, rank
 from .online_softmax import Formula, Queries, Span, State, attend_keys
 from .segments import attend_segments, store_top
 from .states import columns_of, empty_state, finished, join_states, nothing_seen
@@ -60,7 +60,7 @@ def attend(rows, cache, task, formula, config: tl.constexpr, tile: tl.constexpr)
     places = places_of(task, tile)
     span = span_of(task, cache, formula.window, config, tile)
     if config.segment > 0:
-        queries, formula = load_queries(rows, places, task, formula, config, tile)
+        queries, formula = load_queries(rows, places, cache, span, task, formula, config, tile)
         state = first_state(rows, places, task, config, tile)
         middle = middle_of(span, task, cache, config)
         state = attend_segments(
@@ -79,7 +79,7 @@ def attend(rows, cache, task, formula, config: tl.constexpr, tile: tl.constexpr)
             tl.store(row, nothing_seen(tile.rows), mask=places.exists)
             return
 
-    queries, formula = load_queries(rows, places, task, formula, config, tile)
+    queries, formula = load_queries(rows, places, cache, span, task, formula, config, tile)
     first = first_state(rows, places, task, config, tile)
     state = empty_state(config, tile) if config.layout.scaled else first
     if tile.unmasked:
@@ -127,9 +127,12 @@ def span_of(task, cache, window, config: tl.constexpr, tile: tl.constexpr):
     stop = end
     if options.selection:
         BLOCK_SIZE: tl.constexpr = config.layout.block_size
-        stop = last_listed(cache, end, BLOCK_SIZE)
+        most = most_listed(cache, end, BLOCK_SIZE)
+        stop = rank(cache, end, most, BLOCK_SIZE)
         if options.window:
-            first = rank(cache, begin, most_listed(cache, end, BLOCK_SIZE), BLOCK_SIZE)
+            first = rank(cache, begin, most, BLOCK_SIZE)
+        if not options.looked_up:
+            end = stop
     start = first // KEYS * KEYS
     if config.split and config.segment == 0:
         # In whole steps; of few keys, the last splits get none.
@@ -147,20 +150,21 @@ def middle_of(span, task, cache, config: tl.constexpr):
 
     Where drafts branch this holds in their context alone.
     """
-    middle = span.end
+    middle = task.seq_len
     if config.options.words > 0:
-        middle = tl.maximum(tl.minimum(span.end, task.seq_len - task.query_len), 0)
+        middle = tl.maximum(task.seq_len - task.query_len, 0)
     elif config.options.causal:
-        first_position = task.seq_len - (task.query_len - task.first)
-        middle = tl.maximum(tl.minimum(span.end, first_position + 1), 0)
+        middle = tl.maximum(task.seq_len - (task.query_len - task.first) + 1, 0)
     if config.options.selection:
         BLOCK_SIZE: tl.constexpr = config.layout.block_size
-        middle = rank(cache, middle, most_listed(cache, span.end, BLOCK_SIZE), BLOCK_SIZE)
+        middle = rank(cache, middle, most_listed(cache, middle, BLOCK_SIZE), BLOCK_SIZE)
     return tl.minimum(tl.maximum(middle // config.keys * config.keys, span.start), span.stop)
 
 
 @triton.jit
-def load_queries(rows, places, task, formula, config: tl.constexpr, tile: tl.constexpr):
+def load_queries(
+    rows, places, cache, span, task, formula, config: tl.constexpr, tile: tl.constexpr
+):
     """The queries of a tile, and the formula; for eight bits with a scale for each row."""
     widths: tl.constexpr = config.widths
     negate: tl.constexpr = config.options.negate
@@ -195,6 +199,8 @@ def load_queries(rows, places, task, formula, config: tl.constexpr, tile: tl.con
     )
     if config.options.words > 0:
         positions = standing(lines, positions, exists)
+    if config.options.selection and not config.options.looked_up:
+        positions = last_seen(cache, span, task, positions, config)
     formula = Formula(scale=scale, cap=formula.cap, window=formula.window)
     queries = Queries(q=q, q_rest=q_rest, positions=positions, slopes=slopes, lines=lines)
     return queries, formula
