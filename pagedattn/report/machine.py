@@ -17,7 +17,8 @@ PACKAGES = (
 )
 CPUINFO = Path("/proc/cpuinfo")
 DRIVER = Path("/proc/driver/nvidia/version")
-MEASURED = ("NVIDIA H200",)  # what docs/results has figures of, beside CPUs
+# What docs/results has figures of, beside CPUs.
+MEASURED = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
 
 
 def versions() -> dict[str, str | None]:
