@@ -17,7 +17,7 @@ from ._arrays.int32 import int32
 from ._arrays.namespace import in_range, set_at
 from ._dispatch.registry import can_load
 from .batch.indices import PAD_SLOT
-from .cache import validate
+from .cache import validate_writes as validate
 from .cache.kv_cache import KVCache
 from .cache.packing import columns
 from .cache.quantise import held, largest

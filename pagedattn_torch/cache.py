@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pagedattn import KVCache
 from pagedattn._arrays.memory import require_alike, require_memory
-from pagedattn.cache import validate
+from pagedattn.cache import validate_writes as validate
 from pagedattn.cache.quantise import held
 
 from .arrays import (

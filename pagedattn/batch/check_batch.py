@@ -12,8 +12,9 @@ from .._arrays.devices import on_one_device
 from .._arrays.dlpack import takes_any_array
 from .._arrays.int32 import int32, nondecreasing
 from .._arrays.namespace import cdiv, in_range
-from ..cache import validate as validate_cache
+from ..cache import validate_writes
 from ..cache.kv_cache import KVCache
+from ..cache.validate import kv_cache
 from ..spec import AttentionSpec, require_spec
 from . import validate as validate_batch
 from .metadata import BatchMetadata
@@ -47,11 +48,11 @@ def check_batch(
     >>> error.get().partition(" (")[0]
     'block_tables must name blocks from 0 to 0: 1 of sequence 0'
     """
-    validate_cache.kv_cache(cache)
+    kv_cache(cache)
     require_spec(spec)
     validate_batch.fits(batch, cache)
     validate_batch.values(batch, cache.num_blocks, spec.sliding_window)
-    validate_cache.slots(batch.slot_mapping, cache.num_slots)
+    validate_writes.slots(batch.slot_mapping, cache.num_slots)
     if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(batch)):
         return
     checks = (*_of_starts(batch), *_of_lengths(batch), *_of_blocks(batch, cache, spec))

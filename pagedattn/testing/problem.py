@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from . import features, oracle
+from . import features, oracle, visibility
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,7 +91,7 @@ class Problem:
         names = ("num_blocks", "block_size", "num_kv_heads")
         sizes = dict(zip(names, self.key_cache.shape, strict=False))
         seen = self.block_tables, self.query_lens, self.seq_lens, self.spec
-        return oracle.visible_slots(*seen, self.bias, self.selection, self.parents, **sizes)
+        return visibility.visible_slots(*seen, self.bias, self.selection, self.parents, **sizes)
 
     @property
     def arrays(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class Problem:
             rows = slice(*self.query_start_loc[s : s + 2])
             family = None if self.parents is None else self.parents[rows]
             lens = rows.stop - rows.start, int(seq_len)
-            seen = oracle.visible_keys(*lens, self.spec, family)[:, None]
+            seen = visibility.visible_keys(*lens, self.spec, family)[:, None]
             bias[rows, :, :seq_len] = np.where(seen, self.bias[rows, :, :seq_len], poison)
         return {"bias": bias}
 

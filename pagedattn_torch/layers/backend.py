@@ -12,7 +12,7 @@ from pagedattn import InvalidInputError, KVCache
 from pagedattn._arrays.checks import int_array
 from pagedattn._arrays.inspect import shown
 from pagedattn._arrays.memory import require_memory
-from pagedattn.cache import validate as validate_cache
+from pagedattn.cache import validate_writes
 
 from ..arrays import tensor
 from ..cache import copy_blocks_, require_planes, swap_blocks_
@@ -153,7 +153,7 @@ class AttentionBackend:
         require_eager()
         caches, (src, dst) = _planes(kv_caches), _columns(src_to_dists)
         for cache in caches:  # check all before writing to the first
-            validate_cache.block_copies(cache, cache, src, dst)
+            validate_writes.block_copies(cache, cache, src, dst)
             require_planes(cache)
         for cache in caches:
             copy_blocks_(cache, src, dst)

@@ -22,7 +22,7 @@ from torch import Tensor
 from pagedattn import BatchMetadata, InvalidInputError, KVCache
 from pagedattn._arrays.inspect import known
 from pagedattn.batch.packed import packed_cache
-from pagedattn.cache import validate as validate_cache
+from pagedattn.cache import validate_writes
 
 from ..arrays import tensor
 from ..cache import DeviceRows, HostRows, slot_index
@@ -104,7 +104,7 @@ def _rows(cache, fresh, meta, kind) -> HostRows | DeviceRows:
     if slots is None:
         raise InvalidInputError(f"{kind} attention needs {name} to write keys to the cache")
     slots = tensor(name, slots, cache.key.device)
-    validate_cache.write(cache, fresh.key, fresh.value, slots)
+    validate_writes.write(cache, fresh.key, fresh.value, slots)
     return slot_index(slots, cache.num_slots, cache.block_size)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pagedattn import AttentionSpec
 from pagedattn._dispatch.call import Call, Strides
-from pagedattn.testing.oracle import visible_keys
+from pagedattn.testing.visibility import visible_keys
 
 
 @st.composite

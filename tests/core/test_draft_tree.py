@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import pagedattn as pa
 from pagedattn.batch.draft_tree import draft_tree
 from pagedattn.masks import attention_bias, descent_mask
-from pagedattn.testing.oracle import lines
+from pagedattn.testing.visibility import lines
 
 SIZES = {"num_tokens": 80, "max_query_len": 70}
 

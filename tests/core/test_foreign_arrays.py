@@ -11,6 +11,7 @@ from pagedattn import InvalidInputError, KVCache
 from pagedattn._arrays.dlpack import takes_any_array
 from pagedattn._dispatch import validate
 from pagedattn.cache import validate as validate_cache
+from pagedattn.cache import validate_writes
 
 torch = pytest.importorskip("torch")
 HALVES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -110,7 +111,9 @@ def test_shared_by_pointer(name, kind, dtype, monkeypatch):
     arguments = make(dtype)
     given = KINDS[kind](arguments)
     before, seen = pointers(given), []
-    checks = next(module for module in (validate, validate_cache) if hasattr(module, check))
+    checks = next(
+        module for module in (validate, validate_cache, validate_writes) if hasattr(module, check)
+    )
     original = getattr(checks, check)
 
     def spy(*arrays, **kwargs):

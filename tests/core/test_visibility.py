@@ -18,7 +18,7 @@ from pagedattn import (
     sliding_window_mask,
 )
 from pagedattn.masks import common_key_range, key_range, sees_a_key
-from pagedattn.testing.oracle import visible_keys
+from pagedattn.testing.visibility import visible_keys
 
 FRAMEWORKS = {
     "numpy": lambda x: np.asarray(x, np.int32),

@@ -15,6 +15,7 @@ from pagedattn.testing import (
     reference_attention,
     reference_write,
     tolerances,
+    visibility,
 )
 from pagedattn.testing.features import ARRAYS
 
@@ -96,7 +97,7 @@ VISIBLE = [
 
 @pytest.mark.parametrize(("query_len", "seq_len", "fields", "want"), VISIBLE)
 def test_visible_keys(query_len, seq_len, fields, want):
-    seen = oracle.visible_keys(query_len, seq_len, AttentionSpec(**fields))
+    seen = visibility.visible_keys(query_len, seq_len, AttentionSpec(**fields))
     assert ["".join(str(int(x)) for x in row) for row in seen] == want
 
 

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from test_pool import BLOCK_SIZE, CAPACITY, HEAD_DIM, MAX_SEQS, Side, both, i32, row_vector
 
 import pagedattn as pa
-from pagedattn.testing.oracle import lines
+from pagedattn.testing.visibility import lines
 
 SIZES = {"num_tokens": 12, "max_query_len": 5}
 
