@@ -1,7 +1,4 @@
-"""Prompts and chunks of all kinds for the CPU's kernel, checked against the oracle.
-
-`python tests/backends/cpu_prompts.py` checks them for the processor that Numba compiles for.
-"""
+"""Prompts and chunks of all kinds for the CPU's kernel, checked against the oracle."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -60,8 +57,3 @@ def check(problem, threads: int) -> None:
 def check_all(threads: int, dtype: str = "bfloat16") -> None:
     for name in CASES:
         check(problem_of(name, dtype), threads)
-
-
-if __name__ == "__main__":
-    check_all(threads=2)
-    print("right")

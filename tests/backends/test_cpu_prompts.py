@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import platform
 import subprocess
 import sys
 from functools import partial
@@ -221,10 +220,11 @@ def test_queries_that_a_bound_denied_are_computed():
     assert_attention_close(np.asarray(out), np.asarray(lse), problem)
 
 
-def _elsewhere(script, tmp_path, **settings):
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "JAX_PLATFORMS": "cpu"} | settings
+@pytest.mark.skipif(not PAIRS, reason="needs products of pairs of bfloat16")
+def test_amx_emulated(tmp_path):
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, str(HERE / script)],
+        [sys.executable, str(HERE / "amx_emulated.py")],
         env=environment,
         capture_output=True,
         text=True,
@@ -232,23 +232,6 @@ def _elsewhere(script, tmp_path, **settings):
         cwd=HERE.parents[1],
     )
     assert done.stdout.split() == ["right"], done.stderr[-3000:]
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [{"NUMBA_CPU_NAME": "generic"}, {"NUMBA_CPU_FEATURES": "+sse2,+avx,+avx2,+fma,+f16c"}],
-    ids=lambda setting: next(iter(setting)),
-)
-def test_vectors_of_other_processors(setting, tmp_path):
-    """Of 4 lanes, and of 8."""
-    if platform.machine() != "x86_64":
-        pytest.skip("features of x86-64")
-    _elsewhere("cpu_prompts.py", tmp_path, **setting)
-
-
-@pytest.mark.skipif(not PAIRS, reason="needs products of pairs of bfloat16")
-def test_amx_emulated(tmp_path):
-    _elsewhere("amx_emulated.py", tmp_path)
 
 
 def test_equal_from_torch():

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ if not can_load("numba") or jax.default_backend() != "cpu":
 from pagedattn._kernels.cpu import compiled, thread_pool
 from pagedattn.backends import numba as backend
 
+HERE = Path(__file__).parent
 LARGE = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "block_size": 16}
 
 
@@ -259,9 +261,8 @@ assert (saved(*arrays("bfloat16")) == 0).all()
 """
 
 
-KINDS = """
-from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
-from pagedattn import AttentionSpec, KVCache
+HALVES = """
+from pagedattn import KVCache
 import jax, numpy as np
 held = np.arange(1 << 16, dtype=np.uint16).view(np.float16).reshape(256, 256)
 for other in (held, np.roll(held, 1), np.roll(held, 1 << 10)):  # as they are, ties, sums rounded
@@ -271,6 +272,13 @@ for other in (held, np.roll(held, 1), np.roll(held, 1 << 10)):  # as they are, t
     with np.errstate(all="ignore"):
         mean = (held.astype(np.float32) + other.astype(np.float32)) / 2
         np.testing.assert_array_equal(np.asarray(out)[0], mean.astype(np.float16))
+"""
+# Prompts in the first dtype alone: compiling takes the time.
+KINDS = """
+from cpu_prompts import check_all
+from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
+from pagedattn import AttentionSpec
+check_all(threads=2)
 for dtype in ("bfloat16", "float16", "float32"):
     problem = random_problem([1, 2], [70, 33], AttentionSpec(), dtype=jnp.dtype(dtype))
     given = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
@@ -339,22 +347,23 @@ def test_machine_code_is_kept_on_disk():
 
 
 @pytest.mark.parametrize(
-    "setting",
+    ("setting", "code"),
     [
-        {"NUMBA_CPU_NAME": "generic"},
-        {"NUMBA_ENABLE_AVX": "0"},
-        {"NUMBA_CPU_FEATURES": "+sse2,+avx,+avx2,+fma,+f16c"},
+        ({"NUMBA_CPU_NAME": "generic"}, HALVES + KINDS),
+        ({"NUMBA_ENABLE_AVX": "0"}, HALVES),
+        ({"NUMBA_CPU_FEATURES": "+sse2,+avx,+avx2,+fma,+f16c"}, HALVES + KINDS),
     ],
-    ids=lambda setting: next(iter(setting)),
+    ids=["NUMBA_CPU_NAME", "NUMBA_ENABLE_AVX", "NUMBA_CPU_FEATURES"],
 )
-def test_vectors_are_those_that_numba_compiles_for(setting, tmp_path):
+def test_vectors_are_those_that_numba_compiles_for(setting, code, tmp_path):
     """Its settings take from what the CPU has; LLVM ends a process that uses the rest."""
     if platform.machine() != "x86_64":
         pytest.skip("features of x86-64")
-    environment = os.environ | setting | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    paths = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | setting | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": paths}
     environment |= {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-c", USE + KINDS],
+        [sys.executable, "-c", USE + code],
         capture_output=True,
         text=True,
         check=False,
