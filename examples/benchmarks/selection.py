@@ -35,16 +35,21 @@ class Case(NamedTuple):
     block_size: int
     chosen: int
     dtype: str = "bfloat16"
+    kind: str = "range"  # of the summaries
 
     @property
     def name(self) -> str:
         blocks = f"{self.chosen} of {self.length // self.block_size} blocks of {self.block_size}"
-        return f"{self.num_seqs} x {self.length}, {blocks}, {self.dtype}"
+        return f"{self.num_seqs} x {self.length}, {blocks}, {self.dtype}, by {self.kind}"
 
 
 CASES = {
     "gpu": [Case(16, 131072, 16, 1024), Case(16, 131072, 128, 128)],
-    "cpu": [Case(1, 131072, 16, 256), Case(1, 131072, 16, 256, "float32")],
+    "cpu": [
+        Case(1, 131072, 16, 256),
+        Case(1, 131072, 16, 256, kind="mean"),
+        Case(1, 131072, 16, 256, "float32"),
+    ],
 }
 
 
@@ -117,7 +122,7 @@ def measured(case: Case) -> dict[str, float]:
     shape = case.num_seqs * case.length // case.block_size, case.block_size, KV_HEADS, HEAD_DIM
     cache, batch = random_cache(shape, case.dtype), decodes(case, case.length)
     query = random_array(jax.random.key(1), (case.num_seqs, HEADS, HEAD_DIM), case.dtype)
-    summaries = jax.jit(pa.summarise_blocks)(cache, batch)
+    summaries = jax.jit(partial(pa.summarise_blocks, kind=case.kind))(cache, batch)
     scores = jax.jit(pa.score_blocks)(query, summaries, batch)
     selection = pa.select_blocks(scores, batch, case.chosen)
     parts = {
