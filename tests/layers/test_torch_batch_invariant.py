@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from rearranged import Layout, Piece, bits, rearranged, rows_of
-from test_batch_invariant import promising
+from supporting import backends_with
 from torch_layers import step_of
 
 from pagedattn import AttentionSpec, InvalidInputError, UnsupportedError
@@ -56,7 +56,11 @@ CONTEXTS = {
     "prompt beside a chunk": [Piece(0, 0, 20), Piece(1, 4, 11)],
     "drafts": [Piece(1, 8, 11), Piece(0, 17, 20)],
 }
-TORCH = [param.values[1] for param in promising() if param.values[0] is Framework.TORCH]
+TORCH = [
+    param.values[1]
+    for param in backends_with("batch_invariant")
+    if param.values[0] is Framework.TORCH
+]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
