@@ -194,7 +194,8 @@ def test_chosen_blocks(spec, max_query_len, batch_invariant, dtype):
     assert_attention_close(*got, problem, name="triton")
 
 
-@pytest.mark.parametrize(("window", "batch_invariant"), [(None, False), (None, True), (100, False)])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(("query_lens", "block_size"), [([1, 2], 16), ([1, 1], 128), ([40, 1], 16)])
 def test_chosen_blocks_of_long_sequences(window, query_lens, block_size, batch_invariant):
     """All of them give the bits of dense attention; a few of them are split too."""
@@ -273,9 +274,8 @@ def test_scales_of_tokens(cache_dtype, dtype, batch_invariant):
     check(problem, **options)
 
 
-@pytest.mark.parametrize(
-    ("value_dim", "batch_invariant"), [(None, False), (20, False), (None, True)]
-)
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("value_dim", [None, 20])
 @pytest.mark.parametrize("head_dim", [12, 64, 80, 96, 128, 256])
 def test_groups_of_columns(head_dim, value_dim, batch_invariant):
     """Halves that hold groups, or cut one; tiles that are wider than the halves."""
