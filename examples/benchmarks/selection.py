@@ -21,7 +21,8 @@ import numpy as np
 import pagedattn as pa
 from benchmarks.machine import caption, machine, write
 from benchmarks.random_arrays import random_array, random_cache
-from benchmarks.timing import LAYERS, after, seconds_a_call
+from benchmarks.timing import LAYERS, after, seconds_of_run
+from benchmarks.turns import SECONDS, in_turns
 from pagedattn.extend import cdiv
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -97,8 +98,11 @@ def waiting(query, array):
     return query.at[0, 0, 0].set(array[(0,) * array.ndim].astype(query.dtype))
 
 
-def microseconds(call: Callable, query, summaries, cache, batch) -> float:
-    """Of one layer's call, in a program of some that wait for one another."""
+def seconds_of(call: Callable, held: list, query, cache, batch) -> Callable[[], float]:
+    """`seconds()` of one layer's call, in programs of some that wait for one another.
+
+    `held` are the layers' summaries. Each program is given them, and puts its own in their place.
+    """
 
     @partial(jax.jit, donate_argnames="summaries")
     def program(query, summaries, cache, batch):
@@ -107,37 +111,45 @@ def microseconds(call: Callable, query, summaries, cache, batch) -> float:
             query, summaries[layer] = call(query, summaries[layer], cache, batch)
         return query, summaries
 
-    held = [jax.tree.map(jnp.copy, summaries) for _ in range(LAYERS)]
-
     def run():
-        nonlocal held
-        out, held = program(query, held, cache, batch)
+        out, held[:] = program(query, list(held), cache, batch)
         return out
 
-    return 1e6 * seconds_a_call(run) / LAYERS
+    seconds_of_run(run, jax.block_until_ready, 1)
+    runs = max(1, round(SECONDS / seconds_of_run(run, jax.block_until_ready, 1)))
+    return lambda: seconds_of_run(run, jax.block_until_ready, runs) / runs / LAYERS
 
 
-def measured(case: Case) -> dict[str, float]:
-    """Microseconds of every part of a case."""
+def measured(case: Case) -> dict[str, float | str]:
+    """Microseconds of every part of a case, which take turns."""
     shape = case.num_seqs * case.length // case.block_size, case.block_size, KV_HEADS, HEAD_DIM
     cache, batch = random_cache(shape, case.dtype), decodes(case, case.length)
     query = random_array(jax.random.key(1), (case.num_seqs, HEADS, HEAD_DIM), case.dtype)
     summaries = jax.jit(partial(pa.summarise_blocks, kind=case.kind))(cache, batch)
     scores = jax.jit(pa.score_blocks)(query, summaries, batch)
     selection = pa.select_blocks(scores, batch, case.chosen)
-    parts = {
-        "dense": dense,
-        "summaries": update,
-        "scores": score,
-        "choice": partial(choose, case, scores),
-        "attention": partial(attend, selection),
-        "step": partial(step, case),
-    }
-    times = {
-        name: microseconds(call, query, summaries, cache, batch) for name, call in parts.items()
-    }
     few = decodes(case, case.chosen * case.block_size)
-    return {"dense, as short": microseconds(dense, query, summaries, cache, few), **times}
+    parts = {
+        "dense, as short": (dense, few),
+        "dense": (dense, batch),
+        "summaries": (update, batch),
+        "scores": (score, batch),
+        "choice": (partial(choose, case, scores), batch),
+        "attention": (partial(attend, selection), batch),
+        "step": (partial(step, case), batch),
+    }
+    held = [jax.tree.map(jnp.copy, summaries) for _ in range(LAYERS)]
+    return in_turns(
+        lambda name: seconds_of(parts[name][0], held, query, cache, parts[name][1]), parts
+    )
+
+
+def ratios_of(times: dict) -> str:
+    attention, step = times["attention"] / times["dense, as short"], times["dense"] / times["step"]
+    return (
+        f"  attention {attention:.3f} of a dense one as short; "
+        f"the step {step:.2f} times as fast as dense"
+    )
 
 
 def main() -> None:
@@ -150,10 +162,8 @@ def main() -> None:
     for case in CASES["cpu" if jax.default_backend() == "cpu" else "gpu"]:
         if arguments.only in case.name:
             rows[case.name] = times = measured(case)
-            print(case.name, {name: round(time, 1) for name, time in times.items()})
-            short, whole = times["dense, as short"], times["dense"]
-            print(f"  attention {times['attention'] / short:.3f} of a dense one as short; ", end="")
-            print(f"the step {whole / times['step']:.2f} times as fast as dense", flush=True)
+            print(case.name, times)
+            print(ratios_of(times), flush=True)
             write(arguments.out, {"machine": about, "microseconds": rows})
 
 

@@ -14,13 +14,12 @@ from .memory import (
     free,
     get_float32,
     get_int32,
-    memcpy,
     put_float32,
     put_int64,
 )
 from .online_softmax import GROUP, block_at, set_logits
 from .qk_matmul import set_query
-from .schedule import BYTES_OF_A_THREAD, CALL_ARGS_BYTES
+from .schedule import begin_alike
 from .simd import LANES
 from .softmax import CHUNK, NONE, ONE
 
@@ -30,16 +29,10 @@ CLAIMED, DONE = map(offset, ("claimed", "done"))
 @fast
 def begin_scores(call):
     """The address of new arguments with the fields of the given ones; an item is a chunk."""
-    given = args_at(call)
-    address = aligned_alloc(APART, CALL_ARGS_BYTES)
-    memcpy(address, call, CALL_ARGS_BYTES)
-    args = args_at(address)
-    columns = 2 * LANES
-    args.row_bytes = 4 * columns * -(-given.head_dim // columns)
-    args.num_items = given.num_seqs * chunks_of(given)
+    given, columns = args_at(call), 2 * LANES
     read = given.num_planes * given.num_seqs * given.max_blocks * given.key_block
-    args.threads = max(1, min(given.threads, 1 + read // BYTES_OF_A_THREAD, args.num_items))
-    args.users, args.claimed, args.done = args.threads + 1, 0, 0
+    address = begin_alike(call, given.num_seqs * chunks_of(given), read)
+    args_at(address).row_bytes = 4 * columns * -(-given.head_dim // columns)
     return address
 
 

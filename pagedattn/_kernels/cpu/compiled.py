@@ -19,7 +19,7 @@ from numba import cfunc, types
 
 from ...cache.packing import PACKED
 from ...cache.quantise import LARGEST
-from . import block_scores, workers
+from . import block_choice, block_scores, workers
 from .call_args import args_at, work_item_at
 from .compiling import MODE
 from .dtypes import BFLOAT16, DTYPES, FLOAT16, FLOAT32, INT4, TOKENS, Dtype
@@ -33,9 +33,10 @@ HELD += [
 ]
 CODES = {held: code for code, held in enumerate(HELD)}
 TASKS = "pagedattn_tasks"  # the symbol by which machine code finds the addresses of `task`s,
-PREFILLS = len(CODES)  # and behind these, those of `prefill`s,
-SCORES = 2 * len(CODES)  # and those of `score`s
-_tasks = np.zeros(3 * len(CODES), np.intp)
+PREFILLS = len(CODES)  # behind these, those of `prefill`s,
+SCORES = 2 * len(CODES)  # those of `score`s,
+CHOICE = 3 * len(CODES)  # and that of `choose`
+_tasks = np.zeros(CHOICE + 1, np.intp)
 binding.add_symbol(TASKS, _tasks.ctypes.data)
 NUMBER, NOTHING = types.intp, types.void
 
@@ -146,6 +147,21 @@ def score(dtype: str):
 
     compiled = machine_code(NOTHING(NUMBER), score, f"score_{dtype}")
     _tasks[SCORES + CODES[dtype, dtype]] = compiled.address
+    return compiled
+
+
+@functools.cache
+def choose():
+    """`void choose(args)`: works on the choice of blocks as long as there is work."""
+    version = sources()
+
+    def choose(args):
+        if args != version:
+            block_choice.work_on_choice(args)
+            workers.leave(args)
+
+    compiled = machine_code(NOTHING(NUMBER), choose, "choose")
+    _tasks[CHOICE] = compiled.address
     return compiled
 
 

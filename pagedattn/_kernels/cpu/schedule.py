@@ -59,6 +59,18 @@ def begin(call):
 
 
 @fast
+def begin_alike(call, num_items, num_bytes):
+    """As `begin`, of items that are alike and need no description; `num_bytes` are read in all."""
+    address = aligned_alloc(APART, CALL_ARGS_BYTES)
+    memcpy(address, call, CALL_ARGS_BYTES)
+    args = args_at(address)
+    args.num_items = num_items
+    args.threads = max(1, min(args.threads, 1 + num_bytes // BYTES_OF_A_THREAD, num_items))
+    args.users, args.claimed, args.done = args.threads + 1, 0, 0
+    return address
+
+
+@fast
 def bytes_of_token(args):
     """What is read of the cache for one key; a latent cache has its values among the keys."""
     columns = args.head_dim if args.value == args.key else args.head_dim + args.value_dim

@@ -2,10 +2,10 @@
 
 from ctypes import sizeof
 
-from ..._kernels.cpu import block_choice
+from ..._kernels.cpu.block_choice import begin_choice
 from ..._kernels.cpu.block_scores import begin_scores
 from ..._kernels.cpu.call_args import args_at
-from ..._kernels.cpu.compiled import PREFILLS, SCORES, TASKS
+from ..._kernels.cpu.compiled import CHOICE, PREFILLS, SCORES, TASKS
 from ..._kernels.cpu.compiling import fast
 from ..._kernels.cpu.memory import (
     call_at,
@@ -170,12 +170,7 @@ def attention(frame, code):
     call = malloc(CALL_ARGS_BYTES)
     describe(frame, args_at(call))
     args_at(call).prefill = get_int64(tasks(), PREFILLS + code)
-    args, task = begin(call), get_int64(tasks(), code)
-    free(call)
-    invite(frame, args, task)
-    call_at(task, args)
-    end(args)
-    return 0
+    return run(frame, call, begin(call), code)
 
 
 @fast
@@ -204,8 +199,14 @@ def scores(frame, code):
         return 0
     call = malloc(CALL_ARGS_BYTES)
     describe_scores(frame, args_at(call))
-    args, task = begin_scores(call), get_int64(tasks(), SCORES + code)
+    return run(frame, call, begin_scores(call), SCORES + code)
+
+
+@fast
+def run(frame, call, args, code):
+    """Works with others on arguments that were made of a call, which is freed."""
     free(call)
+    task = get_int64(tasks(), code)
     invite(frame, args, task)
     call_at(task, args)
     end(args)
@@ -245,18 +246,25 @@ def destroy(api, error):
 
 @fast
 def choose_best(frame):
-    """Handles the choice of the best blocks of each row of scores."""
+    """Handles the choice of the best blocks of each row of scores, as `attention` does."""
     if asks_for_metadata(frame):
         return 0
+    call = malloc(CALL_ARGS_BYTES)
+    describe_choice(frame, args_at(call))
+    return run(frame, call, begin_choice(call), CHOICE)
+
+
+@fast
+def describe_choice(frame, args):
+    """Fills a call from a frame, as block_choice.py takes it."""
     scores, chosen = item(frame, ARGUMENTS, 0), item(frame, RESULTS, 0)
-    rows = get_int64(at(scores, DIMS), 0) * get_int64(at(scores, DIMS), 1)
-    columns, count = get_int64(at(scores, DIMS), 2), get_int64(at(chosen, DIMS), 2)
-    room = malloc(4 * columns)
-    for row in range(rows):
-        source, target = at(scores, DATA) + 4 * row * columns, at(chosen, DATA) + 4 * row * count
-        block_choice.choose_best(source, columns, target, count, room)
-    free(room)
-    return 0
+    args.query, args.out = at(scores, DATA), at(chosen, DATA)
+    args.num_seqs = get_int64(at(scores, DIMS), 0) * get_int64(at(scores, DIMS), 1)
+    args.max_blocks, args.num_selected = (
+        get_int64(at(scores, DIMS), 2),
+        get_int64(at(chosen, DIMS), 2),
+    )
+    args.threads = get_int64(at(item(frame, ATTRIBUTES, 0), ARRAY_DATA), 0)
 
 
 @fast

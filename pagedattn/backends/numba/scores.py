@@ -43,4 +43,5 @@ def best(
     register_choice()
     out = jax.ShapeDtypeStruct((*scores.shape[:2], num_blocks), jnp.int32)
     kernel = jax.ffi.ffi_call(CHOOSE_BEST, out, vmap_method="sequential")
-    return varying(kernel(scores), axes_of(scores))
+    integers = np.asarray([num_threads()], np.int64)
+    return varying(kernel(scores, integers=integers), axes_of(scores))

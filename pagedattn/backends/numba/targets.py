@@ -9,7 +9,7 @@ import functools
 import jax
 from numba import types
 
-from ..._kernels.cpu.compiled import CODES, machine_code, score, sources, task
+from ..._kernels.cpu.compiled import CODES, choose, machine_code, score, sources, task
 from . import handlers
 
 SET_ROWS = "pagedattn_numba_set_rows"
@@ -60,6 +60,7 @@ def register_set_rows() -> None:
 
 @functools.cache
 def register_choice() -> None:
+    choose()
     version = sources()
 
     def choose_best(frame):
