@@ -39,10 +39,10 @@ def decodes(count: int, length: int, block_size: int = 16) -> GpuCase:
     return GpuCase(f"decode {count}x{length}", [1] * count, [length] * count, block_size)
 
 
-def between(count: int, least: int, most: int) -> GpuCase:
+def between(count: int, least: int, most: int, block_size: int = 16) -> GpuCase:
     """Decodes of so many sequences; all lengths are equally likely."""
     lengths = np.random.default_rng(1).integers(least, most, count, endpoint=True).tolist()
-    return GpuCase(f"decode {count}x({least} to {most})", [1] * count, lengths)
+    return GpuCase(f"decode {count}x({least} to {most})", [1] * count, lengths, block_size)
 
 
 def decodes_in(block_size: int) -> list[GpuCase]:
@@ -61,6 +61,14 @@ CASES = [
 ]
 IN_BLOCKS_OF_64 = decodes_in(64)
 STEP = decodes(16, 2048)
+LENGTHS_IN_BLOCKS_OF_128 = [
+    between(64, 512, 4096, 128),
+    *(decodes(*size, 128) for size in ((8, 1024), (2, 4096), (1, 1024), (8, 512))),
+    GpuCase("verify 8x(8 on 4096)", [8] * 8, [4096] * 8, 128),
+    GpuCase("prefill 2x8192", [8192] * 2, [8192] * 2, 128),
+    GpuCase("prefill 1x32768", [32768], [32768], 128),
+    GpuCase("chunk 1x(2048 on 32768)", [2048], [34816], 128),
+]
 LENGTHS = [
     between(64, 512, 4096),
     between(40, 512, 4096),
@@ -70,6 +78,10 @@ LENGTHS = [
     decodes(8, 1024),
     decodes(4, 2048),
     decodes(2, 4096),
+    decodes(1, 1024),
+    GpuCase("verify 8x(8 on 4096)", [8] * 8, [4096] * 8),
+    GpuCase("verify 64x(2 on 4096)", [2] * 64, [4096] * 64),
+    *LENGTHS_IN_BLOCKS_OF_128,
     *(case for case in CASES if case.decode),
 ]
 
@@ -242,7 +254,8 @@ def run_step(report: Report, ends: float) -> None:
 def new_report(folder: Path | None, suffix: str) -> Report:
     about = machine.gpu(HEADS_SAID)
     ceilings = Ceilings(about["copy_tb_s"] * 1e12, about["matmul_tflop_s"] * 1e12)
-    name = about["gpu"].split()[-1].lower() + suffix
+    model = next(word for word in about["gpu"].split() if any(map(str.isdigit, word)))
+    name = model.lower() + suffix
     path = folder and folder / f"{name}.json"
     return Report(path, about, list(OURS), ceilings, step={})
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from benchmarks.machine import caption, machine, write
 from benchmarks.random_arrays import BLOCK_SIZE, random_array, random_cache, random_decodes
-from benchmarks.timing import LAYERS, captured, layers_of, seconds_a_call, time_enqueued
+from benchmarks.timing import LAYERS, after, captured, layers_of, seconds_a_call, time_enqueued
 from pagedattn import (
     KVCache,
     cascade_attention,
@@ -116,34 +116,44 @@ def cascade(query, cache, batch):
     return cascade_attention(query, cache, *batch)[0]
 
 
-def latent(backend: str, dtype=jnp.bfloat16) -> Timed:
+def latent(
+    backend: str | None,
+    dtype=jnp.bfloat16,
+    seqs: int = SEQS,
+    length: int = LENGTH,
+    heads: int = LATENT_HEADS,
+) -> Timed:
     """A latent cache of which the first columns are the values.
 
-    Out is as narrow as they are: the next call waits for one element of it, in its queries.
+    Out is narrower than the queries: each layer has queries of its own, and gives its out.
     """
-    sizes = SEQS * LENGTH // BLOCK_SIZE, BLOCK_SIZE, LATENT, VALUES
+    sizes = seqs * length // BLOCK_SIZE, BLOCK_SIZE, LATENT, VALUES
     scales = None if dtype == jnp.bfloat16 else "token"
     cache = filled(init_latent_cache(*sizes, dtype, scales=scales), LATENT)
+    batch, layers = random_decodes(seqs, length), [queries(heads, LATENT, seqs)] * LAYERS
 
-    def call(query, cache, batch):
-        out = paged_attention(query, cache, batch, backend=backend)
-        return query.at[0, 0, 0].set(out[0, 0, 0])
+    @jax.jit
+    def program(layers, cache, batch):
+        pairs = (after(query, cache) for query in layers)
+        return [paged_attention(*pair, batch, backend=backend) for pair in pairs]
 
-    query = queries(LATENT_HEADS, LATENT)
-    return timed(call, query, cache, random_decodes(SEQS, LENGTH), SEQS * LENGTH)
+    seconds = seconds_a_call(lambda: program(layers, cache, batch)) / LAYERS
+    return Timed(seconds * 1e6, cache.key.nbytes)
 
 
-def latent_by_peer(name: str) -> Timed:
+def latent_by_peer(
+    name: str, seqs: int = SEQS, length: int = LENGTH, heads: int = LATENT_HEADS
+) -> Timed:
     """A peer's time in a CUDA graph, with pages of 64."""
     from benchmarks.peers import latents, missing  # the other figures need no torch
 
     if cure := missing(name):
         raise ImportError(f"{name} is not installed: {cure}")
-    work = latents.Latents(SEQS, LENGTH, LATENT_HEADS, (VALUES, LATENT - VALUES))
+    work = latents.Latents(seqs, length, heads, (VALUES, LATENT - VALUES))
     call = latents.LATENTS[name](work)
     work.require(call(0))
     microseconds = time_enqueued(captured(call, LAYERS).replay) / LAYERS
-    return Timed(microseconds, 2 * SEQS * LENGTH * LATENT)
+    return Timed(microseconds, 2 * seqs * length * LATENT)
 
 
 TOKENS = ", scales of tokens"
@@ -159,6 +169,14 @@ KINDS = {
 FEW_KINDS = "", ", int8", f", int8{TOKENS}", ", int4"
 SMALL = {"decode, 1 x 1024": (1, 1024), "decode, 8 x 1024": (8, 1024)}
 LONG = {"prompts, 2 x 8192": (2, 8192, 0), "chunks, 128 on 4096": (64, 128, 4096)}
+# Sequences, keys of each, and query heads: DeepSeek's 128 on one GPU, on two, and on eight.
+LATENTS = (128, 1024, 128), (16, 8192, 128), (64, 4096, 64), (64, 4096, 16), (128, 1024, 16)
+LATENT_CALLS = {
+    "": partial(latent, None, jnp.bfloat16),
+    ", triton": partial(latent, "triton", jnp.bfloat16),
+    ", mosaic": partial(latent, "mosaic", jnp.bfloat16),
+    ", FlashMLA": partial(latent_by_peer, "FlashMLA"),
+}
 WORK: dict[str, Callable[[], Timed]] = {
     **{f"decode{name}": partial(decode, *kind) for name, kind in KINDS.items()},
     **{
@@ -181,6 +199,11 @@ WORK: dict[str, Callable[[], Timed]] = {
     "latent cache, mosaic": partial(latent, "mosaic"),
     "latent cache, triton, float8_e4m3fn": partial(latent, "triton", jnp.float8_e4m3fn),
     "latent cache, triton, int8": partial(latent, "triton", jnp.int8),
+    **{
+        f"latent cache, {seqs} x {length}, {heads} heads{name}": partial(call, seqs, length, heads)
+        for seqs, length, heads in LATENTS
+        for name, call in LATENT_CALLS.items()
+    },
 }
 # Beside which work each stands, where both were timed: of several names, of each.
 RATIOS = {

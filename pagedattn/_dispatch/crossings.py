@@ -40,7 +40,7 @@ class Crossings:
     """
 
     mosaic_query_len: int = 128
-    mosaic_many_query_len: int = 8
+    mosaic_many_query_len: int = 2
     mosaic_many_seqs: int = 64
     mosaic_many_keys: int = 64 * 4096
     mosaic_fewest_decodes: int = 256

@@ -136,7 +136,7 @@ def test_refusals(bad, named):
     [
         ({"num_tokens": 32}, "little work"),
         ({"num_tokens": 512, "max_blocks": 32}, "short sequences"),
-        ({"num_tokens": 512, "num_heads": 64}, "128 heads"),
+        ({"num_tokens": 512, "num_heads": 192}, "64 or 128 heads"),
         ({"max_query_len": 2}, "several queries"),
         ({"block_size": 8, "max_blocks": 256}, "blocks of 8"),
     ],

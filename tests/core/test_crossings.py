@@ -102,6 +102,12 @@ def test_a_rule_turns_at_its_field(name, ahead, behind):
     assert reasons(name, **behind) != []
 
 
+@pytest.mark.parametrize(("block_size", "passed_over"), [(16, False), (64, False), (128, True)])
+def test_decodes_in_large_blocks_are_left_to_triton(block_size, passed_over):
+    call = a_call(block_size=block_size, max_blocks=4096 // block_size)
+    assert bool(mosaic.BACKEND.why_passed_over(call)) == passed_over
+
+
 @pytest.fixture
 def without_numba(monkeypatch):
     """The choice of a CPU where it is not installed."""

@@ -50,6 +50,14 @@ class KernelConfig:
         return 2 * self.parts
 
     @property
+    def joined_at_once(self) -> int:
+        """Partial results that are loaded together when they are merged; what is too much is read.
+
+        A token that is cut has as many as there are parts for it, and one or two more.
+        """
+        return 4 if self.parts > 3 * self.num_tokens else 2
+
+    @property
     def pages(self) -> int:
         """Loads that bring the keys of a step."""
         return max(1, KEYS // self.block_size)

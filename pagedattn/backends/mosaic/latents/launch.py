@@ -12,7 +12,7 @@ from .merge import merge
 from .split_kv import schedule_of
 
 SUPPORTS = ("scale", "causal", "value_dim", "return_lse")
-MEASURED_HEADS = 128
+MEASURED_HEADS = 64, 128
 MEASURED_BLOCKS = (16, 32, 64)
 
 
@@ -30,8 +30,8 @@ def slower_because(call: Call) -> list[str]:
         reasons.append(f"little work: {work} products of a query and a key, below {by.latent_work}")
     if call.max_keys < by.latent_keys:
         reasons.append(f"short sequences: at most {call.max_keys} keys, below {by.latent_keys}")
-    if call.num_heads != MEASURED_HEADS:
-        reasons.append(f"measured ahead with {MEASURED_HEADS} heads, got {call.num_heads}")
+    if call.num_heads not in MEASURED_HEADS:
+        reasons.append(f"measured ahead with 64 or 128 heads, got {call.num_heads}")
     if call.block_size not in MEASURED_BLOCKS:
         reasons.append(f"not measured with blocks of {call.block_size}")
     return reasons

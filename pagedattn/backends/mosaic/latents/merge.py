@@ -19,7 +19,6 @@ from .split_kv import Schedule, item_at, last_part_of
 
 WARPGROUPS = 4
 HEADS = 4  # of one warpgroup
-AT_ONCE = 4  # work items that are loaded together
 LAYOUT = plgpu.Layout.WG_STRIDED((VALUE_DIM,), 4)
 
 
@@ -75,8 +74,9 @@ def border(config: KernelConfig, arrays: Arrays):
         chunk = lax.axis_index("chunk") * WARPGROUPS + lax.axis_index("wg")
         heads = [chunk * HEADS + i for i in range(HEADS)]
         states = [piece_state(arrays, work_item.slot, head) for head in heads]
-        step = functools.partial(join, arrays, heads, part, last)
-        times = lax.div(last - part + (AT_ONCE - 1), jnp.int32(AT_ONCE))
+        at_once = config.joined_at_once
+        step = functools.partial(join, arrays, heads, part, last, at_once)
+        times = lax.div(last - part + (at_once - 1), jnp.int32(at_once))
         for head, state in zip(heads, lax.fori_loop(0, times, step, states), strict=True):
             store(arrays, work_item.token, head, state)
 
@@ -97,10 +97,10 @@ def result(arrays: Arrays, slot, head):
     return high + low
 
 
-def join(arrays: Arrays, heads, part, last, i, states):
+def join(arrays: Arrays, heads, part, last, at_once: int, i, states):
     """Some items more, each in the first slot of its part; the last may come twice, as nothing."""
-    begin = part + 1 + i * AT_ONCE
-    for k in range(AT_ONCE):
+    begin = part + 1 + i * at_once
+    for k in range(at_once):
         slot = 2 * jnp.minimum(begin + k, last)
         new = [piece_state(arrays, slot, head) for head in heads]
         states = [joined(a, b, begin + k <= last) for a, b in zip(states, new, strict=True)]
