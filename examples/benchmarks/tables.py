@@ -45,11 +45,23 @@ GPU_ROWS = {
     "decode 8 x 1024": "decode 8x1024",
     "decode 4 x 2048": "decode 4x2048",
     "decode 2 x 4096": "decode 2x4096",
+    "decode 1 x 1024": "decode 1x1024",
+    "verify 8 x (8 on 4096)": "verify 8x(8 on 4096)",
+    "verify 64 x (2 on 4096)": "verify 64x(2 on 4096)",
+}
+GPU_ROWS |= {
+    f"{title}, blocks of 128": f"{case}, block 128"
+    for title, case in {
+        **GPU_ROWS,
+        "prefill 1 x 32768": "prefill 1x32768",
+        "chunk 1 x (2048 on 32768)": "chunk 1x(2048 on 32768)",
+    }.items()
 }
 EQUAL = list(GPU_ROWS.values())[:10]
 IN_MICROSECONDS = (
-    *("decode 8x512", "decode 8x1024", "decode 4x2048", "decode 2x4096"),
-    *("verify 64x(8 on 4096)", "mixed 2x4096 + 62x(1 on 4095)"),
+    *("decode 8x512", "decode 8x1024", "decode 4x2048", "decode 2x4096", "decode 1x1024"),
+    *("verify 64x(8 on 4096)", "verify 64x(2 on 4096)", "verify 8x(8 on 4096)"),
+    "mixed 2x4096 + 62x(1 on 4095)",
 )
 DENSE = "torch SDPA, dense"
 FROM_TORCH = "numba, torch", "sdpa, torch"  # much the same as from JAX
@@ -145,6 +157,7 @@ def devices_table(data: dict) -> list[str]:
 TABLES = {
     "h200.json": gpu_table,
     "h200_lengths.json": lengths_table,
+    "h100_lengths.json": lengths_table,
     "h200_options.json": options_table,
     "h200_whole_step.json": steps_table,
     "h200_devices.json": devices_table,
@@ -169,7 +182,7 @@ def _best(us: dict[str, float | None], names: list[str]) -> float | None:
 
 
 def _figure(case: str, row: dict, us: float) -> str:
-    if case in IN_MICROSECONDS:
+    if case.removesuffix(", block 128") in IN_MICROSECONDS:
         return f"{us:.1f} us" if us < 100 else f"{us:.0f} us"
     return (
         f"{row['kv_bytes'] / us / 1e6:.2f}" if row["decode"] else f"{row['flops'] / us / 1e6:.0f}"
