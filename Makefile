@@ -85,9 +85,10 @@ test-interpreted: $(NEWEST_VENV)/ready
 # The oldest versions that pyproject.toml allows.
 test-oldest: $(OLDEST_VENV)/ready
 	$(KEPT) $(PLAINLY) OMP_NUM_THREADS=1 \
-		$(OLDEST_VENV)/bin/python $(UNOPTIMISED) $(WITHOUT_TORCH)
+		$(OLDEST_VENV)/bin/python $(UNOPTIMISED) $(sort $(WITHOUT_TORCH) $(ON_CPU))
 	$(KEPT) OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python -m pytest -q -m optimised \
 		$(filter $(OPTIMISED),$(WITHOUT_TORCH))
+	JAX_PLATFORMS=cpu OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python $(PYTEST) -m "" tests/targets -k H200
 
 # The newest versions that the index has for this Python: make test-newest PYTHON=python3.13. XLA ends
 # a process, without a word under pytest, at a flag that it no longer has; these two it has had long.
@@ -96,6 +97,7 @@ test-newest: $(NEWEST_VENV)/ready
 		$(NEWEST_VENV)/bin/python $(UNOPTIMISED) $(WITHOUT_TORCH)
 	$(KEPT) $(NOT_DEPRECATED) OMP_NUM_THREADS=1 $(NEWEST_VENV)/bin/python -m pytest -q -m optimised \
 		$(filter $(OPTIMISED),$(WITHOUT_TORCH))
+	JAX_PLATFORMS=cpu OMP_NUM_THREADS=1 $(NEWEST_VENV)/bin/python $(PYTEST) -m "" tests/targets -k H200
 
 # What XLA makes of programs for an H200, for which it needs neither a GPU nor CUDA's libraries: so JAX
 # is told not to look for these, and XLA not to choose products by timing them.
@@ -176,12 +178,12 @@ $(SERVE_VENV)/ready: pyproject.toml examples/serving/pyproject.toml constraints.
 
 $(OLDEST_VENV)/ready: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST_VENV)
-	$(OLDEST_VENV)/bin/pip install -q -c constraints-oldest.txt -e '.[testing]' pytest pytest-xdist
+	$(OLDEST_VENV)/bin/pip install -q -c constraints-oldest.txt -e '.[cpu,testing]' pytest pytest-xdist triton
 	touch $@
 
 $(NEWEST_VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(NEWEST_VENV)
-	$(NEWEST_VENV)/bin/pip install -q -U -e '.[testing]' pytest pytest-xdist
+	$(NEWEST_VENV)/bin/pip install -q -U -e '.[testing]' pytest pytest-xdist triton
 	touch $@
 
 $(CPU_VENV)/ready: pyproject.toml constraints.txt

@@ -59,27 +59,22 @@ class Scalars(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How the cache stores keys and values."""
+    """How the cache stores keys and values.
+
+    Kernels read fields alone: Triton 3.9 makes other tuples of constants, without their properties.
+    """
 
     block_size: int
     stride_unit: int  # tells the compiler what divides the strides: loads are then wide
     alike: bool  # the values have the keys' strides
     halves: bool  # products are of float16, as eight_bits.py makes it
     pairs: bool  # values are read as pairs of bytes
+    nibbles: bool  # a byte holds two numbers
+    sums: int  # tiles of columns in which values are summed up: see `State`
     scaled: bool  # tokens have scales, one each for a key and a value
     small: bool  # offsets in the cache fit into 32 bits, which saves registers
     key_groups: int  # with a scale each, in a key of which a byte holds two columns; else 0
     value_groups: int
-
-    @property
-    def nibbles(self) -> bool:
-        """Whether a byte holds two numbers."""
-        return self.key_groups > 0
-
-    @property
-    def sums(self) -> int:
-        """Tiles of columns in which values are summed up: see `State`."""
-        return 4 if self.nibbles else 2 if self.pairs else 1
 
 
 class Options(NamedTuple):

@@ -192,6 +192,8 @@ def _layout(call: Call, unit: int) -> Layout:
         alike=value == key,
         small=small,
         pairs=pairs,
+        nibbles=four,
+        sums=4 if four else 2 if pairs else 1,
         halves=in_halves(call) and (pairs or widths_of(call).latent),
         scaled=call.token_scales and not four,
         key_groups=call.head_dim // group_of(call.head_dim) if four else 0,

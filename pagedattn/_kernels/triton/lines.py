@@ -31,7 +31,8 @@ def standing(lines, keys, exists):
 def in_line(keys, lines, WORDS: tl.constexpr):
     """`[rows, keys]`: which keys are of the context, or in a row's own line."""
     KEYS: tl.constexpr = keys.shape[0]
-    MOST: tl.constexpr = min(WORDS, KEYS // WORD + 1)  # words that a step's keys lie in
+    FEW: tl.constexpr = KEYS // WORD + 1  # words that a step's keys lie in
+    MOST: tl.constexpr = FEW if FEW < WORDS else WORDS  # Triton 3.5's `min` is no constant
     own = keys - lines.context
     first = 0
     if MOST < WORDS:
