@@ -193,8 +193,8 @@ def test_sequences_of_one_length_stay_whole(num_seqs, kv_heads, parts):
 @pytest.mark.parametrize(
     ("query_len", "num_seqs", "max_blocks", "fit"),
     [
-        *((8, 64, 256, True), (64, 256, 64, True), (128, 1, 8, True)),
-        *((4, 64, 256, False), (8, 63, 999, False), (8, 64, 255, False)),
+        *((2, 64, 256, True), (64, 256, 64, True), (128, 1, 8, True)),
+        *((2, 63, 999, False), (8, 63, 999, False), (8, 64, 255, False)),
     ],
 )
 def test_fit_for_several_queries_on_many_keys(query_len, num_seqs, max_blocks, fit):

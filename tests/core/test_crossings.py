@@ -104,7 +104,7 @@ def test_a_rule_turns_at_its_field(name, ahead, behind):
 
 @pytest.mark.parametrize(("block_size", "passed_over"), [(16, False), (64, False), (128, True)])
 def test_decodes_in_large_blocks_are_left_to_triton(block_size, passed_over):
-    call = a_call(block_size=block_size, max_blocks=4096 // block_size)
+    call = dataclasses.replace(a_call(max_blocks=4096 // block_size), block_size=block_size)
     assert bool(mosaic.BACKEND.why_passed_over(call)) == passed_over
 
 

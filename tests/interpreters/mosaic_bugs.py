@@ -151,8 +151,8 @@ BUGS = {
         "        plgpu.barrier_wait(self.barriers.weights.at[slot])\n", "", RACE, "latents"
     ),
     "merge: one part too few": Bug(
-        "times = lax.div(last - part + (AT_ONCE - 1), jnp.int32(AT_ONCE))",
-        "times = lax.div(last - part, jnp.int32(AT_ONCE))",
+        "times = lax.div(last - part + (at_once - 1), jnp.int32(at_once))",
+        "times = lax.div(last - part, jnp.int32(at_once))",
         NUMBERS,
         "latents",
     ),
