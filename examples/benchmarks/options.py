@@ -139,7 +139,7 @@ def latent(
         return [paged_attention(*pair, batch, backend=backend) for pair in pairs]
 
     seconds = seconds_a_call(lambda: program(layers, cache, batch)) / LATENT_LAYERS
-    return Timed(seconds * 1e6, cache.key.nbytes)
+    return Timed(seconds * 1e6, sum(array.nbytes for array in cache.by_slot.values()))
 
 
 def latent_by_peer(

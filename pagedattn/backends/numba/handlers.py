@@ -260,10 +260,8 @@ def describe_choice(frame, args):
     scores, chosen = item(frame, ARGUMENTS, 0), item(frame, RESULTS, 0)
     args.query, args.out = at(scores, DATA), at(chosen, DATA)
     args.num_seqs = get_int64(at(scores, DIMS), 0) * get_int64(at(scores, DIMS), 1)
-    args.max_blocks, args.num_selected = (
-        get_int64(at(scores, DIMS), 2),
-        get_int64(at(chosen, DIMS), 2),
-    )
+    args.max_blocks = get_int64(at(scores, DIMS), 2)
+    args.num_selected = get_int64(at(chosen, DIMS), 2)
     args.threads = get_int64(at(item(frame, ATTRIBUTES, 0), ARRAY_DATA), 0)
 
 

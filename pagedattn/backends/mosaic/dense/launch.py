@@ -54,8 +54,8 @@ def _is_uneven(call) -> bool:
     """Whether decodes of different lengths would leave a part of the device idle.
 
     There it is ahead, and no slower where lengths do not differ: with fewer decodes it starts too
-    slowly, and more even out by themselves. It loads whole pages, the last ones too: of large
-    blocks too much (64 of 512 to 4096 keys in blocks of 128 on an H100: 225 us, Triton's 211).
+    slowly, and more even out by themselves. In blocks of 128, of which it loads the last one
+    whole, it is behind (64 of 512 to 4096 keys on an H100: 225 us, Triton's 211).
     """
     by, decodes = call.crossings, call.num_seqs * call.num_kv_heads
     some = by.mosaic_fewest_decodes <= decodes <= by.mosaic_most_decodes

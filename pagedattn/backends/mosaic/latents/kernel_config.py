@@ -51,9 +51,10 @@ class KernelConfig:
 
     @property
     def joined_at_once(self) -> int:
-        """Partial results that are loaded together when they are merged; what is too much is read.
+        """Partial results that are loaded together when they are merged.
 
-        A token that is cut has as many as there are parts for it, and one or two more.
+        A token that is cut has about `parts / num_tokens` of them, and one or two more. What is
+        loaded past its last one is read for nothing.
         """
         return 4 if self.parts > 3 * self.num_tokens else 2
 
