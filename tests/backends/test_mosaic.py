@@ -19,6 +19,7 @@ from pagedattn.backends.mosaic.dense.kernel_config import ROWS, UNIT, WARPGROUP,
 from pagedattn.backends.mosaic.dense.launch import attend
 from pagedattn.masks import descent_mask
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
+from pagedattn.testing.features import spec_of
 from pagedattn.testing.running import attend_with_lse
 
 WINDOW = AttentionSpec(sliding_window=100)
@@ -221,9 +222,10 @@ def test_every_block_size_lowers(block_size):
     assert "mosaic_gpu" in lower(WINDOW, block_size=block_size)
 
 
+@pytest.mark.parametrize("name", ["plain", "sliding_window", "alibi_slopes", "causal=False", "all"])
 @pytest.mark.parametrize("heads", [(2, 2), (7, 1), (40, 2)])
-def test_every_group_lowers(heads):
-    assert "mosaic_gpu" in lower(heads=heads)
+def test_every_group_lowers(heads, name):
+    assert "mosaic_gpu" in lower(spec_of(name, heads[0]), heads=heads)
 
 
 @pytest.mark.parametrize("query_lens", [(290, 10), (9, 1)])

@@ -53,9 +53,11 @@ def numbers_of(warpgroup):
 
 
 def slope_of(config: KernelConfig, slopes, tile: Tile, head, warpgroup):
-    """The ALiBi slope of the query head of each row; None without ALiBi."""
+    """The ALiBi slope of the query head of each row, or of all; None without ALiBi."""
     if config.spec.alibi_slopes is None:
         return None
+    if config.group == 1:
+        return slopes[head]
     unit = unit_of(config, tile, numbers_of(warpgroup))
     member, slope = lax.rem(unit, jnp.int32(config.group)), row_vector(0.0)
     for i in range(config.group):
