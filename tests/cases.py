@@ -18,6 +18,13 @@ from pagedattn.testing.features import OPTIONS, signed_slopes, spec_of
 from pagedattn.testing.running import attend_with_lse
 from pagedattn.testing.strategies import BUCKETS, options_table, problems
 
+# Those that support every spec, and those that do not. Others have test files of their own.
+EVERY_SPEC = {"cpu": ("xla", "sdpa", "numba"), "gpu": ("xla", "sdpa", "triton")}
+SOME_SPECS = {"cpu": ("ipex",), "gpu": ()}
+BACKENDS = [n for n in EVERY_SPEC[jax.default_backend()] if can_load(n)]
+PARTIAL = [n for n in SOME_SPECS[jax.default_backend()] if can_load(n)]
+MODES = ("eager", "jit")
+
 # The options that a backend may refuse; any other must support every one.
 REFUSING = {
     "ipex": (

@@ -11,9 +11,7 @@ from pathlib import Path
 import hypothesis
 import jax
 import pytest
-from cases import calls
-
-from pagedattn._dispatch.registry import can_load
+from cases import BACKENDS, MODES, PARTIAL, calls
 
 # Programs that tests run in a process of their own: with Triton's interpreter, or emulated AMX.
 collect_ignore = [
@@ -74,13 +72,6 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
-# Those that support every spec, and those that do not. What they may refuse is in `cases.REFUSING`.
-# Others have test files of their own.
-EVERY_SPEC = {"cpu": ("xla", "sdpa", "numba"), "gpu": ("xla", "sdpa", "triton")}
-SOME_SPECS = {"cpu": ("ipex",), "gpu": ()}
-BACKENDS = [n for n in EVERY_SPEC[jax.default_backend()] if can_load(n)]
-PARTIAL = [n for n in SOME_SPECS[jax.default_backend()] if can_load(n)]
-MODES = ("eager", "jit")
 STATM = Path("/proc/self/statm")
 MOST_GROWTH = 1 << 30  # bytes
 

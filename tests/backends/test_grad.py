@@ -4,8 +4,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SPECS, assert_same, attend_with_any_lse, mixed, random_cache, rows, supported
-from conftest import BACKENDS, PARTIAL
+from cases import (
+    BACKENDS,
+    PARTIAL,
+    SPECS,
+    assert_same,
+    attend_with_any_lse,
+    mixed,
+    random_cache,
+    rows,
+    supported,
+)
 
 from pagedattn import (
     AttentionSpec,
@@ -85,6 +94,7 @@ def test_finite_differences(backend, name):
 @pytest.mark.parametrize(("name", "jit"), [("causal=False", True), ("all", False)])
 def test_gradients_agree_between_backends(name, jit):
     """The same to float32 rounding, and zero wherever no query looks, even over NaN."""
+    pytest.importorskip("torch")
     problem = problem_of(name)
     args, static = arguments(problem, "xla")
     _, want = both_in_jit(*args, **static)

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SPECS
-from conftest import BACKENDS
+from cases import BACKENDS, SPECS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

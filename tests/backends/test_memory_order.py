@@ -5,8 +5,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import SPECS, assert_close, attend_with_any_lse, mixed, run, supported
-from conftest import MODES
+from cases import MODES, SPECS, assert_close, attend_with_any_lse, mixed, run, supported
 from jax.experimental.layout import Format, Layout
 
 from pagedattn import KVCache

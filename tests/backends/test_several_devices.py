@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SPECS, mixed, rows, run
-from conftest import BACKENDS
+from cases import BACKENDS, SPECS, mixed, rows, run
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pagedattn import AttentionSpec, KVCache, copy_blocks, paged_attention, swap_blocks, write_kv

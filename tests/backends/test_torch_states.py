@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from cases import SPECS, mixed, random_cache, rows, run
-from conftest import BACKENDS
+from cases import BACKENDS, SPECS, mixed, random_cache, rows, run
 from pagedattn_interop import to_torch
 from pagedattn_interop.backends import takes
 from tensors import by_torch, tensors

@@ -212,10 +212,11 @@ def test_an_option_is_a_few_lines_in_a_few_files(kind, tmp_path):
             text = text.replace(old, new)
         path.write_text(text)
     script = Path(__file__).with_name("added_options.py")
+    path = str(tmp_path), os.environ.get("PYTHONPATH", "")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(script), kind],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
         capture_output=True,
         text=True,
         check=False,

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import (
+    BACKENDS,
     SPECS,
     assert_close,
     attend_with_any_lse,
@@ -20,7 +21,6 @@ from cases import (
     run,
     supported,
 )
-from conftest import BACKENDS
 from jax.sharding import AxisType, PartitionSpec
 
 from pagedattn import (

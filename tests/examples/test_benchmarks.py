@@ -49,6 +49,7 @@ def test_peers_compute_what_is_expected_or_say_why_not(query_lens, context_lens,
         case.require(out if isinstance(out, torch.Tensor) else torch.tensor(out.tolist()))
 
 
+@pytest.mark.usefixtures("on_cpu")
 def test_trees_are_timed_beside_causal_queries(monkeypatch):
     case = case_of([8, 5], [20, 40])
     times = in_turns(partial(trees.on_cpu, case), trees.PARENTS)
@@ -128,6 +129,7 @@ def test_the_threads_of_a_trace_are_those_of_a_block_alone(monkeypatch):
         assert os.environ.get("OMP_NUM_THREADS") == before
 
 
+@pytest.mark.usefixtures("on_cpu")
 def test_the_kernel_runs_on_the_threads_of_its_trace():
     cache = init_kv_cache(num_blocks=2, block_size=8, num_kv_heads=1, head_dim=32)
     batch = make_batch([1], [9], [[0, 1]], block_size=8)

@@ -26,6 +26,7 @@ def test_a_short_run_learns_from_its_own_log_probabilities(capsys):
     assert last > first + 0.05
 
 
+@pytest.mark.usefixtures("exact_products")
 def test_log_probabilities_of_the_trainer_are_those_of_a_dense_pass():
     params = large_params(rollout.MODEL, jax.random.key(1))
     tokens = np.random.default_rng(0).integers(24, size=(5, 9), dtype=np.int32)  # 4 a pass

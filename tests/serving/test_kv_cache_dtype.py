@@ -6,7 +6,6 @@ import pytest
 from pagedattn_serving.blocks.cache_dtypes import CACHE_DTYPES, bytes_of_token, more_tokens
 from pagedattn_serving.engine.engine import Engine
 from pagedattn_serving.engine.preemption import Recompute
-from pagedattn_serving.server.arguments import make_parser
 from test_serving import POLICIES, TIGHT, nothing_is_lost
 from tiny import ROOMY, TINY, serve, tiny_params, tiny_requests
 
@@ -59,7 +58,8 @@ def test_four_bits_hold_seven_times_float32():
 
 
 def test_the_command_takes_vllms_words(capsys):
-    parser = make_parser("pagedattn-serve", None)
+    arguments = pytest.importorskip("pagedattn_serving.server.arguments")
+    parser = arguments.make_parser("pagedattn-serve", None)
     assert parser.parse_args(["DIR"]).kv_cache_dtype == "auto"
     assert parser.parse_args(["DIR", "--kv-cache-dtype", "fp8"]).kv_cache_dtype == "fp8"
     with pytest.raises(SystemExit):
