@@ -9,15 +9,12 @@ from pagedattn_serving.engine.preemption import Recompute
 from test_serving import POLICIES, TIGHT, nothing_is_lost
 from tiny import ROOMY, TINY, serve, tiny_params, tiny_requests
 
-from pagedattn import available_backends
-
 pytestmark = pytest.mark.usefixtures("exact_products")
-INVARIANT = "numba" if "numba" in available_backends() else "xla"
 FEW_BITS = [word for word, dtype in CACHE_DTYPES.items() if dtype and word != "fp8"]
 
 
 def completions_of(kv_cache_dtype, limits=ROOMY, preemption=Recompute):
-    engine = Engine(tiny_params(), TINY, limits, INVARIANT, preemption, True, kv_cache_dtype)
+    engine = Engine(tiny_params(), TINY, limits, None, preemption, True, kv_cache_dtype)
     serve(engine, tiny_requests((1, 9, 3, 9, 8, 2, 11)))
     return engine.completions, engine
 
