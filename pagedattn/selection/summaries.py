@@ -189,11 +189,11 @@ def _range(keys, written):
 def _mean(keys, written):
     wide = jnp.where(written, keys.astype(jnp.float32), 0)
     counts = jnp.maximum(written.sum(1), 1).astype(jnp.float32)
-    return (_in_pairs(wide) / counts,)
+    return (_sum_in_one_order(wide) / counts,)
 
 
-def _in_pairs(wide: Keys) -> Rows:
-    """The sum over the keys of each block, in one order: XLA's own depends on how many blocks."""
+def _sum_in_one_order(wide: Keys) -> Rows:
+    """Over the keys of each block, by halves: the order of XLA's own sum varies with the blocks."""
     while (size := wide.shape[1]) > 1:
         wide = jnp.pad(wide, [(0, 0), (0, size % 2), (0, 0), (0, 0)])
         wide = wide[:, : cdiv(size, 2)] + wide[:, cdiv(size, 2) :]
