@@ -37,17 +37,24 @@ class Case(NamedTuple):
     chosen: int
     dtype: str = "bfloat16"
     kind: str = "range"  # of the summaries
+    few: bool = False  # whether these have eight bits
 
     @property
     def name(self) -> str:
         blocks = f"{self.chosen} of {self.length // self.block_size} blocks of {self.block_size}"
-        return f"{self.num_seqs} x {self.length}, {blocks}, {self.dtype}, by {self.kind}"
+        by = self.kind + " in eight bits" * self.few
+        return f"{self.num_seqs} x {self.length}, {blocks}, {self.dtype}, by {by}"
 
 
 CASES = {
-    "gpu": [Case(16, 131072, 16, 1024), Case(16, 131072, 128, 128)],
+    "gpu": [
+        Case(16, 131072, 16, 1024),
+        Case(16, 131072, 16, 1024, few=True),
+        Case(16, 131072, 128, 128),
+    ],
     "cpu": [
         Case(1, 131072, 16, 256),
+        Case(1, 131072, 16, 256, few=True),
         Case(1, 131072, 16, 256, kind="mean"),
         Case(1, 131072, 16, 256, "float32"),
     ],
@@ -125,7 +132,8 @@ def measured(case: Case) -> dict[str, float | str]:
     shape = case.num_seqs * case.length // case.block_size, case.block_size, KV_HEADS, HEAD_DIM
     cache, batch = random_cache(shape, case.dtype), decodes(case, case.length)
     query = random_array(jax.random.key(1), (case.num_seqs, HEADS, HEAD_DIM), case.dtype)
-    summaries = jax.jit(partial(pa.summarise_blocks, kind=case.kind))(cache, batch)
+    dtype = "float8_e4m3fn" if case.few else None
+    summaries = jax.jit(partial(pa.summarise_blocks, kind=case.kind, dtype=dtype))(cache, batch)
     scores = jax.jit(pa.score_blocks)(query, summaries, batch)
     selection = pa.select_blocks(scores, batch, case.chosen)
     few = decodes(case, case.chosen * case.block_size)

@@ -59,11 +59,10 @@ def score_blocks(
     _require_query(query, summaries, batch)
     sequences = nondecreasing_starts(sequences_of(batch))
     rows, num_rows = _rows(jnp.asarray(query), sequences, batch, summaries.num_kv_heads)
-    wide = rows.astype(jnp.float32)
-    planes, parts = tuple(map(jnp.asarray, summaries.planes)), (wide,)
+    planes, parts = tuple(map(jnp.asarray, summaries.planes)), (rows,)
     if len(planes) == 2:
         # max(q * least, q * greatest) is q * greatest for q above 0, and q * least below.
-        parts = jnp.minimum(wide, 0), jnp.maximum(wide, 0)
+        parts = jnp.minimum(rows, 0), jnp.maximum(rows, 0)
     blocks = _blocks(sequences, batch, summaries.num_blocks)
     return _kernel(query, planes)(parts, num_rows, planes, blocks)
 
@@ -102,10 +101,9 @@ def _blocks(
 
 
 def _kernel(query, planes) -> Callable:
-    """What computes the scores: a kernel of the device's own, if it takes the dtype, or XLA."""
+    """What computes the scores: a kernel of the device's own, if it takes the dtypes, or XLA."""
     kernels = kernels_for(query)
-    alike = query.dtype == planes[0].dtype
-    if kernels is not None and alike and str(query.dtype) in kernels.DTYPES:
+    if kernels is not None and kernels.takes(str(query.dtype), str(planes[0].dtype)):
         return kernels.scores
     return by_xla
 
@@ -124,7 +122,8 @@ def by_xla(
         summed = jnp.zeros((), jnp.float32)
         for part, plane in zip(parts, planes, strict=True):
             rows = plane.at[chunk].get(mode="clip").astype(jnp.float32)
-            summed += jnp.einsum("srhd,schd->shrc", part, rows, precision="highest")
+            wide = part.astype(jnp.float32)
+            summed += jnp.einsum("srhd,schd->shrc", wide, rows, precision="highest")
         best = jnp.where(valid[:, None, :, None], summed, -jnp.inf).max(2)
         return jnp.where((chunk >= 0)[:, None], best, -jnp.inf)
 

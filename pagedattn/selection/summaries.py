@@ -5,6 +5,7 @@ from typing import Generic
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from .._arrays.devices import on_one_device
@@ -17,6 +18,7 @@ from ..batch.indices import PAD_SLOT, sequence_ids
 from ..batch.metadata import BatchMetadata, Sequences, nondecreasing_starts, sequences_of
 from ..cache import validate as validate_cache
 from ..cache.kv_cache import KVCache
+from ..cache.packing import name_of
 from ..cache.quantise import dequantised, largest, of_tokens
 from ..errors import InvalidInputError
 from ..writes import set_rows
@@ -31,10 +33,11 @@ Rows = Float[Array, "n num_kv_heads head_dim"]
 class BlockSummaries(Generic[ArrayT]):
     """What the keys of each block of one layer's cache are like, for each KV head.
 
-    Of the cache's dtype, or bfloat16 for a quantised one. Blocks without keys hold anything.
+    Blocks without keys hold anything.
 
     Fields:
-      planes: `(least, greatest)` of each key column (Tang et al., 2024, "Quest"), or `(mean,)`.
+      planes: `(least, greatest)` of each key column (Tang et al., 2024, "Quest"), or `(mean,)`. The
+        least are rounded down and the greatest up, means to the nearest.
 
     >>> plane = jnp.zeros((4, 2, 64))
     >>> BlockSummaries((plane, plane)).num_blocks
@@ -55,7 +58,7 @@ class BlockSummaries(Generic[ArrayT]):
 @takes_any_array
 @on_one_device
 def summarise_blocks(
-    cache: KVCache, batch: BatchMetadata, *, kind: str = "range"
+    cache: KVCache, batch: BatchMetadata, *, kind: str = "range", dtype: DTypeLike | None = None
 ) -> BlockSummaries[Array]:
     """Summaries of all blocks of a batch's sequences, of the keys that they have after its step.
 
@@ -65,9 +68,12 @@ def summarise_blocks(
     Args:
       batch: its block tables and lengths say which slots are written: no others count.
       kind: "range" keeps the least and the greatest of each key column, "mean" their mean.
+      dtype: a floating one that the summaries are to have. By default the cache's, or bfloat16 for
+        a quantised one. "float8_e4m3fn" halves those of bfloat16, which is what a CPU's scores wait
+        for; beyond 448 it holds 448.
 
     Raises:
-      InvalidInputError: cache and batch do not fit together, or there is no such kind.
+      InvalidInputError: cache and batch do not fit together, or there is no such kind or dtype.
 
     >>> from pagedattn import KVCache, make_batch
     >>> key = jnp.arange(8.0).reshape(2, 4, 1, 1)
@@ -79,7 +85,8 @@ def summarise_blocks(
     if not (isinstance(kind, str) and kind in KINDS):
         raise InvalidInputError(f"kind must be one of {[*KINDS]}, got {shown(kind)}")
     filled = _filled(cache, sequences_of(batch))
-    return BlockSummaries(_summaries(cache, _keys(cache), filled, KINDS[kind]))
+    dtype = _dtype_for(cache) if dtype is None else _floating(dtype)
+    return BlockSummaries(_summaries(_keys(cache), filled, KINDS[kind], dtype))
 
 
 @takes_any_array
@@ -112,10 +119,10 @@ def update_summaries(
         )
     blocks, filled = _written(nondecreasing_starts(sequences_of(batch)), batch)
     reduce = KINDS["range" if len(summaries.planes) == 2 else "mean"]
-    rows = _summaries(cache, _keys(cache, blocks), filled, reduce)
+    dtype = summaries.planes[0].dtype
+    rows = _summaries(_keys(cache, blocks), filled, reduce, dtype)
     planes = zip(summaries.planes, rows, strict=True)
-    planes = tuple(set_rows(plane, blocks, new.astype(plane.dtype)) for plane, new in planes)
-    return replace(summaries, planes=planes)
+    return replace(summaries, planes=tuple(set_rows(plane, blocks, new) for plane, new in planes))
 
 
 def require_summaries(summaries) -> None:
@@ -172,24 +179,34 @@ def _keys(cache: KVCache, blocks: Filled | None = None) -> Keys:
     return dequantised(keys, held(scale) if of_tokens(scale) else scale, jnp.float32)
 
 
-def _summaries(cache: KVCache, keys: Keys, filled: Filled, reduce) -> tuple[Rows, ...]:
+def _dtype_for(cache: KVCache):
+    return cache.dtype if largest(cache.dtype) is None else jnp.bfloat16
+
+
+def _floating(dtype):
+    if name_of(dtype) not in DTYPES:
+        raise InvalidInputError(f"dtype must be one of {[*DTYPES]}, got {shown(dtype)}")
+    return jnp.dtype(name_of(dtype))
+
+
+def _summaries(keys: Keys, filled: Filled, reduce, dtype) -> tuple[Rows, ...]:
     """The planes of some blocks, of the first `filled` keys of each."""
-    dtype = cache.dtype if largest(cache.dtype) is None else jnp.bfloat16
     written = jnp.arange(keys.shape[1])[None] < filled[:, None]
-    return tuple(plane.astype(dtype) for plane in reduce(keys, written[..., None, None]))
+    return reduce(keys, written[..., None, None], dtype)
 
 
-def _range(keys, written):
+def _range(keys, written, dtype):
     seen = written.any(1)
     least = jnp.min(jnp.where(written, keys, jnp.inf), 1)
     greatest = jnp.max(jnp.where(written, keys, -jnp.inf), 1)
-    return jnp.where(seen, least, 0), jnp.where(seen, greatest, 0)
+    least, greatest = jnp.where(seen, least, 0), jnp.where(seen, greatest, 0)
+    return rounded_down(least, dtype), -rounded_down(-greatest, dtype)
 
 
-def _mean(keys, written):
+def _mean(keys, written, dtype):
     wide = jnp.where(written, keys.astype(jnp.float32), 0)
     counts = jnp.maximum(written.sum(1), 1).astype(jnp.float32)
-    return (_sum_in_one_order(wide) / counts,)
+    return (_nearest(_sum_in_one_order(wide) / counts, dtype),)
 
 
 def _sum_in_one_order(wide: Keys) -> Rows:
@@ -200,4 +217,23 @@ def _sum_in_one_order(wide: Keys) -> Rows:
     return wide[:, 0]
 
 
+def _nearest(rows: Rows, dtype) -> Rows:
+    """Numbers of another dtype; in eight bits, which lack infinity, at most its largest."""
+    bound = largest(dtype)
+    return (rows if bound is None else jnp.clip(rows, -bound, bound)).astype(dtype)
+
+
+def rounded_down(rows: Rows, dtype) -> Rows:
+    """The greatest numbers of a dtype that are not above the given ones, but for `_nearest`."""
+    held, bits = _nearest(rows, dtype), jnp.dtype(f"int{jnp.finfo(dtype).bits}")
+    found = jax.lax.bitcast_convert_type(held, bits)
+    # Signs and magnitudes: above 0 one less is the next number below, and under 0 one more.
+    least_negative = jnp.iinfo(bits).min + 1
+    below = jnp.where(found > 0, found - 1, jnp.where(found == 0, least_negative, found + 1))
+    below = jax.lax.bitcast_convert_type(below.astype(bits), dtype)
+    above = held.astype(jnp.float32) > rows.astype(jnp.float32)
+    return jnp.where(above & (held > -jnp.finfo(dtype).max), below, held)
+
+
 KINDS = {"range": _range, "mean": _mean}
+DTYPES = "bfloat16", "float16", "float32", "float8_e4m3fn"

@@ -238,13 +238,15 @@ def test_the_choice_of_the_best_blocks(width, count, levels, seed):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("few", [False, True], ids=["alike", "eight bits"])
 @pytest.mark.parametrize("num_planes", [1, 2])
 @pytest.mark.parametrize(("rows", "head_dim", "columns"), [(1, 16, 5), (4, 24, 70), (80, 64, 65)])
-def test_scores_of_blocks(rows, head_dim, columns, num_planes, dtype):
+def test_scores_of_blocks(rows, head_dim, columns, num_planes, few, dtype):
     """As XLA computes them; of sequences with fewer rows, without any, and without blocks."""
     rng = np.random.default_rng(0)
     queries = rng.standard_normal((num_planes, 3, rows, 2, head_dim)).astype(dtype)
-    planes = rng.standard_normal((num_planes, 40, 2, head_dim)).astype(dtype)
+    planes = rng.standard_normal((num_planes, 40, 2, head_dim))
+    planes = planes.astype("float8_e4m3fn" if few else dtype)
     blocks = rng.integers(-1, 40, (3, columns)).astype(np.int32)
     num_rows = np.array([rows, max(1, rows // 2), 0], np.int32)
     arrays = jax.tree.map(jnp.asarray, (tuple(queries), num_rows, tuple(planes), blocks))

@@ -21,7 +21,7 @@ from pagedattn import (
     write_kv,
 )
 from pagedattn.selection import kernels
-from pagedattn.selection.summaries import KINDS
+from pagedattn.selection.summaries import DTYPES, KINDS, rounded_down
 from pagedattn.testing import batch_of, cache_of, oracle, random_problem
 from pagedattn.testing.random_problems import random_tables
 
@@ -74,11 +74,57 @@ def test_a_summary_is_that_of_the_tokens_that_a_block_has(kind, dtype, cache, le
     problem = random_problem(queries, lens, AttentionSpec(), block_size=SIZE, **sizes)
     got = summarise_blocks(cache_of(problem), batch_of(problem), kind=kind)
     exact = kind == "range" and cache == "plain"
-    tolerance = 0 if exact else 1e-6 if got.planes[0].dtype == np.float32 else 2**-8
+    unit = 2**-7 if kind == "range" else 2**-8  # bounds are rounded away from the keys
+    tolerance = 0 if exact else 1e-6 if got.planes[0].dtype == np.float32 else unit
     for block, rows in enumerate(by_tokens(problem, kind)):
         for plane, row in zip(got.planes, rows or (), strict=rows is not None):
             plane = np.asarray(plane[block], float)
             np.testing.assert_allclose(plane, row, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cache", CACHES)
+@given(lens=st.lists(st.integers(0, 21), min_size=1, max_size=3), seed=st.integers(0, 99))
+def test_keys_lie_within_bounds_of_any_dtype(dtype, cache, lens, seed):
+    """And no number of the dtype is nearer to the least or the greatest of them."""
+    queries = [min(n, 1) for n in lens]
+    sizes = {"seed": seed, "num_blocks": 24, **CACHES[cache]}
+    problem = random_problem(queries, lens, AttentionSpec(), block_size=SIZE, **sizes)
+    got = summarise_blocks(cache_of(problem), batch_of(problem), dtype=dtype)
+    assert {plane.dtype for plane in got.planes} == {jnp.dtype(dtype)}
+    for block, rows in enumerate(by_tokens(problem, "range")):
+        if rows is not None:
+            low, high = (np.asarray(plane[block], np.float32) for plane in got.planes)
+            least, greatest = (row.astype(np.float32) for row in rows)
+            np.testing.assert_array_equal(low, below(least, dtype))
+            np.testing.assert_array_equal(high, -below(-greatest, dtype))
+
+
+def below(numbers, dtype):
+    """The greatest numbers of a dtype that are not above others, by a table of all of them."""
+    if dtype == "float32":
+        return numbers
+    bits = np.dtype(f"u{jnp.dtype(dtype).itemsize}")
+    every = np.arange(1 << 8 * bits.itemsize, dtype=bits).view(jnp.dtype(dtype)).astype(np.float32)
+    every = np.unique(every[np.isfinite(every)])
+    return every[np.maximum(np.searchsorted(every, numbers, side="right") - 1, 0)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
+def test_every_number_is_rounded_down(dtype):
+    """All of a dtype, their neighbours in float32, and what is beyond; zeros have no sign."""
+    largest = float(jnp.finfo(dtype).max)
+    bits = np.dtype(f"u{jnp.dtype(dtype).itemsize}")
+    every = np.arange(1 << 8 * bits.itemsize, dtype=bits).view(jnp.dtype(dtype)).astype(np.float32)
+    every = every[np.isfinite(every)]
+    near = [np.nextafter(every, np.float32(way)) for way in (-np.inf, np.inf)]
+    numbers = np.clip(np.concatenate([every, *near]), -largest, largest)
+    got = np.asarray(rounded_down(jnp.asarray(numbers), jnp.dtype(dtype)), np.float32)
+    # XLA takes subnormal float32 for 0.
+    normal = np.abs(numbers) >= np.finfo(np.float32).tiny
+    np.testing.assert_array_equal(got[normal], below(numbers, dtype)[normal])
+    beyond = rounded_down(jnp.asarray([1e30, -1e30, jnp.nan]), jnp.dtype("float8_e4m3fn"))
+    np.testing.assert_array_equal(np.asarray(beyond, np.float32), [448, -448, np.nan])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -147,30 +193,33 @@ def test_an_update_is_in_place():
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("kind", KINDS)
-@given(seed=st.integers(0, 999))
-def test_scores_are_bounds_or_estimates_of_the_logits(kind, seed):
+@pytest.mark.parametrize("few", [False, True], ids=["as the cache", "eight bits"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@given(seed=st.integers(0, 999), dim=st.sampled_from([16, 100, 128]))
+def test_scores_are_bounds_or_estimates_of_the_logits(kind, few, dtype, seed, dim):
     """By explicit loops over tokens and heads; -inf where a sequence has no block or no query."""
-    problem = random_problem(
-        [1, 3, 0], [9, 22, 5], AttentionSpec(), seed=seed, block_size=SIZE, max_query_len=3
-    )
+    sizes = {"block_size": SIZE, "max_query_len": 3, "dtype": jnp.dtype(dtype).type}
+    sizes["head_dim"] = dim
+    problem = random_problem([1, 3, 0], [9, 22, 5], AttentionSpec(), seed=seed, **sizes)
     batch, cache = batch_of(problem), cache_of(problem)
-    got = np.asarray(score_blocks(problem.query, summarise_blocks(cache, batch, kind=kind), batch))
+    summaries = summarise_blocks(cache, batch, kind=kind, dtype="float8_e4m3fn" if few else dtype)
+    got = np.asarray(score_blocks(problem.query, summaries, batch))
+    planes = [np.asarray(plane, np.float32) for plane in summaries.planes]
     assert got.shape == (3, 2, batch.max_blocks)
     for s, (table, seq_len) in enumerate(zip(problem.block_tables, problem.seq_lens, strict=True)):
-        rows = problem.query[slice(*problem.query_start_loc[s : s + 2])]
+        rows = problem.query[slice(*problem.query_start_loc[s : s + 2])].astype(np.float32)
         for kv_head in range(2):
-            q = rows[:, 2 * kv_head : 2 * kv_head + 2].reshape(-1, 16)
+            q = rows[:, 2 * kv_head : 2 * kv_head + 2].reshape(-1, dim)
             for column in range(batch.max_blocks):
                 if not len(q) or SIZE * column >= seq_len:
                     assert got[s, kv_head, column] == -np.inf
                     continue
                 keys = problem.key_cache[table[column], : seq_len - SIZE * column, kv_head]
-                low, high = keys.min(0), keys.max(0)
+                low, high = (plane[table[column], kv_head] for plane in (planes[0], planes[-1]))
                 want = np.maximum(q * low, q * high).sum(-1).max()
-                if kind == "mean":
-                    want = (q @ keys.mean(0)).max()
-                else:
-                    assert got[s, kv_head, column] >= (q @ keys.T).max() - 1e-4
+                if kind == "range":
+                    most = (q @ keys.astype(np.float32).T).max()
+                    assert got[s, kv_head, column] >= most - 1e-4
                 np.testing.assert_allclose(got[s, kv_head, column], want, rtol=1e-4, atol=1e-4)
 
 
@@ -193,6 +242,9 @@ def test_what_does_not_fit_is_refused():
     summaries, query = summarise_blocks(cache, batch), jnp.ones((1, 4, 8))
     with pytest.raises(InvalidInputError, match="kind must be one of"):
         summarise_blocks(cache, batch, kind="median")
+    for dtype in ("int8", "float8_e5m2", 3):
+        with pytest.raises(InvalidInputError, match="dtype must be one of"):
+            summarise_blocks(cache, batch, dtype=dtype)
     with pytest.raises(InvalidInputError, match="summaries must be BlockSummaries"):
         update_summaries(cache, cache, batch)
     with pytest.raises(InvalidInputError, match="summaries must be those of the cache"):

@@ -77,7 +77,7 @@ class Attention(NamedTuple):
 
 
 CACHED = (
-    *(backend._device, backend._capability, program._capability, program._compiled),
+    *(backend._device, backend.capability, program._capability, program._compiled),
     *(mosaic.launch._capability, cudnn._capability),
     registry.tried,
 )

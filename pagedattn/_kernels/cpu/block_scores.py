@@ -18,10 +18,10 @@ from .memory import (
     put_int64,
 )
 from .online_softmax import GROUP, block_at, set_logits
-from .qk_matmul import set_query
+from .qk_matmul import qk_of_two_1, qk_of_two_2, qk_of_two_4, set_query
 from .schedule import begin_alike
-from .simd import LANES
-from .softmax import CHUNK, NONE, ONE
+from .simd import KEYS, LANES
+from .softmax import CHUNK, NONE
 
 CLAIMED, DONE = map(offset, ("claimed", "done"))
 
@@ -32,7 +32,7 @@ def begin_scores(call):
     given, columns = args_at(call), 2 * LANES
     read = given.num_planes * given.num_seqs * given.max_blocks * given.key_block
     address = begin_alike(call, given.num_seqs * chunks_of(given), read)
-    args_at(address).row_bytes = 4 * columns * -(-given.head_dim // columns)
+    args_at(address).row_bytes = given.num_planes * 4 * columns * -(-given.head_dim // columns)
     return address
 
 
@@ -58,8 +58,8 @@ def work_on_scores(address, dtypes):
 
 @fast
 def room_bytes(args):
-    """Byte offsets of two chunks, and queries and products of all heads and planes."""
-    rows = args.num_kv_heads * args.num_planes * args.group
+    """Byte offsets of two chunks, and queries and products of all heads."""
+    rows = args.num_kv_heads * args.group
     return APART * -(-(16 * CHUNK + rows * (args.row_bytes + 4 * CHUNK)) // APART)
 
 
@@ -73,25 +73,21 @@ def score_chunk(args, dtypes, number, room):
     rows = min(max(0, get_int32(args.seq_lens, seq)), args.group)
     count = min(CHUNK, args.max_blocks - first)
     blocks = args.tables + seq * args.table_row + 4 * first
-    queries, planes = room + 16 * CHUNK, args.num_planes
-    products = queries + args.num_kv_heads * planes * args.group * args.row_bytes
+    queries = room + 16 * CHUNK
+    products = queries + args.num_kv_heads * args.group * args.row_bytes
     set_offsets(args, blocks, args.max_blocks - first, room)
     load_queries(args, dtypes, seq, rows, queries)
     for k in range(0, count, GROUP):
-        for plane in range(planes):
-            held = args.key if plane == 0 else args.value
-            for head in range(args.num_kv_heads):
-                row = (head * planes + plane) * rows
-                of_rows, out = queries + row * args.row_bytes, products + 4 * (row * CHUNK + k)
-                at, many = held + head * args.key_head, min(GROUP, count - k)
-                set_logits(args, dtypes, of_rows, rows, at, room + 8 * k, many, ONE, out)
+        at, many = room + 8 * k, min(GROUP, count - k)
+        for head in range(args.num_kv_heads):
+            row, out = head * rows, products + 4 * (head * rows * CHUNK + k)
+            set_products(args, dtypes, queries + row * args.row_bytes, rows, head, at, many, out)
     for head in range(args.num_kv_heads):
         at = args.out + 4 * ((seq * args.num_kv_heads + head) * args.max_blocks + first)
-        of_head = products + 4 * head * planes * rows * CHUNK
         for k in range(count):
             put_float32(at, k, NONE)
-        for row in range(rows):
-            raise_best(args, of_head + 4 * row * CHUNK, rows, count, at)
+        for row in range(head * rows, head * rows + rows):
+            raise_best(products + 4 * row * CHUNK, count, at)
         for k in range(count):
             if get_int32(blocks, k) < 0:
                 put_float32(at, k, NONE)
@@ -106,23 +102,40 @@ def set_offsets(args, blocks, left, offsets):
 
 @within
 def load_queries(args, dtypes, seq, rows, queries):
-    """`[num_kv_heads, num_planes, rows, row]`."""
-    at = queries
+    """`[num_kv_heads, rows, num_planes, row]`."""
+    at, of_plane = queries, args.row_bytes // args.num_planes
     for head in range(args.num_kv_heads):
-        for plane in range(args.num_planes):
-            for row in range(rows):
+        for row in range(rows):
+            for plane in range(args.num_planes):
                 index = (plane * args.num_seqs + seq) * args.group + row
                 source = args.query + index * args.query_token + head * args.query_head
                 set_query(source, at, args.head_dim, dtypes)
-                at += args.row_bytes
+                at += of_plane
+
+
+@within
+def set_products(args, dtypes, queries, rows, head, offsets, count, out):
+    """Products `[rows, count]` with some blocks of a head, summed over the planes, CHUNK apart."""
+    plane, second = args.key + head * args.key_head, args.value + head * args.key_head
+    scale, step, dim, r = args.scale, args.row_bytes, args.head_dim, 0
+    if args.num_planes == 1:
+        set_logits(args, dtypes, queries, rows, plane, offsets, count, scale, out)
+        return
+    while r < rows:
+        many = 4 if r + 4 <= rows else 2 if r + 2 <= rows else 1
+        for k in range(0, count, KEYS):
+            at, ahead, to = offsets + 8 * k, offsets + 8 * (k + GROUP), out + 4 * k
+            if many == 4:
+                qk_of_two_4(queries, step, plane, second, at, ahead, dim, scale, to, CHUNK, dtypes)
+            elif many == 2:
+                qk_of_two_2(queries, step, plane, second, at, ahead, dim, scale, to, CHUNK, dtypes)
+            else:
+                qk_of_two_1(queries, step, plane, second, at, ahead, dim, scale, to, CHUNK, dtypes)
+        r, queries, out = r + many, queries + many * step, out + many * 4 * CHUNK
 
 
 @fast
-def raise_best(args, products, rows, count, best):
-    """The greatest of what was found so far and a row's sums over the planes."""
-    others = products + 4 * rows * CHUNK if args.num_planes > 1 else 0
-    if others != 0:
-        for k in range(count):
-            put_float32(products, k, get_float32(products, k) + get_float32(others, k))
+def raise_best(products, count, best):
+    """The greatest of what was found so far and a row's products."""
     for k in range(count):
         put_float32(best, k, max(get_float32(best, k), get_float32(products, k)))

@@ -135,9 +135,9 @@ def prefill(*names: str):
 
 
 @functools.cache
-def score(dtype: str):
+def score(query: str, held: str):
     """`void score(args)`: works on scores of blocks as long as there is work."""
-    dtypes = DTYPES[dtype], DTYPES[dtype]
+    dtypes = DTYPES[query], DTYPES[held]
     version = _version(dtypes)
 
     def score(args):
@@ -145,8 +145,8 @@ def score(dtype: str):
             block_scores.work_on_scores(args, dtypes)
             workers.leave(args)
 
-    compiled = machine_code(NOTHING(NUMBER), score, f"score_{dtype}")
-    _tasks[SCORES + CODES[dtype, dtype]] = compiled.address
+    compiled = machine_code(NOTHING(NUMBER), score, _name("score", (query, held)))
+    _tasks[SCORES + CODES[query, held]] = compiled.address
     return compiled
 
 

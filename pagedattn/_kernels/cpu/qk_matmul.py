@@ -45,6 +45,43 @@ class Products:
         return add_pairs(builder, total, a, b) if self.pairs else fused(builder, a, b, total)
 
 
+def _code(builder, dtypes, rows, planes, arguments):
+    """The sums over some planes of the products of `rows` queries and KEYS keys.
+
+    A row of queries holds those of each plane, one behind the other.
+    """
+    query, step, offsets, ahead, dim, scale, logits, width = arguments
+    products = Products(*dtypes)
+    tile = [(r, k) for r in range(rows) for k in range(KEYS)]
+    totals = {at_: cgutils.alloca_once_value(builder, ZEROS) for at_ in tile}
+    words = [word(8 * k) for k in range(KEYS)]
+    places, later = (
+        [builder.load(at(builder, held, place, WORD)) for place in words]
+        for held in (offsets, ahead)
+    )
+    starts = [builder.add(query, builder.mul(step, word(r))) for r in range(rows)]
+    apart = builder.udiv(step, word(len(planes)))
+    for plane in planes:
+        keys = [builder.add(plane, place) for place in places]
+
+        def add(index, take, starts=starts, keys=keys):
+            taken = [products.operands(builder, take(key), products.dtype) for key in keys]
+            for part, vectors in enumerate(zip(*taken, strict=True)):
+                here = builder.add(index, word(part * products.count))
+                for r, start in enumerate(starts):
+                    row = row_vector(builder, start, here, products.query_dtype, products.count)
+                    for k, key in enumerate(vectors):
+                        total = products.add(builder, builder.load(totals[r, k]), row, key)
+                        builder.store(total, totals[r, k])
+
+        coming = [builder.add(plane, place) for place in later]
+        fetch_rows(builder, coming, builder.mul(dim, word(products.dtype.size)))
+        each(builder, products.dtype, dim, products.counts, add)
+        starts = [builder.add(start, apart) for start in starts]
+    found = [builder.load(totals[at_]) for at_ in tile]
+    store_tile(builder, found, rows, scale, logits, width)
+
+
 def _qk(rows):
     """Makes the products of `rows` queries and KEYS keys."""
 
@@ -56,34 +93,31 @@ def _qk(rows):
         """
 
         def code(context, builder, signature, args):
-            query, step, plane, offsets, ahead, dim, scale, logits, width, _ = args
-            products = Products(*pair_of(signature.args[-1]))
-            tile = [(r, k) for r in range(rows) for k in range(KEYS)]
-            totals = {at_: cgutils.alloca_once_value(builder, ZEROS) for at_ in tile}
-            words = [word(8 * k) for k in range(KEYS)]
-            keys = [builder.load(at(builder, offsets, place, WORD)) for place in words]
-            keys = [builder.add(plane, key) for key in keys]
-            later = [builder.load(at(builder, ahead, place, WORD)) for place in words]
-            later = [builder.add(plane, key) for key in later]
-            starts = [builder.add(query, builder.mul(step, word(r))) for r in range(rows)]
-
-            def add(index, take):
-                taken = [products.operands(builder, take(key), products.dtype) for key in keys]
-                for part, vectors in enumerate(zip(*taken, strict=True)):
-                    here = builder.add(index, word(part * products.count))
-                    for r, start in enumerate(starts):
-                        row = row_vector(builder, start, here, products.query_dtype, products.count)
-                        for k, key in enumerate(vectors):
-                            total = products.add(builder, builder.load(totals[r, k]), row, key)
-                            builder.store(total, totals[r, k])
-
-            fetch_rows(builder, later, builder.mul(dim, word(products.dtype.size)))
-            each(builder, products.dtype, dim, products.counts, add)
-            found = [builder.load(totals[at_]) for at_ in tile]
-            store_tile(builder, found, rows, scale, logits, width)
+            query, step, plane, *others, _ = args
+            dtypes = pair_of(signature.args[-1])
+            _code(builder, dtypes, rows, [plane], (query, step, *others))
             return context.get_dummy_value()
 
         arguments = [types.intp] * 6 + [types.float32] + [types.intp] * 2
+        return types.void(*arguments, dtypes), code
+
+    return qk
+
+
+def _qk_of_two(rows):
+    """Makes the sums of products of `rows` queries with KEYS keys of two planes."""
+
+    @intrinsic
+    def qk(typing, query, step, plane, second, offsets, ahead, dim, scale, logits, width, dtypes):
+        """As `qk_1` and its like, of keys at the same offsets in both."""
+
+        def code(context, builder, signature, args):
+            query, step, plane, second, *others, _ = args
+            dtypes = pair_of(signature.args[-1])
+            _code(builder, dtypes, rows, [plane, second], (query, step, *others))
+            return context.get_dummy_value()
+
+        arguments = [types.intp] * 7 + [types.float32] + [types.intp] * 2
         return types.void(*arguments, dtypes), code
 
     return qk
@@ -136,6 +170,7 @@ def _halved(builder, a, b, segment, lanes):
 
 
 qk_1, qk_2, qk_4 = map(_qk, (1, 2, 4))
+qk_of_two_1, qk_of_two_2, qk_of_two_4 = map(_qk_of_two, (1, 2, 4))
 
 
 @intrinsic

@@ -10,7 +10,7 @@ LEAST = tl.constexpr(-(1 << 31))  # of int32
 def scores_kernel(
     queries,  # [PLANES, NUM_SEQS, ROWS, KV_HEADS, HEAD_DIM], for each plane
     num_rows,  # i32 [NUM_SEQS]
-    first,  # [num_blocks, KV_HEADS, HEAD_DIM]
+    first,  # [num_blocks, KV_HEADS, HEAD_DIM], of the queries' dtype or float8_e4m3fn
     second,  # as the first; any array of one plane
     blocks,  # i32 [NUM_SEQS, COLUMNS], -1 for none
     scores,  # f32 [NUM_SEQS, KV_HEADS, COLUMNS]
@@ -37,6 +37,7 @@ def scores_kernel(
     high = low
     if PLANES == 2:
         high = tl.load(second + offsets, mask=held, other=0.0)
+    low, high = low.to(queries.dtype.element_ty), high.to(queries.dtype.element_ty)
     count = tl.load(num_rows + seq)
     best = tl.full([TILE], float("-inf"), tl.float32)
     for begin in range(0, ROWS, ROWS_AT_ONCE):

@@ -187,8 +187,11 @@ def describe_scores(frame, args):
     args.num_seqs, args.max_blocks = get_int64(at(tables, DIMS), 0), get_int64(at(tables, DIMS), 1)
     options = at(item(frame, ATTRIBUTES, 0), ARRAY_DATA)
     args.num_planes, args.threads = get_int64(options, 0), get_int64(options, 1)
-    args.key_head = args.query_head = args.head_dim * get_int64(options, 2)
-    args.key_block = args.query_token = args.key_head * args.num_kv_heads
+    args.query_head = args.head_dim * get_int64(options, 2)
+    args.key_head = args.head_dim * get_int64(options, 3)
+    args.query_token = args.query_head * args.num_kv_heads
+    args.key_block = args.key_head * args.num_kv_heads
+    args.scale = get_int64(options, 4)
     args.table_row = 4 * args.max_blocks
 
 

@@ -8,12 +8,19 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ..._arrays.shard_map import axes_of, varying
-from .support import DTYPES, num_threads
+from ..._kernels.cpu.compiled import CODES
+from ..._kernels.cpu.dtypes import UNITS
+from .support import num_threads
 from .targets import CHOOSE_BEST, register_choice, register_scores
 
-__all__ = ["DTYPES", "MOST_COLUMNS", "best", "scores"]
+__all__ = ["MOST_COLUMNS", "best", "scores", "takes"]
 
 MOST_COLUMNS = 1 << 31
+
+
+def takes(query: str, summaries: str) -> bool:
+    """Whether there is a kernel for queries and summaries of two dtypes."""
+    return (query, summaries) in CODES
 
 
 def scores(
@@ -24,15 +31,17 @@ def scores(
 ) -> Float[Array, "num_seqs num_kv_heads max_blocks"]:
     """The sum over the planes of their products with a sequence's rows, and of these the greatest.
 
-    The planes are of one of DTYPES.
+    Of queries and summaries that it `takes`.
     """
-    dtype = str(planes[0].dtype)
-    queries = jnp.stack([part.astype(dtype) for part in parts])
+    queries, held = jnp.stack(parts), str(planes[0].dtype)
     num_seqs, max_blocks = blocks.shape
     out = jax.ShapeDtypeStruct((num_seqs, planes[0].shape[1], max_blocks), jnp.float32)
-    kernel = jax.ffi.ffi_call(register_scores(dtype), out, vmap_method="sequential")
+    target = register_scores(str(queries.dtype), held)
+    kernel = jax.ffi.ffi_call(target, out, vmap_method="sequential")
     arrays = queries, planes[0], planes[-1], blocks, num_rows.astype(jnp.int32)
-    integers = np.asarray([len(planes), num_threads(), planes[0].dtype.itemsize], np.int64)
+    sizes = queries.dtype.itemsize, planes[0].dtype.itemsize
+    unit = int(UNITS.get(held, 1))
+    integers = np.asarray([len(planes), num_threads(), *sizes, unit], np.int64)
     return varying(kernel(*arrays, integers=integers), axes_of(arrays))
 
 

@@ -35,15 +35,15 @@ def register_attention(*names: str) -> str:
 
 
 @functools.cache
-def register_scores(dtype: str) -> str:
-    """The target for scores of blocks by summaries of a dtype."""
-    score(dtype)
-    version, code = sources(), CODES[dtype, dtype]
+def register_scores(query: str, held: str) -> str:
+    """The target for scores of blocks by queries and summaries of two dtypes."""
+    score(query, held)
+    version, code = sources(), CODES[query, held]
 
     def scores(frame):
         return handlers.scores(frame, code) if frame != version else 0
 
-    name = f"pagedattn_numba_scores_{dtype}"
+    name = f"pagedattn_numba_scores_{query}_{held}"
     _register(name, scores)
     return name
 

@@ -64,7 +64,7 @@ BACKEND = Backend(
     "triton",
     SUPPORTS,
     with_xla_gradient(run),
-    lambda call: refusals(call, _capability()),
+    lambda call: refusals(call, capability()),
     plan=starts_in_order,
     missing=missing,
 )
@@ -72,11 +72,12 @@ BACKEND = Backend(
 
 @functools.cache
 def _device():
-    return device_of(jax.devices("gpu")[0].core_count, _capability())
+    return device_of(jax.devices("gpu")[0].core_count, capability())
 
 
 @functools.cache
-def _capability() -> tuple[int, int]:
+def capability() -> tuple[int, int]:
+    """That of the first GPU."""
     major, minor = jax.devices("gpu")[0].compute_capability.split(".")
     return int(major), int(minor)
 

@@ -7,16 +7,23 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ..._arrays.namespace import cdiv
-from ..._kernels.triton.launch import DTYPES
+from ..._kernels.triton.launch import DTYPES, E4M3
 from ..._kernels.triton.selection import choice_kernel, scores_kernel
 from ..._kernels.triton.widths import power_of_two, tile_width
 from ..triton_call import triton_call
+from . import capability
 
-__all__ = ["DTYPES", "MOST_COLUMNS", "best", "scores"]
+__all__ = ["MOST_COLUMNS", "best", "scores", "takes"]
 
 TILES = {2: 64, 4: 16}  # blocks of a program, by the bytes of a number: float32 fills the registers
 MOST_ROWS = 64  # of queries at a time
 MOST_COLUMNS = 1 << 16  # a program holds all scores of a row
+
+
+def takes(query: str, summaries: str) -> bool:
+    """Whether the kernel reads queries and summaries of two dtypes on these GPUs."""
+    few = summaries == "float8_e4m3fn" and capability() >= E4M3
+    return query in DTYPES and (summaries == query or few)
 
 
 def scores(
@@ -27,12 +34,12 @@ def scores(
 ) -> Float[Array, "num_seqs num_kv_heads max_blocks"]:
     """The sum over the planes of their products with a sequence's rows, and of these the greatest.
 
-    The planes are of one of DTYPES.
+    Of queries and summaries that it `takes`.
     """
-    queries = jnp.stack([part.astype(planes[0].dtype) for part in parts])
+    queries = jnp.stack(parts)
     num_seqs, rows, kv_heads, head_dim = parts[0].shape
     columns = blocks.shape[1]
-    sizes = num_seqs, rows, kv_heads, head_dim, columns, len(planes), planes[0].dtype.itemsize
+    sizes = num_seqs, rows, kv_heads, head_dim, columns, len(planes), queries.dtype.itemsize
     constants = constants_of(*sizes)
     (found,) = triton_call(
         scores_kernel,
