@@ -52,7 +52,8 @@ SCHEDULE = (
     "state_bytes",  # of one of these states
     "row_bytes",  # of a row of float32, of a query or of sums
     "rows",  # the most of a state
-    "tile_tokens",  # the most of an item of a long sequence
+    "tile_tokens",  # the most of an item of a long sequence,
+    "tile_heads",  # and the most KV heads of one with few rows
     "by_segments",  # whether an item of a long sequence has the keys of one segment
 )
 COUNTERS = (  # to which several threads add
@@ -92,7 +93,8 @@ WORK_ITEM_FIELDS = (
     "position",  # of its first token, or, where drafts branch, of that one's slot
     "context",  # the keys before those of its sequence's new tokens
     "kv_head",  # its first one
-    "num_heads",  # KV heads of an item of a short sequence; 0 of a long one, which has one
+    "num_heads",  # how many of them
+    "is_tile",  # of a long sequence, which `prefill` computes
     "seq_len",
     "first",  # its first key; of a selection keys are counted in the list of its blocks
     "last",  # the key after its last one

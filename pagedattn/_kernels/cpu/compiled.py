@@ -20,7 +20,7 @@ from numba import cfunc, types
 from ...cache.packing import PACKED
 from ...cache.quantise import LARGEST
 from . import block_choice, block_scores, workers
-from .call_args import args_at, work_item_at
+from .call_args import args_at
 from .compiling import MODE
 from .dtypes import BFLOAT16, DTYPES, FLOAT16, FLOAT32, INT4, TOKENS, Dtype
 from .prefill import tile
@@ -126,7 +126,7 @@ def prefill(*names: str):
 
     def prefill(args, item, scratch):
         if args != version:
-            tile.attend_tile(args_at(args), tiles, held, work_item_at(item), scratch)
+            tile.attend_tile(args_at(args), tiles, held, item, scratch)
 
     signature = NOTHING(NUMBER, NUMBER, NUMBER)
     compiled = machine_code(signature, prefill, _name("prefill", names))

@@ -32,14 +32,20 @@ def begin(call):
     threads = 1 + keys * token_bytes // BYTES_OF_A_THREAD + products // PRODUCTS_OF_A_THREAD
     threads = min(given.threads, threads)
     size, long_state_bytes = item_keys(keys, threads, token_bytes), np.int64(0)
-    given.tile_tokens, given.by_segments = 0, 0
+    given.tile_tokens, given.tile_heads, given.by_segments = 0, 1, 0
     if long_tokens > 0:
         given.tile_tokens = items.tile_tokens(given, long_tokens, threads)
+        given.tile_heads = given.num_kv_heads if given.longest == 0 else 1
         long_state_bytes = state_bytes(given, given.tile_tokens * given.group)
     num_long, num_items, num_cut, num_states = count_items(given, size)
-    if given.longest == 0 and threads > 1 and num_items < threads * items.ITEMS:
+    few = threads * items.ITEMS if threads > 1 else 0
+    if given.longest == 0 and num_items < few:
         given.by_segments = 1
         num_long, num_items, num_cut, num_states = count_items(given, size)
+    while given.tile_heads > 1 and num_items < few:
+        given.tile_heads //= 2
+        num_long, num_items, num_cut, num_states = count_items(given, size)
+    long_state_bytes *= given.tile_heads
     rows = most_queries * given.num_kv_heads * given.group
     state_size = APART * -(-rows * (row_bytes + 8) // APART)
     items_bytes, partials_bytes = num_items * WORK_ITEM_BYTES, num_cut * APART
@@ -199,7 +205,7 @@ def set_parts(args, at, free, size, seq, kv_head, token, num_queries, seq_len):
         item = work_item_at(at)
         item.seq, item.token, item.num_queries, item.seq_len = seq, token, num_queries, seq_len
         item.position = item.context = seq_len - num_queries
-        item.kv_head, item.num_heads = kv_head, heads_together(args)
+        item.kv_head, item.num_heads, item.is_tile = kv_head, heads_together(args), 0
         item.first, item.last = first + part * size, min(last, first + (part + 1) * size)
         item.part, item.parts, item.state, item.finished = part, parts, state, finished
         at += WORK_ITEM_BYTES

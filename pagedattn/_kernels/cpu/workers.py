@@ -15,7 +15,8 @@ from .memory import (
     put_float32,
 )
 from .online_softmax import attend, factor, load_queries, room_bytes
-from .prefill.room import room_of
+from .prefill.items import ROWS_TOGETHER
+from .prefill.room import room_bytes as room_bytes_of_head
 from .scalar_math import exp, log
 from .softmax import NONE, ZERO
 from .store_row import narrow_row
@@ -34,7 +35,7 @@ def work(address, dtypes, tiles, held):
         if scratch == 0:
             scratch = aligned_alloc(APART, scratch_bytes(args, tiles, held))
         at = args.first_item + number * WORK_ITEM_BYTES
-        if work_item_at(at).num_heads == 0:
+        if work_item_at(at).is_tile != 0:
             call_3_at(args.prefill, address, at, scratch)
         else:
             run_item(args, dtypes, held, at, scratch)
@@ -67,7 +68,9 @@ def scratch_bytes(args, tiles, held):
     short = 2 * args.state_bytes + APART * -(-room // APART)
     if args.tile_tokens == 0:
         return short
-    return max(short, room_of(args, tiles, held, args.tile_tokens * args.group, 0).end)
+    rows = args.tile_tokens * args.group
+    few = args.tile_heads * room_bytes_of_head(args, tiles, held, min(rows, ROWS_TOGETHER))
+    return max(short, few, room_bytes_of_head(args, tiles, held, rows))
 
 
 @within

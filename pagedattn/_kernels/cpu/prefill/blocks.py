@@ -6,6 +6,7 @@ FlashAttention-4: until then weights are above 1, which the division by their su
 
 import numpy as np
 
+from ..call_args import work_item_at
 from ..compiling import fast, within
 from ..listed import run_of, seen_by, seen_range
 from ..memory import get_float32, put_float32
@@ -45,6 +46,7 @@ from .room import (
     GRAIN,
     KEYS,
     keys_at,
+    room_at,
     values_at,
 )
 from .weights import LOG2_E, scale_row, set_weights
@@ -70,6 +72,29 @@ def add_tile(args, dtypes, item, first, start, count, room):
             multiply_values_in_place(args, dtypes, item, first, rows_here, begin, end, room)
         else:
             multiply_values(dtypes, start, rows_here, begin, end, room)
+
+
+@within
+def add_tile_of_heads(args, dtypes, held, first, rooms):
+    """As `add_tile` in place, for all KV heads of an item: some keys at a time, as they lie."""
+    item, heads = work_item_at(room_at(args, dtypes, held, rooms, 0).item), rooms.heads
+    begin, end = seen_by_block(args, item, first, 0, rooms.rows)
+    if begin >= end:
+        return
+    for key in range(begin, end, LANES):
+        for head in range(heads):
+            room = room_at(args, dtypes, held, rooms, head)
+            multiply_keys_in_place(args, dtypes, first, rooms.rows, key, key + LANES, room)
+    hidden = hides(args, item, first + begin, first + end, 0, rooms.rows)
+    for head in range(heads):
+        room = room_at(args, dtypes, held, rooms, head)
+        for row in range(rooms.rows):
+            weigh_row(args, dtypes, work_item_at(room.item), first, row, begin, end, hidden, room)
+    for key in range(begin, end, GRAIN):
+        for head in range(heads):
+            room = room_at(args, dtypes, held, rooms, head)
+            stop = key + GRAIN
+            multiply_values_in_place(args, dtypes, item, first, rooms.rows, key, stop, room)
 
 
 @fast
@@ -120,13 +145,15 @@ def multiply_keys(dtypes, start, rows_here, begin, end, room):
     for key in range(begin, end, columns(dtypes)):
         panels = room.key_panels + key // PANEL * width
         logits = room.logits + 4 * key
-        queries = room.queries + start * room.query_bytes
-        if rows_here <= few(dtypes):
-            set_few(logits, 4 * KEYS, queries, panels, width, slabs, dtypes)
-        else:
-            for row in range(0, rows_here, rows(dtypes)):
-                at, left = logits + 4 * KEYS * row, queries + row * SLAB
+        queries, row = room.queries + start * room.query_bytes, 0
+        while row < rows_here:
+            at, left = logits + 4 * KEYS * row, queries + row * SLAB
+            if up_to(rows_here - row, few(dtypes)) < rows(dtypes):
+                set_few(at, 4 * KEYS, left, panels, width, slabs, dtypes)
+                row += few(dtypes)
+            else:
                 set_product(at, 4 * KEYS, left, panels, width, slabs, dtypes)
+                row += rows(dtypes)
 
 
 @within
@@ -137,13 +164,15 @@ def multiply_values(dtypes, start, rows_here, begin, end, room):
     width, size = room.value_panel_bytes, room.sum_bytes
     for column in range(0, room.sum_columns, columns(dtypes)):
         panels = room.value_panels + column // PANEL * width + first * LANES * LINE
-        sums = room.state.sums + start * size + 4 * column
-        if rows_here <= few(dtypes):
-            add_few(sums, size, weights, panels, width, slabs, dtypes)
-        else:
-            for row in range(0, rows_here, rows(dtypes)):
-                at, left = sums + row * size, weights + row * SLAB
+        sums, row = room.state.sums + start * size + 4 * column, 0
+        while row < rows_here:
+            at, left = sums + row * size, weights + row * SLAB
+            if up_to(rows_here - row, few(dtypes)) < rows(dtypes):
+                add_few(at, size, left, panels, width, slabs, dtypes)
+                row += few(dtypes)
+            else:
                 add_product(at, size, left, panels, width, slabs, dtypes)
+                row += rows(dtypes)
 
 
 @fast

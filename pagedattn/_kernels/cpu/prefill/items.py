@@ -1,23 +1,24 @@
-"""Long sequences cut into tiles of queries, one KV head each, the most expensive first.
+"""Long sequences cut into tiles of queries of a KV head, the most expensive first.
 
 Threads claim them in order, so that what is left for the end is small. Where results are
-batch-invariant and tiles are few, each segment of a tile's keys is an item.
+batch-invariant and tiles are few, each segment of a tile's keys is an item. There tiles of few rows
+have several KV heads: what lies side by side in memory is read together.
 """
 
 import numpy as np
 
-from ..call_args import APART, WORK_ITEM, work_item_at
+from ..call_args import APART, work_item_at
 from ..compiling import fast
 from ..listed import listed_range
 from ..memory import aligned_alloc, free, get_int64, memcpy, memset, put_int64
 from ..softmax import lowest_position
-from .room import KEYS, SEGMENT, state_bytes
+from .room import ITEM_BYTES, KEYS, SEGMENT, state_bytes
 
-ITEM_BYTES = WORK_ITEM.itemsize
 ITEMS = 4  # for each thread, if there are tokens enough, or segments of keys
 LEAST_ROWS = 96  # of an item: its keys are packed for all of them
 ROWS_BYTES = 1 << 19  # of an item's queries and sums, at most: they stay in the second level
 LEVELS = 64  # of costs that are told apart
+ROWS_TOGETHER = 64  # of all KV heads of an item that has several
 PRODUCTS_OF_A_THREAD = 1 << 21  # with fewer for each, fewer threads are faster
 
 
@@ -41,6 +42,15 @@ def keys_of_tile(args, seq, kv_head, token, num_queries, seq_len, first):
 
 
 @fast
+def heads_of_tile(args, num_queries, first):
+    """How many KV heads an item of the tile from a sequence's token `first` on has."""
+    if args.selection != 0:
+        return np.int64(1)
+    rows = min(args.tile_tokens, num_queries - first) * args.group
+    return max(np.int64(1), min(args.tile_heads, ROWS_TOGETHER // rows))
+
+
+@fast
 def parts_of(args, low, high):
     """The items of a tile's keys."""
     if args.by_segments == 0 or low == high:
@@ -53,7 +63,7 @@ def count_parts(args, seq, token, num_queries, seq_len):
     """The items of a sequence; its tiles of several, and the items of these."""
     count, cut, states = np.int64(0), np.int64(0), np.int64(0)
     for first in range(0, num_queries, args.tile_tokens):
-        for kv_head in range(args.num_kv_heads):
+        for kv_head in range(0, args.num_kv_heads, heads_of_tile(args, num_queries, first)):
             _, low, high = keys_of_tile(args, seq, kv_head, token, num_queries, seq_len, first)
             parts = parts_of(args, low, high)
             count += parts
@@ -66,7 +76,7 @@ def count_parts(args, seq, token, num_queries, seq_len):
 def set_items(args, at, free, seq, token, num_queries, seq_len):
     """Writes the items of a sequence; gives the places of the next one, and of its states."""
     for first in range(0, num_queries, args.tile_tokens):
-        for kv_head in range(args.num_kv_heads):
+        for kv_head in range(0, args.num_kv_heads, heads_of_tile(args, num_queries, first)):
             at, free = set_tile(args, at, free, seq, token, num_queries, seq_len, first, kv_head)
     return at, free
 
@@ -76,7 +86,8 @@ def set_tile(args, at, free, seq, token, num_queries, seq_len, first, kv_head):
     """Writes the items of the tile from a sequence's token `first` on."""
     count, low, high = keys_of_tile(args, seq, kv_head, token, num_queries, seq_len, first)
     parts, finished, state = parts_of(args, low, high), np.int64(0), np.int64(0)
-    size = state_bytes(args, args.tile_tokens * args.group)
+    heads = min(heads_of_tile(args, num_queries, first), args.num_kv_heads - kv_head)
+    size = heads * state_bytes(args, args.tile_tokens * args.group)
     if parts > 1:
         finished, state = free, free + APART
         put_int64(finished, 0, 0)
@@ -85,7 +96,8 @@ def set_tile(args, at, free, seq, token, num_queries, seq_len, first, kv_head):
     for part in range(parts):
         item = work_item_at(at)
         item.seq, item.token, item.num_queries, item.seq_len = seq, token + first, count, seq_len
-        item.context, item.kv_head, item.num_heads = seq_len - num_queries, kv_head, 0
+        item.context, item.kv_head = seq_len - num_queries, kv_head
+        item.num_heads, item.is_tile = heads, 1
         item.position = item.context + first
         item.first, item.last, item.part, item.parts = low, high, part, parts
         item.state, item.finished = state, finished
@@ -99,9 +111,9 @@ def set_tile(args, at, free, seq, token, num_queries, seq_len, first, kv_head):
 
 @fast
 def cost(at):
-    """In tiles of keys times tokens."""
+    """In tiles of keys times tokens and KV heads."""
     item = work_item_at(at)
-    return (1 + (item.last - item.first) // KEYS) * item.num_queries
+    return (1 + (item.last - item.first) // KEYS) * item.num_queries * item.num_heads
 
 
 @fast

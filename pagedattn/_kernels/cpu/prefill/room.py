@@ -2,12 +2,13 @@
 
 from typing import NamedTuple
 
-from ..call_args import APART
+from ..call_args import APART, WORK_ITEM
 from ..compiling import fast
 from ..unpack import by_token, up_to
 from . import amx
 from .micro_kernel import LINE, PANEL, SLAB, block, columns, depth, size
 
+ITEM_BYTES = WORK_ITEM.itemsize
 KEYS = 256  # of a tile
 # Keys whose sums are begun anew and then joined in order, where results are batch-invariant: so it
 # makes no difference which work items they are of.
@@ -29,6 +30,7 @@ class Room(NamedTuple):
     """Addresses, and sizes that follow from the call.
 
     Fields:
+      item: the work item, as if it had this KV head alone.
       config: of AMX's registers.
       zeros: a row of the cache that holds nothing.
       keys: addresses of keys and values, as `keys_at` has them; `shown`: whether any row sees one.
@@ -44,6 +46,7 @@ class Room(NamedTuple):
       sum_columns: of a row.
     """
 
+    item: int
     config: int
     zeros: int
     keys: int
@@ -106,11 +109,11 @@ def values_at(room, first):
 
 @fast
 def room_of(args, dtypes, held, rows, address):
-    """The room for a number of rows, from an address on, a multiple of APART."""
+    """The room for a number of rows of a KV head, from an address on, a multiple of APART."""
     query_bytes, sum_bytes = row_bytes(args, dtypes)
     rows, number = up_to(rows, block(dtypes)), size(dtypes)
     key_panel_bytes, value_panel_bytes = query_bytes // 4 * LINE, KEYS * number // 4 * LINE
-    config = address
+    config = address + ITEM_BYTES
     zeros = config + up_to(amx.CONFIG_BYTES, APART)
     keys = zeros + unpacked_bytes(args)
     shown = keys + 4 * KEYS * ADDRESS_BYTES
@@ -127,6 +130,7 @@ def room_of(args, dtypes, held, rows, address):
     if args.longest == 0:
         joined, end = state_at(args, dtypes, rows, end)
     return Room(
+        address,
         config,
         zeros,
         keys,
@@ -146,3 +150,28 @@ def room_of(args, dtypes, held, rows, address):
         value_panel_bytes,
         sum_bytes // 4,
     )
+
+
+@fast
+def room_bytes(args, dtypes, held, rows):
+    return up_to(room_of(args, dtypes, held, rows, 0).end, APART)
+
+
+class Rooms(NamedTuple):
+    """The rooms of an item's KV heads, one behind the other."""
+
+    address: int
+    bytes: int
+    heads: int
+    rows: int  # of each
+
+
+@fast
+def rooms_of(args, dtypes, held, item, address):
+    rows = item.num_queries * args.group
+    return Rooms(address, room_bytes(args, dtypes, held, rows), item.num_heads, rows)
+
+
+@fast
+def room_at(args, dtypes, held, rooms, head):
+    return room_of(args, dtypes, held, rooms.rows, rooms.address + head * rooms.bytes)

@@ -1,6 +1,6 @@
 """A tile of queries along the keys that they see: FlashAttention-2 (Dao, 2023) on packed pages."""
 
-from ..call_args import APART
+from ..call_args import APART, work_item_at
 from ..compiling import fast, within
 from ..listed import column_of, run_of, seen_by
 from ..memory import add_at, get_float32, get_int64, memcpy, memset, put_float32, put_int64
@@ -9,17 +9,19 @@ from ..scalar_math import log
 from ..simd import LANES
 from ..softmax import NONE, ONE, ZERO, hide_other_lines
 from ..store_row import narrow_row
-from ..unpack import by_token, unpack_row, up_to
-from .blocks import FLOAT_LOG2_E, add_tile, unit_of_logits
+from ..unpack import by_token, fetch_row, unpack_row, up_to
+from .blocks import FLOAT_LOG2_E, add_tile, add_tile_of_heads, unit_of_logits
 from .micro_kernel import LINE, PANEL, SLAB, block, configure, depth, in_place, release
 from .packing import pack_keys, pack_query, pack_values
 from .room import (
     ADDRESS_BYTES,
     GRAIN,
+    ITEM_BYTES,
     KEYS,
     SEGMENT,
     keys_at,
-    room_of,
+    room_at,
+    rooms_of,
     state_at,
     state_bytes,
     unpacked_bytes,
@@ -29,38 +31,87 @@ from .weights import join_row, total_of
 
 
 @within
-def attend_tile(args, dtypes, held, item, scratch):
-    """Computes and writes the rows of a work item of one KV head."""
-    count = item.num_queries * args.group
-    room = room_of(args, dtypes, held, count, scratch)
-    configure(room.config, dtypes)
-    load_queries(args, dtypes, item, count, room)
-    clear(count, room.state, room)
-    if args.longest == 0:
-        clear(count, room.joined, room)
-    memset(room.zeros, 0, room.keys - room.zeros)
+def attend_tile(args, dtypes, held, address, scratch):
+    """Computes and writes the rows of the work item at an address.
+
+    Each of its KV heads has a room, and in it an item of its own.
+    """
+    item = work_item_at(address)
+    rooms = rooms_of(args, dtypes, held, item, scratch)
+    configure(room_at(args, dtypes, held, rooms, 0).config, dtypes)
     begin = item.first // KEYS * KEYS if item.first < item.last else item.last
+    for head in range(rooms.heads):
+        begin_head(args, dtypes, held, address, begin, rooms, head)
+    for first in range(begin, item.last, KEYS):
+        prepare_tile(args, dtypes, held, first, rooms)
+        add_keys(args, dtypes, held, first, rooms)
+        if args.longest == 0 and item.parts == 1 and ends_segment(first, item.last):
+            for head in range(rooms.heads):
+                room = room_at(args, dtypes, held, rooms, head)
+                join(args, work_item_at(room.item), rooms.rows, room.state, room)
+                clear(rooms.rows, room.state, room)
+    release(dtypes)
+    finish(args, dtypes, held, item, rooms)
+
+
+@within
+def begin_head(args, dtypes, held, address, begin, rooms, head):
+    """Sets up the room of one of an item's KV heads."""
+    room = room_at(args, dtypes, held, rooms, head)
+    memcpy(room.item, address, ITEM_BYTES)
+    item = work_item_at(room.item)
+    item.kv_head += head
+    item.state += head * state_bytes(args, args.tile_tokens * args.group)
+    load_queries(args, dtypes, item, rooms.rows, room)
+    clear(rooms.rows, room.state, room)
+    if args.longest == 0:
+        clear(rooms.rows, room.joined, room)
+    memset(room.zeros, 0, room.keys - room.zeros)
     if begin < item.last:
         find_keys(args, item, begin, room)
-    for first in range(begin, item.last, KEYS):
+
+
+@within
+def add_keys(args, dtypes, held, first, rooms):
+    """Adds a tile of keys to all rows: those of several KV heads in the order of memory."""
+    if rooms.heads > 1 and rooms.rows <= in_place(dtypes):
+        add_tile_of_heads(args, dtypes, held, first, rooms)
+        return
+    for head in range(rooms.heads):
+        room = room_at(args, dtypes, held, rooms, head)
+        for start in range(0, rooms.rows, block(dtypes)):
+            add_tile(args, dtypes, work_item_at(room.item), first, start, rooms.rows, room)
+
+
+@within
+def finish(args, dtypes, held, item, rooms):
+    """Writes the rows, or keeps their states; whoever keeps the last ones joins and writes them."""
+    for head in range(rooms.heads):
+        if item.parts > 1:
+            room = room_at(args, dtypes, held, rooms, head)
+            keep_part(args, dtypes, work_item_at(room.item), rooms.rows, room)
+    if item.parts > 1 and add_at(item.finished, 1) < item.parts - 1:
+        return
+    for head in range(rooms.heads):
+        room = room_at(args, dtypes, held, rooms, head)
+        of_head = work_item_at(room.item)
+        if item.parts > 1:
+            join_parts(args, dtypes, of_head, head, rooms, room)
+        write_rows(args, dtypes, of_head, rooms.rows, room)
+
+
+@within
+def prepare_tile(args, dtypes, held, first, rooms):
+    """Finds the keys of the next tile; packs those of this one unless they are read in place."""
+    for head in range(rooms.heads):
+        room = room_at(args, dtypes, held, rooms, head)
+        item = work_item_at(room.item)
         if first + KEYS < item.last:
             find_keys(args, item, first + KEYS, room)
         if by_token(held):
             unpack_tile(args, held, item, first, room)
-        if count > in_place(dtypes):
-            pack_tile(args, dtypes, item, first, room)
-        for start in range(0, count, block(dtypes)):
-            add_tile(args, dtypes, item, first, start, count, room)
-        if args.longest == 0 and item.parts == 1 and ends_segment(first, item.last):
-            join(args, item, count, room.state, room)
-            clear(count, room.state, room)
-    release(dtypes)
-    if item.parts > 1:
-        keep_part(args, dtypes, item, count, room)
-    if item.parts == 1 or add_at(item.finished, 1) == item.parts - 1:
-        if item.parts > 1:
-            join_parts(args, dtypes, item, count, room)
-        write_rows(args, dtypes, item, count, room)
+    if rooms.rows > in_place(dtypes):
+        pack_tile(args, dtypes, held, first, rooms)
 
 
 @fast
@@ -93,12 +144,13 @@ def keep_part(args, dtypes, item, count, room):
 
 
 @fast
-def join_parts(args, dtypes, item, count, room):
-    """Joins the states of all parts, which lie behind the counter of the finished ones."""
-    size = state_bytes(args, args.tile_tokens * args.group)
+def join_parts(args, dtypes, item, head, rooms, room):
+    """Joins a KV head's states of all parts, which lie behind the counter of the finished ones."""
+    size, first = state_bytes(args, args.tile_tokens * args.group), item.finished + APART
     for part in range(item.parts):
-        kept, _ = state_at(args, dtypes, count, item.finished + APART + part * size)
-        join(args, item, count, kept, room)
+        at = first + (part * rooms.heads + head) * size
+        kept, _ = state_at(args, dtypes, rooms.rows, at)
+        join(args, item, rooms.rows, kept, room)
 
 
 @within
@@ -138,16 +190,39 @@ def seen_of(item, first):
 
 
 @within
-def pack_tile(args, dtypes, item, first, room):
-    """Packs what the item's rows see of the keys of a tile, and zeros up to whole grains."""
+def pack_tile(args, dtypes, held, first, rooms):
+    """Packs what the item's rows see of the keys of a tile, and zeros up to whole grains.
+
+    A grain of all KV heads after the other, as they lie in memory.
+    """
+    item = work_item_at(room_at(args, dtypes, held, rooms, 0).item)
     begin, end = seen_of(item, first)
-    start, stop = begin // GRAIN * GRAIN, up_to(end, GRAIN)
+    for grain in range(begin // GRAIN * GRAIN, up_to(end, GRAIN), GRAIN):
+        for head in range(rooms.heads):
+            room = room_at(args, dtypes, held, rooms, head)
+            if first + grain + GRAIN < item.last:
+                fetch_grain(args, first + grain + GRAIN, room)
+            pack_grain(args, dtypes, first, grain, room)
+
+
+@fast
+def fetch_grain(args, first, room):
+    """Asks for the cache lines of the keys and values of a grain."""
+    at = ADDRESS_BYTES * (first % KEYS)
+    keys, values = keys_at(room, first) + at, values_at(room, first) + at
+    for key in range(GRAIN):
+        fetch_row(get_int64(keys, key), args.head_dim * args.cache_itemsize)
+        fetch_row(get_int64(values, key), args.value_dim * args.cache_itemsize)
+
+
+@within
+def pack_grain(args, dtypes, first, grain, room):
     keys, values = keys_at(room, first), values_at(room, first)
-    for key in range(start, stop, LANES):
+    for key in range(grain, grain + GRAIN, LANES):
         panels = room.key_panels + key // PANEL * room.key_panel_bytes + 4 * (key % PANEL)
         pack_keys(keys + ADDRESS_BYTES * key, panels, args.head_dim, dtypes)
     step = depth(dtypes) // LANES
-    for key in range(start, stop, step):
+    for key in range(grain, grain + GRAIN, step):
         panels, width = room.value_panels + key // step * LINE, room.value_panel_bytes
         pack_values(values + ADDRESS_BYTES * key, panels, width, args.value_dim, dtypes)
 
@@ -182,6 +257,9 @@ def unpack_tile(args, held, item, first, room):
     begin, end = seen_of(item, first)
     key, value = room.unpacked, room.unpacked + KEYS * size
     for at in range(begin, end):
+        if at + GRAIN < end:
+            fetch_row(get_int64(keys, at + GRAIN), args.head_dim * args.cache_itemsize)
+            fetch_row(get_int64(values, at + GRAIN), args.value_columns * args.cache_itemsize)
         listed = (first + at) // args.block_size
         slot = first + at - listed * args.block_size
         column = column_of(args, item, listed)
