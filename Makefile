@@ -24,9 +24,9 @@ ON_CPU := $(filter-out tests/backends/test_mosaic%,$(WITHOUT_TORCH)) $(addprefix
 	bad_values.py bias.py cascade.py cpu_threads.py grad.py grids.py numba.py quantised.py sinks.py)
 ON_ARM := tests/core/test_documents.py $(addprefix tests/backends/test_, \
 	bias.py cpu_threads.py grad.py numba.py quantised.py sinks.py) tests/core/test_command.py
-# Tests of torch's side, for its older version.
+# Tests of torch's side, for its older version; those of `xla` need no torch.
 WITH_TORCH := tests/layers tests/interop $(addprefix tests/core/test_, absent_memory.py foreign_arrays.py) \
-	pagedattn_torch interop $(filter-out %cudnn.py %numba.py %numba_scales.py %cpu_prompts.py, \
+	pagedattn_torch interop $(filter-out %cudnn.py %numba.py %numba_scales.py %cpu_prompts.py %triton.py, \
 	$(filter-out tests/backends/test_mosaic%,$(wildcard tests/backends/test_*.py)))
 # What needs transformers, numba and rich, which the environment of test-ipex does not have.
 NOT_THERE := pagedattn/backends/numba pagedattn/_kernels/cpu pagedattn/report/colour.py \
@@ -144,7 +144,7 @@ docs: $(DOCS_VENV)/ready
 
 test-ipex: $(IPEX_VENV)/ready
 	$(KEPT) $(PLAINLY) OMP_NUM_THREADS=1 \
-		$(IPEX_VENV)/bin/python $(UNOPTIMISED) $(NOT_THERE:%=--ignore=%) $(WITH_TORCH)
+		$(IPEX_VENV)/bin/python $(UNOPTIMISED) -k "not xla" $(NOT_THERE:%=--ignore=%) $(WITH_TORCH)
 
 # The path is for the processes that tests start: pytest's own settings reach no further.
 test-gpu:
