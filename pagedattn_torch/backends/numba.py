@@ -25,6 +25,7 @@ from pagedattn.backends.numba.support import (
     dtypes_of,
     itemsizes,
     longest,
+    most_heads,
 )
 from pagedattn.backends.numba.support import numbers as numbers_of
 from pagedattn.backends.numba.support import refusals as refusals_of
@@ -181,4 +182,5 @@ def _options(call: Call, numbers: np.ndarray) -> dict[str, Any]:
         "causal": call.spec.causal,
         "window": NO_WINDOW if call.window is None else call.window,
         "longest": longest(call),
+        "most_heads": most_heads(call),
     }

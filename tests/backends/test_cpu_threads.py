@@ -58,6 +58,7 @@ class Call:
             "window": NO_WINDOW,
             "longest": 32,
             "threads": threads,
+            "most_heads": 1,
         }
         for name, value in fields.items():
             self.struct[name] = value

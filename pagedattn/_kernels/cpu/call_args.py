@@ -44,6 +44,7 @@ OPTIONS = (
     "window",  # NO_WINDOW if there is none
     "longest",  # sequences with more queries are long: by `prefill`; 0: all, in segments of keys
     "threads",  # that may work on it
+    "most_heads",  # KV heads of an item of `prefill` with few rows
 )
 SCHEDULE = (
     "num_items",

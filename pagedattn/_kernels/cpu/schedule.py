@@ -35,7 +35,7 @@ def begin(call):
     given.tile_tokens, given.tile_heads, given.by_segments = 0, 1, 0
     if long_tokens > 0:
         given.tile_tokens = items.tile_tokens(given, long_tokens, threads)
-        given.tile_heads = given.num_kv_heads if given.longest == 0 else 1
+        given.tile_heads = max(1, min(given.most_heads, given.num_kv_heads))
         long_state_bytes = state_bytes(given, given.tile_tokens * given.group)
     num_long, num_items, num_cut, num_states = count_items(given, size)
     few = threads * items.ITEMS if threads > 1 else 0

@@ -94,11 +94,12 @@ def describe(frame, args):
     options = at(integers, ARRAY_DATA)
     args.causal, args.window = get_int64(options, 0), get_int64(options, 1)
     args.longest, args.threads = get_int64(options, 2), get_int64(options, 3)
-    args.itemsize, args.cache_itemsize = get_int64(options, 4), get_int64(options, 5)
+    args.most_heads = get_int64(options, 4)
+    args.itemsize, args.cache_itemsize = get_int64(options, 5), get_int64(options, 6)
     held, value_held = get_int64(cache, 3), get_int64(at(value, DIMS), 3)
     args.value_columns = value_held * (args.head_dim // held)
     set_dense_strides(args, held, value_held)
-    set_arrays_beside(args, frame, options + 48)
+    set_arrays_beside(args, frame, options + 56)
 
 
 @fast

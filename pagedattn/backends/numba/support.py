@@ -11,7 +11,7 @@ from ..._kernels.cpu.call_args import NO_WINDOW
 from ..._kernels.cpu.compiled import multiplied
 from ..._kernels.cpu.dtypes import DTYPES as HELD
 from ..._kernels.cpu.dtypes import TOKENS, UNITS
-from ..._kernels.cpu.prefill.micro_kernel import micro_kernel
+from ..._kernels.cpu.prefill.micro_kernel import MicroKernel, micro_kernel
 
 SUPPORTS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
@@ -19,6 +19,7 @@ SUPPORTS = frozenset(
     | {"return_lse", "batch_invariant", SCALES}
 )
 DTYPES = "bfloat16", "float16", "float32"
+HEADS_OF_AMX = 2
 
 
 def refusals(call: Call) -> list[str]:
@@ -53,11 +54,22 @@ def longest(call: Call) -> int:
 
     0, all pack, where results are batch-invariant: decode's products add up in another order.
     """
-    if call.batch_invariant:
-        return 0
+    return 0 if call.batch_invariant else max(1, _kernel_of(call).in_place // call.group)
+
+
+def most_heads(call: Call) -> int:
+    """The most KV heads whose pages are read together, for few queries of a sequence each.
+
+    AMX packs them, and the packed ones of all heads are more than the second level holds.
+    """
+    if not call.batch_invariant:
+        return 1
+    return HEADS_OF_AMX if _kernel_of(call).tiles else call.num_kv_heads
+
+
+def _kernel_of(call: Call) -> MicroKernel:
     _, tiles = multiplied(*(HELD[name] for name in dtypes_of(call)))
-    kernel = micro_kernel(*tiles)
-    return max(1, kernel.in_place // call.group)
+    return micro_kernel(*tiles)
 
 
 def itemsizes(call: Call) -> tuple[int, int]:
@@ -80,7 +92,7 @@ def options(call: Call, threads: int, brings: Iterable[bool]) -> np.ndarray:
     and a tree.
     """
     window = NO_WINDOW if call.window is None else call.window
-    facts = call.spec.causal, window, longest(call), threads, *itemsizes(call)
+    facts = call.spec.causal, window, longest(call), threads, most_heads(call), *itemsizes(call)
     return np.asarray([*facts, *brings], np.int64)
 
 
