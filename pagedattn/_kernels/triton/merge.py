@@ -10,7 +10,6 @@ from .online_softmax import State
 from .states import finished, join_states
 
 LOG2E = tl.constexpr(1.4426950408889634)
-STAGES = tl.constexpr(8)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])
@@ -74,7 +73,10 @@ def join_kernel(
     tops = parts.lse + 2 * every * apart + row
     tops = tl.load(tops, mask=every < num_parts, other=float("-inf"))
     seen_parts = tl.max(tl.where(tops > float("-inf"), every + 1, 0), 0)
-    for part in tl.range(0, seen_parts, num_stages=STAGES):
+    # As measured: where there are many, exponentials of several are computed while sums wait.
+    STAGES: tl.constexpr = 8 if MOST > 16 else 4
+    UNROLLED: tl.constexpr = 4 if MOST > 64 else 1
+    for part in tl.range(0, seen_parts, num_stages=STAGES, loop_unroll_factor=UNROLLED):
         at = part * apart + row
         of = parts.lse + 2 * part * apart + row + tl.arange(0, 1)
         part_top = tl.load(of)
@@ -82,9 +84,10 @@ def join_kernel(
         part_weight = tl.where(seen, tl.load(of + apart), 0.0)
         columns = tl.load(parts.out + at * HEAD_DIM + dims[None, :], mask=inside, other=0.0)
         columns = tl.where(seen[:, None], columns, 0.0)
-        segment = State(highest=top, total=weight, sums=(values,))
-        after = State(highest=part_top, total=part_weight, sums=(columns,))
-        segment = join_states(segment, after, ALIBI)
+        segment = State(highest=part_top, total=part_weight, sums=(columns,))
+        if PARTS > 1:
+            before = State(highest=top, total=weight, sums=(values,))
+            segment = join_states(before, segment, ALIBI)
         top, weight, values = segment.highest, segment.total, segment.sums[0]
         if part % PARTS == 0:
             joined = State(highest=highest, total=total, sums=(summed,))
