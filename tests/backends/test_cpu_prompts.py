@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedattn import AttentionSpec, KVCache, explain, make_batch, paged_attention
@@ -27,6 +27,7 @@ from cpu_prompts import CASES, SIZES, attend, check, problem_of
 
 from pagedattn._kernels.cpu.prefill import weights
 from pagedattn._kernels.cpu.simd import PAIRS
+from pagedattn.backends import numba
 
 LONG = 97  # queries, whatever the dtypes and the group are
 HERE = Path(__file__).parent
@@ -44,6 +45,44 @@ SPECS = st.builds(
 @pytest.mark.parametrize("name", CASES)
 def test_as_the_oracle_has_it(name, dtype, threads):
     check(problem_of(name, dtype), threads)
+
+
+SHARED = {
+    "plain": {"num_heads": 8, "num_kv_heads": 4, "head_dim": 64},
+    "one KV head": {"num_heads": 6, "num_kv_heads": 1, "head_dim": 32},
+    "three, of groups of 8": {"num_heads": 24, "num_kv_heads": 3, "head_dim": 64},
+    "eight bits": {"num_kv_heads": 4, "cache_dtype": "int8", "token_scales": True},
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("sizes", SHARED)
+@pytest.mark.parametrize("length", [1400, 1537])
+@given(threads=st.integers(2, 9), queries=st.sampled_from([1, 4, 9]), seed=st.integers(0, 99))
+@settings(max_examples=6)
+def test_threads_that_share_a_sequence_change_no_bit(sizes, dtype, length, threads, queries, seed):
+    """Alone its segments are work items, in a batch all its KV heads together, or some of them."""
+    sizes = SIZES | SHARED[sizes] | {"dtype": jnp.dtype(dtype), "seed": seed}
+    problem = random_problem([queries] * 3, [length, length - 1, 40], AttentionSpec(), **sizes)
+    arrays = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
+    want = _in_order(arrays, threads=1)
+    np.testing.assert_array_equal(_in_order(arrays, threads), want)
+    for seq in range(2):
+        alone = problem.query_start_loc[seq : seq + 2]
+        batch = make_batch(
+            [queries],
+            [int(problem.seq_lens[seq]) - queries],
+            problem.block_tables[seq : seq + 1],
+            block_size=SIZES["block_size"],
+        )
+        got = _in_order((arrays[0][slice(*alone)], arrays[1], batch), threads)
+        np.testing.assert_array_equal(got, want[slice(*alone)])
+
+
+def _in_order(arrays, threads):
+    chosen = numba.with_threads(threads)
+    out = paged_attention(*arrays, backend=chosen, batch_invariant=True)
+    return np.asarray(out, np.float32)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

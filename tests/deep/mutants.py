@@ -53,6 +53,11 @@ MUTANTS = {
         "chunk = min(CHUNK, call.capacity)",
         INVARIANT,
     ),
+    "segments joined in another order": Mutant(
+        "(part * rooms.heads + head) * size",
+        "((item.parts - 1 - part) * rooms.heads + head) * size",
+        "tests/backends/test_cpu_prompts.py -k share_a_sequence",
+    ),
     "query heads of the wrong group": Mutant(
         "rows.reshape(step, tile, call.num_kv_heads, call.group, call.head_dim)\n"
         "    return rows.transpose(0, 2, 3, 1, 4)",
