@@ -1,5 +1,6 @@
 """What the keys of each block of a cache are like, kept up to date with what steps write."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Generic
 
@@ -184,7 +185,7 @@ def _dtype_for(cache: KVCache):
 
 
 def _floating(dtype):
-    if name_of(dtype) not in DTYPES:
+    if not (isinstance(dtype, Hashable) and name_of(dtype) in DTYPES):
         raise InvalidInputError(f"dtype must be one of {[*DTYPES]}, got {shown(dtype)}")
     return jnp.dtype(name_of(dtype))
 

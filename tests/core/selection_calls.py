@@ -64,7 +64,10 @@ SELECTION = {
         pa.ragged_attention,
         {**ragged_arguments(), "selection": chosen_keys()},
     ),
-    "summarise_blocks": lambda: (pa.summarise_blocks, {**made(), "kind": "mean"}),
+    "summarise_blocks": lambda: (
+        pa.summarise_blocks,
+        {**made(), "kind": "mean", "dtype": "float16"},
+    ),
     "update_summaries": lambda: (pa.update_summaries, {"summaries": summaries(), **made()}),
     "score_blocks": lambda: (
         pa.score_blocks,

@@ -51,7 +51,7 @@ FUNCTIONS = {
             "max_query_len max_key_len backend return_lse batch_invariant sinks bias selection "
             "parents",
         ),
-        "summarise_blocks": ("cache batch", "kind"),
+        "summarise_blocks": ("cache batch", "kind dtype"),
         "update_summaries": ("summaries cache batch", ""),
         "score_blocks": ("query summaries batch", ""),
         "select_blocks": ("scores batch num_blocks", "first last"),
