@@ -24,7 +24,7 @@ def on_an_h200():
     from pagedattn.backends.triton import program
 
     device = types.SimpleNamespace(compute_capability=COMPUTE_CAPABILITY, core_count=CORES)
-    caches = mosaic.launch._capability, triton._capability, triton._device, program._capability
+    caches = mosaic.launch._capability, triton.capability, triton._device, program._capability
     for cached in caches:
         cached.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
