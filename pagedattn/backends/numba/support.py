@@ -19,7 +19,7 @@ SUPPORTS = frozenset(
     | {"return_lse", "batch_invariant", SCALES}
 )
 DTYPES = "bfloat16", "float16", "float32"
-HEADS_OF_AMX = 2
+HEADS_OF_AMX = 2  # of 1, 2, 4 and 8 the fastest on 16 Intel cores
 
 
 def refusals(call: Call) -> list[str]:
