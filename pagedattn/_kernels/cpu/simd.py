@@ -7,6 +7,7 @@ registers, each key widened once for several rows, and sums across vectors by on
 from typing import Any
 
 from llvmlite import ir
+from llvmlite.binding import llvm_version_info
 from numba.core import cgutils, registry
 
 TARGET: Any = registry.cpu_target
@@ -19,13 +20,19 @@ MANY = LANES != 8
 KEYS = 4 if MANY else 2  # keys of a tile of logits
 SPAN = 4 if MANY else 2  # vectors of a value row in a tile of sums
 LINE = 64  # bytes that are fetched at once
-PAIRS = "+avx512bf16" in FEATURES  # products of pairs of bfloat16, added up in float32
+# Products of pairs of bfloat16, added up in float32. To LLVM 15, that of Numba 0.61, they are
+# products of integers, and bfloat16 is no number.
+PAIRS = "+avx512bf16" in FEATURES and llvm_version_info >= (16,)
 HALVES = "+f16c" in FEATURES or not TRIPLE.startswith("x86")  # float16 from float32 and back
 LOOK_UPS = PAIRS and "+avx512vbmi" in FEATURES  # of bytes, in tables in registers
+# Sums of two products of 16-bit integers; with VNNI, LLVM adds them in the same instruction.
+MADD = {16: "llvm.x86.avx512.pmaddw.d.512", 8: "llvm.x86.avx2.pmadd.wd"}.get(LANES)
+WORDS = MADD is not None
 
 WORD, FLOAT, BYTE = ir.IntType(64), ir.FloatType(), ir.IntType(8)
 VECTOR = ir.VectorType(FLOAT, LANES)
 ZEROS = ir.Constant(VECTOR, [0.0] * LANES)
+INTEGERS = ir.VectorType(ir.IntType(32), LANES)
 
 
 def in_words() -> str:
@@ -38,6 +45,7 @@ def in_words() -> str:
         f"vectors of {LANES} float32": True,
         "products of pairs of bfloat16": PAIRS,
         "look-ups of 8-bit numbers": LOOK_UPS,
+        "products of 16-bit integers": WORDS,
         "float16 by integers": not HALVES,
     }
     return ", ".join(use for use, used in uses.items() if used)
@@ -108,6 +116,22 @@ def add_pairs(builder, total, a, b):
     name = "llvm.x86.avx512bf16.dpbf16ps.512"
     function = cgutils.get_or_insert_function(builder.module, kind, name)
     return builder.call(function, [total, *(builder.bitcast(x, pairs) for x in (a, b))])
+
+
+def add_words(builder, total, a, b):
+    """The int32 total plus products of pairs of neighbours: twice as many int16 in `a` and `b`."""
+    words = ir.VectorType(ir.IntType(16), 2 * LANES)
+    kind = ir.FunctionType(INTEGERS, [words] * 2)
+    function = cgutils.get_or_insert_function(builder.module, kind, MADD)
+    return builder.add(total, builder.call(function, [a, b]))
+
+
+def rounded_products(builder, a, b):
+    """Products of 16-bit integers over 2**15, to the nearest, in AVX-512."""
+    kind = ir.FunctionType(a.type, [a.type] * 2)
+    name = "llvm.x86.avx512.pmul.hr.sw.512"
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    return builder.call(function, [a, b])
 
 
 def looked_up(builder, table, numbers):
