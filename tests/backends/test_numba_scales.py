@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensors import by_torch
 
-from pagedattn import KVCache, paged_attention
+from pagedattn import AttentionSpec, KVCache, paged_attention
 from pagedattn._dispatch.registry import can_load
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
 
@@ -75,3 +75,85 @@ def test_gradients_of_scales():
         assert (x.dtype, x.shape) == (y.dtype, y.shape)
         np.testing.assert_allclose(x.astype(np.float32), y.astype(np.float32), rtol=1e-2)
         assert jnp.any(x != 0)
+
+
+BFLOAT16 = jnp.dtype("bfloat16")
+INTEGERS = "int8", "int4"
+
+
+def of_integers(cache_dtype, query=lambda numbers: numbers, seed=0, **sizes):
+    """A decode of bfloat16 queries, which `query` changes, over a cache of integers."""
+    kinds = {"cache_dtype": cache_dtype, "token_scales": True, "head_dim": 64, "seed": seed}
+    problem = random_problem([1, 1], [9, 150], SPECS["plain"], dtype=BFLOAT16, **kinds, **sizes)
+    return problem.replace(query=query(problem.query.astype(np.float32)).astype(BFLOAT16))
+
+
+@pytest.mark.parametrize("cache_dtype", INTEGERS)
+@given(power=st.integers(0, 30), column=st.integers(0, 63), seed=st.integers(0, 99))
+def test_a_column_of_queries_may_dwarf_the_others(cache_dtype, power, column, seed):
+    def stretched(query):
+        query[..., column] *= 2.0**power
+        return query
+
+    problem = of_integers(cache_dtype, stretched, seed)
+    assert_attention_close(*run(problem, "numba"), problem)
+
+
+@pytest.mark.parametrize("cache_dtype", INTEGERS)
+@given(power=st.integers(-100, 100))
+def test_queries_of_any_magnitude(cache_dtype, power):
+    """The same answer, where the scale of the logits makes up for it."""
+    problem = of_integers(cache_dtype, lambda query: query * np.float32(2.0**power))
+    scale = float(np.float32(64**-0.5 * 2.0**-power))
+    problem = problem.replace(spec=AttentionSpec(scale=scale))
+    assert_attention_close(*run(problem, "numba"), problem)
+
+
+@pytest.mark.parametrize("cache_dtype", INTEGERS)
+@pytest.mark.parametrize("number", [0.0, -0.0, np.nan, np.inf, -np.inf])
+def test_numbers_that_have_no_exponent(cache_dtype, number):
+    """Zeros give the mean; what is not finite makes its own rows NaN and changes no other bit."""
+
+    def first_head(query):
+        query[1, 0] = number
+        return query
+
+    plain, changed = of_integers(cache_dtype), of_integers(cache_dtype, first_head)
+    (want, _), (out, lse) = run(plain, "numba"), run(changed, "numba")
+    if number == 0:
+        assert_attention_close(out, lse, changed)
+    else:
+        assert np.isnan(out[1, 0].astype(np.float32)).all()
+        assert np.isnan(lse[1, 0])
+    np.testing.assert_array_equal(out[1, 1:], want[1, 1:])
+    np.testing.assert_array_equal(out[0], want[0])
+
+
+@pytest.mark.parametrize("cache_dtype", INTEGERS)
+@pytest.mark.parametrize("scale", [np.nan, np.inf])
+def test_a_scale_of_values_that_is_not_finite_is_seen_in_out(cache_dtype, scale):
+    problem = of_integers(cache_dtype)
+    scales = problem.value_scale.copy()
+    column, slot = divmod(70, problem.block_size)
+    scales[problem.block_tables[1][column], slot, 0] = scale
+    out, lse = run(problem.replace(value_scale=scales), "numba")
+    assert not np.isfinite(out[1, :2].astype(np.float32)).all(-1).any()
+    assert np.isfinite(out[1, 2:].astype(np.float32)).all()
+    assert np.isfinite(lse).all()
+
+
+@pytest.mark.parametrize("spread", [0.0, 40.0])
+@given(seed=st.integers(0, 99))
+def test_weights_of_chunks_far_apart_in_size(spread, seed):
+    """Many small weights behind a great one count, as do those of a chunk without a great one."""
+    alibi = AttentionSpec(alibi_slopes=(spread / 700,) * 4)
+    problem = random_problem([1], [700], alibi, dtype=BFLOAT16, cache_dtype="int8", seed=seed)
+    assert_attention_close(*run(problem, "numba"), problem)
+
+
+def test_the_least_integer_is_read_as_it_is():
+    """-128, which no write makes."""
+    problem = random_problem([1, 1], [9, 150], SPECS["plain"], dtype=BFLOAT16, cache_dtype="int8")
+    key, value = (np.full_like(plane, -128) for plane in (problem.key_cache, problem.value_cache))
+    problem = problem.replace(key_cache=key, value_cache=value)
+    assert_attention_close(*run(problem, "numba"), problem)

@@ -17,11 +17,11 @@ from .memory import (
     put_float32,
     put_int64,
 )
-from .online_softmax import GROUP, block_at, set_logits
+from .online_softmax import block_at, set_logits
 from .qk_matmul import qk_of_two_1, qk_of_two_2, qk_of_two_4, set_query
 from .schedule import begin_alike
 from .simd import KEYS, LANES
-from .softmax import CHUNK, NONE
+from .softmax import CHUNK, GROUP, NONE
 
 CLAIMED, DONE = map(offset, ("claimed", "done"))
 

@@ -15,8 +15,12 @@ from . import float16
 from .simd import BYTE, FLOAT, LANES, PAIRS, along, as_bfloat16, at, load, store, word
 
 # In memory; dtypes of eight bits are bytes.
-TYPES = {"bfloat16": ir.IntType(16), "float16": ir.HalfType(), "float32": FLOAT}
-SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+TYPES = {
+    **dict.fromkeys(("bfloat16", "int16"), ir.IntType(16)),
+    "float16": ir.HalfType(),
+    "float32": FLOAT,
+}
+SIZES = {"bfloat16": 2, "float16": 2, "int16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ typeof_impl.register(Dtype)(lambda dtype, context: DtypeType(dtype))
 BFLOAT16, FLOAT16, FLOAT32 = map(Dtype, ("bfloat16", "float16", "float32"))
 E4M3, E5M2, INT8 = map(Dtype, ("float8_e4m3fn", "float8_e5m2", "int8"))
 INT4 = Dtype("int4")  # two in a byte
+INT16 = Dtype("int16")  # rows as `fixed_point` makes them
 TOKENS = Dtype("scales of tokens")  # stands behind a pair of dtypes, where the cache has them
 DTYPES = {
     dtype.name: dtype for dtype in (BFLOAT16, FLOAT16, FLOAT32, E4M3, E5M2, INT8, INT4, TOKENS)

@@ -6,7 +6,7 @@ of a few keys, and then values head by head. Meanwhile those to come are fetched
 
 import numpy as np
 
-from . import four_bits
+from . import pv_fours, qk_fours
 from .compiling import fast, within
 from .listed import column_of
 from .masking import mask_and_soften
@@ -14,19 +14,28 @@ from .memory import get_float32, get_int32, get_int64, memcpy, memset, put_float
 from .pv_matmul import pv_1, pv_2, pv_4, set_weights
 from .qk_matmul import qk_1, qk_2, qk_4, set_query
 from .simd import KEYS, LINE
-from .softmax import CHUNK, NONE, ONE, ZERO
+from .softmax import CHUNK, GROUP, NONE, ONE, ZERO
 from .unpack import (
+    COLUMNS,
+    as_fours,
+    by_token,
     fetch_row,
     gather_scales,
+    group_of,
     is_packed,
-    looks_up,
     scale_logits,
     scales_logits,
-    unpack_row,
     up_to,
 )
-
-GROUP = 4 * KEYS  # keys whose logits are computed head by head; those of the next are fetched
+from .unpack_chunk import (
+    clear_rows,
+    rows_of,
+    set_steps,
+    steps_of,
+    unpack_keys,
+    unpack_values,
+    unpacked_bytes,
+)
 
 
 @fast
@@ -153,6 +162,8 @@ def attend(args, dtypes, held, work_item, queries, sums, highest, total, room):
         left = min(CHUNK, work_item.last - first - CHUNK)
         if left > 0:
             set_offsets(args, work_item, first + CHUNK, left, *places)
+            if by_token(held):
+                fetch_scales(args, held, work_item, places[2])
         for k in range(0, count, GROUP):
             at, many = keys + 8 * k, min(GROUP, count - k)
             for place in range(heads):
@@ -163,8 +174,8 @@ def attend(args, dtypes, held, work_item, queries, sums, highest, total, room):
                 )
                 plane, offsets = args.key + head * args.key_head, at
                 scale = args.scale * factor(args.key_scale, args.key_scale_head, head)
-                if looks_up(held) and args.head_dim % (2 * four_bits.GROUP) == 0:
-                    four_bits.set_logits(
+                if as_fours(held) and args.head_dim % COLUMNS == 0:
+                    qk_fours.set_logits(
                         args, row, rows, plane, at, slots + 8 * k, head, many, scale, out
                     )
                     continue
@@ -199,10 +210,10 @@ def attend(args, dtypes, held, work_item, queries, sums, highest, total, room):
             later = place + 1
             ahead = values + 8 * CHUNK * (later // heads)
             plane = args.value + (work_item.kv_head + later % heads) * args.value_head
-            if looks_up(held) and args.value_columns % (2 * four_bits.GROUP) == 0:
+            if as_fours(held) and args.value_columns % COLUMNS == 0:
                 seen = shown if args.bias != 0 else np.int64(0)
                 room_of_head = rows_of(tokens)
-                four_bits.add_values(
+                pv_fours.add_values(
                     args,
                     out,
                     rows,
@@ -230,67 +241,30 @@ def attend(args, dtypes, held, work_item, queries, sums, highest, total, room):
             add_values(args, dtypes, out, rows, value, at, plane, ahead, count, own, kept)
 
 
+@within
+def fetch_scales(args, held, work_item, slots):
+    """Asks for the scales of a chunk's keys and values."""
+    heads = work_item.num_heads
+    of_key = scale_bytes(args.head_dim, held)
+    of_value = scale_bytes(args.value_columns, held)
+    for k in range(CHUNK):
+        row = get_int64(slots, k) + work_item.kv_head
+        fetch_row(args.key_scales + row * of_key, heads * of_key)
+        fetch_row(args.value_scales + row * of_value, heads * of_value)
+
+
+@fast
+def scale_bytes(dim, held):
+    """Bytes of the scales of a token and a KV head."""
+    return 2 * (dim // group_of(dim)) if is_packed(held) else 4
+
+
 @fast
 def clear_hidden(factors, shown):
     """Scales of values that a bias hides from all may be NaN: 0 for them."""
     for k in range(CHUNK):
         hidden = get_float32(shown, k) == NONE
         put_float32(factors, k, ZERO if hidden else get_float32(factors, k))
-
-
-# The room of tokens' scales: the scales of a chunk, or, of four bits, steps and unpacked rows.
-@fast
-def steps_of(tokens):
-    return tokens
-
-
-@fast
-def rows_of(tokens):
-    return tokens + 16 * CHUNK
-
-
-@fast
-def unpacked_bytes(args):
-    """Those of an unpacked row."""
-    return up_to(max(args.head_dim, args.value_columns) * args.itemsize, LINE)
-
-
-@fast
-def set_steps(args, tokens):
-    """The offsets of unpacked rows, again and again: what is fetched ahead is one of them."""
-    for k in range(2 * CHUNK):
-        put_int64(steps_of(tokens), k, k % CHUNK * unpacked_bytes(args))
-
-
-@within
-def unpack_keys(args, held, plane, offsets, slots, head, count, tokens):
-    """Some keys of a head, while those of the next group are fetched."""
-    out, size = rows_of(tokens), unpacked_bytes(args)
-    for k in range(count):
-        fetch_row(plane + get_int64(offsets, k + GROUP), args.head_dim // 2)
-        source, index = plane + get_int64(offsets, k), get_int64(slots, k) + head
-        unpack_row(
-            source, args.key_scales, index, out + k * size, args.head_dim, args.itemsize, held
-        )
-
-
-@within
-def unpack_values(args, held, plane, offsets, later, ahead, slots, head, count, tokens):
-    """A chunk's values of a head, of an even number of keys, while the next are fetched."""
-    out, size = rows_of(tokens), unpacked_bytes(args)
-    dim = args.value_columns
-    for k in range(up_to(count, 2)):
-        fetch_row(later + get_int64(ahead, k), dim // 2)
-        source, index = plane + get_int64(offsets, k), get_int64(slots, k) + head
-        unpack_row(source, args.value_scales, index, out + k * size, dim, args.itemsize, held)
-
-
-@fast
-def clear_rows(args, shown, count, tokens):
-    """Zeros for the values that a bias hides from all."""
-    for k in range(up_to(count, 2)):
-        if get_float32(shown, k) == NONE:
-            memset(rows_of(tokens) + k * unpacked_bytes(args), 0, unpacked_bytes(args))
 
 
 @fast

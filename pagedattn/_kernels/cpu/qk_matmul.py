@@ -5,14 +5,17 @@ from numba.core import cgutils
 
 from .bf16_dot import COUNT, are_pairs, as_pairs, counts
 from .compiling import intrinsic
-from .dtypes import BFLOAT16, FLOAT32, each, pair_of, put_vector, row_vector, widened
+from .dtypes import BFLOAT16, FLOAT32, INT16, each, pair_of, put_vector, row_vector, widened
+from .fixed_point import NO_WORDS, are_words, as_words, factor_of, set_words, whole_vectors
 from .simd import (
     KEYS,
     LANES,
     LINE,
+    VECTOR,
     WORD,
     ZEROS,
     add_pairs,
+    add_words,
     along,
     at,
     fetch,
@@ -25,24 +28,85 @@ from .simd import (
 
 
 class Products:
-    """How queries and keys of two dtypes are multiplied: in float32, or as pairs of bfloat16."""
+    """How queries and keys of two dtypes are multiplied: in float32."""
 
-    def __init__(self, query_dtype, dtype):
+    count, counts, query_dtype, zeros = LANES, (LANES,), FLOAT32, ZEROS
+
+    def __init__(self, dtype):
         self.dtype = dtype
-        self.pairs = are_pairs(query_dtype, dtype)
-        self.count = COUNT if self.pairs else LANES
-        self.counts = counts(dtype) if self.pairs else (LANES,)  # of keys at a time
-        self.query_dtype = BFLOAT16 if self.pairs else FLOAT32
 
     def operands(self, builder, numbers, dtype):
         """Numbers of the cache or the query as they are multiplied: vectors of `count` each."""
-        if self.pairs:
-            return as_pairs(builder, numbers, dtype)
         return [widened(builder, numbers, dtype)]
 
     def add(self, builder, total, a, b):
         """The total plus the products, LANES sums."""
-        return add_pairs(builder, total, a, b) if self.pairs else fused(builder, a, b, total)
+        return fused(builder, a, b, total)
+
+    def set_query(self, builder, source, row, dim, dtype):
+        """A row of queries as `operands`, with zeros up to a whole vector."""
+
+        def put(index, take):
+            (numbers,) = self.operands(builder, take(source), dtype)
+            put_vector(builder, row, index, numbers, self.query_dtype)
+
+        each(builder, dtype, dim, (self.count,), put)
+
+    def floats(self, builder, total):
+        """The sums as float32, but for `factor`."""
+        return total
+
+    def factor(self, builder, row, dim, scale):
+        """What the sums of a query's row are multiplied by."""
+        return scale
+
+
+class Pairs(Products):
+    """As pairs of bfloat16."""
+
+    count, query_dtype = COUNT, BFLOAT16
+
+    def __init__(self, dtype):
+        super().__init__(dtype)
+        self.counts = counts(dtype)  # of keys at a time
+
+    def operands(self, builder, numbers, dtype):
+        return as_pairs(builder, numbers, dtype)
+
+    def add(self, builder, total, a, b):
+        return add_pairs(builder, total, a, b)
+
+
+class Words(Products):
+    """As pairs of 16-bit integers; a row of queries has a factor at its end."""
+
+    count, counts, query_dtype = COUNT, (COUNT,), INT16
+    zeros = NO_WORDS
+
+    def operands(self, builder, numbers, dtype):
+        return [as_words(builder, numbers)]
+
+    def add(self, builder, total, a, b):
+        return add_words(builder, total, a, b)
+
+    def set_query(self, builder, source, row, dim, dtype):
+        def put(index, take):
+            put_vector(builder, row, index, widened(builder, take(source), dtype), FLOAT32)
+
+        each(builder, dtype, dim, (COUNT,), put)
+        set_words(builder, row, whole_vectors(builder, dim))
+
+    def floats(self, builder, total):
+        return builder.sitofp(total, VECTOR)
+
+    def factor(self, builder, row, dim, scale):
+        return builder.fmul(scale, factor_of(builder, row, whole_vectors(builder, dim)))
+
+
+def products_of(query_dtype, dtype):
+    if are_words(query_dtype, dtype):
+        return Words(dtype)
+    return (Pairs if are_pairs(query_dtype, dtype) else Products)(dtype)
 
 
 def _code(builder, dtypes, rows, planes, arguments):
@@ -51,15 +115,16 @@ def _code(builder, dtypes, rows, planes, arguments):
     A row of queries holds those of each plane, one behind the other.
     """
     query, step, offsets, ahead, dim, scale, logits, width = arguments
-    products = Products(*dtypes)
+    products = products_of(*dtypes)
     tile = [(r, k) for r in range(rows) for k in range(KEYS)]
-    totals = {at_: cgutils.alloca_once_value(builder, ZEROS) for at_ in tile}
+    totals = {at_: cgutils.alloca_once_value(builder, products.zeros) for at_ in tile}
     words = [word(8 * k) for k in range(KEYS)]
     places, later = (
         [builder.load(at(builder, held, place, WORD)) for place in words]
         for held in (offsets, ahead)
     )
     starts = [builder.add(query, builder.mul(step, word(r))) for r in range(rows)]
+    scales = [products.factor(builder, start, dim, scale) for start in starts]
     apart = builder.udiv(step, word(len(planes)))
     for plane in planes:
         keys = [builder.add(plane, place) for place in places]
@@ -78,8 +143,8 @@ def _code(builder, dtypes, rows, planes, arguments):
         fetch_rows(builder, coming, builder.mul(dim, word(products.dtype.size)))
         each(builder, products.dtype, dim, products.counts, add)
         starts = [builder.add(start, apart) for start in starts]
-    found = [builder.load(totals[at_]) for at_ in tile]
-    store_tile(builder, found, rows, scale, logits, width)
+    found = [products.floats(builder, builder.load(totals[at_])) for at_ in tile]
+    store_tile(builder, found, scales, logits, width)
 
 
 def _qk(rows):
@@ -133,13 +198,14 @@ def fetch_rows(builder, rows, row_bytes):
     along(builder, LINE, word(0), row_bytes, fetch_line)
 
 
-def store_tile(builder, found, rows, scale, logits, width):
-    at_once = min(rows, LANES // KEYS)
-    for first in range(0, rows, at_once):
+def store_tile(builder, found, scales, logits, width):
+    """Writes the sums of vectors `[rows, KEYS]`, those of a row times its scale, `width` apart."""
+    at_once = min(len(scales), LANES // KEYS)
+    for first in range(0, len(scales), at_once):
         packed = sums(builder, found[first * KEYS : (first + at_once) * KEYS])
-        packed = builder.fmul(packed, spread(builder, scale, packed.type.count))
-        for r in range(at_once):
+        for r, scale in enumerate(scales[first : first + at_once]):
             row = builder.shuffle_vector(packed, packed, picks(range(r * KEYS, (r + 1) * KEYS)))
+            row = builder.fmul(row, spread(builder, scale, KEYS))
             place = builder.add(logits, builder.mul(width, word(4 * (first + r))))
             store(builder, row, at(builder, place, word(0), row.type), 4)
 
@@ -147,25 +213,46 @@ def store_tile(builder, found, rows, scale, logits, width):
 def sums(builder, vectors):
     """The sum of each of some vectors, as one vector; their number is a power of 2, to LANES.
 
-    Each step adds the halves of all segments of a pair of vectors, side by side in one vector.
+    A step adds the halves of all segments of two vectors: those of one in place, to which those of
+    the other are swapped, so that one of its two shuffles is a blend. Each segment then has both
+    vectors' sums, side by side; vectors begin in the order that leaves theirs in their own.
     """
+    bits = len(vectors).bit_length() - 1
+    vectors = [
+        vectors[int(f"{i:0{bits}b}"[::-1], 2)] if bits else vectors[i] for i in range(len(vectors))
+    ]
     segment = LANES
     while len(vectors) > 1:
         pairs = zip(vectors[::2], vectors[1::2], strict=True)
-        vectors = [_halved(builder, a, b, segment, 2 * LANES) for a, b in pairs]
+        vectors = [_joined(builder, a, b, segment) for a, b in pairs]
         segment //= 2
     (vector,), lanes = vectors, LANES
     while segment > 1:
-        vector = _halved(builder, vector, vector, segment, lanes)
+        vector = _halved(builder, vector, segment, lanes)
         segment, lanes = segment // 2, lanes // 2
     return vector
 
 
-def _halved(builder, a, b, segment, lanes):
+def _bit_reversed(items):
+    """Every second one first, and of each half again."""
+    if len(items) < 2:
+        return items
+    return [*_bit_reversed(items[::2]), *_bit_reversed(items[1::2])]
+
+
+def _joined(builder, a, b, segment):
+    half = segment // 2
+    kept = [lane + LANES * (lane % segment >= half) for lane in range(LANES)]
+    swapped = [lane ^ half for lane in kept]
+    parts = (builder.shuffle_vector(a, b, picks(lanes)) for lanes in (kept, swapped))
+    return builder.fadd(*parts)
+
+
+def _halved(builder, vector, segment, lanes):
     half = segment // 2
     lower = [start + lane for start in range(0, lanes, segment) for lane in range(half)]
-    low = builder.shuffle_vector(a, b, picks(lower))
-    high = builder.shuffle_vector(a, b, picks([lane + half for lane in lower]))
+    low = builder.shuffle_vector(vector, vector, picks(lower))
+    high = builder.shuffle_vector(vector, vector, picks([lane + half for lane in lower]))
     return builder.fadd(low, high)
 
 
@@ -175,18 +262,12 @@ qk_of_two_1, qk_of_two_2, qk_of_two_4 = map(_qk_of_two, (1, 2, 4))
 
 @intrinsic
 def set_query(typing, source, row, dim, dtypes):
-    """A row of queries as `qk_1` takes it, with zeros up to a whole vector."""
+    """A row of queries as `qk_1` takes it."""
 
     def code(context, builder, signature, args):
         source, row, dim, _ = args
-        given, dtype = pair_of(signature.args[-1])
-        products = Products(given, dtype)
-
-        def put(index, take):
-            (numbers,) = products.operands(builder, take(source), given)
-            put_vector(builder, row, index, numbers, products.query_dtype)
-
-        each(builder, given, dim, (products.count,), put)
+        given, dtype = pair_of(signature.args[-1])[:2]
+        products_of(given, dtype).set_query(builder, source, row, dim, given)
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp, types.intp, dtypes), code

@@ -22,6 +22,7 @@ from .dtypes import (
     put_vector,
     widened,
 )
+from .fixed_point import are_words
 from .memory import get_float32, get_int64, put_float32
 from .simd import (
     BYTE,
@@ -30,6 +31,7 @@ from .simd import (
     LINE,
     LOOK_UPS,
     VECTOR,
+    WORDS,
     along,
     as_bfloat16,
     at,
@@ -61,6 +63,10 @@ def fact(of):
 # Whether short queries multiply numbers as they are held, and then by their scales.
 scales_logits = fact(lambda held: held[-1] == TOKENS and held[1] != INT4)
 looks_up = fact(lambda held: LOOK_UPS and held[:2] == [BFLOAT16, INT4])
+AS_FOURS = WORDS and LANES == 16
+COLUMNS = 2 * GROUP  # in which both halves of a row have whole groups
+# Whether short queries multiply four bits as they are held, in heads of whole COLUMNS.
+as_fours = fact(lambda held: AS_FOURS and held[1] == INT4 and are_words(*held[:2]))
 by_token = fact(lambda held: held[-1] == TOKENS)
 is_packed = fact(lambda held: held[1] == INT4)
 

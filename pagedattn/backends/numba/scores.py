@@ -19,8 +19,8 @@ MOST_COLUMNS = 1 << 31
 
 
 def takes(query: str, summaries: str) -> bool:
-    """Whether there is a kernel for queries and summaries of two dtypes."""
-    return (query, summaries) in CODES
+    """Whether there is a kernel for queries and summaries of two dtypes, which are floating."""
+    return (query, summaries) in CODES and summaries != "int8"
 
 
 def scores(

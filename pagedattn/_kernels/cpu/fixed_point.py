@@ -1,0 +1,106 @@
+"""Rows of float32 as 16-bit integers times a power of two, to multiply caches of integers by.
+
+With VNNI a CPU adds up products of such integers faster than those of bfloat16, and eight or four
+bits widen to them without a table. The greatest number of a row has 15 bits, so it keeps the eight
+of bfloat16; a number loses some when it is less than a 128th of that. A row with NaN or infinity
+has the factor NaN.
+"""
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from .dtypes import BFLOAT16, INT4, INT8
+from .simd import (
+    FLOAT,
+    INTEGERS,
+    LANES,
+    VECTOR,
+    WORDS,
+    along,
+    at,
+    load,
+    spread,
+    store,
+    word,
+)
+from .store_row import folded
+
+COUNT = 2 * LANES  # of 16 bits in a vector
+NUMBER = ir.IntType(32)
+NO_WORDS = ir.Constant(INTEGERS, [0] * LANES)  # a sum of none
+# Bits of float32.
+EXPONENT = 0x7F800000  # all set in NaN and infinity
+LEAST = (127 - 112) << 23  # 2**-112, the least power of two that has a multiplier
+MULTIPLIER = (127 + 14 + 127) << 23  # less those of 2**n, the bits of 2**(14 - n)
+UNIT = 14 << 23  # less this, those of 2**n are the bits of 2**(n - 14)
+NAN = 0x7FC00000
+MOST = 32767.0
+ROUNDING = 1.5 * 2.0**23  # a sum with it has the nearest integer in its lowest bits
+
+
+def are_words(query_dtype, dtype) -> bool:
+    """Whether queries and a cache of these dtypes are multiplied as 16-bit integers."""
+    return WORDS and query_dtype == BFLOAT16 and dtype in (INT8, INT4)
+
+
+def as_words(builder, numbers):
+    """Integers of eight bits as ones of sixteen."""
+    return builder.sext(numbers, ir.VectorType(ir.IntType(16), numbers.type.count))
+
+
+def whole_vectors(builder, dim):
+    """The least multiple of COUNT that is not below a number of columns."""
+    up = builder.add(dim, word(COUNT - 1))
+    return builder.and_(up, word(-COUNT))
+
+
+def set_words(builder, row, count):
+    """Turns `count` float32, a multiple of COUNT, into integers, and the last into their factor."""
+    greatest = _greatest_exponent(builder, row, count)
+    multiplier = builder.bitcast(builder.sub(NUMBER(MULTIPLIER), greatest), FLOAT)
+    multiplier, rounding, most = (
+        spread(builder, number) for number in (multiplier, FLOAT(ROUNDING), FLOAT(MOST))
+    )
+
+    def narrow(index):
+        numbers = builder.fmul(_floats(builder, row, index), multiplier)
+        below = builder.fcmp_ordered("<", numbers, most)
+        numbers = builder.fadd(builder.select(below, numbers, most), rounding)
+        words = ir.VectorType(ir.IntType(16), LANES)
+        words = builder.trunc(builder.bitcast(numbers, INTEGERS), words)
+        store(builder, words, at(builder, row, builder.mul(index, word(2)), words.type), 2)
+
+    along(builder, LANES, word(0), count, narrow)
+    finite = builder.icmp_unsigned("<", greatest, NUMBER(EXPONENT))
+    factor = builder.select(finite, builder.sub(greatest, NUMBER(UNIT)), NUMBER(NAN))
+    builder.store(builder.bitcast(factor, FLOAT), _factor(builder, row, count))
+
+
+def factor_of(builder, row, count):
+    """What integers that `set_words` made stand for multiples of."""
+    return builder.load(_factor(builder, row, count))
+
+
+def _factor(builder, row, count):
+    return at(builder, row, builder.mul(builder.sub(count, word(1)), word(4)), FLOAT)
+
+
+def _floats(builder, row, index):
+    return load(builder, at(builder, row, builder.mul(index, word(4)), VECTOR), 4)
+
+
+def _greatest_exponent(builder, row, count):
+    """The bits of the greatest power of two in any number of a row, LEAST or more."""
+    top = cgutils.alloca_once_value(builder, ir.Constant(INTEGERS, [LEAST] * LANES))
+
+    def take(index):
+        bits = builder.bitcast(_floats(builder, row, index), INTEGERS)
+        bits = builder.and_(bits, ir.Constant(INTEGERS, [EXPONENT] * LANES))
+        builder.store(_greater(builder, bits, builder.load(top)), top)
+
+    along(builder, LANES, word(0), count, take)
+    return folded(builder, builder.load(top), _greater)
+
+
+def _greater(builder, a, b):
+    return builder.select(builder.icmp_signed(">", a, b), a, b)

@@ -1,0 +1,62 @@
+"""Keys and values of four bits of a chunk, unpacked where `as_fours` does not hold."""
+
+from .compiling import fast, within
+from .memory import get_float32, get_int64, memset, put_int64
+from .simd import LINE
+from .softmax import CHUNK, GROUP, NONE
+from .unpack import fetch_row, unpack_row, up_to
+
+
+# The room of tokens' scales: the scales of a chunk, or, of four bits, steps and unpacked rows.
+@fast
+def steps_of(tokens):
+    return tokens
+
+
+@fast
+def rows_of(tokens):
+    return tokens + 16 * CHUNK
+
+
+@fast
+def unpacked_bytes(args):
+    """Those of an unpacked row."""
+    return up_to(max(args.head_dim, args.value_columns) * args.itemsize, LINE)
+
+
+@fast
+def set_steps(args, tokens):
+    """The offsets of unpacked rows, again and again: what is fetched ahead is one of them."""
+    for k in range(2 * CHUNK):
+        put_int64(steps_of(tokens), k, k % CHUNK * unpacked_bytes(args))
+
+
+@within
+def unpack_keys(args, held, plane, offsets, slots, head, count, tokens):
+    """Some keys of a head, while those of the next group are fetched."""
+    out, size = rows_of(tokens), unpacked_bytes(args)
+    for k in range(count):
+        fetch_row(plane + get_int64(offsets, k + GROUP), args.head_dim // 2)
+        source, index = plane + get_int64(offsets, k), get_int64(slots, k) + head
+        unpack_row(
+            source, args.key_scales, index, out + k * size, args.head_dim, args.itemsize, held
+        )
+
+
+@within
+def unpack_values(args, held, plane, offsets, later, ahead, slots, head, count, tokens):
+    """A chunk's values of a head, of an even number of keys, while the next are fetched."""
+    out, size = rows_of(tokens), unpacked_bytes(args)
+    dim = args.value_columns
+    for k in range(up_to(count, 2)):
+        fetch_row(later + get_int64(ahead, k), dim // 2)
+        source, index = plane + get_int64(offsets, k), get_int64(slots, k) + head
+        unpack_row(source, args.value_scales, index, out + k * size, dim, args.itemsize, held)
+
+
+@fast
+def clear_rows(args, shown, count, tokens):
+    """Zeros for the values that a bias hides from all."""
+    for k in range(up_to(count, 2)):
+        if get_float32(shown, k) == NONE:
+            memset(rows_of(tokens) + k * unpacked_bytes(args), 0, unpacked_bytes(args))
