@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import mean
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from pagedattn.cache.quantise import largest
 
 BLOCK, CALLS = 16, 4  # tokens of a block; calls of a turn
 DTYPES = "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"
-KINDS = {name: (name, "head") for name in DTYPES}
+KINDS: dict[str, tuple[str, Literal["head", "token"]]] = {name: (name, "head") for name in DTYPES}
 KINDS |= {f"{name}, scales of tokens": (name, "token") for name in DTYPES[1:]}
 KINDS["int4"] = ("int4", "token")
 SHAPES = {
@@ -36,7 +37,7 @@ SHAPES = {
 }
 
 
-def cache_of(num_blocks: int, dtype: str, scales: str) -> KVCache:
+def cache_of(num_blocks: int, dtype: str, scales: Literal["head", "token"]) -> KVCache:
     """A cache of normal numbers, whose scales of heads fit numbers up to 4."""
     given = {}
     if scales == "head" and (most := largest(dtype)):
@@ -64,6 +65,11 @@ def turn(shape: str, kind: str) -> Callable[[], float]:
     return lambda: mean(seconds() for _ in range(CALLS))
 
 
+def over(us: float | str, base: float | str) -> str:
+    """A time over another one, or why there is none."""
+    return f"{us / base:8.3f}" if isinstance(us, float) and isinstance(base, float) else f"{us}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("-o", "--out", type=Path, help="write the figures there, as JSON")
@@ -76,7 +82,7 @@ def main() -> None:
             report["us"][shape] = found = in_turns(partial(turn, shape), KINDS)
             print(f"{shape}: bfloat16 {found['bfloat16']} us, and over it")
             for kind, us in found.items():
-                print(f"  {kind:34}{us / found['bfloat16'] if isinstance(us, float) else us:8.3}")
+                print(f"  {kind:34}{over(us, found['bfloat16'])}", flush=True)
     if given.out:
         given.out.write_text(json.dumps(report, indent=1) + "\n")
 
