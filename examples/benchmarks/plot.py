@@ -137,6 +137,30 @@ def bridge_figure(data: dict):
     return figure
 
 
+def releases_figure(data: dict):
+    """Bars: how many times as fast as the first release each later one is."""
+    from matplotlib import pyplot
+
+    cases = {
+        case: us
+        for case, us in data["us"].items()
+        if all(isinstance(us[version], float) for version in data["versions"])
+    }
+    first, *later = data["versions"]
+    figure, axes = pyplot.subplots(figsize=(9, 0.5 + 0.42 * len(cases)), layout="constrained")
+    for offset, version in enumerate(later):
+        ratios = [us[first] / us[version] for us in cases.values()]
+        places = [-(place + 0.8 * offset / len(later)) for place in range(len(cases))]
+        bars = axes.barh(places, ratios, 0.7 / len(later), color=RED, label=version)
+        axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
+    axes.axvline(1, color=GREY, linestyle=":")
+    axes.set_yticks([-place for place in range(len(cases))], list(cases))
+    about = data["machine"]
+    axes.set_xlabel(f"times as fast as {first} ({about.get('gpu') or about['cpu']})")
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
 def panels_of(heights: tuple[float, ...], height: float):
     from matplotlib import pyplot
 
@@ -248,6 +272,7 @@ def redraw(folder: Path) -> list[Path]:
         draw(folder / "h200.json", bars_figure, "-decode"),
         draw(folder / "cpu.json", cpu_figure),
         draw(folder / "bridge.json", bridge_figure),
+        *(draw(report, releases_figure) for report in sorted(folder.glob("releases_*.json"))),
     ]
 
 

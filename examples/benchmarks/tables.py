@@ -124,6 +124,16 @@ def layers_table(data: dict) -> list[str]:
     return lines
 
 
+def caches_table(data: dict) -> list[str]:
+    """Times of each kind of cache over bfloat16's."""
+    shapes = data["us"]
+    kinds = [kind for kind in next(iter(shapes.values())) if kind != "bfloat16"]
+    lines = _head(list(shapes))
+    for kind in kinds:
+        lines.append(_line([kind, *(f"{us[kind] / us['bfloat16']:.2f}" for us in shapes.values())]))
+    return lines
+
+
 def options_table(data: dict) -> list[str]:
     """us of each kind of work, and the rate at which it reads what it must."""
     lines = _head(["us", "TB/s"])
@@ -165,6 +175,8 @@ TABLES = {
     "cpu_amx.json": cpu_table,
     "cpu.json, layers": layers_table,
     "cpu_threads.json": threads_table,
+    "cpu_caches.json": caches_table,
+    "cpu_caches_amx.json": caches_table,
 }
 
 

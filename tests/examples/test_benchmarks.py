@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -19,6 +20,7 @@ from benchmarks.cpu_threads import on_threads
 from benchmarks.peers import PACKAGES, installed, missing
 from benchmarks.peers.cpu import PEERS, paged
 from benchmarks.peers.latents import LATENTS, PAGE, Latents
+from benchmarks.releases import SHAPES, Release, measure
 from benchmarks.report import Ceilings, Report
 from benchmarks.turns import in_turns
 from hypothesis import given
@@ -192,3 +194,21 @@ def test_flashmla_is_called_by_its_signature(monkeypatch, error):
             work.require(out)
     else:
         work.require(out)
+
+
+def test_releases_are_timed_in_processes_of_their_own(monkeypatch):
+    """This one twice; what one of them cannot do stands in its place."""
+    root = Path(__file__).parents[2]
+    releases = [Release(str(root)) for _ in range(2)]
+    try:
+        releases[1].version = "other"
+        monkeypatch.setitem(SHAPES, "small", ([1, 3], [16, 32]))
+        monkeypatch.setitem(SHAPES, "more queries than keys", ([33], [32]))
+        found = measure(releases, "small")
+        assert set(found) == {releases[0].version, "other"}
+        assert all(isinstance(us, float) and us > 0 for us in found.values())
+        found = measure(releases, "more queries than keys")
+        assert all("InvalidInputError" in str(us) for us in found.values())
+    finally:
+        for release in releases:
+            release.end()
