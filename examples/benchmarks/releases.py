@@ -3,7 +3,8 @@
     git worktree add /tmp/0.2.0 v0.2.0
     PYTHONPATH=examples python -m benchmarks.releases /tmp/0.2.0 . [-o docs/results/releases.json]
 
-Each runs in a process of its own, in the same environment; they take turns.
+Each runs in a process of its own, in the same environment, as layers of one program; they take
+turns.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import jax
 from benchmarks import machine
 from benchmarks.case import HEADS_SAID
 from benchmarks.plot import draw, releases_figure
+from benchmarks.releases_worker import LAYERS
 
 WORKER = Path(__file__).with_name("releases_worker.py")
 TURNS, SECONDS = 15, 0.05  # turns of each release, and seconds of a turn at least
@@ -75,7 +77,7 @@ class Release:
 
 
 def measure(releases: list[Release], shape: str) -> dict[str, float | str]:
-    """Microseconds of a call by each release, the median of its turns, or why there is none."""
+    """Microseconds of a layer by each release, the median of its turns, or why there is none."""
     found: dict[str, float | str] = {}
     times: dict[Release, list[float]] = {}
     for release in releases:
@@ -84,7 +86,7 @@ def measure(releases: list[Release], shape: str) -> dict[str, float | str]:
             times[release] = []
         except ValueError as error:
             found[release.version] = str(error)
-    calls = {release: 1 + round(SECONDS / release.seconds(1)) for release in times}
+    calls = {release: 1 + round(SECONDS / LAYERS / release.seconds(1)) for release in times}
     for _ in range(TURNS):
         for release in random.sample(list(times), len(times)):
             times[release].append(release.seconds(calls[release]))
