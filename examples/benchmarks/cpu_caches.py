@@ -21,7 +21,6 @@ from benchmarks import machine
 from benchmarks.case import HEAD_DIM, HEADS, HEADS_SAID, KV_HEADS
 from benchmarks.turns import in_turns, of_arrays
 from pagedattn import KVCache, init_kv_cache, make_batch, paged_attention, write_kv
-from pagedattn.cache.quantise import largest
 
 BLOCK, CALLS = 16, 4  # tokens of a block; calls of a turn
 DTYPES = "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"
@@ -40,7 +39,8 @@ SHAPES = {
 def cache_of(num_blocks: int, dtype: str, scales: Literal["head", "token"]) -> KVCache:
     """A cache of normal numbers, whose scales of heads fit numbers up to 4."""
     given = {}
-    if scales == "head" and (most := largest(dtype)):
+    if scales == "head" and dtype != "bfloat16":
+        most = float((jnp.iinfo if dtype == "int8" else jnp.finfo)(dtype).max)
         given = dict.fromkeys(("key_scale", "value_scale"), jnp.float32(4 / most))
     sizes = num_blocks, BLOCK, KV_HEADS, HEAD_DIM
     cache = init_kv_cache(*sizes, dtype=dtype, scales=scales, **given)

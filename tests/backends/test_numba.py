@@ -279,8 +279,11 @@ from cpu_prompts import check_all
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
 from pagedattn import AttentionSpec
 check_all(threads=2)
-for dtype in ("bfloat16", "float16", "float32"):
-    problem = random_problem([1, 2], [70, 33], AttentionSpec(), dtype=jnp.dtype(dtype))
+kinds = [{"dtype": jnp.dtype(dtype)} for dtype in ("bfloat16", "float16", "float32")]
+of_tokens = {"dtype": jnp.dtype("bfloat16"), "head_dim": 64, "token_scales": True}
+kinds += [of_tokens | {"cache_dtype": held} for held in ("int8", "int4")]
+for kind in kinds:
+    problem = random_problem([1, 2], [70, 33], AttentionSpec(), **kind)
     given = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
     out = paged_attention(*given, backend="numba", return_lse=True)
     assert_attention_close(*map(np.asarray, out), problem)

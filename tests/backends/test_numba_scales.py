@@ -99,6 +99,72 @@ def test_a_column_of_queries_may_dwarf_the_others(cache_dtype, power, column, se
     assert_attention_close(*run(problem, "numba"), problem)
 
 
+def biased(problem, key, bias, **changes):
+    """The problem with a bias on one key of its last sequence, for every head."""
+    added = np.zeros((len(problem.query), problem.query.shape[1], 150), np.float32)
+    added[-1, :, key] = bias
+    return problem.replace(bias=added, **changes)
+
+
+def slot_of(problem, key):
+    """The block and the slot of a key of the last sequence."""
+    column, slot = divmod(key, problem.block_size)
+    return problem.block_tables[-1][column], slot
+
+
+@pytest.mark.parametrize("cache_dtype", INTEGERS)
+@given(bias=st.floats(0, 14, width=32), seed=st.integers(0, 99))
+def test_values_beside_an_attention_sink(cache_dtype, bias, seed):
+    """Nearly all weight may lie on a key whose values are 0: out is then what the others give."""
+    problem = of_integers(cache_dtype, seed=seed, poison=None)
+    values = problem.value_cache.copy()
+    values[slot_of(problem, 0)] = 0
+    problem = biased(problem, 0, bias, value_cache=values)
+    assert_attention_close(*run(problem, "numba"), problem)
+
+
+@pytest.mark.parametrize("cache_dtype", INTEGERS)
+@given(power=st.integers(0, 13), seed=st.integers(0, 99))
+def test_a_scale_that_dwarfs_those_of_other_values(cache_dtype, power, seed):
+    """Its token has next to no weight."""
+    problem = of_integers(cache_dtype, seed=seed, poison=None)
+    scales = problem.value_scale.copy()
+    scales[slot_of(problem, 5)] *= 2**power
+    problem = biased(problem, 5, -3.0 * power, value_scale=scales)
+    assert_attention_close(*run(problem, "numba"), problem)
+
+
+@pytest.mark.parametrize("cache_dtype", INTEGERS)
+@given(power=st.integers(0, 6), column=st.integers(0, 63))
+def test_a_great_column_of_queries_over_keys_of_zeros(cache_dtype, power, column):
+    """The others keep their bits to a ratio of 64; docs/backends.md says what is lost beyond."""
+
+    def stretched(query):
+        query[..., column] = 2.0**power
+        return query
+
+    problem = of_integers(cache_dtype, stretched, poison=None)
+    keys = problem.key_cache.copy()
+    half = column % 32
+    keys[..., half if cache_dtype == "int4" else column] = 0
+    problem = problem.replace(key_cache=keys)
+    assert_attention_close(*run(problem, "numba"), problem)
+
+
+@pytest.mark.parametrize("arrays", [(), ("bias",)])
+@pytest.mark.parametrize(
+    "sizes",
+    [(64, 40), (40, 128), (64, 192), (128, 100)],
+    ids="{0[0]} and {0[1]} columns".format,
+)
+def test_keys_and_values_of_four_bits_of_different_widths(sizes, arrays):
+    """Products of both as they are held, of one, and of latents: values are columns of keys."""
+    kinds = {"cache_dtype": "int4", "token_scales": True, "head_dim": sizes[0], "arrays": arrays}
+    kinds |= {"value_dim": sizes[1], "latent": sizes == (128, 100)}
+    problem = random_problem([1, 2], [9, 150], SPECS["plain"], dtype=BFLOAT16, **kinds)
+    assert_attention_close(*run(problem, "numba"), problem)
+
+
 @pytest.mark.parametrize("cache_dtype", INTEGERS)
 @given(power=st.integers(-100, 100))
 def test_queries_of_any_magnitude(cache_dtype, power):

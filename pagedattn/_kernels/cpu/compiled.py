@@ -84,7 +84,7 @@ def multiplied(*held: Dtype) -> tuple[tuple[Dtype, Dtype], tuple[Dtype, Dtype]]:
     """The dtypes of the rows that short queries read, and of those that tiles of long ones do.
 
     Rows with scales of tokens become rows of the query's dtype for tiles, those of four bits for
-    all.
+    all that does not multiply them as they are held.
     """
     query, cache = held[:2]
     own = query, query

@@ -1,9 +1,10 @@
-"""Rows of float32 as 16-bit integers times a power of two, to multiply caches of integers by.
+"""Rows of queries as 16-bit integers times a power of two, to multiply keys of integers by.
 
-With VNNI a CPU adds up products of such integers faster than those of bfloat16, and eight or four
+A CPU adds up products of such integers at least as fast as those of bfloat16, and eight or four
 bits widen to them without a table. The greatest number of a row has 15 bits, so it keeps the eight
-of bfloat16; a number loses some when it is less than a 128th of that. A row with NaN or infinity
-has the factor NaN.
+of bfloat16; others are off by at most 2**-16 of it, which is more than bfloat16's own spacing for
+those below a 128th. So weights are no such rows: those of an attention sink, whose values are next
+to nothing, are thousands of times all others. A row with NaN or infinity has the factor NaN.
 """
 
 from llvmlite import ir

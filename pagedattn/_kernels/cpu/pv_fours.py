@@ -1,7 +1,8 @@
 """Sums of values of four bits, as they are held, with a scale for each group of their columns.
 
-Where `qk_fours` computes the logits. A value's scales multiply its weight, which so is another one
-for each group: a product of 16-bit integers, of which the upper 16 bits are kept.
+For CPUs with products of pairs of bfloat16, and heads of a multiple of 64 columns: so a vector of
+32 numbers is one group of columns. A value's scales multiply its weight, which so is another one
+for each group.
 """
 
 from llvmlite import ir
@@ -10,149 +11,135 @@ from numba.core import cgutils
 
 from . import float16
 from .compiling import fast, intrinsic, within
-from .fixed_point import COUNT, NO_WORDS, NUMBER, as_words, factor_of, set_words
 from .memory import get_float32, get_int32, get_int64, put_int32
 from .simd import (
     BYTE,
     FLOAT,
     INTEGERS,
     LANES,
+    LOOK_UPS,
     VECTOR,
     WORD,
-    add_words,
+    add_pairs,
     along,
+    as_bfloat16,
     at,
-    fused,
     load,
+    permuted,
     picks,
-    rounded_products,
     spread,
     store,
     word,
 )
 from .softmax import CHUNK, NONE
-from .unpack import AS_FOURS, GROUP, fetch_row
+from .unpack import GROUP, fetch_row
 
-ROWS = 4  # whose weights of all groups are there at once
-MIXED = [[lane + row for lane in range(s, s + LANES) for row in (0, COUNT)] for s in (0, LANES)]
-
-
-def _words(builder, row, index):
-    """COUNT bytes of a row, as words."""
-    return as_words(builder, load(builder, at(builder, row, index, ir.VectorType(BYTE, COUNT)), 1))
+WORDS = ir.VectorType(ir.IntType(16), 2 * LANES)
+# bfloat16 of 0 to 7 and of -8 to -1, in the order of their four bits: the upper half of float32.
+NUMBERS = [0, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0]
+NUMBERS += [0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80]
 
 
-def _halves(builder, words):
-    """The numbers in the low and in the high bits of bytes, as words."""
-    low, high = (ir.Constant(words.type, [by] * COUNT) for by in (12, 4))
-    return builder.ashr(builder.shl(words, low), low), builder.ashr(words, high)
+def _bits(builder, row, index):
+    """32 bytes of a row, of 16 bits each."""
+    bytes_ = ir.VectorType(BYTE, 2 * LANES)
+    return builder.zext(load(builder, at(builder, row, index, bytes_), 1), WORDS)
+
+
+def _halves(builder, bits):
+    """The numbers in the low and in the high bits of bytes, as bfloat16."""
+    low = builder.and_(bits, ir.Constant(WORDS, [15] * 2 * LANES))
+    high = builder.lshr(bits, ir.Constant(WORDS, [4] * 2 * LANES))
+    table = ir.Constant(WORDS, NUMBERS * 2)
+    return [permuted(builder, table, lanes) for lanes in (low, high)]
 
 
 def _pv(rows):
     """Makes the sums of value rows by the weights of `rows` queries."""
 
     @intrinsic
-    def pv(typing, sums, step, plane, offsets, count, dim, products, weights, scales, kept):
-        """`sums[r] = sums[r] * kept[r] + weights[r] @ values`, by `products` of `set_products`."""
+    def pv(typing, sums, step, plane, offsets, count, dim, weights, kept):
+        """`sums[r] = sums[r] * kept[r] + weights[r] @ values`, by weights of `set_weights`."""
 
         def code(context, builder, signature, args):
-            if not AS_FOURS:
+            if not LOOK_UPS:
                 return context.get_dummy_value()
-            sums, step, plane, offsets, count, dim, products, weights, scales, kept = args
+            sums, step, plane, offsets, count, dim, weights, kept = args
             half = builder.lshr(dim, word(1))
             turns = builder.udiv(builder.add(count, word(1)), word(2))
+            number = ir.IntType(32)
+            mixed = [
+                [lane + row for lane in range(start, start + LANES) for row in (0, 2 * LANES)]
+                for start in (0, LANES)
+            ]
 
             def add(index):
                 parts = index, builder.add(index, half)
-                groups = [builder.udiv(part, word(GROUP)) for part in parts]
                 tile = [(r, p, v) for r in range(rows) for p in range(2) for v in range(2)]
-                totals = {place: cgutils.alloca_once(builder, INTEGERS) for place in tile}
-                for total in totals.values():
-                    builder.store(NO_WORDS, total)
-                own = {
-                    (r, p): builder.add(products, _products_at(builder, groups[p], r))
-                    for r in range(rows)
-                    for p in range(2)
-                }
+                places, totals = {}, {}
+                for r, p, v in tile:
+                    column = builder.mul(builder.add(parts[p], word(v * LANES)), word(4))
+                    start = builder.add(sums, builder.mul(step, word(r)))
+                    places[r, p, v] = at(builder, start, column, VECTOR)
+                    factor = builder.load(at(builder, kept, word(4 * r), FLOAT))
+                    total = load(builder, places[r, p, v], 4)
+                    total = builder.fmul(total, spread(builder, factor))
+                    totals[r, p, v] = cgutils.alloca_once_value(builder, total)
+                groups = [builder.udiv(part, word(GROUP)) for part in parts]
+                own = [
+                    builder.add(weights, builder.mul(group, word(4 * 2 * CHUNK)))
+                    for group in groups
+                ]
                 with cgutils.for_range(builder, turns) as loop:
                     pair = builder.mul(loop.index, word(16))
                     held = [
                         builder.load(at(builder, offsets, builder.add(pair, word(8 * i)), WORD))
                         for i in range(2)
                     ]
-                    held = [_words(builder, builder.add(plane, row), index) for row in held]
-                    both = [builder.shuffle_vector(*held, picks(lanes)) for lanes in MIXED]
-                    values = [_halves(builder, words) for words in both]
+                    held = [_bits(builder, builder.add(plane, row), index) for row in held]
+                    both = [builder.shuffle_vector(*held, picks(lanes)) for lanes in mixed]
+                    values = [_halves(builder, bits) for bits in both]
                     four = builder.mul(loop.index, word(4))
-                    for (r, p), row in own.items():
-                        weight = load(builder, at(builder, row, four, NUMBER), 4)
-                        weight = builder.bitcast(spread(builder, weight), values[0][p].type)
-                        for v in range(2):
-                            total = builder.load(totals[r, p, v])
-                            total = add_words(builder, total, weight, values[v][p])
-                            builder.store(total, totals[r, p, v])
-                for r, p, v in tile:
-                    column = builder.mul(builder.add(parts[p], word(v * LANES)), word(4))
-                    start = builder.add(sums, builder.mul(step, word(r)))
-                    place = at(builder, start, column, VECTOR)
-                    old = spread(builder, builder.load(at(builder, kept, word(4 * r), FLOAT)))
-                    unit = spread(builder, _unit(builder, weights, r, scales, groups[p]))
-                    total = builder.sitofp(builder.load(totals[r, p, v]), VECTOR)
-                    before = builder.fmul(load(builder, place, 4), old)
-                    store(builder, fused(builder, total, unit, before), place, 4)
+                    for r in range(rows):
+                        for p in range(2):
+                            place = builder.add(own[p], builder.add(four, word(2 * CHUNK * r)))
+                            weight = load(builder, at(builder, place, word(0), number), 4)
+                            weight = builder.bitcast(spread(builder, weight), WORDS)
+                            for v in range(2):
+                                total = builder.load(totals[r, p, v])
+                                total = add_pairs(builder, total, weight, values[v][p])
+                                builder.store(total, totals[r, p, v])
+                for place in tile:
+                    store(builder, builder.load(totals[place]), places[place], 4)
 
             along(builder, GROUP, word(0), half, add)
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 10), code
+        return types.void(*[types.intp] * 8), code
 
     return pv
-
-
-def _products_at(builder, group, row):
-    place = builder.add(builder.mul(group, word(ROWS)), word(row))
-    return builder.mul(place, word(2 * CHUNK))
-
-
-def _unit(builder, weights, row, scales, group):
-    """What the products of a row and a group are multiples of."""
-    weights = builder.add(weights, word(4 * CHUNK * row))
-    scales = builder.add(scales, builder.mul(group, word(4 * CHUNK)))
-    factors = (factor_of(builder, held, word(CHUNK)) for held in (weights, scales))
-    return builder.fmul(builder.fmul(*factors), FLOAT(2.0**15))
 
 
 pv_1, pv_2, pv_4 = map(_pv, (1, 2, 4))
 
 
 @intrinsic
-def set_chunk(typing, row):
-    """`set_words` of the weights or scales of a chunk."""
+def set_weights(typing, weights, factors, out):
+    """A row of float32 weights of a chunk, times the scales of a group, as bfloat16."""
 
     def code(context, builder, signature, args):
-        if AS_FOURS:
-            set_words(builder, args[0], word(CHUNK))
-        return context.get_dummy_value()
-
-    return types.void(types.intp), code
-
-
-@intrinsic
-def set_products(typing, weights, scales, out):
-    """Those of the weights and scales of a chunk, which are as `set_chunk` left them."""
-
-    def code(context, builder, signature, args):
-        if not AS_FOURS:
+        if not LOOK_UPS:
             return context.get_dummy_value()
-        *rows, out = args
-        words = ir.VectorType(ir.IntType(16), COUNT)
+        weights, factors, out = args
 
-        def multiply(index):
-            place = builder.mul(index, word(2))
-            pair = (load(builder, at(builder, row, place, words), 2) for row in rows)
-            store(builder, rounded_products(builder, *pair), at(builder, out, place, words), 2)
+        def narrow(index):
+            four = builder.mul(index, word(4))
+            pair = [load(builder, at(builder, row, four, VECTOR), 4) for row in (weights, factors)]
+            numbers = as_bfloat16(builder, builder.fmul(*pair))
+            place = at(builder, out, builder.mul(index, word(2)), numbers.type)
+            store(builder, numbers, place, 2)
 
-        along(builder, COUNT, word(0), word(CHUNK), multiply)
+        along(builder, LANES, word(0), word(CHUNK), narrow)
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp, types.intp), code
@@ -163,6 +150,9 @@ def _part(typing, row, other):
     """Pairs of float16 of a chunk as two rows of float32; the first is where the pairs are."""
 
     def code(context, builder, signature, args):
+        if not LOOK_UPS:
+            return context.get_dummy_value()
+
         def part(index):
             four = builder.mul(index, word(4))
             pairs = load(builder, at(builder, args[0], four, INTEGERS), 4)
@@ -189,8 +179,6 @@ def set_scales(scales, groups, slots, shown, out):
             hidden = shown != 0 and get_float32(shown, k) == NONE
             put_int32(row, k, 0 if hidden else pair)
         _part(row, row + 4 * CHUNK)
-        set_chunk(row)
-        set_chunk(row + 4 * CHUNK)
 
 
 @within
@@ -199,7 +187,7 @@ def add_values(
 ):
     """`sums = sums * kept + weights @ values`, for the rows of a KV head.
 
-    `room` holds the scales of each group, and behind them the products of ROWS rows with each.
+    `room` holds the scales of each group, and behind them weights of four rows for each.
     """
     step, dim = args.row_bytes, args.value_columns
     groups, r = dim // GROUP, 0
@@ -207,20 +195,17 @@ def add_values(
     for k in range(count):
         fetch_row(later + get_int64(ahead, k), dim // 2)
     set_scales(args.value_scales + 2 * head * groups, groups, slots, shown, room)
-    for row in range(rows):
-        set_chunk(weights + 4 * CHUNK * row)
     while r < rows:
         many = 4 if r + 4 <= rows else 2 if r + 2 <= rows else 1
-        held = weights + 4 * CHUNK * r
         for group in range(groups):
             for i in range(many):
-                out = own + 2 * CHUNK * (ROWS * group + i)
-                set_products(held + 4 * CHUNK * i, room + 4 * CHUNK * group, out)
+                out = own + 2 * CHUNK * (4 * group + i)
+                set_weights(weights + 4 * CHUNK * (r + i), room + 4 * CHUNK * group, out)
         at, factors = sums + r * step, kept + 4 * r
         if many == 4:
-            pv_4(at, step, plane, offsets, count, dim, own, held, room, factors)
+            pv_4(at, step, plane, offsets, count, dim, own, factors)
         elif many == 2:
-            pv_2(at, step, plane, offsets, count, dim, own, held, room, factors)
+            pv_2(at, step, plane, offsets, count, dim, own, factors)
         else:
-            pv_1(at, step, plane, offsets, count, dim, own, held, room, factors)
+            pv_1(at, step, plane, offsets, count, dim, own, factors)
         r += many

@@ -7,7 +7,6 @@ from numba.core import cgutils
 from .bf16_dot import COUNT, are_pairs, as_pairs, counts
 from .compiling import intrinsic
 from .dtypes import pair_of, row_end, row_vector, widened
-from .fixed_point import NO_WORDS, are_words, as_words, factor_of, set_words
 from .simd import (
     FLOAT,
     LANES,
@@ -16,7 +15,6 @@ from .simd import (
     VECTOR,
     WORD,
     add_pairs,
-    add_words,
     along,
     as_bfloat16,
     at,
@@ -50,17 +48,6 @@ class Widened:
     def add(self, builder, total, weight, value):
         return fused(builder, weight, value, total)
 
-    def begin(self, builder, sums, kept):
-        """The total to begin with, where the sums of what came before are times `kept`."""
-        return builder.fmul(sums, kept)
-
-    def end(self, builder, total, place, kept, weights, width):
-        """The sums at `place` with a total in them."""
-        return total
-
-    def set_weights(self, builder, weights, count):
-        """Turns a row of float32 weights, whole vectors, into what `weight` reads."""
-
 
 class Pairs(Widened):
     """Two rows as bfloat16 at a time, times pairs of weights, rounded to bfloat16 too."""
@@ -91,44 +78,8 @@ class Pairs(Widened):
     def add(self, builder, total, weight, value):
         return add_pairs(builder, total, weight, value)
 
-    def set_weights(self, builder, weights, count):
-        def narrow(index):
-            place = builder.mul(index, word(4))
-            numbers = load(builder, at(builder, weights, place, VECTOR), 4)
-            numbers = as_bfloat16(builder, numbers)
-            place = at(builder, weights, builder.mul(index, word(2)), numbers.type)
-            store(builder, numbers, place, 2)
-
-        along(builder, LANES, word(0), count, narrow)
-
-
-class Words(Pairs):
-    """Two rows as 16-bit integers, times pairs of weights as such; a row of them has a factor."""
-
-    def values(self, builder, take, rows, index, columns):
-        a, b = (take(row, index, columns) for row in rows)
-        starts = range(0, columns, LANES)
-        mixed = [[c + row for c in range(s, s + LANES) for row in (0, columns)] for s in starts]
-        return [as_words(builder, builder.shuffle_vector(a, b, picks(lanes))) for lanes in mixed]
-
-    def add(self, builder, total, weight, value):
-        return add_words(builder, total, weight, value)
-
-    def begin(self, builder, sums, kept):
-        return NO_WORDS
-
-    def end(self, builder, total, place, kept, weights, width):
-        sums = builder.fmul(load(builder, place, 4), kept)
-        factor = spread(builder, factor_of(builder, weights, width))
-        return fused(builder, builder.sitofp(total, VECTOR), factor, sums)
-
-    def set_weights(self, builder, weights, count):
-        set_words(builder, weights, count)
-
 
 def way_of(query_dtype, dtype):
-    if are_words(query_dtype, dtype):
-        return Words(dtype)
     return (Pairs if are_pairs(query_dtype, dtype) else Widened)(dtype)
 
 
@@ -153,16 +104,14 @@ def _pv(rows):
 
             def add(index, columns, take):
                 tile = [(r, v) for r in range(rows) for v in range(columns // LANES)]
-                factors = [
-                    spread(builder, builder.load(at(builder, kept, word(4 * r), FLOAT)))
-                    for r in range(rows)
-                ]
                 places, totals = {}, {}
                 for r, v in tile:
                     start = builder.add(sums, builder.mul(step, word(r)))
                     offset = builder.mul(builder.add(index, word(v * LANES)), word(4))
                     places[r, v] = at(builder, start, offset, VECTOR)
-                    total = way.begin(builder, load(builder, places[r, v], 4), factors[r])
+                    factor = builder.load(at(builder, kept, word(4 * r), FLOAT))
+                    total = load(builder, places[r, v], 4)
+                    total = builder.fmul(total, spread(builder, factor))
                     totals[r, v] = cgutils.alloca_once_value(builder, total)
                 with cgutils.for_range(builder, turns) as loop:
                     starts = []
@@ -181,11 +130,8 @@ def _pv(rows):
                         for v, value in enumerate(values):
                             total = way.add(builder, builder.load(totals[r, v]), weight, value)
                             builder.store(total, totals[r, v])
-                for (r, v), place in places.items():
-                    row = builder.add(weights, builder.mul(width, word(4 * r)))
-                    total = builder.load(totals[r, v])
-                    total = way.end(builder, total, place, factors[r], row, width)
-                    store(builder, total, place, 4)
+                for place in tile:
+                    store(builder, builder.load(totals[place]), places[place], 4)
 
             def whole(row, index, count):
                 return row_vector(builder, row, index, number, count)
@@ -214,7 +160,16 @@ def set_weights(typing, weights, count, dtypes):
 
     def code(context, builder, signature, args):
         weights, count, _ = args
-        way_of(*pair_of(signature.args[-1])).set_weights(builder, weights, count)
+
+        def narrow(index):
+            place = builder.mul(index, word(4))
+            numbers = load(builder, at(builder, weights, place, VECTOR), 4)
+            numbers = as_bfloat16(builder, numbers)
+            place = at(builder, weights, builder.mul(index, word(2)), numbers.type)
+            store(builder, numbers, place, 2)
+
+        if way_of(*pair_of(signature.args[-1])).keys > 1:
+            along(builder, LANES, word(0), count, narrow)
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp, dtypes), code

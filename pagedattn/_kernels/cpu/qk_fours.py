@@ -33,6 +33,7 @@ from .simd import (
     word,
 )
 from .softmax import CHUNK
+from .softmax import GROUP as KEYS_AHEAD
 from .unpack import AS_FOURS, GROUP, fetch_row
 
 HALF = LANES // 2
@@ -114,11 +115,11 @@ qk_1, qk_2, qk_4 = map(_qk, (1, 2, 4))
 
 @within
 def set_logits(args, queries, rows, plane, offsets, slots, head, count, scale, logits):
-    """Logits `[rows, count]` of up to LANES keys, CHUNK apart, while the next ones are fetched."""
+    """Logits `[rows, count]` of up to KEYS_AHEAD keys, CHUNK apart; the next ones are fetched."""
     step, dim = args.row_bytes, args.head_dim
     scales = args.key_scales + 2 * head * (dim // GROUP)
     for k in range(count):
-        fetch_row(plane + get_int64(offsets, k + LANES), dim // 2)
+        fetch_row(plane + get_int64(offsets, k + KEYS_AHEAD), dim // 2)
     for k in range(0, count, KEYS):
         at, slot, out, row, r = offsets + 8 * k, slots + 8 * k, logits + 4 * k, queries, 0
         while r + 4 <= rows:

@@ -126,14 +126,6 @@ def add_words(builder, total, a, b):
     return builder.add(total, builder.call(function, [a, b]))
 
 
-def rounded_products(builder, a, b):
-    """Products of 16-bit integers over 2**15, to the nearest, in AVX-512."""
-    kind = ir.FunctionType(a.type, [a.type] * 2)
-    name = "llvm.x86.avx512.pmul.hr.sw.512"
-    function = cgutils.get_or_insert_function(builder.module, kind, name)
-    return builder.call(function, [a, b])
-
-
 def looked_up(builder, table, numbers):
     """Of each of 64 bytes, the entry of a table of 128 that its lower seven bits count to."""
     bytes_ = ir.VectorType(BYTE, LINE)

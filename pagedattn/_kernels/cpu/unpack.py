@@ -1,7 +1,7 @@
 """Rows of quantised caches with scales of tokens, as rows of the query's dtype.
 
-Prompts multiply such rows, and so do decodes of four bits. Those of eight bits read the cache
-itself: a key's scale is a factor on its logits, a value's one on its weight.
+Prompts multiply such rows. Decodes read eight bits in the cache itself: a key's scale is a factor
+on its logits, a value's one on its weight; and four bits where `as_fours` or `looks_up` hold.
 """
 
 import numpy as np
@@ -31,7 +31,6 @@ from .simd import (
     LINE,
     LOOK_UPS,
     VECTOR,
-    WORDS,
     along,
     as_bfloat16,
     at,
@@ -63,9 +62,9 @@ def fact(of):
 # Whether short queries multiply numbers as they are held, and then by their scales.
 scales_logits = fact(lambda held: held[-1] == TOKENS and held[1] != INT4)
 looks_up = fact(lambda held: LOOK_UPS and held[:2] == [BFLOAT16, INT4])
-AS_FOURS = WORDS and LANES == 16
+AS_FOURS = LANES == 16
 COLUMNS = 2 * GROUP  # in which both halves of a row have whole groups
-# Whether short queries multiply four bits as they are held, in heads of whole COLUMNS.
+# Whether short queries multiply keys of four bits as they are held, in heads of whole COLUMNS.
 as_fours = fact(lambda held: AS_FOURS and held[1] == INT4 and are_words(*held[:2]))
 by_token = fact(lambda held: held[-1] == TOKENS)
 is_packed = fact(lambda held: held[1] == INT4)

@@ -1,4 +1,4 @@
-"""Keys and values of four bits of a chunk, unpacked where `as_fours` does not hold."""
+"""Keys and values of four bits of a chunk, unpacked for products of the query's dtype."""
 
 from .compiling import fast, within
 from .memory import get_float32, get_int64, memset, put_int64
