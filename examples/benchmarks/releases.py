@@ -1,7 +1,7 @@
 """Times releases of the library side by side, and draws how much faster each is than the first.
 
-    git worktree add /tmp/0.2.0 v0.2.0
-    PYTHONPATH=examples python -m benchmarks.releases /tmp/0.2.0 . [-o docs/results/releases.json]
+    git worktree add ../0.2.0 f6e6d73
+    PYTHONPATH=examples python -m benchmarks.releases ../0.2.0 . [-o docs/results/releases_cpu.json]
 
 Each runs in a process of its own, in the same environment, as layers of one program; they take
 turns.

@@ -17,7 +17,6 @@ from .simd import KEYS, LINE
 from .softmax import CHUNK, GROUP, NONE, ONE, ZERO
 from .unpack import (
     COLUMNS,
-    as_fours,
     by_token,
     fetch_row,
     gather_scales,
@@ -26,6 +25,7 @@ from .unpack import (
     looks_up,
     scale_logits,
     scales_logits,
+    takes_fours,
     up_to,
 )
 from .unpack_chunk import (
@@ -175,7 +175,7 @@ def attend(args, dtypes, held, work_item, queries, sums, highest, total, room):
                 )
                 plane, offsets = args.key + head * args.key_head, at
                 scale = args.scale * factor(args.key_scale, args.key_scale_head, head)
-                if as_fours(held) and args.head_dim % COLUMNS == 0:
+                if takes_fours(args, held):
                     qk_fours.set_logits(
                         args, row, rows, plane, at, slots + 8 * k, head, many, scale, out
                     )

@@ -1,7 +1,7 @@
 """Rows of quantised caches with scales of tokens, as rows of the query's dtype.
 
 Prompts multiply such rows. Decodes read eight bits in the cache itself: a key's scale is a factor
-on its logits, a value's one on its weight; and four bits where `as_fours` or `looks_up` hold.
+on its logits, a value's one on its weight; and four bits where `takes_fours` or `looks_up` hold.
 """
 
 import numpy as np
@@ -64,7 +64,6 @@ scales_logits = fact(lambda held: held[-1] == TOKENS and held[1] != INT4)
 looks_up = fact(lambda held: LOOK_UPS and held[:2] == [BFLOAT16, INT4])
 AS_FOURS = LANES == 16
 COLUMNS = 2 * GROUP  # in which both halves of a row have whole groups
-# Whether short queries multiply keys of four bits as they are held, in heads of whole COLUMNS.
 as_fours = fact(lambda held: AS_FOURS and held[1] == INT4 and are_words(*held[:2]))
 by_token = fact(lambda held: held[-1] == TOKENS)
 is_packed = fact(lambda held: held[1] == INT4)
@@ -82,6 +81,12 @@ def group_of(dim):
     while dim % group != 0:
         group //= 2
     return group
+
+
+@within
+def takes_fours(args, held):
+    """Whether short queries multiply keys of four bits as they are held; theirs are `set_words`."""
+    return as_fours(held) and args.head_dim % COLUMNS == 0
 
 
 @within

@@ -20,7 +20,7 @@ from .prefill.room import room_bytes as room_bytes_of_head
 from .scalar_math import exp, log
 from .softmax import NONE, ZERO
 from .store_row import narrow_row
-from .unpack import COLUMNS, as_fours
+from .unpack import takes_fours
 
 WORK_ITEM_BYTES = WORK_ITEM.itemsize
 USERS, CLAIMED, DONE = map(offset, ("users", "claimed", "done"))
@@ -81,7 +81,7 @@ def run_item(args, dtypes, held, at, scratch):
     state = work_item.state if work_item.parts > 1 else scratch + args.state_bytes
     clear(args, rows, state)
     if work_item.first < work_item.last:
-        if as_fours(held) and args.head_dim % COLUMNS == 0:
+        if takes_fours(args, held):
             load_queries(args, held, work_item, scratch)
         else:
             load_queries(args, dtypes, work_item, scratch)
