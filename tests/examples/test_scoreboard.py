@@ -243,11 +243,30 @@ class Wrapper:
         cap = {"logits_soft_cap": logits_soft_cap, "sliding_window": window}
         self.spec = AttentionSpec(scale=sm_scale, causal=causal, **cap)
 
-    def run(self, query, planes, *, return_lse, k_scale=None, v_scale=None):
+    def run(self, query, planes, *, return_lse, k_scale=None, v_scale=None, sinks=None):
         assert return_lse
         about = self.tables, self.lens, self.starts, self.spec
-        out, lse = by_oracle(query, planes, *about, scales=(k_scale, v_scale))
+        out, lse = by_oracle(query, planes, *about, sinks, (k_scale, v_scale))
         return out.to(query.dtype), lse / np.log(2)
+
+
+class WrapperOfSinks(Wrapper):
+    """And for sinks: it is told of types and windows at once, and of scales again in `run`."""
+
+    def __init__(self, room, layout, **about):
+        super().__init__(room, layout)
+        self.about = about
+
+    def plan(self, *args, window_left, q_data_type, kv_data_type, **options):
+        dtypes = {"q_data_type": q_data_type, "kv_data_type": kv_data_type}
+        told = dtypes | {"window_left": window_left}
+        assert self.about == told | {"head_dim_qk": args[6], "head_dim_vo": args[6]}
+        super().plan(*args, **told, **options)
+
+    def run(self, query, planes, sinks, scale, *, return_lse):
+        assert sinks.dtype == torch.float32
+        assert scale == self.spec.scale
+        return super().run(query, planes, return_lse=return_lse, sinks=sinks)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +278,10 @@ def test_peers_on_gpus_are_called_as_they_document(monkeypatch, name, column):
     fakes = {
         "vllm.vllm_flash_attn": {"flash_attn_varlen_func": vllm_func},
         "flash_attn.cute": {"flash_attn_varlen_func": flash4_func},
-        "flashinfer": {"BatchPrefillWithPagedKVCacheWrapper": Wrapper},
+        "flashinfer": {
+            "BatchPrefillWithPagedKVCacheWrapper": Wrapper,
+            "BatchAttentionWithAttentionSinkWrapper": WrapperOfSinks,
+        },
     }
     for module, functions in fakes.items():
         monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**functions))

@@ -83,8 +83,9 @@ FLASH = {
         WINDOWS | {"sinks", "float16"},
         modules=("flash_attn.cute",),
         install="pip install flash-attn-4",
-        packages=("flash-attn-4", "torch"),
+        packages=("flash-attn-4", "nvidia-cutlass-dsl", "torch"),
         device="cuda",
-        about="`flash_attn_varlen_func` of flash-attn-4 with a `page_table`",
+        about="`flash_attn_varlen_func` of flash-attn-4 with a `page_table`; of pages that hold "
+        "whole tiles of keys, as those of 32 do not, it asks that unused slots be finite",
     ),
 }
