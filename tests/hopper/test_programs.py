@@ -44,6 +44,17 @@ KINDS = {
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
 
 
+EIGHT_BITS = {
+    f"{name}, {dtype}, scales of {'tokens' if tokens else 'heads'}": Kind(
+        "mosaic",
+        lengths,
+        GROUPED | {"cache_dtype": dtype} | ({"token_scales": True} if tokens else {}),
+    )
+    for name, lengths in {"decodes": DECODES, "chunks": CHUNKS}.items()
+    for dtype, tokens in (("int8", True), ("float8_e4m3fn", True), ("float8_e5m2", False))
+}
+
+
 def arrays_of(kind):
     sizes = {"block_size": 16, "dtype": jnp.bfloat16} | kind.sizes
     problem = random_problem(*kind.lengths, SPEC, **sizes)
@@ -123,6 +134,12 @@ ways = pytest.mark.parametrize("way", [scanned, unrolled, batched, differentiate
 @ways
 def test_compiles(way, kind):
     assert "custom-call" in compiled(*way(kind)).as_text()
+
+
+@pytest.mark.parametrize("kind", EIGHT_BITS.values(), ids=list(EIGHT_BITS))
+def test_caches_in_eight_bits_compile(kind):
+    """Four warpgroups have 128 registers each at first, which the assembler must make do with."""
+    assert "custom-call" in compiled(*unrolled(kind)).as_text()
 
 
 @ways

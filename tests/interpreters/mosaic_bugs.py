@@ -25,9 +25,9 @@ BUGS = {
         RACE,
     ),
     "ring: values are awaited in the other slot": Bug(
-        "        return lax.rem(self.done + step, jnp.int32(self.config.value_stages))",
-        "        return lax.rem(self.done + step + 1, jnp.int32(self.config.value_stages))",
-        DEADLOCK,  # after the last tile, if their steps are odd in number; wrong numbers before
+        "        slot = self.slot(step)\n",
+        "        slot = self.slot(step + 1)\n",
+        RACE,
     ),
     "no wait for values": Bug(
         "        plgpu.barrier_wait(self.barriers.value_full.at[slot])\n        plgpu.wgmma",
@@ -35,7 +35,7 @@ BUGS = {
         RACE,
     ),
     "no wait for keys": Bug(
-        "        plgpu.barrier_wait(self.barriers.key_full.at[self.key_slot(step)])\n", "", RACE
+        "        plgpu.barrier_wait(self.barriers.key_full.at[self.slot(step)])\n", "", RACE
     ),
     "no wait for room for keys and values": Bug(
         "            plgpu.barrier_wait(free.at[slot])\n", "            pass\n", RACE
@@ -52,7 +52,7 @@ BUGS = {
     ),
     "values not released": Bug(
         "        result = pl.run_scoped(products, *accumulators)\n"
-        "        plgpu.barrier_arrive(self.barriers.value_free.at[self.value_slot(before)])\n",
+        "        plgpu.barrier_arrive(self.barriers.value_free.at[self.slot(before)])\n",
         "        result = pl.run_scoped(products, *accumulators)\n",
         DEADLOCK,
     ),
@@ -87,8 +87,8 @@ BUGS = {
     ),
     "keys released before their product is awaited": Bug(
         "            x = plgpu.wgmma_accumulator_load(x_ref, wait_n=1)\n"
-        "            plgpu.barrier_arrive(self.barriers.key_free.at[walk.key_slot(step)])",
-        "            plgpu.barrier_arrive(self.barriers.key_free.at[walk.key_slot(step)])\n"
+        "            plgpu.barrier_arrive(self.barriers.key_free.at[walk.slot(step)])",
+        "            plgpu.barrier_arrive(self.barriers.key_free.at[walk.slot(step)])\n"
         "            x = plgpu.wgmma_accumulator_load(x_ref, wait_n=1)",
         RACE,
     ),
@@ -131,7 +131,42 @@ BUGS = {
         "return out * wide(kept, out), state", "return out, state", NUMBERS
     ),
     "a barrier that counts pages only": Bug(
-        "full = max(config.pages, WARPS)", "full = config.pages", PHASE, "whole tiles"
+        "return max(config.loading.pages, WARPS)",
+        "return config.loading.pages",
+        PHASE,
+        "whole tiles",
+    ),
+    "eight bits: no wait for what is loaded": Bug(
+        "        plgpu.barrier_wait(held.full.at[source])\n", "", PHASE, "eight bits"
+    ),
+    "eight bits: no wait for room": Bug(
+        "            plgpu.barrier_wait(self.free.at[self.slot(step)])\n",
+        "            pass\n",
+        RACE,
+        "eight bits",
+    ),
+    "eight bits: room for loads released before it is read": Bug(
+        "        plgpu.barrier_wait(held.full.at[source])\n",
+        "        plgpu.barrier_wait(held.full.at[source])\n"
+        "        plgpu.barrier_arrive(held.free.at[source])\n",
+        RACE,
+        "eight bits",
+    ),
+    "scales of tokens: keys' written before there is room": Bug(
+        "        target = wide_keys.free_slot(task.done + step)\n"
+        "        if scales is not None:\n"
+        "            memory.scales.at[target][...] = scales.key\n",
+        "        if scales is not None:\n"
+        "            memory.scales.at[wide_keys.slot(task.done + step)][...] = scales.key\n"
+        "        wide_keys.free_slot(task.done + step)\n",
+        RACE,
+        "scales of tokens",
+    ),
+    "scales of tokens: those of values of another step": Bug(
+        "            values_of(task, step - 1, before)\n",
+        "            values_of(task, step - 1, scales)\n",
+        NUMBERS,
+        "scales of tokens",
     ),
     "latents: keys released before their product is awaited": Bug(
         "            summed = plgpu.wgmma_accumulator_load(out_ref, wait_n=1)\n"
@@ -166,6 +201,7 @@ UNSEEN = (
 )
 # One of each kind, for every run: test-deep has them all.
 FEW = (
+    "scales of tokens: keys' written before there is room",
     "no wait for keys",
     "values not released",
     "keys released before their product is awaited",

@@ -13,6 +13,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from pagedattn import AttentionSpec
+from pagedattn._dispatch import emulate
+from pagedattn._dispatch.backend import Backend
 from pagedattn._dispatch.call import call_of
 from pagedattn.backends.mosaic.dense import launch as dense
 from pagedattn.backends.mosaic.latents import launch as latents
@@ -34,6 +36,8 @@ class Case(NamedTuple):
     spec: AttentionSpec = AttentionSpec()
     dtype: Any = BF16
     parents: bool = False  # whether new tokens are drafts that branch
+    cache_dtype: str | None = None  # of eight bits
+    token_scales: bool = False
 
     @property
     def bucket(self) -> Bucket:
@@ -47,7 +51,9 @@ class Case(NamedTuple):
     def cache(self) -> dict[str, Any]:
         if self.kernel == "latents":
             return {"value_dim": 512, "latent": True}
-        return {"parents": True} if self.parents else {}
+        kinds = {"parents": self.parents, "cache_dtype": self.cache_dtype}
+        kinds["token_scales"] = self.token_scales
+        return {name: kind for name, kind in kinds.items() if kind}
 
 
 def sizes(num_tokens, max_query_len, block_size, max_blocks, **others):
@@ -144,6 +150,54 @@ CASES = {
         (([1, 0, 1, 1], [280, 0, 9, 270]),),
         sizes(5, 1, 8, 36, num_heads=7),
         programs=3,
+    ),
+    "eight bits": Case(
+        "whole tiles",
+        (([136, 3, 0, 20], [400, 70, 12, 20]), ([137, 0, 1, 0], [150, 0, 1, 0])),
+        sizes(160, 144, 32, 13, head_dim=128),
+        programs=1,
+        cache_dtype="int8",
+    ),
+    "eight bits, window, group of 4": Case(
+        "whole tiles",
+        (([40, 1, 9], [150, 33, 9]),),
+        sizes(52, 40, 128, 2, num_heads=8, num_kv_heads=2, head_dim=128),
+        programs=2,
+        spec=AttentionSpec(sliding_window=100),
+        cache_dtype="float8_e4m3fn",
+    ),
+    "eight bits, cut keys": Case(
+        "cut keys",
+        (([1, 0, 12], [300, 5, 530]), ([8, 1, 1], [140, 130, 300])),
+        sizes(22, 12, 16, 34, num_heads=4, num_kv_heads=2, head_dim=128),
+        programs=5,
+        cache_dtype="float8_e5m2",
+    ),
+    "scales of tokens": Case(
+        "whole tiles",
+        (([136, 3, 0, 20], [400, 70, 12, 20]), ([137, 0, 1, 0], [150, 0, 1, 0])),
+        sizes(160, 144, 32, 13, head_dim=128, num_heads=2, num_kv_heads=2),
+        programs=1,
+        cache_dtype="int8",
+        token_scales=True,
+    ),
+    "scales of tokens, window, pages of 256": Case(
+        "whole tiles",
+        (([40, 1, 9], [150, 33, 9]),),
+        sizes(52, 40, 256, 1, num_heads=8, num_kv_heads=2, head_dim=128),
+        programs=2,
+        spec=AttentionSpec(sliding_window=100, logits_soft_cap=3.0),
+        cache_dtype="float8_e4m3fn",
+        token_scales=True,
+    ),
+    "scales of tokens, cut keys": Case(
+        "cut keys",
+        (([1, 0, 12], [300, 5, 530]), ([8, 1, 1], [140, 130, 300])),
+        sizes(22, 12, 16, 34, num_heads=4, num_kv_heads=2, head_dim=128),
+        programs=5,
+        spec=AttentionSpec(sliding_window=290),
+        cache_dtype="int8",
+        token_scales=True,
     ),
     "trees": Case(
         "whole tiles",
@@ -246,7 +300,12 @@ def check(case: Case, problem: Problem):
     kernel = latents if case.kernel == "latents" else dense
     config = kernel.config_of(call, case.programs)
     assert kernel is latents or (config.parts > 0) == (case.kernel == "cut keys")
-    out, lse = interpreted(kernel.attend, call, *arrays, case.programs)
+
+    def run(call, *arrays):
+        return interpreted(kernel.attend, call, *arrays, case.programs)
+
+    backend = Backend("mosaic", frozenset(kernel.SUPPORTS), run)
+    out, lse = emulate.attend(backend, call, *arrays, None, {})
     assert_attention_close(out, lse, problem, name="mosaic")
 
 

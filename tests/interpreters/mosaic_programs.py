@@ -9,7 +9,10 @@ import collections
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as host
+from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory as memory
+from jax._src.state.types import AbstractRef
 from mosaic_products import on_host
 
 MOST = 32  # programs of a kernel: clocks have a fixed size
@@ -79,13 +82,34 @@ def await_signal(shared, thread, name, place, value, decrement):
         del sent[: int(value)]
 
 
-INLINE = {  # what the functions in MLIR of latents/ compute
+INLINE = {  # what the functions in MLIR compute
     "together": lambda: (),
     "if_any": lambda sums, kept: sums * kept[:, None],
+    "gathered": lambda array, *indices: array[indices],
 }
 
 
 def inline_mgpu(interpreter, eqn, token, *operands):
     """MLIR cannot be interpreted: it is not tested here."""
-    arguments = operands[: eqn.params["pytree_args"].num_leaves]
+    arguments = []
+    for var, value in zip(
+        eqn.invars, operands[: eqn.params["pytree_args"].num_leaves], strict=False
+    ):
+        if isinstance(var.aval, AbstractRef):
+            token, value = all_of(interpreter, eqn, token, var.aval, value)
+        arguments.append(value)
     return token, jax.tree.leaves(INLINE[eqn.params["mgpu_fn"].__name__](*arguments))
+
+
+def all_of(interpreter, eqn, token, aval, ref):
+    """The values of a reference."""
+    ref, transforms = jaxpr_interpret.resolve_ref(aval, ref, ())
+    return host.call_get(
+        token=token,
+        result_shape_and_dtype=aval.inner_aval,
+        mesh_location=interpreter.mesh_location,
+        thread=interpreter.thread,
+        allocation_key_as_array=ref,
+        transforms=transforms,
+        source_info=eqn.source_info,
+    )

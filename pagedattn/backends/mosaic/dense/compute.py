@@ -13,7 +13,7 @@ from jax import lax
 
 from . import lines, scores
 from .kernel_config import WARPGROUP, KernelConfig
-from .registers import LAYOUT, row_vector, wide
+from .registers import LAYOUT, along_columns, load, row_vector, wide
 from .results import join_or_leave, store
 from .scores import Softmax
 from .tiles import has_rows
@@ -22,7 +22,7 @@ ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]  (not private: its 
 
 
 def compute(config: KernelConfig, arrays, memory, barriers, schedule, warpgroup):
-    plgpu.set_max_registers(232, action="increase")
+    plgpu.set_max_registers(200 if config.cache_dtype else 232, action="increase")
 
     @pl.when(warpgroup == 1)
     def let_the_first_begin():
@@ -87,11 +87,9 @@ class Walk:
         self.query_slot = lax.rem(task.index, jnp.int32(config.query_slots))
         self.query = memory.query.at[self.query_slot, warpgroup]
 
-    def key_slot(self, step):
-        return lax.rem(self.done + step, jnp.int32(self.config.key_stages))
-
-    def value_slot(self, step):
-        return lax.rem(self.done + step, jnp.int32(self.config.value_stages))
+    def slot(self, step):
+        """Where the keys and the values of a step are."""
+        return lax.rem(self.done + step, jnp.int32(self.config.stages))
 
     def middle(self, weights, state):
         """The results of all steps, but for the values of the last."""
@@ -110,8 +108,8 @@ class Walk:
         """A step of which this warpgroup has no rows: the matrix unit is left to the other one."""
         self.await_keys_and_turn(step)
         self.pass_turn()
-        plgpu.barrier_arrive(self.barriers.key_free.at[self.key_slot(step)])
-        before = self.value_slot(step - 1)
+        plgpu.barrier_arrive(self.barriers.key_free.at[self.slot(step)])
+        before = self.slot(step - 1)
         plgpu.barrier_wait(self.barriers.value_full.at[before])
         plgpu.barrier_arrive(self.barriers.value_free.at[before])
 
@@ -134,10 +132,10 @@ class Walk:
         def products(x_ref):
             self.multiply_keys(x_ref, step)
             self.pass_turn()
-            return x_ref[...]
+            return self.scaled(x_ref[...], step)
 
         x = pl.run_scoped(products, ACC((WARPGROUP, self.config.keys)))
-        plgpu.barrier_arrive(self.barriers.key_free.at[self.key_slot(step)])
+        plgpu.barrier_arrive(self.barriers.key_free.at[self.slot(step)])
         x = self.logits(keys, x, masked=True)
         weights, state, _ = scores.weigh(self.config, x, no_weights())
         return weights.astype(self.memory.query.dtype), state
@@ -167,14 +165,15 @@ class Walk:
             self.multiply_values(out_ref, weights, before)
             self.pass_turn()
             x = plgpu.wgmma_accumulator_load(x_ref, wait_n=1)
-            plgpu.barrier_arrive(self.barriers.key_free.at[walk.key_slot(step)])
+            x = walk.scaled(x, step)
+            plgpu.barrier_arrive(self.barriers.key_free.at[walk.slot(step)])
             new = scores.weigh(self.config, walk.logits(keys, x, masked), state)
             return out_ref[...], lax.optimization_barrier(new)
 
         size = (WARPGROUP, self.config.head_dim)
         accumulators = ACC((WARPGROUP, self.config.keys)), ACC(size)
         result = pl.run_scoped(products, *accumulators)
-        plgpu.barrier_arrive(self.barriers.value_free.at[self.value_slot(before)])
+        plgpu.barrier_arrive(self.barriers.value_free.at[self.slot(before)])
         return result
 
     def last(self, out, weights):
@@ -184,7 +183,7 @@ class Walk:
             self.multiply_values(out_ref, weights, step)
 
         out = pl.run_state(products)(ACC.init(out))
-        plgpu.barrier_arrive(self.barriers.value_free.at[self.value_slot(step)])
+        plgpu.barrier_arrive(self.barriers.value_free.at[self.slot(step)])
         return out
 
     def keys_of(self, step, masked):
@@ -194,20 +193,27 @@ class Walk:
         tables = self.arrays.lines
         return lines.keys_in_lines(self.config, tables, self.task.tile, self.warpgroup, block)
 
+    def scaled(self, x, step):
+        """Products times the scales of the tokens' keys."""
+        if not self.config.token_scales:
+            return x
+        scales = load(self.memory.scales.at[self.slot(step)], LAYOUT.reduce(0))
+        return x * along_columns(scales, x)
+
     def logits(self, keys, x, masked):
         x = scores.logits(self.config, self.rows, keys, x)
         return scores.only_visible(self.rows, keys, x) if masked else x
 
     def await_keys_and_turn(self, step):
-        plgpu.barrier_wait(self.barriers.key_full.at[self.key_slot(step)])
+        plgpu.barrier_wait(self.barriers.key_full.at[self.slot(step)])
         plgpu.barrier_wait(self.barriers.turn.at[self.warpgroup])
 
     def multiply_keys(self, x_ref, step):
-        keys = self.memory.key.at[self.key_slot(step)]
+        keys = self.memory.key.at[self.slot(step)]
         plgpu.wgmma(x_ref, self.query, keys.transpose((1, 0)))
 
     def multiply_values(self, out_ref, weights, step):
-        slot = self.value_slot(step)
+        slot = self.slot(step)
         plgpu.barrier_wait(self.barriers.value_full.at[slot])
         plgpu.wgmma(out_ref, weights, self.memory.value.at[slot])
 

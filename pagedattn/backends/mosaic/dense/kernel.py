@@ -1,4 +1,7 @@
-"""One persistent program a multiprocessor: a warpgroup that loads and two that compute."""
+"""One persistent program a multiprocessor: a warpgroup that loads and two that compute.
+
+Where a cache holds eight bits, one more widens what is loaded.
+"""
 
 import functools
 from typing import Any, NamedTuple
@@ -12,12 +15,14 @@ from jax import lax
 from ...._arrays.shard_map import traced_apart
 from ..in_place import unfused
 from .compute import compute
-from .kernel_config import UNIT, WARPGROUP, KernelConfig
+from .kernel_config import ROWS, UNIT, WARPGROUP, KernelConfig
 from .lines import Lines
 from .loads import WARPS, load
 from .split_kv import Schedule, cut_tiles
 from .tile_tasks import visit_all, whole_tiles
 from .tiles import Table
+from .token_scales import Scales
+from .widen import HeldBarriers, HeldMemory, widen
 
 
 class Arrays(NamedTuple):
@@ -26,6 +31,7 @@ class Arrays(NamedTuple):
     query: Any
     key: Any
     value: Any
+    scales: Any  # Scales
     tables: Any
     schedule: Any  # the tiles: a Schedule or a Table
     lines: Any  # Lines
@@ -46,13 +52,14 @@ class Memory(NamedTuple):
     value: Any
     value_rows: Any
     lse: Any
+    scales: Any  # of the keys of some steps
+    value_scales: Any
 
 
 class Scratch(NamedTuple):
     queries: Any
     key: Any
     values: Any
-    lse: Any
 
 
 class Barriers(NamedTuple):
@@ -72,6 +79,7 @@ def attention(
     query,
     key,
     value,
+    scales: Scales,
     tables,
     schedule: Schedule | Table,
     lines: Lines,
@@ -79,13 +87,18 @@ def attention(
 ):
     """out `[num_tokens, num_heads, head_dim]` and lse `f32[max_tiles, num_kv_heads, 2, 64]`."""
 
-    operands, structure = jax.tree.flatten((query, key, value, tables, schedule, lines, slopes))
+    arrays = query, key, value, scales, tables, schedule, lines, slopes
+    operands, structure = jax.tree.flatten(arrays)
 
     def body(*refs):
         inputs, results = refs[: len(operands)], refs[len(operands) :]
         arrays = Arrays(*jax.tree.unflatten(structure, inputs), *results)
         arrays = arrays._replace(finished=semaphores(config))
-        scratch = memory_of(config, query.dtype), barriers_of(config)
+        scratch = [memory_of(config, query.dtype), barriers_of(config, key.dtype.itemsize)]
+        if config.cache_dtype:
+            held = ring_of(config.loading, key.dtype, config.stages)
+            scratch += held, held_barriers(config)
+        scratch.append(numbers_of(config))
         run = functools.partial(program, config, programs, arrays)
         pl.run_scoped(run, *scratch, collective_axes="wg")
 
@@ -94,7 +107,7 @@ def attention(
         out_type=results_of(config, query),
         grid=(config.parts * config.num_kv_heads or programs,),
         grid_names=("program",),
-        num_threads=3,
+        num_threads=4 if config.cache_dtype else 3,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
@@ -133,43 +146,71 @@ def semaphores(config: KernelConfig):
 
 
 def memory_of(config: KernelConfig, dtype) -> Scratch:
-    columns = config.swizzle // 2
-    transforms = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(config.swizzle)
-
-    def tiled(*sizes):
-        return plgpu.SMEM((*sizes, config.head_dim), dtype, transforms=transforms)
-
-    def by_rows(*sizes):
-        work_items = *sizes[:-1], sizes[-1] // UNIT, config.head_dim // columns, UNIT, columns
-        return plgpu.SMEM(work_items, dtype, transforms=transforms[1:])
-
     queries = config.query_slots, 2, WARPGROUP
     return Scratch(
-        plgpu.RefUnion(tiled(*queries), by_rows(*queries)),
-        tiled(config.key_stages, config.keys),
-        plgpu.RefUnion(
-            tiled(config.value_stages, config.keys), by_rows(config.value_stages, config.keys)
-        ),
-        plgpu.SMEM((2, WARPGROUP), jnp.float32),
+        plgpu.RefUnion(tiled(config, dtype, *queries), by_rows(config, dtype, *queries)),
+        *ring_of(config, dtype, config.stages),
     )
 
 
-def barriers_of(config: KernelConfig) -> Barriers:
+def numbers_of(config: KernelConfig):
+    """Memory for lse and scales: one array, since each begins at a multiple of 1024 bytes."""
+    rows = 1 + (config.stages + 1 if config.token_scales else 0)
+    return plgpu.SMEM((rows, ROWS), jnp.float32)
+
+
+def ring_of(config: KernelConfig, dtype, stages: int):
+    """Memory for the keys of some steps, and for their values, which may be loaded row by row."""
+    size = config, dtype, stages, config.keys
+    return tiled(*size), plgpu.RefUnion(tiled(*size), by_rows(*size))
+
+
+def tiled(config: KernelConfig, dtype, *sizes):
+    columns = config.swizzle // jnp.dtype(dtype).itemsize
+    transforms = plgpu.TilingTransform((UNIT, columns)), plgpu.SwizzleTransform(config.swizzle)
+    return plgpu.SMEM((*sizes, config.head_dim), dtype, transforms=transforms)
+
+
+def by_rows(config: KernelConfig, dtype, *sizes):
+    """The same memory, of which a row's columns in one tile are one array."""
+    columns = config.swizzle // jnp.dtype(dtype).itemsize
+    parts = *sizes[:-1], sizes[-1] // UNIT, config.head_dim // columns, UNIT, columns
+    return plgpu.SMEM(parts, dtype, transforms=(plgpu.SwizzleTransform(config.swizzle),))
+
+
+def barriers_of(config: KernelConfig, held_bytes: int) -> Barriers:
+    """`held_bytes` are those of a number as the cache holds it."""
+
     def barrier(arrivals, slots):
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots)
 
-    full = max(config.pages, WARPS)  # a warp without pages arrives, too: none falls behind the ring
-    keys = barrier(full, config.key_stages), barrier(2, config.key_stages)
-    values = barrier(full, config.value_stages), barrier(2, config.value_stages)
-    edge = min(config.block_size, config.keys) * config.head_dim * 2 // config.swizzle
+    full = 1 if config.cache_dtype else loads_of(config)
+    ring = barrier(full, config.stages), barrier(2, config.stages)
+    rows = min(config.block_size, config.loading.keys)
+    edge = rows * config.head_dim * held_bytes // config.swizzle
     loads = config.units * config.head_dim * 2 // config.swizzle
     queries = barrier(loads, config.query_slots), barrier(2, config.query_slots)
-    return Barriers(*queries, *keys, *values, barrier(edge, 1), barrier(1, 2))
+    return Barriers(*queries, *ring, *ring, barrier(edge, 1), barrier(1, 2))
 
 
-def program(config: KernelConfig, programs: int, arrays: Arrays, memory: Any, barriers):
+def held_barriers(config: KernelConfig) -> HeldBarriers:
+    full = plgpu.Barrier(num_arrivals=loads_of(config), num_barriers=config.stages)
+    free = plgpu.Barrier(num_arrivals=1, num_barriers=config.stages)
+    return HeldBarriers(full, free, full, free)
+
+
+def loads_of(config: KernelConfig) -> int:
+    """Arrivals that fill a slot. A warp without pages arrives, too: none falls behind the ring."""
+    return max(config.loading.pages, WARPS)
+
+
+def program(config: KernelConfig, programs: int, arrays: Arrays, memory: Any, barriers, *others):
     warpgroup = lax.axis_index("wg")
-    memory = Memory._make([*memory.queries, memory.key, *memory.values, memory.lse])
+    *held, numbers = others
+    scales = None, None
+    if config.token_scales:
+        scales = numbers.at[pl.ds(1, config.stages)], numbers.at[1 + config.stages]
+    memory = Memory(*memory.queries, memory.key, *memory.values, numbers.at[0], *scales)
     me = lax.axis_index("program")
     if config.parts:
         tasks = functools.partial(cut_tiles, config, me, arrays.schedule)
@@ -181,6 +222,16 @@ def program(config: KernelConfig, programs: int, arrays: Arrays, memory: Any, ba
     def computing():
         compute(config, arrays, memory, barriers, schedule, warpgroup)
 
+    loaded = memory, barriers
+    if held:
+        (key, values), signals = held
+        held = HeldMemory(key, *values), signals
+        loaded = tuple(a._replace(**b._asdict()) for a, b in zip(loaded, held, strict=True))
+
     @pl.when(warpgroup == 2)
     def loading():
-        load(config, arrays, memory, barriers, schedule)
+        load(config, arrays, *loaded, schedule)
+
+    if held:
+        widening = functools.partial(widen, config, arrays, held, memory, barriers, schedule)
+        pl.when(warpgroup == 3)(widening)

@@ -26,9 +26,12 @@ class KernelConfig:
     max_blocks: int
     spec: AttentionSpec
     with_lse: bool
+    cache_dtype: str | None = None  # of eight bits, if not that of queries
+    token_scales: bool = False
     units: int = UNITS  # of a tile
     words: int = 0  # of a token's line, if the drafts branch
     parts: int = 0  # into so many the keys of all sequences are cut; 0: tiles are whole
+    loads: int = 1  # into so many the keys of a step are cut where they are loaded
 
     @property
     def group(self) -> int:
@@ -38,7 +41,15 @@ class KernelConfig:
     @property
     def keys(self) -> int:
         """Keys of a step: as many as registers and shared memory hold."""
-        return 128 if self.head_dim <= 128 else 64
+        return (128 if self.head_dim <= 128 else 64) // self.loads
+
+    @property
+    def loading(self) -> "KernelConfig":
+        """As the warpgroup that loads has it: eight bits come in halves of a step.
+
+        There is room for no more than one step, and so the next half comes while one is widened.
+        """
+        return dataclasses.replace(self, loads=2) if self.cache_dtype else self
 
     @property
     def pages(self) -> int:
@@ -46,18 +57,16 @@ class KernelConfig:
         return max(1, self.keys // self.block_size)
 
     @property
-    def key_stages(self) -> int:
-        """Steps whose keys are in shared memory at once."""
-        return 2
-
-    @property
-    def value_stages(self) -> int:
+    def stages(self) -> int:
+        """Steps whose keys, and whose values, are in shared memory at once."""
         return 2
 
     @property
     def query_slots(self) -> int:
-        """Tiles of queries in shared memory at once."""
-        return 3 if self.head_dim <= 128 else 1
+        """Tiles of queries in shared memory at once: beside what is held in eight bits, fewer."""
+        if self.head_dim > 128:
+            return 1
+        return 2 if self.cache_dtype else 3
 
     @property
     def swizzle(self) -> int:
@@ -75,7 +84,7 @@ class KernelConfig:
         return max(1, whole + sequences * (1 + cdiv((UNIT - 1) * self.group, ROWS)))
 
 
-def columns(config: KernelConfig, index: int) -> slice:
-    """The columns of a head that one load or store of a unit moves: as wide as the swizzle."""
-    width = config.swizzle // 2
+def columns(config: KernelConfig, index: int, parts: int) -> slice:
+    """Those of a head that one load or store moves, of so many that move all."""
+    width = config.head_dim // parts
     return slice(index * width, (index + 1) * width)

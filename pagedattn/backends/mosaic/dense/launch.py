@@ -14,33 +14,42 @@ from .kernel import attention
 from .kernel_config import UNIT, UNITS, KernelConfig
 from .lines import Lines, lines_of
 from .results import by_token
+from .token_scales import Scales
 
 SUPPORTS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes", "return_lse"}
-    | {"parents"}
+    | {"parents", "cache_dtype", "token_scales"}
 )
 DTYPES = ("bfloat16", "float16")
+CACHE_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 LARGEST_CAP = 1e4  # capped logits are right to eps times the cap
 LONGEST_LINE = 8192  # tokens: the lines of so many take 36 MB for a group of 4 heads
 MEASURED_HEAD_DIM = 128
+MEASURED = ("scale", "return_lse", "cache_dtype", "token_scales")  # options
 LARGEST_DECODE_BLOCK = 64  # tokens
 
 
 def refusals(call: Call) -> list[str]:
     """Why the kernel cannot run a call; empty when it can."""
     values = _unsupported_cap(call) + _unsupported_lines(call)
-    return _unsupported_sizes(call) + values + unsupported_device()
+    sizes = _unsupported_sizes(call) + _unsupported_bits(call)
+    return sizes + values + unsupported_device()
 
 
 def slower_because(call: Call) -> list[str]:
     """Why another backend is likely faster: the rule of `backend=None`."""
     reasons, least = [], call.crossings.mosaic_query_len
-    if call.longest_query < least and not _is_large(call) and not _is_uneven(call):
+    if call.longest_query < least and not _is_ahead_with_short_queries(call):
         reasons.append(f"short queries: max_query_len is {call.longest_query}, below {least}")
     if call.head_dim != MEASURED_HEAD_DIM:
         reasons.append(f"measured ahead with head_dim {MEASURED_HEAD_DIM}, got {call.head_dim}")
-    options = [option for option in call.set_options if option not in ("scale", "return_lse")]
+    options = [option for option in call.set_options if option not in MEASURED]
     return reasons + [f"not measured ahead with {option}" for option in options]
+
+
+def _is_ahead_with_short_queries(call) -> bool:
+    """Not over eight bits: a tile has few rows then, for which all keys are widened."""
+    return call.cache_dtype is None and (_is_large(call) or _is_uneven(call))
 
 
 def _is_large(call) -> bool:
@@ -75,6 +84,19 @@ def _unsupported_sizes(call) -> list[str]:
         reasons.append(
             f"block_size must be 8, 16, 32 or a multiple of {keys}, got {call.block_size}"
         )
+    return reasons
+
+
+def _unsupported_bits(call) -> list[str]:
+    if call.cache_dtype is None:
+        return []
+    reasons = []
+    if call.cache_dtype not in CACHE_DTYPES:
+        reasons.append(f"cache_dtype: it widens {', '.join(CACHE_DTYPES)}, got {call.cache_dtype}")
+    if call.dtype != "bfloat16":
+        reasons.append(f"cache_dtype: with queries of bfloat16, got {call.dtype}")
+    if call.head_dim != 128:  # TMA puts rows at multiples of 128 bytes; 256 need more registers
+        reasons.append(f"cache_dtype: with head_dim 128, got {call.head_dim}")
     return reasons
 
 
@@ -121,7 +143,8 @@ def attend(call: Call, query, cache, batch, programs):
     if batch.tree is not None:
         lines = lines_of(config, batch.tree, dealt.tiles_of(config, *lengths))
     slopes = jnp.asarray(call.spec.alibi_slopes or (0.0,), jnp.float32)
-    arrays = query, cache.key, cache.value, batch.block_tables
+    scales = Scales(cache.key_scale, cache.value_scale) if call.token_scales else Scales()
+    arrays = query, cache.key, cache.value, scales, batch.block_tables
     out, lse = attention(config, programs, *arrays, schedule, lines, slopes)
     tokens = slice(call.num_tokens)
     return out[tokens], by_token(config, *lengths, lse)[tokens] if call.return_lse else None
@@ -142,6 +165,8 @@ def config_of(call: Call, programs: int) -> KernelConfig:
         call.max_blocks,
         spec,
         call.return_lse,
+        call.cache_dtype,
+        call.token_scales,
         words=num_words(call.max_query_len) if call.parents else 0,
     )
     units = cdiv(call.longest_query, UNIT) * call.group

@@ -13,6 +13,7 @@ from jax import lax
 
 from ...._arrays.namespace import cdiv
 from .kernel_config import UNIT, WARPGROUP, KernelConfig, columns
+from .tile_tasks import TileTask
 from .tiles import first_key, num_units, token_of
 
 WARPS = 4
@@ -26,10 +27,21 @@ def load(config: KernelConfig, arrays, memory, barriers, schedule):
     def one_of_four(warp):
         def load_tile(task, following, has_next, started):
             _load_queries(config, arrays, memory, barriers, task, warp)
-            Loads(config, arrays, memory, barriers, warp, task).all()
+            where = config.loading, arrays, memory, barriers, warp
+            Loads(*where, in_loads(config.loading, task)).all()
             return started
 
         schedule(lambda task: (), load_tile)
+
+
+def in_loads(config: KernelConfig, task: TileTask) -> TileTask:
+    """The task, of which a step is as much as is loaded at once."""
+    if (times := config.loads) == 1:
+        return task
+    blocks = task.blocks._replace(
+        last=task.blocks.last * times + times - 1, count=task.blocks.count * times
+    )
+    return task._replace(blocks=blocks, done=task.done * times)
 
 
 def _load_queries(config, arrays, memory, barriers, task, warp):
@@ -48,8 +60,8 @@ def _load_queries(config, arrays, memory, barriers, task, warp):
         token = tile.begin + token_of(tile.query_len, lax.div(unit, jnp.int32(config.group)))
         member = head * config.group + lax.rem(unit, jnp.int32(config.group))
         half, row = lax.div(place, WARPGROUP // UNIT), lax.rem(place, WARPGROUP // UNIT)
-        for j in range(memory.units.shape[3]):
-            rows = arrays.query.at[pl.ds(token, UNIT), member, columns(config, j)]
+        for j in range(parts := memory.units.shape[3]):
+            rows = arrays.query.at[pl.ds(token, UNIT), member, columns(config, j, parts)]
             room = memory.units.at[slot, half, row, j]
             plgpu.copy_gmem_to_smem(rows, room, barriers.query_full.at[slot])
 
@@ -116,7 +128,7 @@ class Loads:
         return slot
 
     def keys(self, step, ids):
-        slot = self.slot(self.barriers.key_free, step, self.config.key_stages)
+        slot = self.slot(self.barriers.key_free, step, self.memory.key.shape[0])
         room, full = self.memory.key.at[slot], self.barriers.key_full.at[slot]
         self.arrive_without_pages(full)
         for i, block in enumerate(ids):
@@ -144,7 +156,7 @@ class Loads:
         plgpu.copy_gmem_to_smem(self.source(array, step, block), target, full)
 
     def values(self, step, ids):
-        slot = self.slot(self.barriers.value_free, step, self.config.value_stages)
+        slot = self.slot(self.barriers.value_free, step, self.memory.value.shape[0])
         room, full = self.memory.value.at[slot], self.barriers.value_full.at[slot]
         self.arrive_without_pages(full)
         edges = self.edges(step)
@@ -191,10 +203,9 @@ class Loads:
         seen = (position >= first_key(self.config, self.tile)) & (position < self.tile.key_len)
         block = jnp.where(seen, block, self.config.num_blocks)
         room = self.memory.value_rows.at[slot, lax.div(target, UNIT)]
-        for j in range(room.shape[0]):
-            values = self.arrays.value.at[
-                block, pl.ds(source, 1), self.head, columns(self.config, j)
-            ]
+        for j in range(parts := room.shape[0]):
+            part = columns(self.config, j, parts)
+            values = self.arrays.value.at[block, pl.ds(source, 1), self.head, part]
             target_row = room.at[j, pl.ds(lax.rem(target, UNIT), 1)]
             plgpu.copy_gmem_to_smem(values, target_row, self.barriers.edge)
 

@@ -9,6 +9,11 @@ from jax import lax
 from .kernel_config import WARPGROUP, KernelConfig
 
 LAYOUT = plgpu.Layout.WGMMA
+# Numbers of eight bits: sixteen threads have 128 columns of a row. When these are read, and when
+# they are written as 16 bits, no two threads meet in a bank.
+NUMBERS = plgpu.Layout.TILED(
+    plgpu.Tiling(((8, 128), (2, 128), (8,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+)
 # JAX 0.10 must be given an index to load all of a reference, 0.11 warns of any, 0.12 takes none.
 INDEX = inspect.signature(plgpu.load).parameters.get("idx")
 ALL = ((),) if INDEX and INDEX.default is INDEX.empty else ()
@@ -28,6 +33,11 @@ def wide(rows, like):
     if not rows.ndim:
         return rows
     return lax.broadcast_in_dim(rows, like.shape, [0])
+
+
+def along_columns(keys, like):
+    """One value for each key, as a matrix."""
+    return lax.broadcast_in_dim(keys, like.shape, [1])
 
 
 def load(ref, layout):

@@ -49,8 +49,8 @@ def _store_units(config, arrays, tile, head, warpgroup, staged):
         @pl.when(unit <= last)
         def unit_of_rows(i=i, unit=unit):
             token, member = _place(config, tile, head, unit)
-            for j in range(staged.shape[1]):
-                rows = arrays.out.at[pl.ds(token, UNIT), member, columns(config, j)]
+            for j in range(parts := staged.shape[1]):
+                rows = arrays.out.at[pl.ds(token, UNIT), member, columns(config, j, parts)]
                 plgpu.copy_smem_to_gmem(staged.at[i, j], rows)
 
 
@@ -61,15 +61,16 @@ def _store_rows(config, arrays, tile, head, warpgroup, staged):
     def row(i, _):
         unit, offset = lax.div(i, tile.query_len), lax.rem(i, tile.query_len)
         token, member = _place(config, tile, head, first + unit)
-        for j in range(staged.shape[1]):
-            target = arrays.out.at[pl.ds(token + offset, 1), member, columns(config, j)]
+        for j in range(parts := staged.shape[1]):
+            part = columns(config, j, parts)
+            target = arrays.out.at[pl.ds(token + offset, 1), member, part]
             plgpu.copy_smem_to_gmem(staged.at[unit, j, pl.ds(offset, 1)], target)
 
     lax.fori_loop(0, count * tile.query_len, row, None)
 
 
 def _store_lse(config, arrays, memory, tile, head, warpgroup, state):
-    staged = memory.lse.at[warpgroup]
+    staged = memory.lse.at[pl.ds(warpgroup * WARPGROUP, WARPGROUP)]
     staged[...] = (state.top + jnp.log2(state.total)) * math.log(2)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(staged, arrays.lse.at[tile.slot, head, warpgroup])

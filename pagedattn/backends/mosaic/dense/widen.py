@@ -1,0 +1,138 @@
+"""The warpgroup that widens keys and values of eight bits to what the matrix unit takes.
+
+TMA loads them as they are held; this warpgroup makes bfloat16 of them, in shared memory, for the
+warpgroups that multiply. Every number of eight bits is a bfloat16.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from .kernel_config import KernelConfig
+from .registers import NUMBERS, load
+from .registers import wide as wide_rows
+from .token_scales import scales_of
+
+REGISTERS = 72  # of a thread
+ROWS = 32  # that are in registers at once
+
+
+class HeldMemory(NamedTuple):
+    """What is loaded, in a multiprocessor's memory."""
+
+    key: Any
+    value: Any
+    value_rows: Any
+
+
+class HeldBarriers(NamedTuple):
+    key_full: Any
+    key_free: Any
+    value_full: Any
+    value_free: Any
+
+
+def widen(config: KernelConfig, arrays, held, memory, barriers, schedule):
+    """Fills the rings of those that multiply, in the order in which pages are loaded.
+
+    `held` are the memory and the barriers of what is loaded.
+    """
+    plgpu.set_max_registers(REGISTERS, action="decrease")
+    loaded, signals = held
+    keys = Ring(loaded.key, signals.key_full, signals.key_free)
+    wide_keys = Ring(memory.key, barriers.key_full, barriers.key_free)
+    values = Ring(loaded.value, signals.value_full, signals.value_free)
+    wide_values = Ring(memory.value, barriers.value_full, barriers.value_free)
+
+    def keys_of(task, step, scales):
+        target = wide_keys.free_slot(task.done + step)
+        if scales is not None:
+            memory.scales.at[target][...] = scales.key
+        widen_step(keys, wide_keys, task.done + step)
+
+    def values_of(task, step, scales):
+        wide_values.free_slot(task.done + step)
+        if scales is not None:
+            memory.value_scales[...] = scales.value
+            plgpu.commit_smem()  # other threads read them
+        widen_step(values, wide_values, task.done + step, memory.value_scales)
+
+    def widen_tile(task, following, has_next, started):
+        def found(step):
+            return scales_of(config, arrays, task, step) if config.token_scales else None
+
+        def step_of_both(step, carry):
+            """Scales are looked up a step ahead: two loads, one after the other, take long."""
+            before, scales = carry
+            ahead = found(step + 1)
+            keys_of(task, step, scales)
+            values_of(task, step - 1, before)
+            return scales, ahead
+
+        first, second = found(jnp.int32(0)), found(jnp.int32(1))
+        keys_of(task, jnp.int32(0), first)
+        before, _ = lax.fori_loop(1, task.blocks.count, step_of_both, (first, second))
+        values_of(task, task.blocks.count - 1, before)
+        return started
+
+    schedule(lambda task: (), widen_tile)
+
+
+class Ring(NamedTuple):
+    """Keys or values of some steps in a multiprocessor's memory."""
+
+    room: Any  # [stages, keys, head_dim]
+    full: Any
+    free: Any
+
+    def slot(self, step):
+        return lax.rem(step, jnp.int32(self.room.shape[0]))
+
+    def free_slot(self, step):
+        """The slot of a step, once what was there is no longer needed."""
+
+        @pl.when(step >= self.room.shape[0])
+        def wait_for_room():
+            plgpu.barrier_wait(self.free.at[self.slot(step)])
+
+        return self.slot(step)
+
+
+def widen_step(held: Ring, wide: Ring, step, scales=None):
+    """The keys or the values of a step: the last that are loaded are the first of it."""
+    target, (keys, loaded) = wide.slot(step), (ring.room.shape[1] for ring in (wide, held))
+    for i in range(loads := keys // loaded):
+        source = held.slot(step * loads + i)
+        plgpu.barrier_wait(held.full.at[source])
+        first = (loads - 1 - i) * loaded
+        widen_rows(held.room.at[source], wide.room.at[target], first, scales)
+        plgpu.commit_smem()  # all warps have written, and read
+        plgpu.barrier_arrive(held.free.at[source])
+    plgpu.barrier_arrive(wide.full.at[target])
+
+
+def widen_rows(source, target, first, scales):
+    """All rows of the source, to those of the target from the first on, by a few at once."""
+    for row in range(0, source.shape[0], ROWS):
+        rows = pl.ds(first + row, ROWS)
+        factor = None if scales is None else load(scales.at[rows], NUMBERS.reduce(1))
+        numbers = load(source.at[pl.ds(row, ROWS)], NUMBERS)
+        target.at[rows][...] = widened(numbers, factor, target.dtype)
+
+
+def widened(numbers, factor, dtype):
+    """GPUs make float16 of eight bits, and bfloat16 by way of float32."""
+    if jnp.issubdtype(numbers.dtype, jnp.integer):
+        numbers = numbers.astype(dtype)
+        if factor is None:
+            return numbers
+    else:
+        numbers = numbers.astype(jnp.float16)
+    numbers = numbers.astype(jnp.float32)
+    if factor is not None:
+        # JAX 0.10 finds no layout for what is broadcast.
+        numbers = numbers * plgpu.layout_cast(wide_rows(factor, numbers), NUMBERS)
+    return numbers.astype(dtype)
