@@ -62,7 +62,7 @@ def flash4(problem: Problem) -> Answer:
     return out.float().cpu(), lse.T.float().cpu()
 
 
-def _peer(version: int, takes: frozenset[str]) -> Peer:
+def _peer(version: int, takes: frozenset[str], remark: str = "") -> Peer:
     return Peer(
         functools.partial(of_vllm, version=version),
         takes | {"float16"},
@@ -71,12 +71,17 @@ def _peer(version: int, takes: frozenset[str]) -> Peer:
         packages=("vllm", "torch"),
         device="cuda",
         about=f"`flash_attn_varlen_func` of vLLM's wheel with `fa_version={version}` and a "
-        "`block_table`",
+        f"`block_table`{remark}",
     )
 
 
 FLASH = {
-    "FlashAttention-2": _peer(2, WINDOWS | {"alibi_slopes"}),
+    "FlashAttention-2": _peer(
+        2,
+        WINDOWS | {"alibi_slopes"},
+        "; if no sequence has more than one new token, it counts on one of each "
+        "([its issue](https://github.com/Dao-AILab/flash-attention/issues/1537))",
+    ),
     "FlashAttention-3": _peer(3, WINDOWS | {"sinks"}),
     "FlashAttention-4": Peer(
         flash4,
