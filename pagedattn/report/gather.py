@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import jax
+
 from . import machine
 from .probe import probed
 from .selfcheck import selfcheck
@@ -17,8 +19,9 @@ def gather(*, check: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"versions": machine.versions(), "driver": machine.driver()}
     try:
         found["devices"] = machine.devices()
-    except RuntimeError as error:
-        return found | {"error": str(error)}
+    except (AssertionError, RuntimeError) as error:  # JAX asserts where a plugin is not installed
+        platforms = jax.config.jax_platforms
+        return found | {"error": str(error) or f"JAX_PLATFORMS={platforms} has no plugin here"}
     found |= {"unmeasured": machine.unmeasured()}
     found |= {"processor": machine.processor(), "kernel": machine.kernel()}
     tried = probed(usable())

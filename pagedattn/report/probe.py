@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+from ..cache.kv_cache import KVCache
 from .table import call, request
 
 SECONDS = 240  # the first call of a new installation compiles; half a minute is usual
@@ -81,10 +82,12 @@ def _by_torch(name: str) -> None:
     torch_side = importlib.import_module("pagedattn_torch")  # by name: the core imports no torch
     torch, device = sys.modules["torch"], on_torch(plain_decode()).device
 
-    def zeros(shape, dtype):
-        return torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+    def zeros(array):
+        return torch.zeros(array.shape, dtype=getattr(torch, array.dtype.name), device=device)
 
-    torch_side.paged_attention(*call(request("plain", "decoder"), zeros), backend=name).cpu()
+    query, cache, batch, spec = call(request("plain", "decoder"))
+    cache = KVCache(*map(zeros, cache.planes))
+    torch_side.paged_attention(zeros(query), cache, batch, spec, backend=name).cpu()
 
 
 if __name__ == "__main__":

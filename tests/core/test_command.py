@@ -98,6 +98,12 @@ def test_a_backend_that_raises_is_none():
     assert probe.why_not("xla", "jax") is None
 
 
+def test_a_tiny_call_gives_torch_its_own_tensors():
+    pytest.importorskip("torch")
+    assert "BackendUnavailableError" in str(probe.why_not("nonsense", "torch"))
+    assert probe.why_not("sdpa", "torch") is None
+
+
 def test_the_processor_is_named(tmp_path):
     file = tmp_path / "cpuinfo"
     file.write_text("processor\t: 0\nmodel name\t: AMD EPYC 9B14\nmodel name\t: other\n")
@@ -167,6 +173,16 @@ def test_a_machine_without_a_device(monkeypatch):
     found = gather.gather(check=True)
     assert gather.failures(found) == ["no CUDA here"]
     assert "JAX finds no device: no CUDA here" in text.plain(text.parts(found))
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="JAX finds a device")
+def test_jax_without_the_device_that_it_is_told_to_use():
+    """Where no plugin is installed JAX asserts, and says nothing."""
+    done = run_forked(f"import os; os.environ['JAX_PLATFORMS'] = 'cuda'; {COMMAND}")
+    assert done.returncode == 1, done.stderr
+    said = done.stdout.partition("JAX finds no device: ")[2]
+    assert "cuda" in said
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
