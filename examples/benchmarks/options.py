@@ -1,10 +1,10 @@
 """What options cost or gain on one GPU: fewer bits, sinks, shared prefixes, latent caches.
 
     export PYTHONPATH=examples:. XLA_PYTHON_CLIENT_PREALLOCATE=false
-    python -m benchmarks.options [-o docs/results/options.json]
+    python -m benchmarks.options [-o docs/results/options.json] [-k decode prompts]
 
 Each is attention of bfloat16 queries in `jax.jit`, of 64 sequences unless it says otherwise, beside
-the same without the option; `RATIOS` says what is compared. A part: -k decode, -k prompts.
+the same without the option; `RATIOS` says what is compared.
 """
 
 import argparse
@@ -88,13 +88,16 @@ def decode(dtype, scales="head", seqs=SEQS, length=LENGTH) -> Timed:
     return timed(paged_attention, query, cache, random_decodes(seqs, length), seqs * length)
 
 
-def long_queries(dtype, scales="head", seqs=2, query_len=8192, context=0) -> Timed:
+def long_queries(
+    dtype, scales="head", seqs=2, query_len=8192, context=0, backend: str | None = None
+) -> Timed:
     """Prompts, or chunks behind a context."""
     length = context + query_len
     cache, query = cache_of(seqs * length, dtype, scales), queries(tokens=seqs * query_len)
     tables = random_decodes(seqs, length).block_tables
     batch = make_batch([query_len] * seqs, [context] * seqs, tables, block_size=BLOCK_SIZE)
-    return timed(paged_attention, query, cache, batch, seqs * length)
+    call = partial(paged_attention, backend=backend)
+    return timed(call, query, cache, batch, seqs * length)
 
 
 def sinks() -> Timed:
@@ -168,6 +171,7 @@ KINDS = {
     ", int4": ("int4", "token"),
 }
 FEW_KINDS = "", ", int8", f", int8{TOKENS}", ", int4"
+EIGHT_BITS = ", float8_e4m3fn", ", int8", f", float8_e4m3fn{TOKENS}", f", int8{TOKENS}"
 SMALL = {"decode, 1 x 1024": (1, 1024), "decode, 8 x 1024": (8, 1024)}
 LONG = {"prompts, 2 x 8192": (2, 8192, 0), "chunks, 128 on 4096": (64, 128, 4096)}
 # Sequences, keys of each, and query heads: DeepSeek's 128 on one GPU, on two, and on eight.
@@ -188,7 +192,12 @@ WORK: dict[str, Callable[[], Timed]] = {
     **{
         f"{work}{name}": partial(long_queries, *KINDS[name], *sizes)
         for work, sizes in LONG.items()
-        for name in FEW_KINDS
+        for name in ("", *EIGHT_BITS, ", int4")
+    },
+    **{
+        f"{work}{name}, triton": partial(long_queries, *KINDS[name], *sizes, backend="triton")
+        for work, sizes in LONG.items()
+        for name in EIGHT_BITS
     },
     "decode, sinks": sinks,
     "shared prefix": partial(behind_prefix, paged_attention),
@@ -209,7 +218,8 @@ WORK: dict[str, Callable[[], Timed]] = {
 # Beside which work each stands, where both were timed: of several names, of each.
 RATIOS = {
     **{f"decode{name}": ("decode", "decode, float8_e4m3fn") for name in KINDS},
-    **{f"{work}{name}": (work,) for work in SMALL | LONG for name in FEW_KINDS},
+    **{f"{work}{name}": (work,) for work in SMALL for name in FEW_KINDS},
+    **{f"{work}{name}": (work, f"{work}{name}, triton") for work in LONG for name in KINDS},
     "decode, sinks": ("decode",),
     "latent cache, triton, float8_e4m3fn": ("latent cache, triton", "latent cache, mosaic"),
     "latent cache, triton, int8": ("latent cache, triton", "latent cache, mosaic"),
@@ -219,9 +229,15 @@ RATIOS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("-o", "--out", type=Path, help="write the figures there, as JSON")
-    parser.add_argument("-k", "--only", default="", help="work whose name contains this")
+    parser.add_argument(
+        "-k", "--only", nargs="+", default=[""], help="work whose name contains one of these"
+    )
     arguments = parser.parse_args()
-    names = [name for name in WORK if arguments.only in name]
+    names = [name for name in WORK if any(part in name for part in arguments.only)]
+    if not names:
+        parser.error(f"nothing has a name that contains {' or '.join(arguments.only)}")
+    if jax.default_backend() != "gpu":
+        parser.error("JAX finds no GPU; benchmarks.cpu times a CPU")
     about = machine()
     print(caption(about))
     rows = {}

@@ -94,11 +94,11 @@ def attention(
         inputs, results = refs[: len(operands)], refs[len(operands) :]
         arrays = Arrays(*jax.tree.unflatten(structure, inputs), *results)
         arrays = arrays._replace(finished=semaphores(config))
-        scratch = [memory_of(config, query.dtype), barriers_of(config, key.dtype.itemsize)]
+        scratch = memory_of(config, query.dtype), barriers_of(config, key.dtype.itemsize)
+        held = ()
         if config.cache_dtype:
-            held = ring_of(config.loading, key.dtype, config.stages)
-            scratch += held, held_barriers(config)
-        scratch.append(numbers_of(config))
+            held = ring_of(config.loading, key.dtype, config.stages), held_barriers(config)
+        scratch = *scratch, numbers_of(config), *held
         run = functools.partial(program, config, programs, arrays)
         pl.run_scoped(run, *scratch, collective_axes="wg")
 
@@ -154,7 +154,10 @@ def memory_of(config: KernelConfig, dtype) -> Scratch:
 
 
 def numbers_of(config: KernelConfig):
-    """Memory for lse and scales: one array, since each begins at a multiple of 1024 bytes."""
+    """Memory for lse, scales of the keys of some steps, and of the values of one.
+
+    One array, since each begins at a multiple of 1024 bytes.
+    """
     rows = 1 + (config.stages + 1 if config.token_scales else 0)
     return plgpu.SMEM((rows, ROWS), jnp.float32)
 
@@ -204,14 +207,10 @@ def loads_of(config: KernelConfig) -> int:
     return max(config.loading.pages, WARPS)
 
 
-def program(config: KernelConfig, programs: int, arrays: Arrays, memory: Any, barriers, *others):
-    warpgroup = lax.axis_index("wg")
-    *held, numbers = others
-    scales = None, None
-    if config.token_scales:
-        scales = numbers.at[pl.ds(1, config.stages)], numbers.at[1 + config.stages]
-    memory = Memory(*memory.queries, memory.key, *memory.values, numbers.at[0], *scales)
-    me = lax.axis_index("program")
+def program(config: KernelConfig, programs: int, arrays: Arrays, scratch, barriers, numbers, *held):
+    """`held` are memory and barriers for what is held in eight bits, if it is."""
+    memory = with_numbers(config, scratch, numbers)
+    warpgroup, me = lax.axis_index("wg"), lax.axis_index("program")
     if config.parts:
         tasks = functools.partial(cut_tiles, config, me, arrays.schedule)
     else:
@@ -222,16 +221,25 @@ def program(config: KernelConfig, programs: int, arrays: Arrays, memory: Any, ba
     def computing():
         compute(config, arrays, memory, barriers, schedule, warpgroup)
 
-    loaded = memory, barriers
-    if held:
-        (key, values), signals = held
-        held = HeldMemory(key, *values), signals
-        loaded = tuple(a._replace(**b._asdict()) for a, b in zip(loaded, held, strict=True))
+    if not held:
+        pl.when(warpgroup == 2)(lambda: load(config, arrays, memory, barriers, schedule))
+        return
+    (key, values), signals = held
+    held = HeldMemory._make((key, *values)), signals
 
     @pl.when(warpgroup == 2)
     def loading():
-        load(config, arrays, *loaded, schedule)
+        instead = memory._replace(**held[0]._asdict()), barriers._replace(**signals._asdict())
+        load(config, arrays, *instead, schedule)
 
-    if held:
-        widening = functools.partial(widen, config, arrays, held, memory, barriers, schedule)
-        pl.when(warpgroup == 3)(widening)
+    @pl.when(warpgroup == 3)
+    def widening():
+        widen(config, arrays, held, memory, barriers, schedule)
+
+
+def with_numbers(config: KernelConfig, scratch: Scratch, numbers) -> Memory:
+    keys = values = None
+    if config.token_scales:
+        keys, values = numbers.at[pl.ds(1, config.stages)], numbers.at[1 + config.stages]
+    tiles = *scratch.queries, scratch.key, *scratch.values
+    return Memory._make((*tiles, numbers.at[0], keys, values))

@@ -16,8 +16,7 @@ from .registers import NUMBERS, load
 from .registers import wide as wide_rows
 from .token_scales import scales_of
 
-REGISTERS = 72  # of a thread
-ROWS = 32  # that are in registers at once
+REGISTERS = 72  # of a thread: room for all that is loaded at once
 
 
 class HeldMemory(NamedTuple):
@@ -107,20 +106,13 @@ def widen_step(held: Ring, wide: Ring, step, scales=None):
     for i in range(loads := keys // loaded):
         source = held.slot(step * loads + i)
         plgpu.barrier_wait(held.full.at[source])
-        first = (loads - 1 - i) * loaded
-        widen_rows(held.room.at[source], wide.room.at[target], first, scales)
+        rows = pl.ds((loads - 1 - i) * loaded, loaded)
+        factor = None if scales is None else load(scales.at[rows], NUMBERS.reduce(1))
+        numbers = load(held.room.at[source], NUMBERS)
+        wide.room.at[target, rows][...] = widened(numbers, factor, wide.room.dtype)
         plgpu.commit_smem()  # all warps have written, and read
         plgpu.barrier_arrive(held.free.at[source])
     plgpu.barrier_arrive(wide.full.at[target])
-
-
-def widen_rows(source, target, first, scales):
-    """All rows of the source, to those of the target from the first on, by a few at once."""
-    for row in range(0, source.shape[0], ROWS):
-        rows = pl.ds(first + row, ROWS)
-        factor = None if scales is None else load(scales.at[rows], NUMBERS.reduce(1))
-        numbers = load(source.at[pl.ds(row, ROWS)], NUMBERS)
-        target.at[rows][...] = widened(numbers, factor, target.dtype)
 
 
 def widened(numbers, factor, dtype):
