@@ -128,7 +128,7 @@ def init_kv_cache(
       dtype: floating, or quantised: float8_e4m3fn, float8_e5m2, int8, int4.
       scales: of a quantised cache: "head", those that are given, or "token", one for each token
         and KV head (in int4 for each group of columns), which `write_kv` computes. None is "head",
-        and "token" for int4, which has no others.
+        for which int8 needs key_scale and value_scale, and "token" for int4, which has no others.
       key_scale, value_scale: what quantised keys and values are multiplied by when they are read;
         a number, or one for each KV head. About the largest key or value, over the largest that
         the dtype holds (448, 57344, 127).
@@ -137,8 +137,9 @@ def init_kv_cache(
 
     Raises:
       InvalidInputError: num_blocks is negative or another size below 1, the dtype is neither
-        floating nor int8 nor int4, int4 with an odd number of columns, scales are not positive or
-        for a cache that is not quantised, or there would be more slots than int32 counts.
+        floating nor int8 nor int4, int4 with an odd number of columns, scales are not positive,
+        missing for int8 or given for what is not quantised, or there would be more slots than int32
+        counts.
 
     >>> init_kv_cache(4, 16, 2, 64).key.shape
     (4, 16, 2, 64)

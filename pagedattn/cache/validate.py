@@ -33,8 +33,8 @@ def cache_shape(shape, dtype) -> tuple[int, ...]:
     known_dtype = isinstance(dtype, Hashable) and (is_floating(dtype) or largest(dtype) is not None)
     if not known_dtype:
         raise InvalidInputError(
-            "a cache's dtype must be floating, int8 or int4, such as jnp.bfloat16, got "
-            f"{shown(dtype)}"
+            "a cache's dtype must be floating, int8 or int4, such as jnp.bfloat16 or "
+            f"'float8_e4m3fn', got {shown(dtype)}"
         )
     return tuple(map(operator.index, shape))
 
@@ -63,7 +63,22 @@ def kind_of_scales(scales, dtype, given) -> str:
         raise InvalidInputError(
             "key_scale and value_scale must be None with scales of tokens, which write_kv computes"
         )
+    if scales is None and name_of(dtype) == "int8":
+        _not_whole_numbers(given)
     return kind
+
+
+def _not_whole_numbers(given) -> None:
+    """Requires all scales of an int8 cache, since without one it holds whole numbers.
+
+    Keys and values are mostly below 1. float8 keeps their leading bits by any scale.
+    """
+    if any(scale is None for scale in given):
+        needed = " and ".join(("key_scale", "value_scale")[: len(given)])
+        raise InvalidInputError(
+            f'an int8 cache needs scales="token", or {needed}: without, keys and values are '
+            'rounded to whole numbers; scales="head" asks for that'
+        )
 
 
 # Of caches that exist: an eager call asks for each layer.

@@ -22,7 +22,7 @@ from pagedattn._dispatch.registry import Framework, names
 CACHES = {
     "float32": lambda blocks: init_kv_cache(blocks, 4, 1, 8, jnp.float32),
     "bfloat16": lambda blocks: init_kv_cache(blocks, 4, 1, 8),
-    "int8": lambda blocks: init_kv_cache(blocks, 4, 1, 8, "int8", key_scale=0.5),
+    "int8": lambda blocks: init_kv_cache(blocks, 4, 1, 8, "int8", key_scale=0.5, value_scale=0.5),
     "latent": lambda blocks: init_latent_cache(blocks, 4, 8, 4, jnp.float32),
 }
 

@@ -63,7 +63,8 @@ def attend_to_quantised():
     given = shared()
     shape, batch = given["query"].shape, given["batch"]
     blocks = int(batch.block_tables.max()) + 1
-    cache = pa.init_kv_cache(blocks, batch.block_size, 2, shape[2], "int8", key_scale=0.1)
+    sizes, scales = (blocks, batch.block_size, 2, shape[2]), {"key_scale": 0.1, "value_scale": 1}
+    cache = pa.init_kv_cache(*sizes, "int8", **scales)
     return pa.paged_attention, {**given, "cache": cache, "backend": "xla"}
 
 

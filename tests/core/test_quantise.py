@@ -120,7 +120,7 @@ def test_a_write_divides_as_float32_does(way, cache_dtype, scale, seed):
 @pytest.mark.parametrize("way", ["eager", "jit", "torch"])
 def test_a_write_of_a_quotient_beside_a_tie(way):
     """1201.4242 / 40.726246 is just below 29.5, and times the reciprocal just above."""
-    cache = init_kv_cache(1, 1, 1, 1, "int8", key_scale=40.726246)
+    cache = init_kv_cache(1, 1, 1, 1, "int8", scales="head", key_scale=40.726246)
     row, slots = jnp.full((1, 1, 1), 1201.4242), jnp.array([0])
     if way == "torch":
         cache, row, slots = tensors((cache, row, slots))
@@ -135,7 +135,7 @@ def test_writes_are_in_place_under_donation(cache_dtype):
     """No copy of the cache, in memory of the program either: XLA may compute float8 wider."""
     if not can_load("numba") and may_refuse("sdpa", "cache_dtype"):
         pytest.skip("nothing is installed that sets rows of float8 in place")
-    cache = init_kv_cache(4096, 16, 2, 64, cache_dtype, key_scale=0.5)
+    cache = init_kv_cache(4096, 16, 2, 64, cache_dtype, key_scale=0.5, value_scale=1.0)
     row, slots = jnp.ones((1, 2, 64)), jnp.array([3])
     write = jax.jit(write_kv, donate_argnums=0)
     program = write.lower(cache, row, row, slots).compile()
@@ -166,7 +166,7 @@ def test_blocks_are_copied_bit_for_bit_with_their_scales(cache_dtype):
 def test_caches_of_other_scales_do_not_swap():
     ids = jnp.array([0])
     others = empty("int8", 2.0, 1.0), empty("int8", [1.0, 1.0], 1.0)
-    for other in (*others, init_kv_cache(3, 4, 2, 64, "int8")):
+    for other in (*others, init_kv_cache(3, 4, 2, 64, "int8", scales="head")):
         with pytest.raises(InvalidInputError, match="key_scale"):
             swap_blocks(empty("int8", 1.0, 1.0), other, ids, ids)
     here, there = (tensors(empty("int8", scale, 1.0)) for scale in (1.0, 2.0))
@@ -177,7 +177,9 @@ def test_caches_of_other_scales_do_not_swap():
 def test_filling_with_nan_and_zeros():
     cache = fill_blocks(init_kv_cache(2, 1, 1, 1, "float8_e4m3fn"), jnp.array([1]), np.nan)
     assert np.isnan(np.asarray(cache.key, np.float32)).ravel().tolist() == [False, True]
-    cache = fill_blocks(init_kv_cache(2, 1, 1, 1, "int8", key_scale=0.5), jnp.array([1]), 3)
+    cache = fill_blocks(
+        init_kv_cache(2, 1, 1, 1, "int8", key_scale=0.5, value_scale=1), jnp.array([1]), 3
+    )
     assert (cache.key.ravel().tolist(), cache.value.ravel().tolist()) == ([0, 6], [0, 3])
 
 
@@ -194,7 +196,7 @@ def test_filling_with_nan_and_zeros():
 )
 def test_bad_scales(scales, word):
     with pytest.raises(InvalidInputError, match=word):
-        init_kv_cache(3, 4, 2, 8, "int8", **scales)
+        init_kv_cache(3, 4, 2, 8, "int8", scales="head", **scales)
 
 
 def test_other_bad_ones():
@@ -203,7 +205,7 @@ def test_other_bad_ones():
     with pytest.raises(InvalidInputError, match="int8"):
         init_kv_cache(3, 4, 2, 8, jnp.int16)
     problem = random_problem([1], [4], SPEC, poison=None)
-    cache = init_kv_cache(5, 4, 2, 16, "int8")
+    cache = init_kv_cache(5, 4, 2, 16, "int8", scales="head")
     with pytest.raises(InvalidInputError, match="16 bits or more"):
         paged_attention(jnp.zeros((1, 4, 16), jnp.int8), cache, batch_of(problem))
     with pytest.raises(InvalidInputError, match="16 bits or more"):

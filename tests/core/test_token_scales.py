@@ -137,6 +137,35 @@ def test_what_is_read_is_near_what_was_written(dtype, seed, head_dim):
             assert (np.abs(np.asarray(got)[slot] - rows[token]) <= room).all()
 
 
+MAKERS = {
+    "paged": (init_kv_cache, (3, 4, 2, 64)),
+    "latent": (init_latent_cache, (3, 4, 64, 32)),
+    "paged, torch": (pagedattn_torch.init_kv_cache, (3, 4, 2, 64)),
+    "latent, torch": (pagedattn_torch.init_latent_cache, (3, 4, 64, 32)),
+}
+KEY, VALUE = {"key_scale": 0.02}, {"value_scale": 0.02}
+
+
+@pytest.mark.parametrize("dtype", LARGEST)
+@pytest.mark.parametrize("given", [{}, KEY, VALUE, KEY | VALUE])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_new_cache_keeps_keys_and_values_below_one_or_is_refused(maker, given, dtype):
+    """Unless scales of heads are asked for."""
+    make, sizes = MAKERS[maker]
+    if "latent" in maker:
+        given = {name: scale for name, scale in given.items() if name == "key_scale"}
+    try:
+        cache = make(*sizes, dtype, **given)
+    except InvalidInputError:
+        assert given or dtype == "int8"
+        return
+    rows = jnp.asarray(0.5 * np.random.default_rng(0).standard_normal((6, cache.num_kv_heads, 64)))
+    cache = write_kv(cache, rows, None if cache.value is None else rows, SLOTS)
+    for plane, scale in zip(cache.planes, (cache.key_scale, cache.value_scale), strict=False):
+        got = dequantised(plane, scale, jnp.float32).reshape(12, -1, 64)
+        assert np.abs(np.asarray(got)[SLOTS] - rows)[SLOTS >= 0].max() < 0.25
+
+
 def filled(dtype, head_dim=64, num_blocks=3, seed=0, latent=False):
     rows = jnp.asarray(rows_of(seed, (-2, 2), head_dim))
     if latent:
@@ -189,7 +218,9 @@ def test_writes_are_in_place_under_donation(dtype):
 
 
 def test_four_bits_take_half_the_bytes_of_eight():
-    four, eight = (init_kv_cache(8, 16, 2, 128, dtype) for dtype in ("int4", "int8"))
+    four, eight = (
+        init_kv_cache(8, 16, 2, 128, dtype, scales="token") for dtype in ("int4", "int8")
+    )
     assert four.key.nbytes * 2 == eight.key.nbytes
     assert (four.head_dim, str(four.dtype)) == (128, "int4")
     assert math.prod(four.key_scale.shape) * 32 == math.prod(eight.key.shape)
@@ -242,6 +273,9 @@ MISTAKES = {
         lambda: init_kv_cache(1, 2, 1, 4, "int8", scales="token", key_scale=1.0),
         "write_kv computes",
     ),
+    "none of int8": (lambda: init_kv_cache(1, 2, 1, 4, "int8"), "key_scale and value_scale: wit"),
+    "one of int8": (lambda: init_kv_cache(1, 2, 1, 4, "int8", key_scale=1.0), 'scales="head" asks'),
+    "none of latents": (lambda: init_latent_cache(1, 2, 4, 2, jnp.int8), "or key_scale: without"),
     "odd columns": (lambda: init_kv_cache(1, 2, 1, 5, "int4"), "must be even, got 5"),
     "odd values": (lambda: init_kv_cache(1, 2, 1, 4, "int4", value_dim=3), "must be even, got 3"),
     "int4 itself": (
