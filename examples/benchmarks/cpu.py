@@ -25,6 +25,7 @@ import torch
 import pagedattn_torch
 from benchmarks import machine
 from benchmarks.case import HEADS_SAID, CpuCase
+from benchmarks.chosen import chosen
 from benchmarks.peers import installed, ipex
 from benchmarks.peers.cpu import PEERS
 from benchmarks.plot import cpu_figure, draw
@@ -153,6 +154,7 @@ def main() -> None:
     parser.add_argument("-k", "--only", default="", help="cases whose name contains this")
     parser.add_argument("-t", "--threads", type=int, help="threads, and CPUs; all by default")
     arguments = parser.parse_args()
+    names = chosen(parser, arguments.only, [case.name for case in CASES])
     if threads := arguments.threads:
         use(threads)
     path = arguments.out and arguments.out / "cpu.json"
@@ -169,7 +171,7 @@ def main() -> None:
         else:
             report.miss("IPEX", ipex.CURE)
         for case in CASES:
-            if arguments.only in case.name:
+            if case.name in names:
                 measure(report, case, contenders)
     report.print_tables(AIMS)
     if path and not threads:

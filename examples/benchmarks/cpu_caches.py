@@ -19,6 +19,7 @@ import numpy as np
 
 from benchmarks import machine
 from benchmarks.case import HEAD_DIM, HEADS, HEADS_SAID, KV_HEADS
+from benchmarks.chosen import chosen
 from benchmarks.turns import in_turns, of_arrays
 from pagedattn import KVCache, init_kv_cache, make_batch, paged_attention, write_kv
 
@@ -75,14 +76,14 @@ def main() -> None:
     parser.add_argument("-o", "--out", type=Path, help="write the figures there, as JSON")
     parser.add_argument("-k", "--only", default="", help="shapes whose name contains this")
     given = parser.parse_args()
+    shapes = chosen(parser, given.only, SHAPES)
     report: dict = {"machine": machine.cpu(HEADS_SAID), "us": {}}
     print(json.dumps(report["machine"]))
-    for shape in SHAPES:
-        if given.only in shape:
-            report["us"][shape] = found = in_turns(partial(turn, shape), KINDS)
-            print(f"{shape}: bfloat16 {found['bfloat16']} us, and over it")
-            for kind, us in found.items():
-                print(f"  {kind:34}{over(us, found['bfloat16'])}", flush=True)
+    for shape in shapes:
+        report["us"][shape] = found = in_turns(partial(turn, shape), KINDS)
+        print(f"{shape}: bfloat16 {found['bfloat16']} us, and over it")
+        for kind, us in found.items():
+            print(f"  {kind:34}{over(us, found['bfloat16'])}", flush=True)
     if given.out:
         given.out.write_text(json.dumps(report, indent=1) + "\n")
 

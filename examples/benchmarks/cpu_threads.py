@@ -26,6 +26,7 @@ from rich.table import Table
 import pagedattn_torch
 from benchmarks import machine
 from benchmarks.case import HEADS_SAID, CpuCase
+from benchmarks.chosen import chosen
 from benchmarks.report import SUM_OR_PRODUCT
 from pagedattn import KVCache, paged_attention
 
@@ -139,9 +140,10 @@ def main() -> None:
     parser.add_argument("-o", "--out", type=Path, help="folder for the report")
     parser.add_argument("-k", "--only", default="", help="cases whose name contains this")
     arguments = parser.parse_args()
+    names = chosen(parser, arguments.only, [case.shape for case in CASES])
     rows = {}
     for case in CASES:
-        if arguments.only in case.shape:
+        if case.shape in names:
             rows[case.shape] = measure(case)
             case.free()
     Console(width=120, markup=False).print(table(rows))

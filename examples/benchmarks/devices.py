@@ -23,6 +23,7 @@ from pagedattn_serving.families.llama import Llama
 from pagedattn_serving.parallel.peer_llama import by_peers
 from pagedattn_serving.parallel.tensor import AXIS, EVERYWHERE, HEADS, PAGES, OverHeads, start_over
 
+from benchmarks.chosen import chosen
 from benchmarks.machine import caption, machine, write
 from benchmarks.models import SHAPES, spread_params
 from benchmarks.random_arrays import BLOCK_SIZE, random_cache, random_decodes
@@ -150,13 +151,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="of the model, in the decode loop")
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     arguments = parser.parse_args()
+    names = chosen(parser, arguments.only, WORK)
     sizes = SMALL if arguments.small else {}
     if arguments.layers:
         sizes = sizes | {"num_hidden_layers": arguments.layers}
     about = machine() | {"devices": jax.device_count()}
     about |= {"layers": arguments.layers, "small": arguments.small}
     print(caption(about))
-    names = [name for name in WORK if arguments.only in name]
     seconds = measured(names, arguments.small, sizes)
     write(arguments.out, {"machine": about, "seconds": seconds})
 

@@ -21,10 +21,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pagedattn_interop
+import torch
 
 import pagedattn_torch
 from benchmarks import machine
 from benchmarks.case import HEADS_SAID, GpuCase
+from benchmarks.chosen import chosen
 from benchmarks.peers import flashinfer, installed, missing
 from benchmarks.peers.gpu import JAX_PEERS, TORCH_PEERS
 from benchmarks.plot import draw, gpu_figure
@@ -260,7 +262,7 @@ def new_report(folder: Path | None, suffix: str) -> Report:
     return Report(path, about, list(OURS), ceilings, step={})
 
 
-def run_all(folder: Path | None, only: str, seconds: float, build_seconds: float) -> None:
+def run_all(folder: Path | None, names: list[str], seconds: float, build_seconds: float) -> None:
     """Measures everything, the most important first."""
     # Before the rest: with other work on the host, short calls of jax.jit take twice as long.
     no_flashinfer = missing("FlashInfer") or flashinfer.build(build_seconds)
@@ -269,18 +271,18 @@ def run_all(folder: Path | None, only: str, seconds: float, build_seconds: float
     if no_flashinfer and not missing("FlashInfer"):
         report.miss("FlashInfer", no_flashinfer)
         contenders = {name: one for name, one in contenders.items() if "FlashInfer" not in name}
-    run(report, [case for case in CASES if only in case.name], contenders, ends)
+    run(report, [case for case in CASES if case.name in names], contenders, ends)
     run_step(report, ends)
-    run(report, [case for case in IN_BLOCKS_OF_64 if only in case.name], contenders, ends)
+    run(report, [case for case in IN_BLOCKS_OF_64 if case.name in names], contenders, ends)
     if report.path:
         print(draw(report.path, gpu_figure))
 
 
-def run_lengths(folder: Path | None, only: str, seconds: float) -> None:
+def run_lengths(folder: Path | None, names: list[str], seconds: float) -> None:
     report, ends = new_report(folder, "_lengths"), time.monotonic() + seconds
     contenders = OURS | installed(PEERS, report.miss)
     contenders = {name: one for name, one in contenders.items() if name in WITH_LENGTHS}
-    run(report, [case for case in LENGTHS if only in case.name], contenders, ends)
+    run(report, [case for case in LENGTHS if case.name in names], contenders, ends)
 
 
 def main() -> None:
@@ -291,10 +293,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600, help="after which none is begun")
     parser.add_argument("--build-seconds", type=float, default=240, help="FlashInfer's kernels")
     given = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("torch finds no NVIDIA GPU; benchmarks.cpu times a CPU")
+    cases = LENGTHS if given.lengths else [*CASES, *IN_BLOCKS_OF_64]
+    names = chosen(parser, given.only, [case.name for case in cases])
     if given.lengths:
-        run_lengths(given.out, given.only, given.seconds)
+        run_lengths(given.out, names, given.seconds)
     else:
-        run_all(given.out, given.only, given.seconds, given.build_seconds)
+        run_all(given.out, names, given.seconds, given.build_seconds)
 
 
 if __name__ == "__main__":

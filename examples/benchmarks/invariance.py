@@ -22,6 +22,7 @@ import torch
 import pagedattn_torch
 from benchmarks import machine
 from benchmarks.case import HEADS_SAID, Case, CpuCase, GpuCase
+from benchmarks.chosen import chosen
 from benchmarks.invariance_bits import KINDS, differing
 from benchmarks.turns import in_turns, of_arrays, of_graphs
 from pagedattn import KVCache, paged_attention
@@ -29,8 +30,12 @@ from pagedattn import KVCache, paged_attention
 DEFAULT, MODE = "default", "batch_invariant"
 
 
-def shapes() -> dict[str, tuple[list[int], list[int]]]:
+def shapes(cuda: bool) -> dict[str, tuple[list[int], list[int]]]:
     """Query lengths and sequence lengths, by name."""
+    return gpu_shapes() if cuda else cpu_shapes()
+
+
+def gpu_shapes() -> dict[str, tuple[list[int], list[int]]]:
     lengths = np.random.default_rng(1).integers(512, 4096, 64, endpoint=True).tolist()
     return {
         "decode 64x4096": ([1] * 64, [4096] * 64),
@@ -96,15 +101,15 @@ def row_of(case: Case, us: dict[str, float | str]) -> str:
     return f"{case.shape:26}{base:10.1f}{mode / base:8.3f}"
 
 
-def run(cuda: bool, only: str, seconds: float) -> dict:
+def run(cuda: bool, names: list[str], seconds: float) -> dict:
     """The tables, printed as they are measured."""
     ends = time.monotonic() + seconds
     report: dict = {"machine": machine.gpu(HEADS_SAID) if cuda else machine.cpu(HEADS_SAID)}
     print(json.dumps(report["machine"]))
     print(f"{'us, and over it':26}{DEFAULT:>10}{'mode':>8}", flush=True)
     report["us"] = {}
-    for shape, lens in (shapes() if cuda else cpu_shapes()).items():
-        if only in shape:
+    for shape, lens in shapes(cuda).items():
+        if shape in names:
             case = (GpuCase if cuda else CpuCase)(shape, *lens)
             report["us"][shape] = in_turns(
                 partial(on_gpu if cuda else on_cpu, case), (DEFAULT, MODE)
@@ -125,7 +130,8 @@ def main() -> None:
     parser.add_argument("-k", "--only", default="", help="cases whose name contains this")
     parser.add_argument("--seconds", type=float, default=130, help="after which no check is begun")
     given = parser.parse_args()
-    report = run(torch.cuda.is_available(), given.only, given.seconds)
+    cuda = torch.cuda.is_available()
+    report = run(cuda, chosen(parser, given.only, shapes(cuda)), given.seconds)
     if given.out:
         given.out.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -3,9 +3,9 @@
 `PYTHONPATH=examples python -m benchmarks.plot docs/results` draws those of the committed reports.
 """
 
+import argparse
 import itertools
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -277,4 +277,6 @@ def redraw(folder: Path) -> list[Path]:
 
 
 if __name__ == "__main__":
-    print(*redraw(Path(sys.argv[1])), sep="\n")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="of the reports, such as docs/results")
+    print(*redraw(parser.parse_args().folder), sep="\n")

@@ -99,12 +99,26 @@ def fits(shape: str) -> bool:
     return jax.default_backend() == "gpu" or (sum(seq_lens) <= CPU_KEYS and max(query_lens) <= 2048)
 
 
+def started(parser: argparse.ArgumentParser, folders: list[str]) -> list[Release]:
+    """The releases, which are told apart by their versions."""
+    for folder in folders:
+        if not Path(folder, "pagedattn/__init__.py").exists():  # else what is installed is timed
+            parser.error(f"{folder} is no checkout of a release: it has no pagedattn/__init__.py")
+    releases = [Release(folder) for folder in folders]
+    versions = [release.version for release in releases]
+    if len({*versions}) < len(versions):
+        for release in releases:
+            release.end()
+        parser.error(f"the folders must have different versions, got {', '.join(versions)}")
+    return releases
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folders", nargs="+", help="releases, the oldest first")
     parser.add_argument("-o", "--out", type=Path, help="write the figures there, and the picture")
     given = parser.parse_args()
-    releases = [Release(folder) for folder in given.folders]
+    releases = started(parser, given.folders)
     about = (machine.gpu if jax.default_backend() == "gpu" else machine.cpu)(HEADS_SAID)
     report = {"machine": about, "versions": [r.version for r in releases], "us": {}}
     for shape in filter(fits, SHAPES):

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pagedattn as pa
+from benchmarks.chosen import chosen
 from benchmarks.machine import caption, machine, write
 from benchmarks.random_arrays import random_array, random_cache
 from benchmarks.timing import LAYERS, after, seconds_of_run
@@ -165,10 +166,12 @@ def main() -> None:
     parser.add_argument("-o", "--out", type=Path, help="write the figures there, as JSON")
     parser.add_argument("-k", "--only", default="", help="cases whose name contains this")
     arguments = parser.parse_args()
+    cases = CASES["cpu" if jax.default_backend() == "cpu" else "gpu"]
+    names = chosen(parser, arguments.only, [case.name for case in cases])
     about, rows = machine(), {}
     print(caption(about))
-    for case in CASES["cpu" if jax.default_backend() == "cpu" else "gpu"]:
-        if arguments.only in case.name:
+    for case in cases:
+        if case.name in names:
             rows[case.name] = times = measured(case)
             print(case.name, times)
             print(ratios_of(times), flush=True)

@@ -6,9 +6,9 @@ A table stands below the name of its report, `<!-- h200.json -->`, and ends wher
 second table of a report has a name behind it: `<!-- cpu.json, layers -->`.
 """
 
+import argparse
 import json
 import re
-import sys
 from pathlib import Path
 
 from benchmarks.report import SUM_OR_PRODUCT
@@ -215,5 +215,7 @@ def _line(cells: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    for path in map(Path, sys.argv[1:]):
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("pages", nargs="+", type=Path, help="which are rewritten in place")
+    for path in parser.parse_args().pages:
         path.write_text(rewritten(path.read_text(), path.parent / "results"))

@@ -22,6 +22,7 @@ import torch
 import pagedattn_torch
 from benchmarks import machine
 from benchmarks.case import HEADS_SAID, Case, CpuCase, GpuCase
+from benchmarks.chosen import chosen
 from benchmarks.turns import in_turns, of_arrays, of_graphs
 from pagedattn import BatchMetadata, KVCache, make_batch, paged_attention
 
@@ -102,14 +103,14 @@ def row_of(shape: str, us: dict[str, float | str]) -> str:
     return f"{shape:20}{base:10.1f}{''.join(ratios)}"
 
 
-def run(cuda: bool, only: str) -> dict:
+def run(cuda: bool, names: list[str]) -> dict:
     """The table, printed as it is measured."""
     report: dict = {"machine": machine.gpu(HEADS_SAID) if cuda else machine.cpu(HEADS_SAID)}
     print(json.dumps(report["machine"]))
     print(f"{'us, and over it':20}{''.join(f'{name:>10}' for name in PARENTS)}", flush=True)
     report["us"] = {}
     for shape, lens in shapes(cuda).items():
-        if only in shape:
+        if shape in names:
             case = (GpuCase if cuda else CpuCase)(shape, *lens)
             report["us"][shape] = in_turns(partial(on_gpu if cuda else on_cpu, case), PARENTS)
             print(row_of(shape, report["us"][shape]), flush=True)
@@ -122,7 +123,8 @@ def main() -> None:
     parser.add_argument("-o", "--out", type=Path, help="write the figures there, as JSON")
     parser.add_argument("-k", "--only", default="", help="cases whose name contains this")
     given = parser.parse_args()
-    report = run(torch.cuda.is_available(), given.only)
+    cuda = torch.cuda.is_available()
+    report = run(cuda, chosen(parser, given.only, shapes(cuda)))
     if given.out:
         given.out.write_text(json.dumps(report, indent=1) + "\n")
 

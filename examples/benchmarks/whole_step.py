@@ -10,6 +10,7 @@ into account that products of many rows are bound by arithmetic.
 """
 
 import argparse
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,7 +32,7 @@ from pagedattn import BlockPool, append_tokens, init_block_pool
 from pagedattn.extend import cdiv
 
 WARM_UP = 2  # steps, of which the first compiles
-CASES = {"llama-8b": "64x4096,1x1024,8x2048,256x1024"}
+CASES = {"llama-8b": ["64x4096", "1x1024", "8x2048", "256x1024"]}
 HEADINGS = (
     "batch x context",
     "ms a step",
@@ -161,12 +162,19 @@ def table_of(data: dict) -> Table:
     return table
 
 
+def cases_of(text: str) -> list[str]:
+    cases = text.split(",")
+    if not all(re.fullmatch(r"[1-9]\d*x[1-9]\d*", case) for case in cases):
+        raise argparse.ArgumentTypeError(f"{text!r} is not BATCHxCONTEXT, such as 4x64")
+    return cases
+
+
 def parse_args(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_arguments(parser)
-    parser.add_argument("--cases", help="BATCHxCONTEXT, separated by commas")
+    parser.add_argument("--cases", type=cases_of, help="BATCHxCONTEXT, separated by commas")
     parser.add_argument("--steps", type=int, default=24, help="of each of three runs")
     return parser.parse_args(arguments)
 
@@ -176,7 +184,7 @@ def main(arguments: list[str] | None = None) -> dict:
     about = machine()
     model, params = model_called(args.shape, dict(args.size))
     data = {"machine": about, "model": args.shape, "sizes": dict(args.size), "cases": []}
-    for case in (args.cases or CASES.get(args.shape, "8x256,1x256")).split(","):
+    for case in args.cases or CASES.get(args.shape, ["8x256", "1x256"]):
         row = measure(model, params, case, args, about)
         data["cases"].append(row)
         print(f"{case}: {row['ms']:.2f} ms a step, {row['share']:.2f}", flush=True)

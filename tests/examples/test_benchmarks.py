@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import sys
 import time
 from functools import partial
@@ -194,6 +195,34 @@ def test_flashmla_is_called_by_its_signature(monkeypatch, error):
             work.require(out)
     else:
         work.require(out)
+
+
+BENCHMARKS = Path(trees.__file__).parent
+WITH_NAMES = [file.stem for file in BENCHMARKS.glob("*.py") if '"--only"' in file.read_text()]
+ROOT = Path(__file__).parents[2]
+REFUSED = {
+    **{f"{name} -k nonsense": "nothing has a name that contains" for name in WITH_NAMES},
+    "plot": "required: folder",
+    "tables": "required: pages",
+    "whole_step --cases foo": "'foo' is not BATCHxCONTEXT, such as 4x64",
+    "whole_step --cases 4x64,0x1": "is not BATCHxCONTEXT",
+    "scoreboard nobody": "invalid choice: 'nobody'",
+    f"releases {ROOT} {BENCHMARKS}": "is no checkout of a release",
+    f"releases {ROOT} {ROOT}": "different versions",
+}
+if jax.default_backend() == "cpu":
+    REFUSED["gpu -k nonsense"] = "torch finds no NVIDIA GPU"
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize("command", REFUSED)
+def test_wrong_arguments_are_told_before_anything_is_timed(monkeypatch, capsys, command):
+    name, *arguments = command.split()
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module(f"benchmarks.{name}", run_name="__main__", alter_sys=False)
+    assert end.value.code == 2
+    assert REFUSED[command] in capsys.readouterr().err
 
 
 def test_releases_are_timed_in_processes_of_their_own(monkeypatch):

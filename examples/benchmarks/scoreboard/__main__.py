@@ -15,7 +15,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scoreboard", description=__doc__)
     parser.add_argument("--json", type=Path, help="add the answers to this file")
     parser.add_argument("--page", type=Path, help="write this page from the file")
-    parser.add_argument("peers", nargs="*", help=f"of {', '.join(PEERS)}; without any, all")
+    which = f"of {', '.join(PEERS)}; without any, all"
+    parser.add_argument("peers", nargs="*", choices=[*PEERS], metavar="PEER", help=which)
     asked = parser.parse_args()
     found = {"peers": {}}
     if asked.json and asked.json.exists():
