@@ -22,7 +22,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    check = "hold every usable backend to the oracle; takes some ten seconds"
+    check = "hold every usable backend to the oracle; the first time takes a minute"
     parser.add_argument("--check", action="store_true", help=check)
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--version", action="version", version=__version__)
