@@ -87,17 +87,25 @@ BUGS = {
     ),
     "keys released before their product is awaited": Bug(
         "            x = plgpu.wgmma_accumulator_load(x_ref, wait_n=1)\n"
+        "            x = walk.scaled(x, step)\n"
         "            plgpu.barrier_arrive(self.barriers.key_free.at[walk.slot(step)])",
         "            plgpu.barrier_arrive(self.barriers.key_free.at[walk.slot(step)])\n"
-        "            x = plgpu.wgmma_accumulator_load(x_ref, wait_n=1)",
+        "            x = plgpu.wgmma_accumulator_load(x_ref, wait_n=1)\n"
+        "            x = walk.scaled(x, step)",
         RACE,
     ),
     "a product awaited too late": Bug(
-        "            x = plgpu.wgmma_accumulator_load(x_ref, wait_n=1)\n"
-        "            plgpu.barrier_arrive(self.barriers.key_free",
-        "            x = plgpu.wgmma_accumulator_load(x_ref, wait_n=2)\n"
-        "            plgpu.barrier_arrive(self.barriers.key_free",
+        "            x = plgpu.wgmma_accumulator_load(x_ref, wait_n=1)\n            x = walk",
+        "            x = plgpu.wgmma_accumulator_load(x_ref, wait_n=2)\n            x = walk",
         RACE,
+    ),
+    "scales of tokens: keys released before theirs are read": Bug(
+        "            x = walk.scaled(x, step)\n"
+        "            plgpu.barrier_arrive(self.barriers.key_free.at[walk.slot(step)])",
+        "            plgpu.barrier_arrive(self.barriers.key_free.at[walk.slot(step)])\n"
+        "            x = walk.scaled(x, step)",
+        RACE,
+        "scales of tokens",
     ),
     "results stored before they are committed": Bug(
         "    memory.query.at[slot, warpgroup][...] = out\n    plgpu.commit_smem()\n",
