@@ -169,6 +169,7 @@ def ring_of(config: KernelConfig, dtype, stages: int):
 
 
 def tiled(config: KernelConfig, dtype, *sizes):
+    """Transforms are named, since JAX 0.11 finds some for memory without: another view has none."""
     columns = config.swizzle // jnp.dtype(dtype).itemsize
     transforms = plgpu.TilingTransform((UNIT, columns)), plgpu.SwizzleTransform(config.swizzle)
     return plgpu.SMEM((*sizes, config.head_dim), dtype, transforms=transforms)
