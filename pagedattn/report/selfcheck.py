@@ -1,4 +1,4 @@
-"""A check of some seconds once numba has compiled: every usable backend against the float64 oracle."""
+"""A check of seconds, once kernels are compiled: usable backends against the float64 oracle."""
 
 import time
 

@@ -1,5 +1,6 @@
 """Holds a backend to the oracle: every feature in every phase and dtype."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -54,7 +55,7 @@ def check_backend(
         jit: call inside `jax.jit`.
         batch_invariant: ask for it in every call, as in `paged_attention`.
         num_heads, num_kv_heads, head_dim, block_size: sizes of the problems.
-        verbose: print the table.
+        verbose: print the table, and how many results there are of each kind.
 
     Returns:
         One `Cell` for each combination.
@@ -84,7 +85,7 @@ def check_backend(
     options = {"jit": jit, "batch_invariant": batch_invariant, "sizes": sizes}
     cells = [cell._replace(result=run_cell(backend, cell, **options)) for cell in cells]
     if verbose:
-        print(table(str(backend), cells))
+        print(table(str(backend), cells), counts(cells), sep="\n")
     raise_on_failures(str(backend), cells)
     return cells
 
@@ -176,6 +177,12 @@ def table(name: str, cells: Sequence[Cell]) -> str:
         for cell in cells
     ]
     return "\n".join([f"backend {name}", *lines])
+
+
+def counts(cells: Sequence[Cell]) -> str:
+    """How many results there are of each kind: "360 ok, 16 refused, 0 FAILED"."""
+    found = Counter(cell.result.partition(":")[0] for cell in cells)
+    return ", ".join(f"{found[kind]} {kind}" for kind in ("ok", "refused", "FAILED"))
 
 
 def raise_on_failures(name: str, cells: Sequence[Cell]) -> None:
