@@ -6,7 +6,8 @@ except ImportError as error:
     from pagedattn import BackendUnavailableError
 
     raise BackendUnavailableError(
-        "pagedattn_torch needs torch, which is not installed: pip install 'pagedattn[torch]'"
+        "pagedattn_torch needs torch, which is not installed: pip install 'pagedattn[torch]' (on a "
+        "CPU, torch's build for CPUs first: docs/install.md)"
     ) from error
 
 from .attention import explain, paged_attention, ragged_attention, select_backend

@@ -53,6 +53,9 @@ BUILT_IN = {
     "xla": BuiltIn("pagedattn.backends.xla"),
 }
 
+OWN_TORCH = ("flash", "ipex")  # extras that install the torch that they need
+PACKAGE_OF = {"llvmlite": "numba", "jax_tvm_ffi": "jax-tvm-ffi"}  # where a module is another's
+
 
 def names(framework: Framework) -> tuple[str, ...]:
     """Every backend known for a framework, whether it can be loaded or not."""
@@ -131,6 +134,14 @@ def can_load(name: str, framework: Framework = Framework.JAX) -> bool:
     return isinstance(tried(name, framework), Backend)
 
 
+def _lacks(error: ImportError) -> str:
+    """The package that is not installed, where this is why; else what the import raised."""
+    why = error.__cause__ if isinstance(error.__cause__, ImportError) else error
+    if isinstance(why, ModuleNotFoundError) and why.name and "." not in why.name:
+        return f"{PACKAGE_OF.get(why.name, why.name)} is not installed"
+    return str(why)
+
+
 def _cure(name) -> str:
     extra = BUILT_IN[name].extra
     return f": pip install 'pagedattn[{extra}]'" if extra else ""
@@ -140,10 +151,10 @@ def _of_built_in(name, framework) -> Backend:
     module = getattr(BUILT_IN[name], framework.name.lower())
     try:
         found = importlib.import_module(module)
-    except BackendUnavailableError:
-        raise
     except ImportError as error:
-        text = f"backend {name!r} is not available: {error}{_cure(name)}"
+        if isinstance(error, BackendUnavailableError) and BUILT_IN[name].extra not in OWN_TORCH:
+            raise
+        text = f"backend {name!r} is not available: {_lacks(error)}{_cure(name)}"
         raise BackendUnavailableError(text) from error
     return found.bridged(load(name, Framework.TORCH)) if module == ACROSS else found.BACKEND
 

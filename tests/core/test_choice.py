@@ -107,6 +107,28 @@ def test_a_missing_package_is_named_with_its_cure(blocked):
         assert "pip install 'pagedattn[torch]'" in line
 
 
+NOTHING = """
+import sys
+sys.modules.update(dict.fromkeys(
+    "torch numba llvmlite triton jax_tvm_ffi intel_extension_for_pytorch flash_attn".split()
+))
+from pagedattn._dispatch import registry
+for name in registry.BUILT_IN:
+    print(name, registry.tried(name, registry.Framework.JAX))
+"""
+
+
+def test_every_backend_without_its_packages_names_one_and_its_extra():
+    lines = run_forked(NOTHING, "jax.numpy").stdout.splitlines()
+    said = {line.split()[0]: line for line in lines}
+    assert said.keys() == registry.BUILT_IN.keys()
+    for name, where in registry.BUILT_IN.items():
+        if where.extra:
+            assert "is not installed" in said[name]
+            assert f"pip install 'pagedattn[{where.extra}]'" in said[name]
+    assert "numba is not installed" in said["numba"]
+
+
 # What is taken on a CPU for a small call.
 FIRST = "numba" if can_load("numba") else "xla"
 
