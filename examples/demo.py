@@ -23,12 +23,12 @@ from pagedattn_serving.engine.engine import Engine
 from pagedattn_serving.engine.preemption import Recompute, Swap
 from pagedattn_serving.families.fused import fused
 
-INTRODUCTION = """\
-{} prompts are continued by a small Llama trained on Python's own help, {} at a time, their keys
-and values in a pool of {} blocks of {} tokens. Every usable backend does the same, after compiling,
-and must give each text that the model gives without any cache. Then come the texts, the speeds, and
-a picture of which request owned which block when.
-"""
+INTRODUCTION = (
+    "{} prompts are continued by a small Llama trained on Python's own help, {} at a time, their "
+    "keys and values in a pool of {} blocks of {} tokens. Every usable backend does the same, "
+    "after compiling, and must give each text that the model gives without any cache. Then come "
+    "the texts, the speeds, and a picture of which request owned which block when.\n"
+)
 
 
 def parse_args() -> argparse.Namespace:

@@ -31,7 +31,8 @@ def parse_args() -> argparse.Namespace:
     parser = make_parser(NAME, __doc__)
     parser.add_argument("--port", type=port_number, default=8000, help="0 takes any free one")
     parser.add_argument("--max-requests", type=number_from(1), default=64, help="that run or wait")
-    parser.add_argument("--drain", type=seconds, default=30, help="to end in, upon SIGTERM")
+    drain = "seconds that running requests get upon SIGTERM (30)"
+    parser.add_argument("--drain", type=seconds, default=30, help=drain)
     return parser.parse_args()
 
 
