@@ -20,7 +20,7 @@ def gather(*, check: bool) -> dict[str, Any]:
     try:
         found["devices"] = machine.devices()
     except (AssertionError, RuntimeError) as error:  # JAX asserts where a plugin is not installed
-        platforms = jax.config.read("jax_platforms")
+        platforms = getattr(jax.config, "jax_platforms", None)
         return found | {"error": str(error) or f"JAX_PLATFORMS={platforms} has no plugin here"}
     found |= {"unmeasured": machine.unmeasured()}
     found |= {"processor": machine.processor(), "kernel": machine.kernel()}
