@@ -1,7 +1,7 @@
 """What options cost or gain on one GPU: fewer bits, sinks, shared prefixes, latent caches.
 
     export PYTHONPATH=examples:. XLA_PYTHON_CLIENT_PREALLOCATE=false
-    python -m benchmarks.options [-o docs/results/options.json] [-k decode prompts]
+    python -m benchmarks.options [-o docs/results/options.json] [-k decode]
 
 Each is attention of bfloat16 queries in `jax.jit`, of 64 sequences unless it says otherwise, beside
 the same without the option; `RATIOS` says what is compared.
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from benchmarks.chosen import chosen
 from benchmarks.machine import caption, machine, write
 from benchmarks.random_arrays import BLOCK_SIZE, random_array, random_cache, random_decodes
 from benchmarks.timing import LAYERS, after, captured, layers_of, seconds_a_call, time_enqueued
@@ -229,13 +230,9 @@ RATIOS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("-o", "--out", type=Path, help="write the figures there, as JSON")
-    parser.add_argument(
-        "-k", "--only", nargs="+", default=[""], help="work whose name contains one of these"
-    )
+    parser.add_argument("-k", "--only", default="", help="work whose name contains this")
     arguments = parser.parse_args()
-    names = [name for name in WORK if any(part in name for part in arguments.only)]
-    if not names:
-        parser.error(f"nothing has a name that contains {' or '.join(arguments.only)}")
+    names = chosen(parser, arguments.only, WORK)
     if jax.default_backend() != "gpu":
         parser.error("JAX finds no GPU; benchmarks.cpu times a CPU")
     about = machine()
