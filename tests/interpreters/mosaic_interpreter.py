@@ -37,7 +37,7 @@ RULES = {
     gpu.semaphore_wait_p: semaphore_wait,
     gpu.inline_mgpu_p: inline_mgpu,
 }
-PATIENCE = 10  # seconds after which threads that do nothing will do nothing
+PATIENCE = 30  # seconds after which threads that do nothing will do nothing
 AT_WORK = 0.1  # seconds of a processor: to look whether there is work takes a hundredth
 
 
