@@ -22,6 +22,7 @@ ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]  (not private: its 
 
 
 def compute(config: KernelConfig, arrays, memory, barriers, schedule, warpgroup):
+    # A thread of each warpgroup together have 512, or 504 where there are three.
     plgpu.set_max_registers(200 if config.cache_dtype else 232, action="increase")
 
     @pl.when(warpgroup == 1)

@@ -15,7 +15,7 @@ from jax import lax
 from ....batch.draft_tree import DraftTree, key_positions
 from ....masks import WORD
 from .kernel_config import ROWS, WARPGROUP, KernelConfig
-from .registers import LAYOUT, columns, load, wide
+from .registers import LAYOUT, along_columns, columns, load, wide
 from .tiles import Tile, token_at
 
 
@@ -93,7 +93,7 @@ def keys_in_lines(config: KernelConfig, lines: Lines, tile: Tile, warpgroup, blo
     if not has_positions(config):
         return Keys(first, slots, slots, words)
     lags = load(lines.lags.at[tile.slot, pl.ds(begin * WORD, config.keys)], LAYOUT.reduce(0))
-    return Keys(first, slots, slots - lax.broadcast_in_dim(lags, slots.shape, [1]), words)
+    return Keys(first, slots, slots - along_columns(lags, slots), words)
 
 
 def in_line(keys: Keys):
