@@ -1,17 +1,23 @@
 """Caches in eight bits by the Mosaic kernel: what it takes, its programs, on a GPU its results."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cases import SPECS
+from hard_problems import beside_a_sink, magnified, with_a_great_column
+from hypothesis import given
+from hypothesis import strategies as st
 from mosaic_rules import BF16, hopper
 
 from pagedattn import AttentionSpec, init_kv_cache, make_batch, paged_attention
 from pagedattn._dispatch.call import call_of
 from pagedattn.backends import mosaic
 from pagedattn.backends.mosaic.dense import launch
+from pagedattn.backends.mosaic.dense.float16 import factors
 from pagedattn.backends.mosaic.dense.launch import attend
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
 
@@ -78,6 +84,40 @@ def test_is_taken_for_long_queries_alone(scales):
     assert "short queries" in reason
     without = dataclasses.replace(many, cache_dtype=None, token_scales=False)
     assert not launch.slower_because(without)
+
+
+@given(st.floats(0, float(np.finfo(np.float32).max), width=32, allow_subnormal=False))
+def test_factors_take_queries_into_the_range_of_float16(largest):
+    up, down = map(float, factors(jnp.float32(largest)))
+    assert up * down == 1
+    assert largest * up < 2**15
+    assert largest < 2.0**-86 or largest * up >= 2**14
+    # What it joins, the logits' scale, may be small: a product of 0 would hide what is visible.
+    assert down >= 2.0**-100
+
+
+@pytest.mark.parametrize("odd", [np.inf, np.nan])
+def test_factors_of_queries_without_a_range_are_positive(odd):
+    assert all(0 < float(factor) < np.inf for factor in factors(jnp.float32(odd)))
+
+
+HARDER = {
+    "great column": partial(with_a_great_column, power=20),
+    "sink": partial(beside_a_sink, logit=20.0),
+    "great queries": partial(magnified, power=90),
+    "tiny queries": partial(magnified, power=-60),
+}
+
+
+@hopper
+@pytest.mark.parametrize("harder", HARDER)
+@scales
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_far_apart(dtype, scales, harder):
+    kinds = {"cache_dtype": dtype, "token_scales": scales == "token", "dtype": BF16}
+    sizes = {"head_dim": 128, "block_size": 16}
+    problem = random_problem([40, 1, 9], [450, 33, 129], AttentionSpec(), **sizes, **kinds)
+    check(HARDER[harder](problem))
 
 
 @hopper

@@ -108,8 +108,8 @@ BUGS = {
         "scales of tokens",
     ),
     "results stored before they are committed": Bug(
-        "    memory.query.at[slot, warpgroup][...] = out\n    plgpu.commit_smem()\n",
-        "    memory.query.at[slot, warpgroup][...] = out\n",
+        "    memory.results.at[slot, warpgroup][...] = out\n    plgpu.commit_smem()\n",
+        "    memory.results.at[slot, warpgroup][...] = out\n",
         RACE,
     ),
     "room for queries released while results are stored": Bug(
@@ -139,13 +139,13 @@ BUGS = {
         "return out * wide(kept, out), state", "return out, state", NUMBERS
     ),
     "a barrier that counts pages only": Bug(
-        "return max(config.loading.pages, WARPS)",
-        "return config.loading.pages",
+        "return max(config.pages, WARPS)",
+        "return config.pages",
         PHASE,
         "whole tiles",
     ),
     "eight bits: no wait for what is loaded": Bug(
-        "        plgpu.barrier_wait(held.full.at[source])\n", "", PHASE, "eight bits"
+        "    plgpu.barrier_wait(held.full.at[source])\n", "", PHASE, "eight bits"
     ),
     "eight bits: no wait for room": Bug(
         "            plgpu.barrier_wait(self.free.at[self.slot(step)])\n",
@@ -154,10 +154,36 @@ BUGS = {
         "eight bits",
     ),
     "eight bits: room for loads released before it is read": Bug(
-        "        plgpu.barrier_wait(held.full.at[source])\n",
-        "        plgpu.barrier_wait(held.full.at[source])\n"
-        "        plgpu.barrier_arrive(held.free.at[source])\n",
+        "    plgpu.commit_smem()  # all warps have read\n    plgpu.barrier_arrive(held.free",
+        "    plgpu.barrier_arrive(held.free",
         RACE,
+        "eight bits",
+    ),
+    "eight bits: keys not committed": Bug(
+        "    plgpu.commit_smem()\n    plgpu.barrier_arrive(wide.full.at[target])\n",
+        "    plgpu.barrier_arrive(wide.full.at[target])\n",
+        RACE,
+        "eight bits",
+    ),
+    "eight bits: queries not committed": Bug(
+        "    plgpu.commit_smem()  # all warps have written\n    return down",
+        "    return down",
+        RACE,
+        "eight bits",
+    ),
+    "eight bits: queries without a factor": Bug(
+        "    up = jnp.minimum(2 * BIAS + LARGEST_EXPONENT - exponent_of(largest), MOST)\n",
+        "    up = jnp.full_like(exponent_of(largest), BIAS)\n",
+        NUMBERS,
+        "eight bits",
+    ),
+    "eight bits: weights of 1 at most": Bug(
+        "return 15 if dtype == jnp.float16 else 0", "return 0", NUMBERS, "eight bits"
+    ),
+    "eight bits: results' memory released with the tile": Bug(
+        "            pl.when(step == 1)(self.release_results)\n",
+        "            pl.when(step == 2)(self.release_results)\n",
+        DEADLOCK,
         "eight bits",
     ),
     "scales of tokens: keys' written before there is room": Bug(
@@ -203,7 +229,7 @@ BUGS = {
 # What it cannot see, since a warpgroup is one thread to it: fences among a warpgroup's own warps.
 UNSEEN = (
     "    plgpu.commit_smem()  # all warps have read their queries\n"
-    "    memory.query.at[slot, warpgroup][...] = out\n",
+    "    memory.results.at[slot, warpgroup][...] = out\n",
     "        plgpu.commit_smem()  # all warps have written, before one of them says so\n"
     "        plgpu.semaphore_signal(",
 )

@@ -4,12 +4,15 @@ Tracing takes 5 of a call's 8 seconds. Shapes and specs are compiled for, length
 case has one program, and runs it for lengths of its own and for lengths that Hypothesis draws.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import hypothesis
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from hard_problems import beside_a_sink, magnified, with_a_great_column
 from hypothesis import strategies as st
 
 from pagedattn import AttentionSpec
@@ -27,7 +30,10 @@ KERNELS = ("whole tiles", "cut keys", "latents")
 
 
 class Case(NamedTuple):
-    """`lengths` are pairs of query_lens and seq_lens; `sizes` are fields of a `Bucket`."""
+    """`lengths` are pairs of query_lens and seq_lens; `sizes` are fields of a `Bucket`.
+
+    The problem of the last lengths is solved again as each of `harder` has it.
+    """
 
     kernel: str
     lengths: tuple[tuple[list[int], list[int]], ...]
@@ -38,6 +44,7 @@ class Case(NamedTuple):
     parents: bool = False  # whether new tokens are drafts that branch
     cache_dtype: str | None = None  # of eight bits
     token_scales: bool = False
+    harder: tuple[Callable[[Problem], Problem], ...] = ()
 
     @property
     def bucket(self) -> Bucket:
@@ -157,6 +164,12 @@ CASES = {
         sizes(160, 144, 32, 13, head_dim=128),
         programs=1,
         cache_dtype="int8",
+        harder=(
+            partial(with_a_great_column, power=20),
+            partial(beside_a_sink, logit=20.0),
+            partial(magnified, power=90),
+            partial(magnified, power=-60),
+        ),
     ),
     "eight bits, window, group of 4": Case(
         "whole tiles",
@@ -268,7 +281,7 @@ def own_problems(case: Case):
         tables = np.full((bucket.num_seqs, bucket.max_blocks), -1, np.int32)
         for row, ids in zip(tables, random_tables(rng, blocks, bucket.num_blocks), strict=True):
             row[: len(ids)] = ids
-        yield random_problem(
+        problem = random_problem(
             query_lens,
             seq_lens,
             case.spec,
@@ -283,6 +296,8 @@ def own_problems(case: Case):
             block_tables=tables,
             **case.cache,
         )
+        yield problem
+    yield from (harder(problem) for harder in case.harder)
 
 
 def drawn_problems(case: Case):

@@ -21,9 +21,9 @@ class Races(GPURaceDetectionState):
     """Accesses of the members of a union are those of its first member.
 
     The members of a `RefUnion` are views of the same memory, as on the GPU: a matrix in tiles of 8
-    rows by the columns of the swizzle, and those tiles. JAX gives each memory of its own, calls any
-    two members a race, and refuses to read by one what was written by another, as our loads of
-    single rows do.
+    rows by the columns of the swizzle, those tiles, and the matrix with numbers of another type.
+    JAX gives each memory of its own, calls any two members a race, and refuses to read by one what
+    was written by another, as our loads of single rows do.
     """
 
     def __init__(self, *args, **options):
@@ -78,6 +78,10 @@ def share_memory(token, member_keys_as_array, alias_group_idxs):
     first, *others = map(memory.HostAllocationKey.from_array, member_keys_as_array)
     matrix = shared.mem[first].content
     for other in others:
+        if shared.mem[other].content.shape == matrix.shape:
+            shared.mem[other]._content = matrix.view(shared.mem[other].content.dtype)
+            state.tiles[other] = first, None
+            continue
         *lead, units, pieces, rows, columns = shared.mem[other].content.shape
         tiles = matrix.reshape(*lead, units, rows, pieces, columns).swapaxes(-3, -2)
         shared.mem[other]._content = tiles

@@ -19,16 +19,16 @@ interpreted = pytest.mark.skipif(
 )
 CODE = """
 import sys
-sys.path[:0] = sys.argv[1:3]
+sys.path[:0] = sys.argv[1:4]
 import mosaic_interpreter
 from mosaic_cases import CASES, check_all
-check_all(CASES[sys.argv[3]], int(sys.argv[4]))
+check_all(CASES[sys.argv[4]], int(sys.argv[5]))
 """
 
 
 def run_case(name: str, examples: int = 0, *, root: Path = ROOT, seconds: int = 600):
     """Checks a case, and as many lengths that are drawn, with the library that lies in `root`."""
-    argv = str(root), HERE, name, str(examples)
+    argv = str(root), HERE, str(Path(HERE).parent), name, str(examples)
     return run_forked(CODE, "jax", "hypothesis", argv=argv, seconds=seconds)
 
 

@@ -86,6 +86,7 @@ INLINE = {  # what the functions in MLIR compute
     "together": lambda: (),
     "if_any": lambda sums, kept: sums * kept[:, None],
     "gathered": lambda array, *indices: array[indices],
+    "from_int8": lambda numbers: numbers.astype(jnp.float16),
 }
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import lines, scores
+from .float16 import queries_in_float16, weight_exponent
 from .kernel_config import WARPGROUP, KernelConfig
 from .registers import LAYOUT, along_columns, load, row_vector, wide
 from .results import join_or_leave, store
@@ -42,12 +43,6 @@ def compute(config: KernelConfig, arrays, memory, barriers, schedule, warpgroup)
                 config, arrays, task, warpgroup, out, state, functools.partial(store, *where)
             )
 
-    def release(index):
-        """The next queries may be loaded to where results were, once those are on their way."""
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        slot = lax.rem(index, jnp.int32(config.query_slots))
-        plgpu.barrier_arrive(barriers.query_free.at[slot])
-
     def begin(task):
         return walk_of(task).first() if config.query_slots > 1 else ()
 
@@ -55,13 +50,12 @@ def compute(config: KernelConfig, arrays, memory, barriers, schedule, warpgroup)
         """The products of the next tile's first keys run beside those of this one's last values."""
         walk = walk_of(task)
         out, state, weights = walk.middle(*started)
-        pl.when(task.index > 0)(lambda: release(task.index - 1))
 
         def with_next():
             return walk.last_beside(walk_of(following), out, weights)
 
         out, started = lax.cond(
-            has_next, with_next, lambda: (walk.last(out, weights), (weights, state))
+            has_next, with_next, lambda: (walk.last(out, weights), (weights, state, walk.unit))
         )
         results(walk, out, state)
         return started
@@ -70,7 +64,7 @@ def compute(config: KernelConfig, arrays, memory, barriers, schedule, warpgroup)
         walk = walk_of(task)
         out, state, weights = walk.middle(*walk.first())
         results(walk, walk.last(out, weights), state)
-        release(task.index)
+        walk.release(task.index)
         return started
 
     schedule(begin, tile_into_next if config.query_slots > 1 else tile_alone)
@@ -87,13 +81,21 @@ class Walk:
         self.rows = scores.rows_of(config, arrays, task.tile, task.head, warpgroup)
         self.query_slot = lax.rem(task.index, jnp.int32(config.query_slots))
         self.query = memory.query.at[self.query_slot, warpgroup]
+        self.unit = 1.0  # of the products of queries and keys
 
     def slot(self, step):
         """Where the keys and the values of a step are."""
         return lax.rem(self.done + step, jnp.int32(self.config.stages))
 
-    def middle(self, weights, state):
+    def await_queries(self):
+        plgpu.barrier_wait(self.barriers.query_full.at[self.query_slot])
+        if self.config.cache_dtype:
+            loaded = self.memory.results.at[self.query_slot, self.warpgroup]
+            self.unit = queries_in_float16(loaded, self.query)
+
+    def middle(self, weights, state, unit):
         """The results of all steps, but for the values of the last."""
+        self.unit = unit
         size = (WARPGROUP, self.config.head_dim)
         carry = plgpu.layout_cast(jnp.zeros(size, jnp.float32), LAYOUT), state, weights
         computes = has_rows(self.config, self.task.tile, self.warpgroup)
@@ -103,7 +105,30 @@ class Walk:
             step = functools.partial(self.step, masked=masked)
             carry = lax.fori_loop(begin, end, step, carry)
             begin = jnp.maximum(begin, end)
+        if self.config.query_slots == 2:
+            pl.when(self.blocks.count == 1)(self.release_results)
+        else:
+            self.release_results()
         return carry
+
+    def end_of_step(self, step):
+        """Where two tiles of queries have room, the next one needs it long before this one's end.
+
+        Where three have, it is soon enough after the loops: a branch in them would cost 4 %.
+        """
+        if self.config.query_slots == 2:
+            pl.when(step == 1)(self.release_results)
+
+    def release_results(self):
+        """Those of the tile before, if they are in memory of their own."""
+        if self.config.query_slots > 1:
+            pl.when(self.task.index > 0)(lambda: self.release(self.task.index - 1))
+
+    def release(self, index):
+        """The next queries may be loaded to where results were, once those are on their way."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        slot = lax.rem(index, jnp.int32(self.config.query_slots))
+        plgpu.barrier_arrive(self.barriers.query_free.at[slot])
 
     def leave_out(self, step, _):
         """A step of which this warpgroup has no rows: the matrix unit is left to the other one."""
@@ -113,6 +138,7 @@ class Walk:
         before = self.slot(step - 1)
         plgpu.barrier_wait(self.barriers.value_full.at[before])
         plgpu.barrier_arrive(self.barriers.value_free.at[before])
+        self.end_of_step(step)
 
     def stretches(self):
         """Up to which step keys are hidden from some rows, then seen by all, then hidden again."""
@@ -127,7 +153,7 @@ class Walk:
         """The weights of the first step."""
         step = jnp.int32(0)
         keys = self.keys_of(step, masked=True)
-        plgpu.barrier_wait(self.barriers.query_full.at[self.query_slot])
+        self.await_queries()
         self.await_keys_and_turn(step)
 
         def products(x_ref):
@@ -137,22 +163,22 @@ class Walk:
 
         x = pl.run_scoped(products, ACC((WARPGROUP, self.config.keys)))
         plgpu.barrier_arrive(self.barriers.key_free.at[self.slot(step)])
-        x = self.logits(keys, x, masked=True)
-        weights, state, _ = scores.weigh(self.config, x, no_weights())
-        return weights.astype(self.memory.query.dtype), state
+        weights, state, _ = self.weigh(self.logits(keys, x, masked=True), no_weights())
+        return weights.astype(self.memory.value.dtype), state, self.unit
 
     def step(self, step, carry, masked):
         out, state, weights = carry
         out, (weights, state, kept) = self.beside(self, step, state, masked, out, weights)
-        return out * wide(kept, out), state, weights.astype(self.memory.query.dtype)
+        self.end_of_step(step)
+        return out * wide(kept, out), state, weights.astype(self.memory.value.dtype)
 
     def last_beside(self, following, out, weights):
         """The results, and the weights of the first step of the tile that follows."""
-        plgpu.barrier_wait(self.barriers.query_full.at[following.query_slot])
+        following.await_queries()
         count, step = self.blocks.count, jnp.int32(0)
         new = self.beside(following, step, no_weights(), True, out, weights, count)
         out, (weights, state, _) = new
-        return out, (weights.astype(self.memory.query.dtype), state)
+        return out, (weights.astype(self.memory.value.dtype), state, following.unit)
 
     def beside(self, walk, step, state, masked, out, weights, position=None):
         """Weights times the values before a position, beside the weights of a step of a walk."""
@@ -168,7 +194,7 @@ class Walk:
             x = plgpu.wgmma_accumulator_load(x_ref, wait_n=1)
             x = walk.scaled(x, step)
             plgpu.barrier_arrive(self.barriers.key_free.at[walk.slot(step)])
-            new = scores.weigh(self.config, walk.logits(keys, x, masked), state)
+            new = walk.weigh(walk.logits(keys, x, masked), state)
             return out_ref[...], lax.optimization_barrier(new)
 
         size = (WARPGROUP, self.config.head_dim)
@@ -202,8 +228,12 @@ class Walk:
         return x * along_columns(scales, x)
 
     def logits(self, keys, x, masked):
-        x = scores.logits(self.config, self.rows, keys, x)
+        x = scores.logits(self.config, self.rows, keys, x, self.unit)
         return scores.only_visible(self.rows, keys, x) if masked else x
+
+    def weigh(self, x, state):
+        factor = scores.factor(self.config, self.unit)
+        return scores.weigh(x, state, factor, weight_exponent(self.memory.value.dtype))
 
     def await_keys_and_turn(self, step):
         plgpu.barrier_wait(self.barriers.key_full.at[self.slot(step)])

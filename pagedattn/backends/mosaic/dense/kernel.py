@@ -46,8 +46,9 @@ class Arrays(NamedTuple):
 class Memory(NamedTuple):
     """In a multiprocessor's memory."""
 
-    query: Any  # a warpgroup's rows as a matrix, and as units of columns as wide as the swizzle
-    units: Any
+    query: Any  # a warpgroup's rows as a matrix of what is multiplied,
+    results: Any  # of what queries and results are,
+    units: Any  # and as units of columns as wide as the swizzle
     key: Any
     value: Any
     value_rows: Any
@@ -97,7 +98,7 @@ def attention(
         scratch = memory_of(config, query.dtype), barriers_of(config, key.dtype.itemsize)
         held = ()
         if config.cache_dtype:
-            held = ring_of(config.loading, key.dtype, config.stages), held_barriers(config)
+            held = ring_of(config, key.dtype, key.dtype, 1), held_barriers(config)
         scratch = *scratch, numbers_of(config), *held
         run = functools.partial(program, config, programs, arrays)
         pl.run_scoped(run, *scratch, collective_axes="wg")
@@ -147,10 +148,12 @@ def semaphores(config: KernelConfig):
 
 def memory_of(config: KernelConfig, dtype) -> Scratch:
     queries = config.query_slots, 2, WARPGROUP
-    return Scratch(
-        plgpu.RefUnion(tiled(config, dtype, *queries), by_rows(config, dtype, *queries)),
-        *ring_of(config, dtype, config.stages),
-    )
+    views = tiled(config, dtype, *queries), by_rows(config, dtype, *queries)
+    if not config.cache_dtype:
+        return Scratch(plgpu.RefUnion(*views), *ring_of(config, dtype, dtype, config.stages))
+    views = plgpu.RefUnion(*views, tiled(config, jnp.float16, *queries))
+    values = dtype if config.token_scales else jnp.float16
+    return Scratch(views, *ring_of(config, jnp.float16, values, config.stages))
 
 
 def numbers_of(config: KernelConfig):
@@ -162,10 +165,11 @@ def numbers_of(config: KernelConfig):
     return plgpu.SMEM((rows, ROWS), jnp.float32)
 
 
-def ring_of(config: KernelConfig, dtype, stages: int):
+def ring_of(config: KernelConfig, key_dtype, dtype, stages: int):
     """Memory for the keys of some steps, and for their values, which may be loaded row by row."""
-    size = config, dtype, stages, config.keys
-    return tiled(*size), plgpu.RefUnion(tiled(*size), by_rows(*size))
+    size = stages, config.keys
+    values = tiled(config, dtype, *size), by_rows(config, dtype, *size)
+    return tiled(config, key_dtype, *size), plgpu.RefUnion(*values)
 
 
 def tiled(config: KernelConfig, dtype, *sizes):
@@ -190,7 +194,7 @@ def barriers_of(config: KernelConfig, held_bytes: int) -> Barriers:
 
     full = 1 if config.cache_dtype else loads_of(config)
     ring = barrier(full, config.stages), barrier(2, config.stages)
-    rows = min(config.block_size, config.loading.keys)
+    rows = min(config.block_size, config.keys)
     edge = rows * config.head_dim * held_bytes // config.swizzle
     loads = config.units * config.head_dim * 2 // config.swizzle
     queries = barrier(loads, config.query_slots), barrier(2, config.query_slots)
@@ -198,14 +202,14 @@ def barriers_of(config: KernelConfig, held_bytes: int) -> Barriers:
 
 
 def held_barriers(config: KernelConfig) -> HeldBarriers:
-    full = plgpu.Barrier(num_arrivals=loads_of(config), num_barriers=config.stages)
-    free = plgpu.Barrier(num_arrivals=1, num_barriers=config.stages)
+    full = plgpu.Barrier(num_arrivals=loads_of(config), num_barriers=1)
+    free = plgpu.Barrier(num_arrivals=1, num_barriers=1)
     return HeldBarriers(full, free, full, free)
 
 
 def loads_of(config: KernelConfig) -> int:
     """Arrivals that fill a slot. A warp without pages arrives, too: none falls behind the ring."""
-    return max(config.loading.pages, WARPS)
+    return max(config.pages, WARPS)
 
 
 def program(config: KernelConfig, programs: int, arrays: Arrays, scratch, barriers, numbers, *held):
@@ -242,5 +246,7 @@ def with_numbers(config: KernelConfig, scratch: Scratch, numbers) -> Memory:
     keys = values = None
     if config.token_scales:
         keys, values = numbers.at[pl.ds(1, config.stages)], numbers.at[1 + config.stages]
-    tiles = *scratch.queries, scratch.key, *scratch.values
+    results, units, *query = scratch.queries
+    query = query[0] if query else results
+    tiles = query, results, units, scratch.key, *scratch.values
     return Memory._make((*tiles, numbers.at[0], keys, values))

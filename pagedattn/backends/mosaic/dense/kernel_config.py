@@ -31,7 +31,6 @@ class KernelConfig:
     units: int = UNITS  # of a tile
     words: int = 0  # of a token's line, if the drafts branch
     parts: int = 0  # into so many the keys of all sequences are cut; 0: tiles are whole
-    loads: int = 1  # into so many the keys of a step are cut where they are loaded
 
     @property
     def group(self) -> int:
@@ -41,15 +40,7 @@ class KernelConfig:
     @property
     def keys(self) -> int:
         """Keys of a step: as many as registers and shared memory hold."""
-        return (128 if self.head_dim <= 128 else 64) // self.loads
-
-    @property
-    def loading(self) -> "KernelConfig":
-        """As the warpgroup that loads has it: eight bits come in halves of a step.
-
-        There is room for no more than one step, and so the next half comes while one is widened.
-        """
-        return dataclasses.replace(self, loads=2) if self.cache_dtype else self
+        return 128 if self.head_dim <= 128 else 64
 
     @property
     def pages(self) -> int:

@@ -13,7 +13,6 @@ from jax import lax
 
 from ...._arrays.namespace import cdiv
 from .kernel_config import UNIT, WARPGROUP, KernelConfig, columns
-from .tile_tasks import TileTask
 from .tiles import first_key, num_units, token_of
 
 WARPS = 4
@@ -27,21 +26,10 @@ def load(config: KernelConfig, arrays, memory, barriers, schedule):
     def one_of_four(warp):
         def load_tile(task, following, has_next, started):
             _load_queries(config, arrays, memory, barriers, task, warp)
-            where = config.loading, arrays, memory, barriers, warp
-            Loads(*where, in_loads(config.loading, task)).all()
+            Loads(config, arrays, memory, barriers, warp, task).all()
             return started
 
         schedule(lambda task: (), load_tile)
-
-
-def in_loads(config: KernelConfig, task: TileTask) -> TileTask:
-    """The task, of which a step is as much as is loaded at once."""
-    if (times := config.loads) == 1:
-        return task
-    blocks = task.blocks._replace(
-        last=task.blocks.last * times + times - 1, count=task.blocks.count * times
-    )
-    return task._replace(blocks=blocks, done=task.done * times)
 
 
 def _load_queries(config, arrays, memory, barriers, task, warp):

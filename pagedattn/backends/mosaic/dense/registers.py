@@ -30,7 +30,7 @@ def columns(config: KernelConfig):
 
 def wide(rows, like):
     """One value for each row, or for all, as a matrix."""
-    if not rows.ndim:
+    if not jnp.ndim(rows):
         return rows
     return lax.broadcast_in_dim(rows, like.shape, [0])
 

@@ -7,6 +7,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from .float16 import weight_exponent
 from .kernel_config import ROWS, UNIT, WARPGROUP, KernelConfig, columns
 from .registers import LAYOUT, load, wide
 from .scores import Softmax
@@ -17,9 +18,9 @@ def store(config: KernelConfig, arrays, memory, tile: Tile, head, slot, warpgrou
     """Results pass through the memory of the tile's queries, which is free by then."""
     some = state.total > 0
     share = jnp.where(some, 1 / jnp.where(some, state.total, 1.0), 0.0)
-    out = (out * wide(share, out)).astype(memory.query.dtype)
+    out = (out * wide(share, out)).astype(memory.results.dtype)
     plgpu.commit_smem()  # all warps have read their queries
-    memory.query.at[slot, warpgroup][...] = out
+    memory.results.at[slot, warpgroup][...] = out
     plgpu.commit_smem()
     staged = memory.units.at[slot, warpgroup]
     whole = tile.query_len >= UNIT
@@ -71,7 +72,8 @@ def _store_rows(config, arrays, tile, head, warpgroup, staged):
 
 def _store_lse(config, arrays, memory, tile, head, warpgroup, state):
     staged = memory.lse.at[pl.ds(warpgroup * WARPGROUP, WARPGROUP)]
-    staged[...] = (state.top + jnp.log2(state.total)) * math.log(2)
+    top = state.top - weight_exponent(memory.value.dtype)
+    staged[...] = (top + jnp.log2(state.total)) * math.log(2)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(staged, arrays.lse.at[tile.slot, head, warpgroup])
 

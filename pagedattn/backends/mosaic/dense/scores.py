@@ -92,12 +92,12 @@ def is_plain(config: KernelConfig) -> bool:
     return not options and spec.scale_for(config.head_dim) > 0
 
 
-def logits(config: KernelConfig, rows: Rows, keys: Keys, x):
-    """The logits, without the positive factor of plain ones."""
+def logits(config: KernelConfig, rows: Rows, keys: Keys, x, unit):
+    """The logits, without the positive factor of plain ones; `unit` is that of the products."""
     if is_plain(config):
         return x
     spec = config.spec
-    x = x * spec.scale_for(config.head_dim)
+    x = x * wide(unit * spec.scale_for(config.head_dim), x)
     if (cap := spec.logits_soft_cap) is not None:
         x = cap - 2 * cap / (1 + jnp.exp2(x * (2 * LOG2_E / cap)))
     if spec.alibi_slopes is not None:
@@ -106,9 +106,9 @@ def logits(config: KernelConfig, rows: Rows, keys: Keys, x):
     return x
 
 
-def factor(config: KernelConfig) -> float:
+def factor(config: KernelConfig, unit):
     """From what `logits` gives to logits in base 2."""
-    return LOG2_E * (config.spec.scale_for(config.head_dim) if is_plain(config) else 1)
+    return unit * (LOG2_E * config.spec.scale_for(config.head_dim)) if is_plain(config) else LOG2_E
 
 
 class Softmax(NamedTuple):
@@ -118,10 +118,13 @@ class Softmax(NamedTuple):
     total: Any
 
 
-def weigh(config: KernelConfig, x, state: Softmax):
-    """The weights of logits, the state after them, and by what earlier sums shrink."""
-    top = jnp.maximum(state.top, x.max(axis=1) * factor(config))
+def weigh(x, state: Softmax, factor, exponent: int):
+    """The weights of logits, the state after them, and by what earlier sums shrink.
+
+    `factor` is that of a row, or of all, and 2 to the `exponent` the largest weight.
+    """
+    top = jnp.maximum(state.top, x.max(axis=1) * factor)
     base = jnp.where(top == -jnp.inf, 0.0, top)
     kept = jnp.exp2(state.top - base)
-    weights = jnp.exp2(x * factor(config) - wide(base, x))
+    weights = jnp.exp2(x * wide(factor, x) - wide(base - exponent, x))
     return weights, Softmax(top, state.total * kept + weights.sum(axis=1)), kept

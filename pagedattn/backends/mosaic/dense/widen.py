@@ -1,7 +1,7 @@
 """The warpgroup that widens keys and values of eight bits to what the matrix unit takes.
 
-TMA loads them as they are held; this warpgroup makes bfloat16 of them, in shared memory, for the
-warpgroups that multiply. Every number of eight bits is a bfloat16.
+TMA loads them as they are held; this warpgroup makes float16 of them, in shared memory, for the
+warpgroups that multiply. Values with scales of tokens become bfloat16, which has their range.
 """
 
 from typing import Any, NamedTuple
@@ -11,12 +11,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from .float16 import float16_of
 from .kernel_config import KernelConfig
 from .registers import NUMBERS, load
 from .registers import wide as wide_rows
 from .token_scales import scales_of
 
-REGISTERS = 72  # of a thread: room for all that is loaded at once
+REGISTERS = 72  # of a thread: room for what is loaded at once
 
 
 class HeldMemory(NamedTuple):
@@ -101,30 +102,22 @@ class Ring(NamedTuple):
 
 
 def widen_step(held: Ring, wide: Ring, step, scales=None):
-    """The keys or the values of a step: the last that are loaded are the first of it."""
-    target, (keys, loaded) = wide.slot(step), (ring.room.shape[1] for ring in (wide, held))
-    for i in range(loads := keys // loaded):
-        source = held.slot(step * loads + i)
-        plgpu.barrier_wait(held.full.at[source])
-        rows = pl.ds((loads - 1 - i) * loaded, loaded)
-        factor = None if scales is None else load(scales.at[rows], NUMBERS.reduce(1))
-        numbers = load(held.room.at[source], NUMBERS)
-        wide.room.at[target, rows][...] = widened(numbers, factor, wide.room.dtype)
-        plgpu.commit_smem()  # all warps have written, and read
-        plgpu.barrier_arrive(held.free.at[source])
+    """The keys or the values of a step. There is room for one that is loaded, or in registers."""
+    source, target = held.slot(step), wide.slot(step)
+    plgpu.barrier_wait(held.full.at[source])
+    factor = None if scales is None else load(scales, NUMBERS.reduce(1))
+    numbers = load(held.room.at[source], NUMBERS)
+    plgpu.commit_smem()  # all warps have read
+    plgpu.barrier_arrive(held.free.at[source])
+    wide.room.at[target][...] = widened(numbers, factor, wide.room.dtype)
+    plgpu.commit_smem()
     plgpu.barrier_arrive(wide.full.at[target])
 
 
 def widened(numbers, factor, dtype):
-    """GPUs make float16 of eight bits, and bfloat16 by way of float32."""
-    if jnp.issubdtype(numbers.dtype, jnp.integer):
-        numbers = numbers.astype(dtype)
-        if factor is None:
-            return numbers
-    else:
-        numbers = numbers.astype(jnp.float16)
-    numbers = numbers.astype(jnp.float32)
-    if factor is not None:
-        # JAX 0.10 finds no layout for what is broadcast.
-        numbers = numbers * plgpu.layout_cast(wide_rows(factor, numbers), NUMBERS)
-    return numbers.astype(dtype)
+    numbers = float16_of(numbers)
+    if factor is None:
+        return numbers
+    # JAX 0.10 finds no layout for what is broadcast.
+    factor = plgpu.layout_cast(wide_rows(factor, numbers), NUMBERS)
+    return (numbers.astype(jnp.float32) * factor).astype(dtype)
