@@ -75,7 +75,7 @@ def test_refuses_neither_dtypes_nor_scales(scales):
 
 
 @scales
-def test_is_taken_for_long_queries_alone(scales):
+def test_is_taken_for_full_tiles(scales):
     """With few rows in a tile, keys are widened for them alone: `triton` is ahead."""
     call, *_ = a_call("int8", scales)
     assert not launch.slower_because(call)
@@ -84,6 +84,9 @@ def test_is_taken_for_long_queries_alone(scales):
     assert "short queries" in reason
     without = dataclasses.replace(many, cache_dtype=None, token_scales=False)
     assert not launch.slower_because(without)
+    assert not launch.slower_because(dataclasses.replace(many, max_query_len=64, num_tokens=4096))
+    few = dataclasses.replace(many, max_query_len=64, num_tokens=512, num_seqs=8)
+    assert launch.slower_because(few)
 
 
 @given(st.floats(0, float(np.finfo(np.float32).max), width=32, allow_subnormal=False))

@@ -11,7 +11,7 @@ from ...._dispatch.call import Call
 from ....batch.draft_tree import num_words
 from . import split_kv, tiles
 from .kernel import attention
-from .kernel_config import UNIT, UNITS, KernelConfig
+from .kernel_config import ROWS, UNIT, UNITS, KernelConfig
 from .lines import Lines, lines_of
 from .results import by_token
 from .token_scales import Scales
@@ -48,8 +48,10 @@ def slower_because(call: Call) -> list[str]:
 
 
 def _is_ahead_with_short_queries(call) -> bool:
-    """Not over eight bits: a tile has few rows then, for which all keys are widened."""
-    return call.cache_dtype is None and (_is_large(call) or _is_uneven(call))
+    """Over eight bits only if tiles are full: all keys are widened for each, with few rows too."""
+    if call.cache_dtype is None:
+        return _is_large(call) or _is_uneven(call)
+    return _is_large(call) and call.longest_query * call.group >= ROWS
 
 
 def _is_large(call) -> bool:
