@@ -20,8 +20,8 @@ class Bug(NamedTuple):
 
 BUGS = {
     "phase: the first wait for room is left out": Bug(
-        "        @pl.when(self.done + step >= slots)",
-        "        @pl.when(self.done + step > slots)",
+        "        @pl.when(step >= self.room.shape[0])",
+        "        @pl.when(step > self.room.shape[0])",
         RACE,
     ),
     "ring: values are awaited in the other slot": Bug(
@@ -38,7 +38,9 @@ BUGS = {
         "        plgpu.barrier_wait(self.barriers.key_full.at[self.slot(step)])\n", "", RACE
     ),
     "no wait for room for keys and values": Bug(
-        "            plgpu.barrier_wait(free.at[slot])\n", "            pass\n", RACE
+        "            plgpu.barrier_wait(self.free.at[self.slot(step)])\n",
+        "            pass\n",
+        RACE,
     ),
     "page: the next entry of the table": Bug(
         "index = jnp.minimum(lax.div(begin, jnp.int32(config.block_size)), config.max_blocks - 1)",

@@ -13,6 +13,7 @@ from jax import lax
 
 from ...._arrays.namespace import cdiv
 from .kernel_config import UNIT, WARPGROUP, KernelConfig, columns
+from .ring import Ring
 from .tiles import first_key, num_units, token_of
 
 WARPS = 4
@@ -105,19 +106,10 @@ class Loads:
         seen = (begin < tile.key_len) & (begin + self.rows > first_key(config, tile))
         return jnp.where(seen, self.arrays.tables[row, index], config.num_blocks)
 
-    def slot(self, free, step, slots):
-        """The slot of a step, once what was there is no longer needed."""
-        slot = lax.rem(self.done + step, jnp.int32(slots))
-
-        @pl.when(self.done + step >= slots)
-        def wait_for_room():
-            plgpu.barrier_wait(free.at[slot])
-
-        return slot
-
     def keys(self, step, ids):
-        slot = self.slot(self.barriers.key_free, step, self.memory.key.shape[0])
-        room, full = self.memory.key.at[slot], self.barriers.key_full.at[slot]
+        ring = Ring(self.memory.key, self.barriers.key_full, self.barriers.key_free)
+        slot = ring.free_slot(self.done + step)
+        room, full = ring.room.at[slot], ring.full.at[slot]
         self.arrive_without_pages(full)
         for i, block in enumerate(ids):
             load = functools.partial(self.whole_page, self.arrays.key, room, full, step, i, block)
@@ -144,8 +136,9 @@ class Loads:
         plgpu.copy_gmem_to_smem(self.source(array, step, block), target, full)
 
     def values(self, step, ids):
-        slot = self.slot(self.barriers.value_free, step, self.memory.value.shape[0])
-        room, full = self.memory.value.at[slot], self.barriers.value_full.at[slot]
+        ring = Ring(self.memory.value, self.barriers.value_full, self.barriers.value_free)
+        slot = ring.free_slot(self.done + step)
+        room, full = ring.room.at[slot], ring.full.at[slot]
         self.arrive_without_pages(full)
         edges = self.edges(step)
         for i, block in enumerate(ids):

@@ -6,7 +6,6 @@ warpgroups that multiply. Values with scales of tokens become bfloat16, which ha
 
 from typing import Any, NamedTuple
 
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
@@ -15,6 +14,7 @@ from .float16 import float16_of
 from .kernel_config import KernelConfig
 from .registers import NUMBERS, load
 from .registers import wide as wide_rows
+from .ring import Ring
 from .token_scales import scales_of
 
 REGISTERS = 72  # of a thread: room for what is loaded at once
@@ -79,26 +79,6 @@ def widen(config: KernelConfig, arrays, held, memory, barriers, schedule):
         return started
 
     schedule(lambda task: (), widen_tile)
-
-
-class Ring(NamedTuple):
-    """Keys or values of some steps in a multiprocessor's memory."""
-
-    room: Any  # [stages, keys, head_dim]
-    full: Any
-    free: Any
-
-    def slot(self, step):
-        return lax.rem(step, jnp.int32(self.room.shape[0]))
-
-    def free_slot(self, step):
-        """The slot of a step, once what was there is no longer needed."""
-
-        @pl.when(step >= self.room.shape[0])
-        def wait_for_room():
-            plgpu.barrier_wait(self.free.at[self.slot(step)])
-
-        return self.slot(step)
 
 
 def widen_step(held: Ring, wide: Ring, step, scales=None):
