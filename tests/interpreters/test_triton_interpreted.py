@@ -12,6 +12,7 @@ import pytest
 def test_kernels_by_the_interpreter():
     """Triton decides at its import whether it interprets: so in a process of its own."""
     pytest.importorskip("triton", minversion="3.5")
+    pytest.importorskip("torch")
     path = Path(__file__).with_name("triton_interpreted.py")
     # The plugins would warn of xdist, or write while others do.
     plugins = ["-p", "no:cacheprovider", "-p", "no:benchmark"]
