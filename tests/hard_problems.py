@@ -4,6 +4,7 @@ Formats with few bits of an exponent would lose what is small in them.
 """
 
 import dataclasses
+from functools import partial
 
 import numpy as np
 
@@ -43,3 +44,11 @@ def beside_a_sink(problem: Problem, logit: float) -> Problem:
     if scale.ndim > 1:
         scale[first, 0] = held
     return changed.replace(key_cache=keys, value_cache=values, key_scale=scale)
+
+
+HARDER = {
+    "great column": partial(with_a_great_column, power=20),
+    "sink": partial(beside_a_sink, logit=20.0),
+    "great queries": partial(magnified, power=90),
+    "tiny queries": partial(magnified, power=-60),
+}

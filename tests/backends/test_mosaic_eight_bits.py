@@ -1,14 +1,13 @@
 """Caches in eight bits by the Mosaic kernel: what it takes, its programs, on a GPU its results."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import SPECS
-from hard_problems import beside_a_sink, magnified, with_a_great_column
+from hard_problems import HARDER
 from hypothesis import given
 from hypothesis import strategies as st
 from mosaic_rules import BF16, hopper
@@ -102,14 +101,6 @@ def test_factors_take_queries_into_the_range_of_float16(largest):
 @pytest.mark.parametrize("odd", [np.inf, np.nan])
 def test_factors_of_queries_without_a_range_are_positive(odd):
     assert all(0 < float(factor) < np.inf for factor in factors(jnp.float32(odd)))
-
-
-HARDER = {
-    "great column": partial(with_a_great_column, power=20),
-    "sink": partial(beside_a_sink, logit=20.0),
-    "great queries": partial(magnified, power=90),
-    "tiny queries": partial(magnified, power=-60),
-}
 
 
 @hopper

@@ -5,14 +5,13 @@ case has one program, and runs it for lengths of its own and for lengths that Hy
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import hypothesis
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from hard_problems import beside_a_sink, magnified, with_a_great_column
+from hard_problems import HARDER
 from hypothesis import strategies as st
 
 from pagedattn import AttentionSpec
@@ -164,12 +163,7 @@ CASES = {
         sizes(160, 144, 32, 13, head_dim=128),
         programs=1,
         cache_dtype="int8",
-        harder=(
-            partial(with_a_great_column, power=20),
-            partial(beside_a_sink, logit=20.0),
-            partial(magnified, power=90),
-            partial(magnified, power=-60),
-        ),
+        harder=tuple(HARDER.values()),
     ),
     "eight bits, window, group of 4": Case(
         "whole tiles",

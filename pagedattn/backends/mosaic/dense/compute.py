@@ -81,7 +81,7 @@ class Walk:
         self.rows = scores.rows_of(config, arrays, task.tile, task.head, warpgroup)
         self.query_slot = lax.rem(task.index, jnp.int32(config.query_slots))
         self.query = memory.query.at[self.query_slot, warpgroup]
-        self.unit = 1.0  # of the products of queries and keys
+        self.unit = 1.0  # a factor that each row's products of queries and keys need
 
     def slot(self, step):
         """Where the keys and the values of a step are."""

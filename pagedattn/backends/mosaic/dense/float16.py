@@ -1,8 +1,8 @@
 """Products of caches of eight bits are float16's: what a GPU makes of eight bits fastest.
 
-Two numbers of float8 become float16 by one instruction, of int8 by two; bfloat16 takes four. Every
-number of eight bits is a float16. Queries and weights have powers of two as factors, so that they
-use float16's range.
+Two numbers of float8 become float16 by one instruction instead of bfloat16's four, of int8 by two
+and a half instead of five. Every number of eight bits is a float16. Queries and weights have powers
+of two as factors, so that they use float16's range.
 """
 
 from typing import Any
@@ -23,10 +23,10 @@ MOST = BIAS + 100  # of a factor, so that its reciprocal stays a normal number w
 
 
 def queries_in_float16(source, target):
-    """Rewrites a warpgroup's queries in their memory; by what their products are too small.
+    """Rewrites a warpgroup's queries in their memory; the factor that each row's products need.
 
-    Two views of it, `bfloat16[64, head_dim]` and `float16[64, head_dim]`. What of a row is below
-    its largest number by more than 2^28 loses bits.
+    `source` and `target` are views of it, `bfloat16[64, head_dim]` and `float16[64, head_dim]`.
+    What of a row is below its largest number by more than 2^28 loses bits.
     """
     rows = load(source, LAYOUT).astype(jnp.float32)
     up, down = factors(jnp.abs(rows).max(axis=1))

@@ -93,7 +93,7 @@ def is_plain(config: KernelConfig) -> bool:
 
 
 def logits(config: KernelConfig, rows: Rows, keys: Keys, x, unit):
-    """The logits, without the positive factor of plain ones; `unit` is that of the products."""
+    """The logits, without the positive factor of plain ones; products need `unit` too."""
     if is_plain(config):
         return x
     spec = config.spec
