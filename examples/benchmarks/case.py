@@ -9,14 +9,13 @@ import numpy as np
 import torch
 
 import pagedattn_torch
+from benchmarks.timing import L2_BYTES
 from pagedattn import BatchMetadata, KVCache, make_batch
 from pagedattn.extend import cdiv
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 GROUP, SCALE = HEADS // KV_HEADS, HEAD_DIM**-0.5
 HEADS_SAID = f"{HEADS} query heads, {KV_HEADS} KV heads, head_dim {HEAD_DIM}"
-# Repeated calls must read at least so much before they come back to a page, or the cache has it.
-L2_BYTES = 200 << 20
 
 
 @dataclass(frozen=True)

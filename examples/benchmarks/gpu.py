@@ -31,7 +31,7 @@ from benchmarks.peers import flashinfer, installed, missing
 from benchmarks.peers.gpu import JAX_PEERS, TORCH_PEERS
 from benchmarks.plot import draw, gpu_figure
 from benchmarks.report import Ceilings, Report, reason_of
-from benchmarks.timing import after, captured, seconds_a_call, time_enqueued
+from benchmarks.timing import captured, layers_over, seconds_a_call, time_enqueued
 from pagedattn import paged_attention
 
 LAYERS = 32
@@ -144,25 +144,13 @@ def in_jit(prepare: Callable, checked: bool = False) -> Callable:
 
     def contender(case: GpuCase) -> float:
         call, operands = prepare(case)
+        query = pagedattn_interop.to_jax(case.query)
         if checked:
-            query = pagedattn_interop.to_jax(case.query)
             case.require(pagedattn_interop.to_torch(jax.jit(call)(query, operands[0])))
         times = calls_of(case)
-        return 1e6 * seconds_a_call(_layers_in_jit(case, call, operands, times)) / times
+        return 1e6 * seconds_a_call(layers_over(call, query, operands, times)) / times
 
     return contender
-
-
-def _layers_in_jit(case, call, operands, layers) -> Callable:
-    query = pagedattn_interop.to_jax(case.query)
-
-    @jax.jit
-    def step(query, operands):
-        for layer in range(layers):
-            query = call(*after(query, operands[layer % len(operands)]))
-        return query
-
-    return lambda: step(query, operands)
 
 
 OURS = {

@@ -19,7 +19,17 @@ import jax.numpy as jnp
 from benchmarks.chosen import chosen
 from benchmarks.machine import caption, machine, write
 from benchmarks.random_arrays import BLOCK_SIZE, random_array, random_cache, random_decodes
-from benchmarks.timing import LAYERS, after, captured, layers_of, seconds_a_call, time_enqueued
+from benchmarks.timing import (
+    L2_BYTES,
+    LAYERS,
+    after,
+    captured,
+    in_place,
+    layers_of,
+    layers_over,
+    seconds_a_call,
+    time_enqueued,
+)
 from pagedattn import (
     KVCache,
     cascade_attention,
@@ -30,6 +40,7 @@ from pagedattn import (
     split_prefix,
     write_kv,
 )
+from pagedattn.extend import cdiv
 
 SEQS, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 64, 4096, 32, 8, 128
 SHARED, OWN = 8192, 128
@@ -47,11 +58,17 @@ class Timed(NamedTuple):
 def timed(call: Callable, query, cache, batch, num_keys: int, prepare=lambda batch: batch) -> Timed:
     """`prepare` makes of a batch, once for all layers, what the call is given."""
     layers = layers_of(call)
-    program = jax.jit(lambda query, cache, batch: layers(query, cache, prepare(batch)))
-    seconds = seconds_a_call(lambda: program(query, cache, batch)) / LAYERS
-    slots = cache.num_blocks * cache.block_size
-    held = sum(array.nbytes for array in cache.by_slot.values())
-    return Timed(seconds * 1e6, held * num_keys // slots)
+
+    def program(query, cache, batch):
+        return layers(query, cache, prepare(batch))
+
+    seconds = seconds_a_call(in_place(program, query, cache, batch)) / LAYERS
+    return Timed(seconds * 1e6, held(cache) * num_keys // cache.num_slots)
+
+
+def held(cache: KVCache) -> int:
+    """Bytes of a cache, its scales among them."""
+    return sum(array.nbytes for array in cache.by_slot.values())
 
 
 def planes(num_keys: int) -> tuple[int, ...]:
@@ -85,8 +102,16 @@ def filled(cache: KVCache, *columns: int) -> KVCache:
 
 
 def decode(dtype, scales="head", seqs=SEQS, length=LENGTH) -> Timed:
-    cache, query = cache_of(seqs * length, dtype, scales), queries(tokens=seqs)
-    return timed(paged_attention, query, cache, random_decodes(seqs, length), seqs * length)
+    """Layers that read keys of their own, as those of a model do: the L2 has none of them."""
+    one = seqs * held(cache_of(length, dtype, scales))
+    parts = cdiv(L2_BYTES, one)
+    cache, query = cache_of(parts * seqs * length, dtype, scales), queries(tokens=seqs)
+    tables = random_decodes(parts * seqs, length).block_tables.reshape(parts, seqs, -1)
+    lens = [1] * seqs, [length - 1] * seqs
+    operands = [(cache, make_batch(*lens, rows, block_size=BLOCK_SIZE)) for rows in tables]
+    layers = max(LAYERS, parts)
+    call = layers_over(lambda query, part: paged_attention(query, *part), query, operands, layers)
+    return Timed(1e6 * seconds_a_call(call) / layers, one)
 
 
 def long_queries(
@@ -137,13 +162,12 @@ def latent(
     cache = filled(init_latent_cache(*sizes, dtype, scales=scales), LATENT)
     batch, layers = random_decodes(seqs, length), [queries(heads, LATENT, seqs)] * LATENT_LAYERS
 
-    @jax.jit
     def program(layers, cache, batch):
         pairs = (after(query, cache) for query in layers)
         return [paged_attention(*pair, batch, backend=backend) for pair in pairs]
 
-    seconds = seconds_a_call(lambda: program(layers, cache, batch)) / LATENT_LAYERS
-    return Timed(seconds * 1e6, sum(array.nbytes for array in cache.by_slot.values()))
+    seconds = seconds_a_call(in_place(program, layers, cache, batch)) / LATENT_LAYERS
+    return Timed(seconds * 1e6, held(cache))
 
 
 def latent_by_peer(

@@ -1,6 +1,7 @@
 """How much one program computes at a time: rules that were measured, and what a device can hold.
 
-The figures in the rules were measured on an H200 with 132 multiprocessors, in bfloat16.
+The figures in the rules were measured on an H200 with 132 multiprocessors, in bfloat16; those of
+few keys in eight bits on an H100 with as many.
 """
 
 from typing import NamedTuple
@@ -80,8 +81,11 @@ def short_program(call: Call, programs: int, rows: int, device: Device):
     else:
         # So few keys that most of the time goes into starting the programs: as many as fit into one
         # wave, which is four a multiprocessor.
-        splits, min_keys = 4 * num_sms // programs, 64
-        program = Program(rows, 64 if in_eight_bits(call) else 32, num_warps=4, num_stages=3)
+        splits, min_keys, program = 4 * num_sms // programs, 64, Program(rows, 32, 4, num_stages=3)
+        if in_eight_bits(call):
+            # One step, if each has a multiprocessor of its own. A third stage takes a third longer.
+            keys = 128 if call.max_keys * programs <= 128 * num_sms else 64
+            min_keys, program = keys, Program(rows, keys, num_warps=4, num_stages=2)
     return _in_registers(program, call), splits, min_keys
 
 
