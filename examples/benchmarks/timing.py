@@ -66,7 +66,10 @@ def in_place(function: Callable, *operands) -> Callable[[], jax.Array]:
     """
     shape = jax.eval_shape(function, *operands)
     program = jax.jit(lambda _, *given: function(*given), donate_argnums=0, keep_unused=True)
-    last = [jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape)]
+    bound = [x.sharding for x in jax.tree.leaves(operands) if x.committed]
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape)
+    # Committed as results are, or the second call would be compiled anew.
+    last = [jax.device_put(zeros, bound[0] if bound else None)]
 
     def call() -> jax.Array:
         last[0] = program(last[0], *operands)
