@@ -269,7 +269,8 @@ def redraw(folder: Path) -> list[Path]:
     """Draws every report of a folder; returns the pictures for light pages."""
     return [
         draw(folder / "h200.json", gpu_figure),
-        draw(folder / "h200.json", bars_figure, "-decode"),
+        draw(folder / "h100.json", gpu_figure),
+        draw(folder / "h100.json", bars_figure, "-decode"),
         draw(folder / "cpu.json", cpu_figure),
         draw(folder / "bridge.json", bridge_figure),
         *(draw(report, releases_figure) for report in sorted(folder.glob("releases_*.json"))),

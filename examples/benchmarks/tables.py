@@ -144,6 +144,38 @@ def options_table(data: dict) -> list[str]:
     return lines
 
 
+def bits_table(data: dict) -> list[str]:
+    """us from caches of fewer bits: decodes, and long queries by what is chosen and by Triton."""
+    work = data["work"]
+    kinds = [name.removeprefix("decode") for name in work if name.startswith("decode")]
+    shapes = "decode", "prompts, 2 x 8192", "chunks, 128 on 4096"
+    lines = _head([*shapes, *(f"{shape}, `triton`" for shape in shapes[1:])])
+    for kind in kinds:
+        if f"{shapes[1]}{kind}" in work:
+            names = [f"{shape}{kind}" for shape in shapes]
+            names += [f"{name}, triton" for name in names[1:]]
+            title = kind.removeprefix(", ") or "bfloat16"
+            lines.append(_line([title, *(_us(work, name) for name in names)]))
+    return lines
+
+
+def latents_table(data: dict) -> list[str]:
+    """us of decodes over latent caches, by contender."""
+    work, base = data["work"], "latent cache"
+    contenders = "triton", "mosaic", "FlashMLA", "FlashInfer"
+    shapes = [name.removesuffix(", FlashMLA") for name in work if name.endswith("FlashMLA")]
+    lines = _head([name if name.startswith("Flash") else f"`{name}`" for name in contenders])
+    for shape in shapes:
+        title = shape.removeprefix(base).removeprefix(", ") or "64 x 4096, 128 heads"
+        lines.append(_line([title, *(_us(work, f"{shape}, {name}") for name in contenders)]))
+    return lines
+
+
+def _us(work: dict, name: str) -> str:
+    us = work.get(name, {}).get("microseconds")
+    return f"{us:.0f}" if us else ""
+
+
 def steps_table(data: dict) -> list[str]:
     """Whole decode steps: ms, tokens, and the shares of a copy's speed and of the roofline."""
     lines = _head(["ms a step", "tokens/s", "share of a copy", "share of the roofline"])
@@ -167,7 +199,11 @@ def devices_table(data: dict) -> list[str]:
 TABLES = {
     "h200.json": gpu_table,
     "h200_lengths.json": lengths_table,
+    "h100.json": gpu_table,
     "h100_lengths.json": lengths_table,
+    "h100_options.json, bits": bits_table,
+    "h100_options.json, latents": latents_table,
+    "h100_whole_step.json": steps_table,
     "h200_options.json": options_table,
     "h200_whole_step.json": steps_table,
     "h200_devices.json": devices_table,
