@@ -9,6 +9,7 @@ the same without the option; `RATIOS` says what is compared.
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,9 +82,11 @@ def queries(heads: int = HEADS, size: int = HEAD_DIM, tokens: int = SEQS):
 
 
 def cache_of(num_keys: int, dtype, scales: Any) -> KVCache:
-    """A cache of random keys and values, without scales or with those of tokens."""
+    """A cache of random keys and values, of fewer bits with scales of heads or of tokens."""
     if scales == "head":
-        return random_cache(planes(num_keys), dtype)
+        cache = random_cache(planes(num_keys), dtype)
+        few, scale = jnp.dtype(dtype).itemsize == 1, jnp.float32(0.5)
+        return replace(cache, key_scale=scale, value_scale=scale) if few else cache
     cache = init_kv_cache(*planes(num_keys), dtype=dtype, scales=scales)
     return filled(cache, HEAD_DIM, HEAD_DIM)
 

@@ -198,3 +198,12 @@ def held(cache, rows: Iterable[Any]) -> dict[str, Any]:
 def scale_of_values(cache) -> Any:
     """Those of a latent cache are columns of its keys."""
     return cache.key_scale if cache.value is None else cache.value_scale
+
+
+def axes_of_heads(cache) -> tuple[int | None, int | None]:
+    """The axes of the scales of keys and of values that are one number or one for each KV head."""
+    if cache.key_scale is None and cache.value_scale is None:
+        return None, None
+    scales = cache.key_scale, scale_of_values(cache)
+    key, value = (None if s is None or of_tokens(s) else s.ndim for s in scales)
+    return key, value

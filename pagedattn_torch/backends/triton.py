@@ -13,7 +13,7 @@ from torch import Tensor
 from pagedattn._dispatch.backend import Backend
 from pagedattn._dispatch.call import Call
 from pagedattn._kernels.triton import launch
-from pagedattn._kernels.triton.arguments import Arrays, Results
+from pagedattn._kernels.triton.arguments import Arrays, Parts, Results
 from pagedattn._kernels.triton.attention import attention_kernel
 from pagedattn._kernels.triton.device import Device, device_of
 from pagedattn._kernels.triton.launch import Launch
@@ -77,7 +77,7 @@ def run(
     chosen = tables if selection is None else selection.contiguous()
     if selection is not None:
         tables = listed_blocks(tables, chosen)
-    scales = _scales(cache) if call.token_scales else (sinks, sinks)
+    scales = [_scale(call, scale, sinks) for scale in (cache.key_scale, scale_of_values(cache))]
     given = {"sinks": sinks, "key_scale": scales[0], "value_scale": scales[1], "selection": chosen}
     arrays = Arrays(query, cache.key, value, tables, *others, **given)
     lse = query.new_empty(call.lse_shape, dtype=torch.float32)
@@ -89,12 +89,14 @@ def run(
     parts = Results(*(query.new_empty(shape, dtype=torch.float32) for shape in shapes))
     _start(attention_kernel, arrays, plan.attention, parts)
     merge = join_kernel if call.batch_invariant else merge_kernel
-    _start(merge, parts, plan.merge, outs)
+    _start(merge, Parts(*parts, scales[1]), plan.merge, outs)
     return outs
 
 
-def _scales(cache) -> tuple[Tensor, Tensor]:
-    return cache.key_scale.contiguous(), scale_of_values(cache).contiguous()
+def _scale(call: Call, scale: Tensor | None, any_array: Tensor) -> Tensor:
+    if scale is None:
+        return any_array
+    return scale.contiguous() if call.token_scales else scale.float().contiguous()
 
 
 BACKEND = Backend("triton", launch.SUPPORTS, run, refusals, plan=plan)

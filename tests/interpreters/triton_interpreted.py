@@ -183,6 +183,26 @@ def test_caches_of_eight_bits(cache_dtype, dtype):
     check(mixed(cache_dtype=cache_dtype, dtype=dtype, max_query_len=32))
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+def test_scales_of_heads(cache_dtype, dtype, batch_invariant):
+    """One number or one for each KV head, of any magnitude; keys are split, segments joined."""
+    problem = random_problem(
+        [1, 3], [600, 40], PLAIN, cache_dtype=cache_dtype, dtype=dtype, max_query_len=4
+    )
+    one, each = np.float32(0.03), np.float32([3.0, 2.0**-9])
+    far = {"key_scale": np.float32([2.0**-40, 2.0**20]), "spec": AttentionSpec(scale=2.0**-24)}
+    unscaled = {"key_scale": None, "query": problem.query / dtype(100)}
+    for changes in (
+        {"key_scale": one, "value_scale": each},
+        {"value_scale": one, **far},
+        unscaled,
+        {"value_scale": None},
+    ):
+        check(problem.replace(**changes), batch_invariant=batch_invariant)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("max_query_len", [8, 32])

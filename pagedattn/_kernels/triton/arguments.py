@@ -24,7 +24,7 @@ class Arrays(NamedTuple):
     depths: Any  # i32 [num_tokens], of a `DraftTree`; any array without one
     ancestors: Any  # i32 [num_tokens, words]; any array without a tree
     sinks: Any  # f32 [num_heads]; any array without sinks
-    key_scale: Any  # of tokens, as `KVCache` has them; any array without them
+    key_scale: Any  # of tokens or f32 of heads, as `KVCache` has them; any array without them
     value_scale: Any  # the same; of a latent cache the keys'
     selection: Any  # i32 [num_seqs, num_kv_heads, num_listed]; any array without a selection
 
@@ -34,6 +34,14 @@ class Results(NamedTuple):
 
     out: Any  # [splits, num_tokens, num_heads, value_dim]
     lse: Any  # f32 [splits, num_tokens, num_heads]; of segments, see `store_part` in segments.py
+
+
+class Parts(NamedTuple):
+    """What the kernels that join split keys read."""
+
+    out: Any  # as `Results`
+    lse: Any
+    value_scale: Any  # as `Arrays`, for `join_kernel`
 
 
 class Scalars(NamedTuple):
@@ -72,6 +80,8 @@ class Layout(NamedTuple):
     nibbles: bool  # a byte holds two numbers
     sums: int  # tiles of columns in which values are summed up: see `State`
     scaled: bool  # tokens have scales, one each for a key and a value
+    key_axes: int  # of scales of heads: 0 of one number, 1 of one for each KV head; -1 without
+    value_axes: int
     small: bool  # offsets in the cache fit into 32 bits, which saves registers
     key_groups: int  # with a scale each, in a key of which a byte holds two columns; else 0
     value_groups: int

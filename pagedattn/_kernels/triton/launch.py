@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..._dispatch.call import Call
+from ..._dispatch.options import SCALES
 from ...batch.draft_tree import num_words
 from ...batch.metadata import Sequences, nondecreasing_starts
 from ...cache.packing import group_of
@@ -23,7 +24,7 @@ E4M3 = (8, 9)  # the compute capability from which Triton reads float8_e4m3fn
 SUPPORTS = frozenset(
     {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes"}
     | {"cache_dtype", "token_scales", "value_dim", "sinks", "selection", "return_lse"}
-    | {"batch_invariant", "parents"}
+    | {"batch_invariant", "parents", SCALES}
 )
 LOG2E = math.log2(math.e)
 FEW_STEPS = 4  # whose masks cost less than a loop of their own
@@ -113,6 +114,9 @@ def _join_launch(call: Call, tiles: Tiling) -> Launch:
         "ALIBI": call.spec.alibi_slopes is not None,
         "PARTS": tiles.segment // tiles.part,
         "MOST": power_of_two(tiles.parts),
+        "HEADS": call.num_heads,
+        "GROUP": call.group,
+        "AXES": axes(call.head_scales[1]),
     }
     scalars = {"num_rows": num_rows, "num_parts": tiles.parts}
     return Launch((num_rows, 1, 1), scalars, constants, 1, 3, contracts=False)
@@ -196,9 +200,16 @@ def _layout(call: Call, unit: int) -> Layout:
         sums=4 if four else 2 if pairs else 1,
         halves=in_halves(call) and (pairs or widths_of(call).latent),
         scaled=call.token_scales and not four,
+        key_axes=axes(call.head_scales[0]),
+        value_axes=axes(call.head_scales[1]),
         key_groups=call.head_dim // group_of(call.head_dim) if four else 0,
         value_groups=call.out_dim // group_of(call.out_dim) if four else 0,
     )
+
+
+def axes(scale: int | None) -> int:
+    """Those of a scale of heads, -1 without one: kernels take no None."""
+    return -1 if scale is None else scale
 
 
 def _options(call: Call) -> Options:

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from .online_softmax import State
 from .states import finished, join_states
+from .scales import head_scale
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -49,7 +50,7 @@ def merge_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "num_parts"])
 def join_kernel(
-    parts,  # as `store_part` says: out f32 [num_parts, num_rows, HEAD_DIM], lse [.., 2, num_rows]
+    parts,  # `Parts`: out f32 [num_parts, num_rows, HEAD_DIM], lse [.., 2, num_rows]: `store_part`
     num_rows,  # tokens x heads
     num_parts,
     results,  # out [num_rows, HEAD_DIM], and lse f32 [num_rows]
@@ -58,6 +59,9 @@ def join_kernel(
     ALIBI: tl.constexpr,
     PARTS: tl.constexpr,  # of a segment; before the first one is the state before any key
     MOST: tl.constexpr,  # num_parts padded to a power of two
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads of a KV head
+    AXES: tl.constexpr,  # of the values' scale of heads, -1 without one
 ):
     row = tl.program_id(0).to(tl.int64)
     apart = num_rows.to(tl.int64)
@@ -102,5 +106,7 @@ def join_kernel(
     over, log_total = finished(joined.highest, joined.total, ALIBI)
     out = results.out + row * HEAD_DIM + dims[None, :]
     values = joined.sums[0] / over[:, None]
+    if AXES >= 0:
+        values *= head_scale(parts.value_scale, row % HEADS // GROUP, AXES)
     tl.store(out, values.to(results.out.dtype.element_ty), mask=inside)
     tl.store(results.lse + row + tl.arange(0, 1), log_total)

@@ -13,7 +13,7 @@ from .four_bits import EIGHT, quarters
 from .lines import in_line, standing
 from .lists import positions_of
 from .pages import find_slots, load_keys, load_slots, load_values
-from .token_scales import load_scales
+from .scales import load_scales
 
 LOG2E = tl.constexpr(1.4426950408889634)
 ONE = tl.constexpr(1.0)

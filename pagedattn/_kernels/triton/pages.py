@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .eight_bits import in_pairs, octets, widened
 from .four_bits import halves
-from .token_scales import load_groups, row_of
+from .scales import load_groups, row_of
 
 
 class Cache(NamedTuple):

@@ -24,7 +24,7 @@ from .online_softmax import (
 )
 from .pages import find_slots, load_keys, load_values
 from .states import columns_of, empty_state, join_states, nothing_seen
-from .token_scales import load_scales
+from .scales import load_scales
 
 LOG2E = tl.constexpr(1.4426950408889634)
 ONE = tl.constexpr(1.0)

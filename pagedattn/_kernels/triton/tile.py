@@ -14,6 +14,7 @@ from .lists import last_seen, most_listed, rank
 from .online_softmax import Formula, Queries, Span, State, attend_keys
 from .segments import attend_segments, store_top
 from .states import columns_of, empty_state, finished, join_states, nothing_seen
+from .scales import head_scale
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -67,7 +68,7 @@ def attend(rows, cache, task, formula, config: tl.constexpr, tile: tl.constexpr)
             rows, places, span, middle, state, queries, cache, formula, config, tile
         )
         if not config.split:
-            store_state(rows, task, state, config, tile)
+            store_state(rows, cache, task, state, config, tile)
         return
     if config.split:
         nothing = span.start >= span.stop
@@ -91,7 +92,7 @@ def attend(rows, cache, task, formula, config: tl.constexpr, tile: tl.constexpr)
     if options.sinks and config.layout.scaled:
         # Not before: weights are rounded by the highest logit of scaled values.
         state = join_states(first, state, options.alibi)
-    store_state(rows, task, state, config, tile)
+    store_state(rows, cache, task, state, config, tile)
 
 
 @triton.jit
@@ -183,6 +184,8 @@ def load_queries(
         q_rest = q
         if widths.rest > 0:
             q_rest = load_query(query, exists, widths.dims, widths.rest, head_dim, negate)
+    if config.layout.key_axes >= 0:
+        scale *= head_scale(cache.key_scale, cache.kv_head, config.layout.key_axes)
     if config.layout.halves:
         factors = factors_of(q, q_rest)
         q, q_rest = halved(q, factors), halved(q_rest, factors)
@@ -247,11 +250,13 @@ def store_no_parts(rows, task, skipped, tile: tl.constexpr):
 
 
 @triton.jit
-def store_state(rows, task, state, config: tl.constexpr, tile: tl.constexpr):
+def store_state(rows, cache, task, state, config: tl.constexpr, tile: tl.constexpr):
     """Stores what a tile's keys gave."""
     alibi: tl.constexpr = config.options.alibi
     over, log_total = finished(state.highest, state.total, alibi)
     values = columns_of(state, config, tile) / over[:, None]
+    if config.layout.value_axes >= 0:
+        values *= head_scale(cache.value_scale, cache.kv_head, config.layout.value_axes)
     store_rows(rows, task, values, log_total, 0, config, tile)
 
 

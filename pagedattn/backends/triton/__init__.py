@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ..._dispatch.backend import Backend
 from ..._dispatch.call import Call
-from ..._kernels.triton.arguments import Arrays, Results
+from ..._kernels.triton.arguments import Arrays, Parts, Results
 from ..._kernels.triton.attention import attention_kernel
 from ..._kernels.triton.device import device_of
 from ..._kernels.triton.launch import (
@@ -42,7 +42,7 @@ def run(call: Call, query, cache, batch, *, sinks=None, selection=None):
     lens = batch.seq_lens, batch.query_start_loc
     sinks = slopes if sinks is None else sinks.astype(jnp.float32)
     value = cache.key if cache.value is None else cache.value
-    scales = (cache.key_scale, scale_of_values(cache)) if call.token_scales else (slopes, slopes)
+    scales = [_scale(call, scale, slopes) for scale in (cache.key_scale, scale_of_values(cache))]
     lines = (slopes, slopes) if batch.tree is None else (batch.tree.depths, batch.tree.ancestors)
     chosen = tables if selection is None else selection
     beside = slopes, *lines, sinks, *scales, chosen
@@ -55,7 +55,7 @@ def run(call: Call, query, cache, batch, *, sinks=None, selection=None):
     if tiles.splits == 1:
         return _start(attention_kernel, arrays, launch, outs)
     parts = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in parts_of(call, tiles))
-    parts = _start(attention_kernel, arrays, launch, Results(*parts))
+    parts = Parts(*_start(attention_kernel, arrays, launch, Results(*parts)), scales[1])
     merge = join_kernel if call.batch_invariant else merge_kernel
     return _start(merge, parts, merge_launch(call, tiles), outs)
 
@@ -80,6 +80,12 @@ def capability() -> tuple[int, int]:
     """That of the first GPU."""
     major, minor = jax.devices("gpu")[0].compute_capability.split(".")
     return int(major), int(minor)
+
+
+def _scale(call: Call, scale, any_array):
+    if scale is None:
+        return any_array
+    return scale if call.token_scales else scale.astype(jnp.float32)
 
 
 def _start(kernel, arrays, launch: Launch, outs: Results) -> Results:

@@ -1,7 +1,8 @@
-"""Scales of tokens, and in four bits those of their groups of columns.
+"""Scales of heads, of tokens, and in four bits those of a token's groups of columns.
 
-A key's scale is a factor on its column of the products, a value's scale one on its column of the
-weights. The numbers of a group are multiplied by its scale in registers.
+A head's scales are factors on all logits and on all that is summed. A key's scale is a factor on
+its column of the products, a value's scale one on its column of the weights. The numbers of a group
+are multiplied by its scale in registers.
 """
 
 # Constants are NamedTuples here, which the type `constexpr` does not say.
@@ -22,6 +23,12 @@ class Scales(NamedTuple):
     key: Any
     value: Any
     log: Any  # of that of the value, as the logits are: see `Formula`
+
+
+@triton.jit
+def head_scale(scales, kv_head, AXES: tl.constexpr):
+    """The scale of a KV head, of one for each (an axis) or one for all (none)."""
+    return tl.load(scales + kv_head * AXES)
 
 
 @triton.jit
