@@ -77,11 +77,12 @@ def a_layer(mesh, model, num_seqs, length, cache, attend, heads, pages) -> float
     """Seconds of `attend` on decodes over so many keys a device, in a program of many layers."""
     query = jnp.ones((num_seqs, model.num_attention_heads, model.head_dim), jnp.bfloat16)
     ins = heads, pages, EVERYWHERE
-    program = layers_of(jax.shard_map(attend, mesh=mesh, in_specs=ins, out_specs=heads))
+    mapped = jax.shard_map(attend, mesh=mesh, in_specs=ins, out_specs=heads)
     query = jax.device_put(query, NamedSharding(mesh, heads))
     batch = jax.device_put(random_decodes(num_seqs, length), NamedSharding(mesh, EVERYWHERE))
     calls = FEW_CALLS if jax.default_backend() == "cpu" else CALLS
-    return seconds_a_call(lambda: program(query, cache, batch), calls=calls) / LAYERS
+    layers = layers_of(lambda query, part: mapped(query, *part), query, [(cache, batch)])
+    return seconds_a_call(layers, calls=calls) / LAYERS
 
 
 def loop(mesh: Mesh, model: Llama, num_seqs: int, length: int) -> float:

@@ -31,7 +31,7 @@ from benchmarks.peers import flashinfer, installed, missing
 from benchmarks.peers.gpu import JAX_PEERS, TORCH_PEERS
 from benchmarks.plot import draw, gpu_figure
 from benchmarks.report import Ceilings, Report, reason_of
-from benchmarks.timing import captured, layers_over, seconds_a_call, time_enqueued
+from benchmarks.timing import captured, layers_of, seconds_a_call, time_enqueued
 from pagedattn import paged_attention
 
 LAYERS = 32
@@ -148,7 +148,7 @@ def in_jit(prepare: Callable, checked: bool = False) -> Callable:
         if checked:
             case.require(pagedattn_interop.to_torch(jax.jit(call)(query, operands[0])))
         times = calls_of(case)
-        return 1e6 * seconds_a_call(layers_over(call, query, operands, times)) / times
+        return 1e6 * seconds_a_call(layers_of(call, query, operands, times)) / times
 
     return contender
 

@@ -27,7 +27,6 @@ from benchmarks.timing import (
     captured,
     in_place,
     layers_of,
-    layers_over,
     seconds_a_call,
     time_enqueued,
 )
@@ -58,12 +57,12 @@ class Timed(NamedTuple):
 
 def timed(call: Callable, query, cache, batch, num_keys: int, prepare=lambda batch: batch) -> Timed:
     """`prepare` makes of a batch, once for all layers, what the call is given."""
-    layers = layers_of(call)
 
-    def program(query, cache, batch):
-        return layers(query, cache, prepare(batch))
+    def layer(query, given):
+        cache, batch = given
+        return call(query, cache, prepare(batch))
 
-    seconds = seconds_a_call(in_place(program, query, cache, batch)) / LAYERS
+    seconds = seconds_a_call(layers_of(layer, query, [(cache, batch)])) / LAYERS
     return Timed(seconds * 1e6, held(cache) * num_keys // cache.num_slots)
 
 
@@ -113,7 +112,7 @@ def decode(dtype, scales="head", seqs=SEQS, length=LENGTH) -> Timed:
     lens = [1] * seqs, [length - 1] * seqs
     operands = [(cache, make_batch(*lens, rows, block_size=BLOCK_SIZE)) for rows in tables]
     layers = max(LAYERS, parts)
-    call = layers_over(lambda query, part: paged_attention(query, *part), query, operands, layers)
+    call = layers_of(lambda query, part: paged_attention(query, *part), query, operands, layers)
     return Timed(1e6 * seconds_a_call(call) / layers, one)
 
 

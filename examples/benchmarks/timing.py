@@ -4,13 +4,14 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 CALLS = 300  # enqueued at a time: many, since the host may see the end a millisecond late
 ENOUGH = 0.3  # seconds, in which the clock has come down to what the power limit allows
-LAYERS = 8  # calls of attention in one program of `layers_of`
+LAYERS = 8  # calls of attention in one program, at least
 # Repeated calls must read at least so much before they come back to a page, or the cache has it.
 L2_BYTES = 200 << 20
 
@@ -32,7 +33,7 @@ def seconds_a_call(
 def seconds_of_run(call: Callable, wait: Callable, calls: int) -> float:
     start = time.perf_counter()
     for _ in range(calls):
-        result = call()  # the one before is dropped at once, as in a serving loop
+        result = call()  # drops the one before, as a serving loop does
     wait(result)
     return time.perf_counter() - start
 
@@ -57,12 +58,12 @@ def captured(call: Callable, times: int):
     return graph
 
 
-def in_place(function: Callable, *operands) -> Callable[[], jax.Array]:
+def in_place(function: Callable, *operands) -> Callable[[], Any]:
     """Calls of a function in `jax.jit` that put each result where the last one was.
 
     So does a loop that donates its state. Where results lie elsewhere each time, XLA captures a
-    CUDA graph anew for all buffers that its last 16 captures did not use, or uses none: then a
-    short layer takes 15 to 30 us on an H100 in place of 12.
+    CUDA graph anew for all buffers that its last 16 captures did not use, or uses none: the times
+    of short layers then double from one run to the next.
     """
     shape = jax.eval_shape(function, *operands)
     program = jax.jit(lambda _, *given: function(*given), donate_argnums=0, keep_unused=True)
@@ -71,15 +72,20 @@ def in_place(function: Callable, *operands) -> Callable[[], jax.Array]:
     # Committed as results are, or the second call would be compiled anew.
     last = [jax.device_put(zeros, bound[0] if bound else None)]
 
-    def call() -> jax.Array:
+    def call():
         last[0] = program(last[0], *operands)
         return last[0]
 
     return call
 
 
-def layers_over(call: Callable, query, operands: list, layers: int) -> Callable[[], jax.Array]:
-    """Calls of so many layers in one program, each of which takes the next of the operands."""
+def layers_of(
+    call: Callable, query, operands: list, layers: int = LAYERS
+) -> Callable[[], jax.Array]:
+    """Runs of so many layers in one program.
+
+    Each waits for the one before, as the layers of a model do, and takes the next of the operands.
+    """
 
     def step(query, operands):
         for layer in range(layers):
@@ -87,19 +93,6 @@ def layers_over(call: Callable, query, operands: list, layers: int) -> Callable[
         return query
 
     return in_place(step, query, operands)
-
-
-def layers_of(call: Callable) -> Callable:
-    """Calls of which each waits for the one before, as the layers of a model do."""
-
-    @jax.jit
-    def program(query, cache, batch):
-        for _ in range(LAYERS):
-            query, cache = after(query, cache)
-            query = call(query, cache, batch)
-        return query
-
-    return program
 
 
 def after(query: jax.Array, operands):

@@ -13,7 +13,7 @@ from .._arrays.memory import is_fake
 from .._arrays.namespace import cdiv
 from .._arrays.typing import TorchTensor
 from ..cache.packing import columns, meant_dtype
-from ..cache.quantise import axes_of_heads, of_tokens
+from ..cache.quantise import of_tokens
 from ..spec import AttentionSpec, set_options
 from .crossings import Crossings
 from .options import facts_of
@@ -45,7 +45,6 @@ class Layer(NamedTuple):
     strides: Strides
     cache_dtype: str | None
     token_scales: bool
-    head_scales: tuple[int | None, int | None]
     value_dim: int | None
     fake_tensors: bool
 
@@ -67,7 +66,6 @@ def layer_of(query, cache) -> Layer:
         strides=Strides(*strides[:3]),
         cache_dtype=None if cache_dtype == dtype else cache_dtype,
         token_scales=of_tokens(cache.key_scale),
-        head_scales=axes_of_heads(cache),
         value_dim=value_dim_of(cache),
         fake_tensors=isinstance(query, TorchTensor) and any(map(is_fake, (query, *planes))),
     )
@@ -123,11 +121,7 @@ class Call:
     return_lse: bool = False
     batch_invariant: bool = False  # whether the bits of a token's results follow from it alone
     parents: bool = False  # whether the batch has a tree: drafts that branch
-    # No options: the axes of a quantised cache's scales for keys and for values, 0 of one number, 1
-    # of one for each KV head; and what `slower_because` compares the sizes with.
-    head_scales: tuple[int | None, int | None] = field(
-        default=(None, None), metadata={"option": False}
-    )
+    # No option: what `slower_because` compares the sizes with.
     crossings: Crossings = field(default=Crossings(), metadata={"option": False})
 
     @property
@@ -165,7 +159,6 @@ class Call:
             strides=self.strides,
             cache_dtype=self.cache_dtype,
             token_scales=self.token_scales,
-            head_scales=self.head_scales,
             value_dim=self.value_dim,
             fake_tensors=self.fake_tensors,
         )
@@ -281,7 +274,6 @@ def call_of(
         batch_invariant=batch_invariant,
         cache_dtype=layer.cache_dtype,
         token_scales=layer.token_scales,
-        head_scales=layer.head_scales,
         value_dim=layer.value_dim,
         fake_tensors=layer.fake_tensors,
         parents=batch.tree is not None,

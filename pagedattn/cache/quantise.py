@@ -200,10 +200,6 @@ def scale_of_values(cache) -> Any:
     return cache.key_scale if cache.value is None else cache.value_scale
 
 
-def axes_of_heads(cache) -> tuple[int | None, int | None]:
-    """The axes of the scales of keys and of values that are one number or one for each KV head."""
-    if cache.key_scale is None and cache.value_scale is None:
-        return None, None
-    scales = cache.key_scale, scale_of_values(cache)
-    key, value = (None if s is None or of_tokens(s) else s.ndim for s in scales)
-    return key, value
+def as_read(scale):
+    """A scale as kernels read it: those of tokens as they are held, others as float32."""
+    return scale if of_tokens(scale) else as_dtype(scale, namespace(scale).float32)

@@ -30,7 +30,7 @@ from pagedattn.backends.numba.support import (
 from pagedattn.backends.numba.support import numbers as numbers_of
 from pagedattn.backends.numba.support import refusals as refusals_of
 from pagedattn.batch.metadata import Sequences
-from pagedattn.cache.quantise import of_tokens, scale_of_values
+from pagedattn.cache.quantise import as_read, of_tokens, scale_of_values
 
 from ..uncompiled import require_unrecorded
 
@@ -102,7 +102,9 @@ def run(
         _fill(args, {"num_selected": selection.shape[2]})
         _point(args, selection=selection)
     scales = {"key_scale": cache.key_scale, "value_scale": scale_of_values(cache)}
-    kept = {name: _as_read(scale) for name, scale in scales.items() if scale is not None}
+    kept = {
+        name: as_read(scale).contiguous() for name, scale in scales.items() if scale is not None
+    }
     for name, scale in kept.items():
         _fill(args, _scale(name, scale))
     thread_pool.attention().ctypes(thread_pool.pool(), args.ctypes.data, plan.task)
@@ -159,11 +161,6 @@ def _bias(bias: Tensor) -> dict[str, int]:
     token, head, _ = bias.stride()
     strides = {"bias_token": 4 * token, "bias_head": 4 * head if bias.shape[1] > 1 else 0}
     return strides | {"bias": address("bias", bias), "bias_columns": bias.shape[2]}
-
-
-def _as_read(scale: Tensor) -> Tensor:
-    """Scales of tokens as they are held, others as float32."""
-    return scale.contiguous() if of_tokens(scale) else scale.float()
 
 
 def _scale(name: str, scale: Tensor) -> dict[str, int]:

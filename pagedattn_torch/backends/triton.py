@@ -20,7 +20,7 @@ from pagedattn._kernels.triton.launch import Launch
 from pagedattn._kernels.triton.lists import listed_blocks
 from pagedattn._kernels.triton.merge import join_kernel, merge_kernel
 from pagedattn._kernels.triton.tiling import Tiling, tiling
-from pagedattn.cache.quantise import scale_of_values
+from pagedattn.cache.quantise import as_read, scale_of_values
 
 from .bias import slopes_on
 
@@ -77,26 +77,25 @@ def run(
     chosen = tables if selection is None else selection.contiguous()
     if selection is not None:
         tables = listed_blocks(tables, chosen)
-    scales = [_scale(call, scale, sinks) for scale in (cache.key_scale, scale_of_values(cache))]
+    held = {"key_scale": cache.key_scale, "value_scale": scale_of_values(cache)}
+    scales = [sinks if scale is None else as_read(scale).contiguous() for scale in held.values()]
     given = {"sinks": sinks, "key_scale": scales[0], "value_scale": scales[1], "selection": chosen}
     arrays = Arrays(query, cache.key, value, tables, *others, **given)
     lse = query.new_empty(call.lse_shape, dtype=torch.float32)
     outs = Results(query.new_empty(call.out_shape), lse)
+    attention = launch.with_strides(plan.attention, call, **held)
     if plan.tiles.splits == 1:
-        _start(attention_kernel, arrays, plan.attention, outs)
+        _start(attention_kernel, arrays, attention, outs)
         return outs
     shapes = launch.parts_of(call, plan.tiles)
     parts = Results(*(query.new_empty(shape, dtype=torch.float32) for shape in shapes))
-    _start(attention_kernel, arrays, plan.attention, parts)
-    merge = join_kernel if call.batch_invariant else merge_kernel
-    _start(merge, Parts(*parts, scales[1]), plan.merge, outs)
+    _start(attention_kernel, arrays, attention, parts)
+    if call.batch_invariant:
+        joining = launch.with_strides(plan.merge, call, value_scale=held["value_scale"])
+        _start(join_kernel, Parts(*parts, scales[1]), joining, outs)
+    else:
+        _start(merge_kernel, parts, plan.merge, outs)
     return outs
-
-
-def _scale(call: Call, scale: Tensor | None, any_array: Tensor) -> Tensor:
-    if scale is None:
-        return any_array
-    return scale.contiguous() if call.token_scales else scale.float().contiguous()
 
 
 BACKEND = Backend("triton", launch.SUPPORTS, run, refusals, plan=plan)

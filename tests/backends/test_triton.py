@@ -242,7 +242,7 @@ def test_strides_are_counted_in_units(stride, unit):
     sizes = call(strides=Strides(query, plane, plane))
     launch = attention_launch(sizes, tiling(sizes, H200), 256)
     assert launch.constants["config"].layout.stride_unit == unit
-    strides = [*launch.scalars.values()][-8:]
+    strides = [*launch.scalars.values()][-10:-2]  # the last two are of scales
     assert [stride * unit for stride in strides] == [*query[:2], *plane[:3], *plane[:3]]
 
 

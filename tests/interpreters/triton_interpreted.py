@@ -203,6 +203,21 @@ def test_scales_of_heads(cache_dtype, dtype, batch_invariant):
         check(problem.replace(**changes), batch_invariant=batch_invariant)
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_layers_with_scales_of_any_kind_share_a_plan(batch_invariant):
+    """A step is prepared before its layers' scales are known."""
+    problem = random_problem([1, 3], [600, 40], PLAIN, cache_dtype="int8", max_query_len=4)
+    arrays, flags = arrays_of(problem), {"batch_invariant": batch_invariant, "return_lse": True}
+    plan = backend.plan(call_of(*arrays, PLAIN, **flags), arrays[2])
+    kinds = None, np.float32(0.02), np.float32([0.1, 0.003])
+    for key_scale, value_scale in itertools.product(kinds, repeat=2):
+        query = problem.query / np.float32(1 if key_scale is not None else 100)
+        layer = problem.replace(key_scale=key_scale, value_scale=value_scale, query=query)
+        query, cache, batch = arrays_of(layer)
+        got = backend.run(call_of(query, cache, batch, PLAIN, **flags), query, cache, plan)
+        assert_attention_close(*(x.numpy() for x in got), layer, name="triton")
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("max_query_len", [8, 32])

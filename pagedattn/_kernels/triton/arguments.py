@@ -24,7 +24,7 @@ class Arrays(NamedTuple):
     depths: Any  # i32 [num_tokens], of a `DraftTree`; any array without one
     ancestors: Any  # i32 [num_tokens, words]; any array without a tree
     sinks: Any  # f32 [num_heads]; any array without sinks
-    key_scale: Any  # of tokens or f32 of heads, as `KVCache` has them; any array without them
+    key_scale: Any  # of tokens or f32 of heads, as `KVCache` has them; any array of a wide cache
     value_scale: Any  # the same; of a latent cache the keys'
     selection: Any  # i32 [num_seqs, num_kv_heads, num_listed]; any array without a selection
 
@@ -37,11 +37,11 @@ class Results(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What the kernels that join split keys read."""
+    """What `join_kernel` reads."""
 
     out: Any  # as `Results`
     lse: Any
-    value_scale: Any  # as `Arrays`, for `join_kernel`
+    value_scale: Any  # as `Arrays`
 
 
 class Scalars(NamedTuple):
@@ -64,6 +64,8 @@ class Scalars(NamedTuple):
     value_block_stride: int
     value_slot_stride: int
     value_head_stride: int
+    key_scale_stride: int  # of scales of heads: 1; 0 of one number for all, -1 of none
+    value_scale_stride: int
 
 
 class Layout(NamedTuple):
@@ -80,8 +82,7 @@ class Layout(NamedTuple):
     nibbles: bool  # a byte holds two numbers
     sums: int  # tiles of columns in which values are summed up: see `State`
     scaled: bool  # tokens have scales, one each for a key and a value
-    key_axes: int  # of scales of heads: 0 of one number, 1 of one for each KV head; -1 without
-    value_axes: int
+    by_heads: bool  # KV heads have, or none: which of them, no plan of a batch knows
     small: bool  # offsets in the cache fit into 32 bits, which saves registers
     key_groups: int  # with a scale each, in a key of which a byte holds two columns; else 0
     value_groups: int

@@ -55,6 +55,8 @@ def attention_kernel(
     value_block_stride,
     value_slot_stride,
     value_head_stride,
+    key_scale_stride,
+    value_scale_stride,
     results,
     config: tl.constexpr,
 ):
@@ -65,6 +67,7 @@ def attention_kernel(
         query_head_stride=query_head_stride, block_stride=block_stride, slot_stride=slot_stride,
         head_stride=head_stride, value_block_stride=value_block_stride,
         value_slot_stride=value_slot_stride, value_head_stride=value_head_stride,
+        key_scale_stride=key_scale_stride, value_scale_stride=value_scale_stride,
     )  # fmt: skip
     tile: tl.constexpr = config.tile
     few: tl.constexpr = config.few
@@ -177,6 +180,8 @@ def cache_of(arrays, scalars, place, config: tl.constexpr):
         value=arrays.value + place.kv_head.to(tl.int64) * (scalars.value_head_stride * unit),
         key_scale=arrays.key_scale,
         value_scale=arrays.value_scale,
+        key_scale_stride=scalars.key_scale_stride,
+        value_scale_stride=scalars.value_scale_stride,
         kv_head=place.kv_head,
         num_kv_heads=scalars.num_kv_heads,
         table=arrays.block_tables + row * scalars.table_stride,

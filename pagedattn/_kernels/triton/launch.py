@@ -116,9 +116,9 @@ def _join_launch(call: Call, tiles: Tiling) -> Launch:
         "MOST": power_of_two(tiles.parts),
         "HEADS": call.num_heads,
         "GROUP": call.group,
-        "AXES": axes(call.head_scales[1]),
+        "BY_HEADS": scaled_by_heads(call),
     }
-    scalars = {"num_rows": num_rows, "num_parts": tiles.parts}
+    scalars = {"num_rows": num_rows, "num_parts": tiles.parts, "value_scale_stride": -1}
     return Launch((num_rows, 1, 1), scalars, constants, 1, 3, contracts=False)
 
 
@@ -162,6 +162,7 @@ def _scalars(call: Call, table_stride: int, unit: int) -> Scalars:
         call.max_blocks,
         table_stride,
         *(stride // unit for stride in _array_strides(call)),
+        *(-1, -1),
     )
 
 
@@ -200,16 +201,25 @@ def _layout(call: Call, unit: int) -> Layout:
         sums=4 if four else 2 if pairs else 1,
         halves=in_halves(call) and (pairs or widths_of(call).latent),
         scaled=call.token_scales and not four,
-        key_axes=axes(call.head_scales[0]),
-        value_axes=axes(call.head_scales[1]),
+        by_heads=scaled_by_heads(call),
         key_groups=call.head_dim // group_of(call.head_dim) if four else 0,
         value_groups=call.out_dim // group_of(call.out_dim) if four else 0,
     )
 
 
-def axes(scale: int | None) -> int:
-    """Those of a scale of heads, -1 without one: kernels take no None."""
-    return -1 if scale is None else scale
+def scaled_by_heads(call: Call) -> bool:
+    """Whether a cache of fewer bits has scales of heads, or none."""
+    return call.cache_dtype is not None and not call.token_scales
+
+
+def with_strides(launch: Launch, call: Call, **scales) -> Launch:
+    """The launch for a layer's scales: which of their kinds it has, no plan of a batch knows."""
+    if not scaled_by_heads(call):
+        return launch
+    strides = {
+        f"{name}_stride": -1 if scale is None else scale.ndim for name, scale in scales.items()
+    }
+    return launch._replace(scalars={**launch.scalars, **strides})
 
 
 def _options(call: Call) -> Options:

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from .online_softmax import State
-from .states import finished, join_states
 from .scales import head_scale
+from .states import finished, join_states
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -48,11 +48,12 @@ def merge_kernel(
     tl.store(results.lse + row, tl.where(empty, float("-inf"), shift + tl.log(total)))
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_parts"])
+@triton.jit(do_not_specialize=["num_rows", "num_parts", "value_scale_stride"])
 def join_kernel(
     parts,  # `Parts`: out f32 [num_parts, num_rows, HEAD_DIM], lse [.., 2, num_rows]: `store_part`
     num_rows,  # tokens x heads
     num_parts,
+    value_scale_stride,
     results,  # out [num_rows, HEAD_DIM], and lse f32 [num_rows]
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
@@ -61,7 +62,7 @@ def join_kernel(
     MOST: tl.constexpr,  # num_parts padded to a power of two
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of a KV head
-    AXES: tl.constexpr,  # of the values' scale of heads, -1 without one
+    BY_HEADS: tl.constexpr,  # whether values have scales of heads
 ):
     row = tl.program_id(0).to(tl.int64)
     apart = num_rows.to(tl.int64)
@@ -106,7 +107,7 @@ def join_kernel(
     over, log_total = finished(joined.highest, joined.total, ALIBI)
     out = results.out + row * HEAD_DIM + dims[None, :]
     values = joined.sums[0] / over[:, None]
-    if AXES >= 0:
-        values *= head_scale(parts.value_scale, row % HEADS // GROUP, AXES)
+    if BY_HEADS:
+        values *= head_scale(parts.value_scale, value_scale_stride, row % HEADS // GROUP)
     tl.store(out, values.to(results.out.dtype.element_ty), mask=inside)
     tl.store(results.lse + row + tl.arange(0, 1), log_total)

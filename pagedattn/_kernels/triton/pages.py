@@ -20,6 +20,8 @@ class Cache(NamedTuple):
     value: Any
     key_scale: Any  # of all heads
     value_scale: Any
+    key_scale_stride: Any  # of scales of heads
+    value_scale_stride: Any
     kv_head: Any
     num_kv_heads: Any
     table: Any  # the sequence's row of the block tables

@@ -26,9 +26,9 @@ class Scales(NamedTuple):
 
 
 @triton.jit
-def head_scale(scales, kv_head, AXES: tl.constexpr):
-    """The scale of a KV head, of one for each (an axis) or one for all (none)."""
-    return tl.load(scales + kv_head * AXES)
+def head_scale(scales, stride, kv_head):
+    """That of a KV head: of one for each, of one number (stride 0), or 1 (stride -1)."""
+    return tl.load(scales + kv_head * stride, mask=stride >= 0, other=1)
 
 
 @triton.jit

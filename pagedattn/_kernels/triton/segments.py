@@ -23,8 +23,8 @@ from .online_softmax import (
     visible_keys,
 )
 from .pages import find_slots, load_keys, load_values
-from .states import columns_of, empty_state, join_states, nothing_seen
 from .scales import load_scales
+from .states import columns_of, empty_state, join_states, nothing_seen
 
 LOG2E = tl.constexpr(1.4426950408889634)
 ONE = tl.constexpr(1.0)

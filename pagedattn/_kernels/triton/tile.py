@@ -12,9 +12,9 @@ from .eight_bits import factors_of, halved
 from .lines import Lines, standing
 from .lists import last_seen, most_listed, rank
 from .online_softmax import Formula, Queries, Span, State, attend_keys
+from .scales import head_scale
 from .segments import attend_segments, store_top
 from .states import columns_of, empty_state, finished, join_states, nothing_seen
-from .scales import head_scale
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -184,8 +184,8 @@ def load_queries(
         q_rest = q
         if widths.rest > 0:
             q_rest = load_query(query, exists, widths.dims, widths.rest, head_dim, negate)
-    if config.layout.key_axes >= 0:
-        scale *= head_scale(cache.key_scale, cache.kv_head, config.layout.key_axes)
+    if config.layout.by_heads:
+        scale *= head_scale(cache.key_scale, cache.key_scale_stride, cache.kv_head)
     if config.layout.halves:
         factors = factors_of(q, q_rest)
         q, q_rest = halved(q, factors), halved(q_rest, factors)
@@ -255,8 +255,8 @@ def store_state(rows, cache, task, state, config: tl.constexpr, tile: tl.constex
     alibi: tl.constexpr = config.options.alibi
     over, log_total = finished(state.highest, state.total, alibi)
     values = columns_of(state, config, tile) / over[:, None]
-    if config.layout.value_axes >= 0:
-        values *= head_scale(cache.value_scale, cache.kv_head, config.layout.value_axes)
+    if config.layout.by_heads:
+        values *= head_scale(cache.value_scale, cache.value_scale_stride, cache.kv_head)
     store_rows(rows, task, values, log_total, 0, config, tile)
 
 

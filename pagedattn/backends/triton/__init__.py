@@ -22,11 +22,12 @@ from ..._kernels.triton.launch import (
     parts_of,
     refusals,
     starts_in_order,
+    with_strides,
 )
 from ..._kernels.triton.lists import listed_blocks
 from ..._kernels.triton.merge import join_kernel, merge_kernel
 from ..._kernels.triton.tiling import tiling
-from ...cache.quantise import scale_of_values
+from ...cache.quantise import as_read, scale_of_values
 from ..gradient import with_xla_gradient
 from .program import missing, start
 
@@ -42,7 +43,8 @@ def run(call: Call, query, cache, batch, *, sinks=None, selection=None):
     lens = batch.seq_lens, batch.query_start_loc
     sinks = slopes if sinks is None else sinks.astype(jnp.float32)
     value = cache.key if cache.value is None else cache.value
-    scales = [_scale(call, scale, slopes) for scale in (cache.key_scale, scale_of_values(cache))]
+    held = {"key_scale": cache.key_scale, "value_scale": scale_of_values(cache)}
+    scales = [slopes if scale is None else as_read(scale) for scale in held.values()]
     lines = (slopes, slopes) if batch.tree is None else (batch.tree.depths, batch.tree.ancestors)
     chosen = tables if selection is None else selection
     beside = slopes, *lines, sinks, *scales, chosen
@@ -52,12 +54,16 @@ def run(call: Call, query, cache, batch, *, sinks=None, selection=None):
         jax.ShapeDtypeStruct(call.lse_shape, jnp.float32),
     )
     launch = attention_launch(call, tiles, table_stride=call.max_blocks)
+    launch = with_strides(launch, call, **held)
     if tiles.splits == 1:
         return _start(attention_kernel, arrays, launch, outs)
     parts = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in parts_of(call, tiles))
-    parts = Parts(*_start(attention_kernel, arrays, launch, Results(*parts)), scales[1])
-    merge = join_kernel if call.batch_invariant else merge_kernel
-    return _start(merge, parts, merge_launch(call, tiles), outs)
+    parts = _start(attention_kernel, arrays, launch, Results(*parts))
+    merge = merge_launch(call, tiles)
+    if not call.batch_invariant:
+        return _start(merge_kernel, parts, merge, outs)
+    merge = with_strides(merge, call, value_scale=held["value_scale"])
+    return _start(join_kernel, Parts(*parts, scales[1]), merge, outs)
 
 
 BACKEND = Backend(
@@ -80,12 +86,6 @@ def capability() -> tuple[int, int]:
     """That of the first GPU."""
     major, minor = jax.devices("gpu")[0].compute_capability.split(".")
     return int(major), int(minor)
-
-
-def _scale(call: Call, scale, any_array):
-    if scale is None:
-        return any_array
-    return scale if call.token_scales else scale.astype(jnp.float32)
 
 
 def _start(kernel, arrays, launch: Launch, outs: Results) -> Results:
