@@ -162,7 +162,6 @@ def _scalars(call: Call, table_stride: int, unit: int) -> Scalars:
         call.max_blocks,
         table_stride,
         *(stride // unit for stride in _array_strides(call)),
-        *(-1, -1),
     )
 
 
