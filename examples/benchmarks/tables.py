@@ -161,12 +161,11 @@ def bits_table(data: dict) -> list[str]:
 
 def latents_table(data: dict) -> list[str]:
     """us of decodes over latent caches, by contender."""
-    work, base = data["work"], "latent cache"
-    contenders = "triton", "mosaic", "FlashMLA", "FlashInfer"
+    work, contenders = data["work"], ("triton", "mosaic", "FlashMLA", "FlashInfer")
     shapes = [name.removesuffix(", FlashMLA") for name in work if name.endswith("FlashMLA")]
     lines = _head([name if name.startswith("Flash") else f"`{name}`" for name in contenders])
     for shape in shapes:
-        title = shape.removeprefix(base).removeprefix(", ") or "64 x 4096, 128 heads"
+        title = shape.removeprefix("latent cache").removeprefix(", ") or "64 x 4096, 128 heads"
         lines.append(_line([title, *(_us(work, f"{shape}, {name}") for name in contenders)]))
     return lines
 

@@ -24,7 +24,7 @@ class Arrays(NamedTuple):
     depths: Any  # i32 [num_tokens], of a `DraftTree`; any array without one
     ancestors: Any  # i32 [num_tokens, words]; any array without a tree
     sinks: Any  # f32 [num_heads]; any array without sinks
-    key_scale: Any  # of tokens or f32 of heads, as `KVCache` has them; any array of a wide cache
+    key_scale: Any  # of tokens or f32 of heads, as `KVCache` has them; any array without
     value_scale: Any  # the same; of a latent cache the keys'
     selection: Any  # i32 [num_seqs, num_kv_heads, num_listed]; any array without a selection
 
@@ -82,7 +82,7 @@ class Layout(NamedTuple):
     nibbles: bool  # a byte holds two numbers
     sums: int  # tiles of columns in which values are summed up: see `State`
     scaled: bool  # tokens have scales, one each for a key and a value
-    by_heads: bool  # KV heads have, or none: which of them, no plan of a batch knows
+    by_heads: bool  # scales are of heads, or there are none: strides in `Scalars` tell
     small: bool  # offsets in the cache fit into 32 bits, which saves registers
     key_groups: int  # with a scale each, in a key of which a byte holds two columns; else 0
     value_groups: int

@@ -212,7 +212,10 @@ def scaled_by_heads(call: Call) -> bool:
 
 
 def with_strides(launch: Launch, call: Call, **scales) -> Launch:
-    """The launch for a layer's scales: which of their kinds it has, no plan of a batch knows."""
+    """The launch with the strides of a layer's scales of heads, -1 for None.
+
+    Layers share the plan that it comes from, and their scales may be of different kinds.
+    """
     if not scaled_by_heads(call):
         return launch
     strides = {

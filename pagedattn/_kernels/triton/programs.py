@@ -83,7 +83,8 @@ def short_program(call: Call, programs: int, rows: int, device: Device):
         # wave, which is four a multiprocessor.
         splits, min_keys, program = 4 * num_sms // programs, 64, Program(rows, 32, 4, num_stages=3)
         if in_eight_bits(call):
-            # One step, if each has a multiprocessor of its own. A third stage takes a third longer.
+            # All keys of a split in one step, if each has a multiprocessor of its own. Three stages
+            # in place of two take a third longer.
             keys = 128 if call.max_keys * programs <= 128 * num_sms else 64
             min_keys, program = keys, Program(rows, keys, num_warps=4, num_stages=2)
     return _in_registers(program, call), splits, min_keys
