@@ -25,7 +25,8 @@ class Crossings:
         both included, `mosaic` is ahead in tables with room for more than `mosaic_decode_keys`
         keys a row.
       latent_work: tokens x query heads x keys from which `mosaic` is ahead in decodes over latents,
-        of `latent_keys` keys a sequence at least.
+        of `latent_keys` keys a sequence at least, with a multiple of 64 query heads.
+      latent_few_seqs: the same for other numbers of heads: sequences from which it is ahead.
       cudnn_query_len: the longest query from which `cudnn` is ahead of `triton`, if tokens x keys
         are `cudnn_work` at least.
       sdpa_work: tokens x query heads x head_dim x keys from which `sdpa` is ahead of `xla` on a
@@ -46,8 +47,9 @@ class Crossings:
     mosaic_fewest_decodes: int = 256
     mosaic_most_decodes: int = 659
     mosaic_decode_keys: int = 2048
-    latent_work: int = 1 << 24
+    latent_work: int = 1 << 22
     latent_keys: int = 1024
+    latent_few_seqs: int = 8
     cudnn_query_len: int = 2048
     cudnn_work: int = 1 << 25
     sdpa_work: int = 1 << 24

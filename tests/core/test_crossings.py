@@ -69,6 +69,7 @@ CALLS = {
     "drafts": (mosaic, a_call(max_query_len=8)),
     "chunks": (mosaic, a_call(num_seqs=8, max_query_len=128)),
     "latents": (mosaic, a_call(**LATENTS)),
+    "latents of few heads": (mosaic, a_call(**LATENTS | {"num_heads": 16})),
     "prefills": (cudnn, a_call(num_seqs=2, max_query_len=4096)),
 }
 
@@ -93,6 +94,7 @@ def reasons(name, **changes):
         ("chunks", {}, {"mosaic_query_len": 129}),
         ("latents", {"latent_work": 64 * 128 * 4096}, {"latent_work": 64 * 128 * 4096 + 1}),
         ("latents", {"latent_keys": 4096}, {"latent_keys": 4097}),
+        ("latents of few heads", {"latent_few_seqs": 64}, {"latent_few_seqs": 65}),
         ("prefills", {}, {"cudnn_query_len": 4097}),
         ("prefills", {"cudnn_work": 1 << 25}, {"cudnn_work": (1 << 25) + 1}),
     ],
@@ -184,6 +186,7 @@ def test_figures_are_what_the_rules_compare_with():
         "mosaic_query_len": mosaic,
         "cudnn_query_len": cudnn,
         "latent_work": mosaic,
+        "latent_few_seqs": mosaic,
         "mosaic_fewest_decodes": mosaic,
         "mosaic_many_query_len": mosaic,
     }.items():

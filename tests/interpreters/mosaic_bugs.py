@@ -126,8 +126,9 @@ BUGS = {
         NUMBERS,
     ),
     "cut keys: no wait for the results of others": Bug(
-        '        plgpu.semaphore_wait(arrays.finished.at[place], memory_scope="gpu")\n',
-        "",
+        '        plgpu.semaphore_wait(arrays.finished.at[place], memory_scope="gpu")\n'
+        "        top, total",
+        "        top, total",
         RACE,
         "cut decodes",
     ),
@@ -221,11 +222,39 @@ BUGS = {
     "latents: no wait for the other's weights": Bug(
         "        plgpu.barrier_wait(self.barriers.weights.at[slot])\n", "", RACE, "latents"
     ),
-    "merge: one part too few": Bug(
-        "times = lax.div(last - part + (at_once - 1), jnp.int32(at_once))",
-        "times = lax.div(last - part, jnp.int32(at_once))",
+    "latents of few heads: chunks released before their product is awaited": Bug(
+        "                plgpu.wgmma_wait(behind)\n"
+        "                plgpu.barrier_arrive(self.ring.free.at[slot])\n",
+        "                plgpu.barrier_arrive(self.ring.free.at[slot])\n"
+        "                plgpu.wgmma_wait(behind)\n",
+        RACE,
+        "latents, 16 heads",
+    ),
+    "latents of few heads: no wait for a chunk": Bug(
+        "                plgpu.barrier_wait(self.ring.full.at[slot])\n"
+        "                zero = opaque(0)\n",
+        "                zero = opaque(0)\n",
+        RACE,
+        "latents, 16 heads",
+    ),
+    "latents of few heads: weights not committed": Bug(
+        "        self.hide_values(i, slots)\n        plgpu.commit_smem()\n",
+        "        self.hide_values(i, slots)\n",
+        RACE,
+        "latents, 16 heads",
+    ),
+    "cut tokens: sums of others not awaited": Bug(
+        '        plgpu.semaphore_wait(arrays.finished.at[place], memory_scope="gpu")\n'
+        "        return 2 * distance",
+        "        return 2 * distance",
+        RACE,
+        "latents of one sequence",
+    ),
+    "cut tokens: one part too few": Bug(
+        "& (distance <= behind)",
+        "& (distance < behind)",
         NUMBERS,
-        "latents",
+        "latents of one sequence, 8 heads",
     ),
 }
 # What it cannot see, since a warpgroup is one thread to it: fences among a warpgroup's own warps.
@@ -244,4 +273,6 @@ FEW = (
     "results stored before they are committed",
     "cut keys: no wait for the results of others",
     "trees: keys of the new tokens in steps that no line hides",
+    "cut tokens: sums of others not awaited",
+    "latents of few heads: no wait for a chunk",
 )

@@ -84,7 +84,8 @@ def await_signal(shared, thread, name, place, value, decrement):
 
 INLINE = {  # what the functions in MLIR compute
     "together": lambda: (),
-    "if_any": lambda sums, kept: sums * kept[:, None],
+    "if_any_row": lambda sums, kept: sums * kept[:, None],
+    "if_any_column": lambda sums, kept: sums * kept,
     "gathered": lambda array, *indices: array[indices],
     "from_int8": lambda numbers: numbers.astype(jnp.float16),
 }

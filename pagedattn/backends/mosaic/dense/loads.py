@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...._arrays.namespace import cdiv
+from ..ring import Ring
 from .kernel_config import UNIT, WARPGROUP, KernelConfig, columns
-from .ring import Ring
 from .tiles import first_key, num_units, token_of
 
 WARPS = 4

@@ -10,11 +10,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from ..ring import Ring
 from .float16 import float16_of
 from .kernel_config import KernelConfig
 from .registers import NUMBERS, load
 from .registers import wide as wide_rows
-from .ring import Ring
 from .token_scales import scales_of
 
 REGISTERS = 72  # of a thread: room for what is loaded at once

@@ -1,10 +1,12 @@
 """The sizes of a call over latents that its program is compiled for."""
 
 import dataclasses
+import math
 
 from ....spec import AttentionSpec
 
-ROWS = 64  # query heads of one token that are multiplied at once
+ROWS = 64  # query heads of one token that are multiplied at once, at most
+FEWEST_ROWS = 8
 KEYS = 64  # keys of a step
 HEAD_DIM = 576
 VALUE_DIM = 512  # the first columns of a latent are its value
@@ -12,7 +14,6 @@ HALF = VALUE_DIM // 2  # the columns that one warpgroup sums
 REST = HEAD_DIM - VALUE_DIM
 SWIZZLE = 128  # bytes
 TOP, TOTALS, LSE = 0, (1, 2), 3  # places among the vectors that warpgroups share
-OVERHEAD = 4  # what a work item costs beside its steps, in steps
 FEWEST = 4  # steps that are worth a work item of their own
 
 
@@ -30,9 +31,19 @@ class KernelConfig:
     programs: int
 
     @property
+    def rows(self) -> int:
+        """Query heads of one token that are multiplied at once."""
+        return math.gcd(self.num_heads, ROWS)
+
+    @property
     def tiles(self) -> int:
         """Tiles of heads of a token; as many programs read the same keys at the same time."""
-        return self.num_heads // ROWS
+        return self.num_heads // self.rows
+
+    @property
+    def steps_at_once(self) -> int:
+        """Steps come in pairs where two warpgroups take them in turn."""
+        return 2 if self.rows == ROWS else 1
 
     @property
     def cluster(self) -> int:
@@ -45,18 +56,9 @@ class KernelConfig:
         return max(1, self.programs // self.tiles)
 
     @property
-    def slots(self) -> int:
-        """Room for partial results: those of the first and of the last token of each part."""
-        return 2 * self.parts
-
-    @property
-    def joined_at_once(self) -> int:
-        """Partial results that are loaded together when they are merged.
-
-        A token that is cut has about `parts / num_tokens` of them, and one or two more. What is
-        loaded past its last one is read for nothing.
-        """
-        return 4 if self.parts > 3 * self.num_tokens else 2
+    def overhead(self) -> int:
+        """What a work item costs beside its steps, in steps."""
+        return 4 if self.rows == ROWS else 2
 
     @property
     def pages(self) -> int:

@@ -6,13 +6,12 @@ import jax
 
 from ...._dispatch.call import Call
 from ..dense.launch import unsupported_device
-from .kernel import attention
-from .kernel_config import HEAD_DIM, KEYS, ROWS, VALUE_DIM, KernelConfig
-from .merge import merge
+from .attention import attention
+from .kernel_config import FEWEST_ROWS, HEAD_DIM, KEYS, ROWS, VALUE_DIM, KernelConfig
 from .split_kv import schedule_of
 
 SUPPORTS = ("scale", "causal", "value_dim", "return_lse")
-MEASURED_HEADS = 64, 128
+MEASURED_HEADS = 8, 16, 32, 64, 128
 MEASURED_BLOCKS = (16, 32, 64)
 
 
@@ -26,14 +25,26 @@ def slower_because(call: Call) -> list[str]:
     reasons, by = [], call.crossings
     if call.longest_query > 1:
         reasons.append(f"several queries a sequence: max_query_len is {call.longest_query}")
+    reasons += few_heads(call) if call.num_heads % ROWS else many_heads(call)
+    if call.num_heads not in MEASURED_HEADS:
+        reasons.append(f"measured with 8, 16, 32, 64 and 128 heads, got {call.num_heads}")
+    if call.block_size not in MEASURED_BLOCKS:
+        reasons.append(f"not measured with blocks of {call.block_size}")
+    return reasons
+
+
+def few_heads(call: Call) -> list[str]:
+    if call.num_seqs < (fewest := call.crossings.latent_few_seqs):
+        return [f"few sequences: {call.num_seqs}, below {fewest}"]
+    return []
+
+
+def many_heads(call: Call) -> list[str]:
+    reasons, by = [], call.crossings
     if (work := call.num_tokens * call.num_heads * call.max_keys) < by.latent_work:
         reasons.append(f"little work: {work} products of a query and a key, below {by.latent_work}")
     if call.max_keys < by.latent_keys:
         reasons.append(f"short sequences: at most {call.max_keys} keys, below {by.latent_keys}")
-    if call.num_heads not in MEASURED_HEADS:
-        reasons.append(f"measured ahead with 64 or 128 heads, got {call.num_heads}")
-    if call.block_size not in MEASURED_BLOCKS:
-        reasons.append(f"not measured with blocks of {call.block_size}")
     return reasons
 
 
@@ -49,9 +60,9 @@ def _unsupported(call) -> list[str]:
             f"latents must have {HEAD_DIM} columns, {VALUE_DIM} of them values, "
             f"got {call.head_dim} and {call.out_dim}"
         )
-    if call.num_kv_heads != 1 or call.num_heads % ROWS:
+    if call.num_kv_heads != 1 or call.num_heads % FEWEST_ROWS:
         reasons.append(
-            f"latents need one KV head and a multiple of {ROWS} query heads, "
+            f"latents need one KV head and a multiple of {FEWEST_ROWS} query heads, "
             f"got {call.num_kv_heads} and {call.num_heads}"
         )
     if call.block_size % 8 or (KEYS % call.block_size and call.block_size % KEYS):
@@ -71,8 +82,7 @@ def attend(call: Call, query, cache, batch, programs):
     """`run` for a GPU of so many multiprocessors, wherever this is traced."""
     config = config_of(call, programs)
     schedule = schedule_of(config, batch.query_start_loc, batch.seq_lens)
-    results = attention(config, query, cache.key, batch.block_tables, schedule)
-    out, lse = merge(config, schedule, *results)
+    out, lse = attention(config, query, cache.key, batch.block_tables, schedule)
     return out, lse.reshape(call.lse_shape) if call.return_lse else None
 
 

@@ -29,9 +29,9 @@ def row_vector(value):
     return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), LAYOUT.reduce(1))
 
 
-def wide(rows, like):
-    """One value for each row as a matrix."""
-    return lax.broadcast_in_dim(rows, like.shape, [0])
+def wide(numbers, like, axis: int = 0):
+    """One value for each row, or for each column, as a matrix."""
+    return lax.broadcast_in_dim(numbers, like.shape, [axis])
 
 
 def finite(top):
@@ -63,16 +63,32 @@ VOTE = "{.reg .pred p; vote.sync.any.pred p, $1, 0xffffffff; selp.b32 $0, 1, 0, 
 
 def shrink(sums, kept):
     """`sums f32[rows, columns]` times `kept f32[rows]`."""
+    return inline(if_any_row, sums, kept, LAYOUT.reduce(1))
+
+
+def shrink_columns(sums, kept):
+    """`sums f32[rows, columns]` times `kept f32[columns]`."""
+    return inline(if_any_column, sums, kept, LAYOUT.reduce(0))
+
+
+def inline(function, sums, kept, layout):
     result = plgpu.ShapeDtypeStruct(sums.shape, sums.dtype, layout=LAYOUT)
-    layouts = LAYOUT, LAYOUT.reduce(1)
-    return plgpu.inline_mgpu(arg_types=layouts, return_type=result)(if_any)(sums, kept)
+    return plgpu.inline_mgpu(arg_types=(LAYOUT, layout), return_type=result)(function)(sums, kept)
 
 
-def if_any(_, sums, kept):
+def if_any_row(_, sums, kept):
+    return if_any(sums, kept, 0)
+
+
+def if_any_column(_, sums, kept):
+    return if_any(sums, kept, 1)
+
+
+def if_any(sums, kept, axis: int):
     registers = list(sums.registers.flat)
     branch = scf.IfOp(voted(changed(kept)), [x.type for x in registers], has_else=True)
     with ir.InsertionPoint(branch.then_block):
-        product = sums * kept.broadcast_in_dim(sums.shape, (0,), sums.layout)
+        product = sums * kept.broadcast_in_dim(sums.shape, (axis,), sums.layout)
         scf.yield_(list(product.registers.flat))
     with ir.InsertionPoint(branch.else_block):  # pyright: ignore
         scf.yield_(registers)
@@ -84,8 +100,9 @@ def changed(kept):
     """Whether a factor of this thread is not 1."""
     one, flag = arith.constant(ir.F32Type.get(), 1.0), arith.constant(bits(1), 0)
     for value in {id(x): x for x in kept.registers.flat}.values():
-        number = vector.extract(value, dynamic_position=[], static_position=[0])
-        flag = arith.ori(flag, arith.cmpf(arith.CmpFPredicate.UNE, number, one))
+        for i in range(ir.VectorType(value.type).shape[0]):
+            number = vector.extract(value, dynamic_position=[], static_position=[i])
+            flag = arith.ori(flag, arith.cmpf(arith.CmpFPredicate.UNE, number, one))
     return flag
 
 

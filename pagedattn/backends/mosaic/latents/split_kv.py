@@ -1,8 +1,8 @@
 """Who computes what: the keys of all tokens in a row, cut into parts of equal cost.
 
 A part is a stretch of that row, so it has some whole tokens and, at its ends, stretches of tokens
-that it shares with its neighbours: their results are partial, and merged afterwards. All is found
-on the device, from lengths on the device.
+that it shares with its neighbours: these leave their sums to the part in which the token begins.
+All is found on the device, from lengths on the device.
 """
 
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...._arrays.namespace import cdiv
-from .kernel_config import FEWEST, KEYS, OVERHEAD, KernelConfig
+from .kernel_config import FEWEST, KEYS, KernelConfig
 
 
 class Schedule(NamedTuple):
@@ -22,30 +22,52 @@ class Schedule(NamedTuple):
 
 
 class WorkItem(NamedTuple):
-    """Some steps of one token: `steps` of them, an even number, up to key `limit`, backwards."""
+    """Some steps of one token: `steps` of them, up to key `limit`, backwards."""
 
     token: Any
     sequence: Any
     limit: Any  # keys from here on are hidden
     last: Any  # the block of keys of step 0; it may lie past the limit
     steps: Any
-    slot: Any  # where a partial result goes; -1: the work item is the whole token
     done: Any  # steps of this program before it
+    part: Any
+    first_part: Any  # in which the token begins
+    last_part: Any
 
 
 def schedule_of(config: KernelConfig, query_start_loc, seq_lens) -> Schedule:
     """The schedule: the parts, and where tokens lie in the row."""
     sequence, key_len = keys_of_tokens(config, query_start_loc, seq_lens)
-    cost = jnp.maximum(cdiv(key_len, KEYS), 1) + OVERHEAD
-    ends, longest = running(cost)
-    starts = ends - cost
-    share = share_of(config, longest, ends[-1])
+    cost = jnp.maximum(cdiv(key_len, KEYS), 1) + config.overhead
+    starts, ends, share = cut(config, cost)
     begins = jnp.arange(config.parts, dtype=jnp.int32) * share
     first = count(ends[None, :] <= begins[:, None])
-    behind = count(starts[None, :] + OVERHEAD < begins[:, None] + share)
+    behind = count(starts[None, :] + config.overhead < begins[:, None] + share)
     tokens = jnp.stack([sequence, key_len, starts], axis=1).astype(jnp.int32)
     parts = jnp.stack([begins, begins + share, first, behind - first], axis=1)
     return Schedule(tokens, parts.astype(jnp.int32))
+
+
+def cut(config: KernelConfig, cost):
+    """Where tokens begin and end in the row, and the cost of a part.
+
+    Where tokens are about alike, parts have whole tokens, or tokens whole parts: a work item more
+    costs as much as some steps.
+    """
+    ends, longest = running(cost)
+    share = jnp.maximum(cdiv(ends[-1], config.parts), config.overhead + FEWEST)
+    whole = cdiv(share, longest) * longest
+    equal = cdiv(longest, jnp.maximum(lax.div(longest, share), 1))
+    parts = cdiv(cost, equal)
+    parts_ends, _ = running(parts)
+    by_parts = alike(equal, share) & (parts_ends[-1] <= config.parts)
+    cost, ends = (jnp.where(by_parts, equal * n, m) for n, m in ((parts, cost), (parts_ends, ends)))
+    share = jnp.where(by_parts, equal, jnp.where(alike(whole, share), whole, share))
+    return ends - cost, ends, share.astype(jnp.int32)
+
+
+def alike(rounded, share):
+    return 10 * rounded <= 11 * share
 
 
 def running(cost):
@@ -79,11 +101,14 @@ def keys_of_tokens(config: KernelConfig, query_start_loc, seq_lens):
     return sequence, jnp.where(live, jnp.clip(seen, 0, key_len[sequence]), 0)
 
 
-def share_of(config: KernelConfig, longest, total):
-    """The cost of a part; whole tokens where these are about alike, since merging costs too."""
-    share = jnp.maximum(cdiv(total, config.parts), OVERHEAD + FEWEST)
-    whole = cdiv(share, longest) * longest
-    return jnp.where(10 * whole <= 11 * share, whole, share).astype(jnp.int32)
+def own_part(config: KernelConfig):
+    """The part of a program.
+
+    The last one is that of the first programs: a part waits for those behind it, so that programs
+    wait for none that start after them. (GPUs start blocks in the order of their numbers, although
+    CUDA does not promise it.)
+    """
+    return config.parts - 1 - lax.axis_index("part")
 
 
 def items_of_part(config: KernelConfig, part, schedule: Schedule, visit, carry):
@@ -91,35 +116,27 @@ def items_of_part(config: KernelConfig, part, schedule: Schedule, visit, carry):
 
     def visit_one(index, carry):
         done, carry = carry
-        work_item = item_at(part, index, schedule, done)
+        work_item = item_at(config, part, index, schedule, done)
         return done + work_item.steps, visit(work_item, index, carry)
 
     lax.fori_loop(jnp.int32(0), schedule.parts[part, 3], visit_one, (jnp.int32(0), carry))
 
 
-def item_at(part, index, schedule: Schedule, done) -> WorkItem:
+def item_at(config: KernelConfig, part, index, schedule: Schedule, done) -> WorkItem:
     """The work item of a part at an index, after so many steps of the same program."""
     begin, end, first = (schedule.parts[part, i] for i in range(3))
     token = jnp.clip(first + index, 0, schedule.tokens.shape[0] - 1)
     sequence, key_len, start = (schedule.tokens[token, i] for i in range(3))
-    return item_of(part, token, sequence, key_len, begin - start, end - start, done)
+    return item_of(config, part, token, sequence, key_len, (begin, end), start, done)
 
 
-def last_part_of(schedule: Schedule, token):
-    """The part that has the last keys of a token."""
-    share = schedule.parts[0, 1] - schedule.parts[0, 0]
-    key_len, start = schedule.tokens[token, 1], schedule.tokens[token, 2]
+def item_of(config: KernelConfig, part, token, sequence, key_len, ends, start, done) -> WorkItem:
+    """What of a token lies between the ends of a part; in the row it begins at `start`."""
     blocks = jnp.maximum(lax.div(key_len + (KEYS - 1), jnp.int32(KEYS)), 1)
-    return lax.div(start + OVERHEAD + blocks - 1, share)
-
-
-def item_of(part, token, sequence, key_len, begin, end, done) -> WorkItem:
-    """The work item of a token that lies between two places, counted from the token's own."""
-    blocks = jnp.maximum(lax.div(key_len + (KEYS - 1), jnp.int32(KEYS)), 1)
-    begin = jnp.clip(begin - OVERHEAD, 0, blocks)
-    end = jnp.clip(end - OVERHEAD, 0, blocks)
-    steps = lax.div(end - begin + 1, jnp.int32(2)) * 2
-    slot = 2 * part + jnp.where(begin > 0, 0, 1)
-    slot = jnp.where((begin == 0) & (end == blocks), -1, slot)
+    first = start + config.overhead
+    begin, end = (jnp.clip(place - first, 0, blocks) for place in ends)
+    at_once = config.steps_at_once
+    steps = lax.div(end - begin + (at_once - 1), jnp.int32(at_once)) * at_once
     limit = jnp.minimum(key_len, end * KEYS)
-    return WorkItem(token, sequence, limit, begin + steps - 1, steps, slot, done)
+    parts = (lax.div(block, ends[1] - ends[0]) for block in (first, first + blocks - 1))
+    return WorkItem(token, sequence, limit, begin + steps - 1, steps, done, part, *parts)

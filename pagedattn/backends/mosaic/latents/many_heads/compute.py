@@ -6,16 +6,20 @@ softmax the other keeps the matrix unit at work. Tops of the logits go to and fr
 so that both know them after every step; each sums the weights of its own steps.
 """
 
+import functools
+
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from . import softmax
-from .kernel_config import HALF, KEYS, ROWS, TOP, TOTALS, KernelConfig
-from .results import store
-from .softmax import LAYOUT, State, shrink
+from .. import softmax
+from ..cut_tokens import Places, Sums, finish
+from ..kernel_config import HALF, KEYS, ROWS, TOP, TOTALS, KernelConfig
+from ..opaque import opaque
+from ..softmax import LAYOUT, State, shrink
+from .results import HEADS_AXIS, store
 
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]  (not private: its documents name it)
 LOGITS, SUMS = ACC((ROWS, KEYS)), ACC((ROWS, HALF))
@@ -28,7 +32,9 @@ def compute(config: KernelConfig, arrays, memory, barriers, work_items, tile, me
         plgpu.barrier_wait(barriers.query_full)
         out, state = Walk(config, memory, barriers, work_item, me).all()
         state = with_both_totals(memory, barriers, me, state)
-        store(config, arrays, memory, work_item, tile, me, out, state)
+        sums = Sums((out,), *state)
+        put = functools.partial(store, config, arrays, memory, work_item.token, tile, me)
+        finish(arrays, work_item, Places(tile, me, ((),), HEADS_AXIS), sums, put)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(barriers.query_free)
         return ()
@@ -209,15 +215,6 @@ class Walk:
 
 def read(rows):
     return plgpu.layout_cast(rows[...], LAYOUT.reduce(1))
-
-
-def opaque(value: int):
-    """A number that the compiler does not know, anew at each step.
-
-    It would compute the addresses of all operands before the loop, and keep them where there is
-    room: in local memory.
-    """
-    return lax.optimization_barrier(jnp.int32(value))
 
 
 def release(barrier):

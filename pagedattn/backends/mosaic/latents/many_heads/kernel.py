@@ -1,33 +1,19 @@
-"""One persistent program a multiprocessor: two warpgroups that compute and one that loads."""
+"""Tiles of 64 heads: two warpgroups that compute and one that loads."""
 
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ...._arrays.shard_map import traced_apart
+from ..kernel_config import HALF, KEYS, REST, ROWS, SWIZZLE, KernelConfig
+from ..split_kv import Schedule, items_of_part, own_part
 from .compute import compute
-from .kernel_config import HALF, KEYS, REST, ROWS, SWIZZLE, VALUE_DIM, KernelConfig
 from .loads import load
-from .split_kv import Schedule, items_of_part
 
-
-class Arrays(NamedTuple):
-    """In the device's memory."""
-
-    query: Any
-    latents: Any
-    tables: Any
-    tokens: Any
-    parts: Any
-    out: Any
-    lse: Any
-    part_out: Any  # in two of the query's dtype, what the first leaves is in the second
-    part_lse: Any
+WARPGROUPS = 3
 
 
 class Memory(NamedTuple):
@@ -54,37 +40,17 @@ class Barriers(NamedTuple):
     last: Any  # nobody of a cluster leaves before the others are done with its memory
 
 
-def attention(config: KernelConfig, query, latents, tables, schedule: Schedule):
-    """out, lse `f32[num_tokens, tiles, 64]`, and partial results in their slots."""
-
-    def body(*refs):
-        run = functools.partial(program, config, Arrays(*refs))
-        scratch = memory_of(query.dtype), barriers_of(config)
-        pl.run_scoped(run, *scratch, collective_axes="wg")
-
-    rows = config.num_heads, VALUE_DIM
-    kernel = plgpu.kernel(
-        body,
-        out_type=(
-            jax.ShapeDtypeStruct((config.num_tokens, *rows), query.dtype),
-            jax.ShapeDtypeStruct((config.num_tokens, config.tiles, ROWS), jnp.float32),
-            jax.ShapeDtypeStruct((2, config.slots, *rows), query.dtype),
-            jax.ShapeDtypeStruct((config.slots, config.tiles, ROWS), jnp.float32),
-        ),
-        grid=(config.parts, config.tiles // config.cluster),
-        grid_names=("part", "group"),
-        cluster=(config.cluster,),
-        cluster_names=("mate",),
-        num_threads=3,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
-        ),
-    )
-    return traced_apart(kernel, query, latents, tables, *schedule)
+def scratch_bytes(config: KernelConfig) -> int:
+    """Of reductions among warps: there are none."""
+    return 0
 
 
-def memory_of(dtype) -> Memory:
+def sums_shape(config: KernelConfig) -> tuple[int, int]:
+    """Of what each of two warpgroups leaves to others of one tile."""
+    return ROWS, HALF
+
+
+def memory_of(config: KernelConfig, dtype) -> Memory:
     transforms = plgpu.TilingTransform((8, SWIZZLE // 2)), plgpu.SwizzleTransform(SWIZZLE)
 
     def tiled(*sizes):
@@ -123,11 +89,11 @@ def barriers_of(config: KernelConfig) -> Barriers:
     )
 
 
-def program(config: KernelConfig, arrays: Arrays, memory: Memory, barriers: Barriers):
-    warpgroup, part = lax.axis_index("wg"), lax.axis_index("part")
+def program(config: KernelConfig, arrays, memory: Memory, barriers: Barriers):
+    warpgroup = lax.axis_index("wg")
     tile = lax.axis_index("group") * config.cluster + lax.axis_index("mate")
     schedule = Schedule(arrays.tokens, arrays.parts)
-    work_items = functools.partial(items_of_part, config, part, schedule)
+    work_items = functools.partial(items_of_part, config, own_part(config), schedule)
 
     for half in range(2):
 

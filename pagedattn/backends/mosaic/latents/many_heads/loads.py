@@ -9,7 +9,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from .kernel_config import HALF, KEYS, REST, ROWS, VALUE_DIM, KernelConfig
+from ..kernel_config import HALF, KEYS, REST, ROWS, VALUE_DIM, KernelConfig
+from ..pages import block_ids, source
 
 
 def load(config: KernelConfig, arrays, memory, barriers, work_items, tile):
@@ -63,7 +64,7 @@ def load_queries(arrays, memory, barriers, work_items, tile):
 
 def load_keys(config: KernelConfig, arrays, work_items, columns, rooms):
     """Some columns of the keys of every step, into the rooms of even and of odd steps in turn."""
-    size = min(config.block_size, KEYS)
+    size, pages = min(config.block_size, KEYS), range(config.pages)
 
     def visit(work_item, index, _):
         def load_step(step, ids, room, full, free):
@@ -80,37 +81,13 @@ def load_keys(config: KernelConfig, arrays, work_items, columns, rooms):
         def pair(i, ids):
             for slot in range(2):
                 step = 2 * i + slot
-                new = block_ids(config, arrays, work_item, step + 1)
+                new = block_ids(config, arrays, work_item, step + 1, pages)
                 load_step(step, ids, *rooms[slot])
                 ids = new
             return ids
 
-        first = block_ids(config, arrays, work_item, jnp.int32(0))
+        first = block_ids(config, arrays, work_item, jnp.int32(0), pages)
         lax.fori_loop(0, lax.div(work_item.steps, jnp.int32(2)), pair, first)
         return ()
 
     work_items(visit, ())
-
-
-def source(config: KernelConfig, work_item, step, block):
-    """Block and rows of a page of a step: the whole block, or the keys of a step."""
-    if (parts := config.block_size // KEYS) <= 1:
-        return block, slice(None)
-    part = lax.rem(jnp.maximum(work_item.last - step, 0), jnp.int32(parts))
-    return block, pl.ds(part * KEYS, KEYS)
-
-
-def block_ids(config: KernelConfig, arrays, work_item, step):
-    """The pages of a step; one past the cache for what is hidden: TMA fills it with zeros."""
-    begin = (work_item.last - step) * KEYS
-    return [
-        block_id(config, arrays, work_item, begin + i * config.block_size)
-        for i in range(config.pages)
-    ]
-
-
-def block_id(config: KernelConfig, arrays, work_item, begin):
-    index = lax.div(jnp.maximum(begin, 0), jnp.int32(config.block_size))
-    index = jnp.minimum(index, config.max_blocks - 1)
-    seen = (begin >= 0) & (begin < work_item.limit)
-    return jnp.where(seen, arrays.tables[work_item.sequence, index], config.num_blocks)

@@ -1,0 +1,66 @@
+"""The kernel over latents: a persistent program a multiprocessor, by how many heads a tile has."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from ...._arrays.shard_map import traced_apart
+from ..in_place import unfused
+from .few_heads import kernel as few_heads
+from .kernel_config import ROWS, VALUE_DIM, KernelConfig
+from .many_heads import kernel as many_heads
+from .split_kv import Schedule
+
+
+class Arrays(NamedTuple):
+    """In the device's memory."""
+
+    query: Any
+    latents: Any
+    tables: Any
+    tokens: Any
+    parts: Any
+    out: Any
+    lse: Any
+    part_sums: Any  # of the first item of each part: sums of weighted values,
+    part_state: Any  # the largest logits and the sums of weights
+    finished: Any = None  # semaphores: whether the two are there
+
+
+def attention(config: KernelConfig, query, latents, tables, schedule: Schedule):
+    """out `[num_tokens, num_heads, 512]` and lse `f32[num_tokens, tiles, rows]`."""
+    program = many_heads if config.rows == ROWS else few_heads
+
+    def body(*refs):
+        finished = pl.get_global(plgpu.SemaphoreType.REGULAR(parts))
+        run = functools.partial(program.program, config, Arrays(*refs, finished))
+        scratch = program.memory_of(config, query.dtype), program.barriers_of(config)
+        pl.run_scoped(run, *scratch, collective_axes="wg")
+
+    parts = config.parts, config.tiles, program.WARPGROUPS - 1
+    kernel = plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((config.num_tokens, config.num_heads, VALUE_DIM), query.dtype),
+            jax.ShapeDtypeStruct((config.num_tokens, config.tiles, config.rows), jnp.float32),
+            jax.ShapeDtypeStruct((*parts, *program.sums_shape(config)), jnp.float32),
+            jax.ShapeDtypeStruct((*parts, 2, config.rows), jnp.float32),
+        ),
+        grid=(config.parts, config.tiles // config.cluster),
+        grid_names=("part", "group"),
+        cluster=(config.cluster,),
+        cluster_names=("mate",),
+        num_threads=program.WARPGROUPS,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=program.scratch_bytes(config),
+            unsafe_no_auto_barriers=True,
+        ),
+    )
+    out, lse, *_ = traced_apart(unfused(kernel), query, latents, tables, *schedule)
+    return out, lse

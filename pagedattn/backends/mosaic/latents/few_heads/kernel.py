@@ -1,0 +1,94 @@
+"""Tiles of 8, 16 or 32 heads: one warpgroup that computes and one that loads.
+
+A product of the matrix unit has 64 rows. Here these are keys, or columns of the values, and heads
+are the columns: so no row is padding, and the queries take the room of their heads alone. The rest
+is a ring of loads, as many as there is room for: a decode waits for memory, not for products.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from ...ring import Ring
+from ..kernel_config import HEAD_DIM, KEYS, SWIZZLE, VALUE_DIM, KernelConfig
+from ..split_kv import Schedule, items_of_part, own_part
+from .chunks import CHUNK, PIECE, PIECES
+from .compute import compute
+from .loads import load
+
+WARPGROUPS = 2
+MEMORY_BYTES = 227 << 10  # of a multiprocessor
+BARRIER_BYTES = 1 << 10  # and what memory is lost between arrays
+
+
+class Memory(NamedTuple):
+    """In a multiprocessor's memory."""
+
+    query: Any  # [pieces, heads, columns]; results leave through it
+    latents: Any  # [places, keys, columns]
+    weights: Any  # [heads, keys]
+    lse: Any
+
+
+class Barriers(NamedTuple):
+    queries: Any
+    full: Any
+    free: Any
+
+
+def scratch_bytes(config: KernelConfig) -> int:
+    """Of reductions among the warps: two float32 of each thread for each eight heads."""
+    return config.rows // 8 * 2 * 128 * 4
+
+
+def sums_shape(config: KernelConfig) -> tuple[int, int]:
+    """Of what a part leaves to others of one tile."""
+    return VALUE_DIM, config.rows
+
+
+def places(config: KernelConfig) -> int:
+    """Loads for which there is room."""
+    query, weights = (2 * config.rows * columns for columns in (HEAD_DIM, KEYS))
+    taken = query + weights + 4 * config.rows + scratch_bytes(config) + BARRIER_BYTES
+    return (MEMORY_BYTES - taken) // (2 * KEYS * CHUNK)
+
+
+def memory_of(config: KernelConfig, dtype) -> Memory:
+    transforms = plgpu.TilingTransform((8, SWIZZLE // 2)), plgpu.SwizzleTransform(SWIZZLE)
+
+    def tiled(*sizes):
+        return plgpu.SMEM(sizes, dtype, transforms=transforms)
+
+    return Memory(
+        tiled(PIECES, config.rows, PIECE),
+        tiled(places(config), KEYS, CHUNK),
+        tiled(1, config.rows, KEYS),
+        plgpu.SMEM((config.rows,), jnp.float32),
+    )
+
+
+def barriers_of(config: KernelConfig) -> Barriers:
+    def barrier(arrivals, slots=1):
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots)
+
+    count = places(config)
+    return Barriers(barrier(PIECES), barrier(config.pages, count), barrier(1, count))
+
+
+def program(config: KernelConfig, arrays, memory: Memory, barriers: Barriers):
+    warpgroup, tile = lax.axis_index("wg"), lax.axis_index("group")
+    schedule = Schedule(arrays.tokens, arrays.parts)
+    work_items = functools.partial(items_of_part, config, own_part(config), schedule)
+    ring = Ring(memory.latents, barriers.full, barriers.free)
+
+    @pl.when(warpgroup == 0)
+    def computing():
+        compute(config, arrays, memory, barriers, ring, work_items, tile)
+
+    @pl.when(warpgroup == 1)
+    def loading():
+        load(config, arrays, ring, work_items)
