@@ -161,7 +161,7 @@ def bits_table(data: dict) -> list[str]:
 
 def latents_table(data: dict) -> list[str]:
     """us of decodes over latent caches, by contender."""
-    work, contenders = data["work"], ("triton", "mosaic", "FlashMLA", "FlashInfer")
+    work, contenders = data["work"], ("mosaic", "FlashMLA")
     shapes = [name.removesuffix(", FlashMLA") for name in work if name.endswith("FlashMLA")]
     lines = _head([name if name.startswith("Flash") else f"`{name}`" for name in contenders])
     for shape in shapes:
@@ -201,7 +201,7 @@ TABLES = {
     "h100.json": gpu_table,
     "h100_lengths.json": lengths_table,
     "h100_options.json, bits": bits_table,
-    "h100_options.json, latents": latents_table,
+    "h100_latents.json": latents_table,
     "h100_whole_step.json": steps_table,
     "h200_options.json": options_table,
     "h200_whole_step.json": steps_table,

@@ -91,7 +91,7 @@ def test_each_key_is_in_one_piece(query_lens, seq_lens, programs, heads):
     assert max(steps) <= max(1.2 * sum(steps) / len(steps) + 8, 64)
 
 
-@pytest.mark.parametrize(("seqs", "length"), [(64, 4096), (16, 8192), (128, 1024), (40, 5000)])
+@pytest.mark.parametrize(("seqs", "length"), [(64, 4096), (16, 8192), (128, 1024), (33, 4096)])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_tokens_alike_are_cut_alike(seqs, length, heads):
     """No part has two work items, if it does not have two whole tokens."""
@@ -113,9 +113,16 @@ def test_bad_lengths_stay_inside_the_arrays(starts):
 
 
 def call_with(
-    num_heads=128, head_dim=576, value_dim=512, block_size=16, dtype=jnp.bfloat16, **spec
+    num_heads=128,
+    head_dim=576,
+    value_dim=512,
+    block_size=16,
+    dtype=jnp.bfloat16,
+    cache_dtype=None,
+    **spec,
 ):
-    sizes = {"head_dim": head_dim, "value_dim": value_dim, "dtype": dtype}
+    sizes = {"head_dim": head_dim, "value_dim": value_dim, "dtype": cache_dtype or dtype}
+    sizes |= {"scales": "token"} if cache_dtype else {}
     cache = init_latent_cache(4, block_size, **sizes)
     query, batch = (
         jnp.zeros((1, num_heads, head_dim), dtype),
@@ -136,6 +143,8 @@ def refusals(**sizes):
         ({"block_size": 12}, "block_size"),
         ({"block_size": 96}, "block_size"),
         ({"dtype": jnp.float16}, "float16"),
+        ({"cache_dtype": "int8"}, "no multiple of 64"),
+        ({"cache_dtype": "int4", "num_heads": 16}, "int4"),
         ({"sliding_window": 4}, "sliding_window"),
         ({"logits_soft_cap": 4.0}, "logits_soft_cap"),
     ],
@@ -172,18 +181,22 @@ def test_values_in_a_plane_of_their_own_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("heads", "block_size", "spec"),
+    ("heads", "block_size", "spec", "dtype"),
     [
-        (128, 16, AttentionSpec(scale=0.07)),
-        (64, 128, AttentionSpec(scale=-0.07, causal=False)),
-        (8, 64, AttentionSpec()),
-        (16, 16, AttentionSpec(scale=0.07)),
-        (96, 8, AttentionSpec(scale=-0.07)),
+        (128, 16, AttentionSpec(scale=0.07), "bfloat16"),
+        (64, 128, AttentionSpec(scale=-0.07, causal=False), "bfloat16"),
+        (8, 64, AttentionSpec(), "bfloat16"),
+        (16, 16, AttentionSpec(scale=0.07), "bfloat16"),
+        (96, 8, AttentionSpec(scale=-0.07), "bfloat16"),
+        (16, 16, AttentionSpec(scale=0.07), "float8_e4m3fn"),
+        (32, 8, AttentionSpec(scale=0.07), "int8"),
     ],
 )
-def test_lowers(heads, block_size, spec):
-    """The call as XLA would hand it to the GPU's assembler: attention, and the merge."""
-    cache = init_latent_cache(9, block_size, head_dim=576, value_dim=512, dtype=jnp.bfloat16)
+def test_lowers(heads, block_size, spec, dtype):
+    """The call as XLA would hand it to the GPU's assembler: one kernel."""
+    sizes = {"head_dim": 576, "value_dim": 512, "dtype": jnp.dtype(dtype)}
+    sizes |= {} if dtype == "bfloat16" else {"scales": "token"}
+    cache = init_latent_cache(9, block_size, **sizes)
     query = jnp.zeros((3, heads, 576), jnp.bfloat16)
     batch = make_batch([1, 2], [10, 0], [[2, 1], [0]], block_size=block_size)
     call = call_of(query, cache, batch, spec, return_lse=True)
@@ -250,6 +263,17 @@ def test_tops_that_change_at_many_steps_or_at_few(scale, num_heads):
 @every_tile
 def test_one_long_sequence(num_heads):
     check(problem_of([1], [12000], num_heads=num_heads))
+
+
+@hopper
+@pytest.mark.parametrize("token_scales", [True, False])
+@pytest.mark.parametrize("cache_dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.parametrize("num_heads", [8, 16, 32])
+def test_eight_bits(num_heads, cache_dtype, token_scales):
+    sizes = {"cache_dtype": cache_dtype, "num_heads": num_heads, "pad_tokens": 12}
+    sizes |= {"token_scales": True} if token_scales else {}
+    check(problem_of([1] * len(LENGTHS), LENGTHS, **sizes | {"pad_tokens": len(LENGTHS)}))
+    check(problem_of(*VERIFY, AttentionSpec(scale=0.5), block_size=64, **sizes), 6)
 
 
 @hopper

@@ -38,6 +38,15 @@ KINDS = {
     "mosaic, decodes": Kind("mosaic", DECODES, GROUPED),
     "mosaic, chunks": Kind("mosaic", CHUNKS, GROUPED),
     "mosaic, latents": Kind("mosaic", DECODES, LATENT, PartitionSpec()),
+    "mosaic, latents of few heads": Kind(
+        "mosaic", DECODES, LATENT | {"num_heads": 32}, PartitionSpec()
+    ),
+    "mosaic, latents of eight bits": Kind(
+        "mosaic",
+        DECODES,
+        LATENT | {"num_heads": 32, "cache_dtype": "float8_e4m3fn", "token_scales": True},
+        PartitionSpec(),
+    ),
     "mosaic, trees": Kind("mosaic", CHUNKS, GROUPED | {"parents": True}),
     "mosaic, short trees": Kind("mosaic", ([8, 1, 3], [300, 5, 4000]), GROUPED | {"parents": True}),
 }
@@ -143,7 +152,9 @@ def test_caches_in_eight_bits_compile(kind):
 
 
 @ways
-@pytest.mark.parametrize("name", ["mosaic, decodes", "mosaic, latents"])
+@pytest.mark.parametrize(
+    "name", ["mosaic, decodes", "mosaic, latents", "mosaic, latents of few heads"]
+)
 def test_kernels_in_place_are_no_parts_of_fusions(way, name):
     """XLA drops the aliases of those that are: they would not find their operands."""
     text = compiled(*way(KINDS[name]), options=FUSING).as_text()

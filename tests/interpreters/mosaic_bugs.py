@@ -243,6 +243,18 @@ BUGS = {
         RACE,
         "latents, 16 heads",
     ),
+    "latents of eight bits: scales written while they are read": Bug(
+        "SCALES = cdiv(WIDENED, CHUNKS)",
+        "SCALES = 1",
+        RACE,
+        "latents of eight bits, scales of tokens",
+    ),
+    "latents of eight bits: scales of another step": Bug(
+        "[...] = of_tokens\n",
+        "[...] = ahead\n",
+        NUMBERS,
+        "latents of eight bits, scales of tokens",
+    ),
     "cut tokens: sums of others not awaited": Bug(
         '        plgpu.semaphore_wait(arrays.finished.at[place], memory_scope="gpu")\n'
         "        return 2 * distance",

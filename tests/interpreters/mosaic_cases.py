@@ -55,10 +55,10 @@ class Case(NamedTuple):
 
     @property
     def cache(self) -> dict[str, Any]:
-        if self.kernel == "latents":
-            return {"value_dim": 512, "latent": True}
         kinds = {"parents": self.parents, "cache_dtype": self.cache_dtype}
         kinds["token_scales"] = self.token_scales
+        if self.kernel == "latents":
+            kinds |= {"value_dim": 512, "latent": True}
         return {name: kind for name, kind in kinds.items() if kind}
 
 
@@ -292,6 +292,32 @@ CASES = {
         latent_sizes(1, 1, 32, 52, num_heads=8),
         programs=7,
         spec=AttentionSpec(scale=0.07),
+    ),
+    "latents of eight bits, scales of tokens": Case(
+        "latents",
+        (([1, 0, 1, 2], [300, 0, 5, 700]),),
+        latent_sizes(6, 2, 16, 44, num_heads=16),
+        programs=4,
+        spec=AttentionSpec(scale=0.07),
+        cache_dtype="float8_e4m3fn",
+        token_scales=True,
+    ),
+    "latents of int8, scales of tokens, 32 heads": Case(
+        "latents",
+        (([1, 1], [700, 90]),),
+        latent_sizes(3, 1, 64, 11, num_heads=32),
+        programs=3,
+        spec=AttentionSpec(scale=-0.07),
+        cache_dtype="int8",
+        token_scales=True,
+    ),
+    "latents of eight bits, 8 heads": Case(
+        "latents",
+        (([1, 1], [700, 90]),),
+        latent_sizes(3, 1, 8, 88, num_heads=8),
+        programs=3,
+        spec=AttentionSpec(scale=0.07),
+        cache_dtype="float8_e5m2",
     ),
     "latents, pages of 256": Case(
         "latents",

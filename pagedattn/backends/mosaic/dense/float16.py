@@ -56,12 +56,12 @@ def weight_exponent(dtype) -> int:
     return 15 if dtype == jnp.float16 else 0
 
 
-def float16_of(numbers):
-    """The same numbers, of `int8` or float8 `[rows, head_dim]` in registers."""
+def float16_of(numbers, layout=NUMBERS):
+    """The same numbers, of `int8` or float8 `[rows, columns]` in registers, eight to a vector."""
     if numbers.dtype != jnp.int8:
         return numbers.astype(jnp.float16)
-    result = plgpu.ShapeDtypeStruct(numbers.shape, jnp.float16, layout=NUMBERS)
-    return plgpu.inline_mgpu(arg_types=(NUMBERS,), return_type=result)(from_int8)(numbers)
+    result = plgpu.ShapeDtypeStruct(numbers.shape, jnp.float16, layout=layout)
+    return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(from_int8)(numbers)
 
 
 def from_int8(_, numbers):

@@ -21,6 +21,7 @@ class Arrays(NamedTuple):
 
     query: Any
     latents: Any
+    scales: Any  # of tokens, `[num_blocks, block_size, 1]`; or None
     tables: Any
     tokens: Any
     parts: Any
@@ -31,17 +32,21 @@ class Arrays(NamedTuple):
     finished: Any = None  # semaphores: whether the two are there
 
 
-def attention(config: KernelConfig, query, latents, tables, schedule: Schedule):
+def attention(config: KernelConfig, query, latents, scales, tables, schedule: Schedule):
     """out `[num_tokens, num_heads, 512]` and lse `f32[num_tokens, tiles, rows]`."""
     program = many_heads if config.rows == ROWS else few_heads
 
+    operands, structure = jax.tree.flatten((query, latents, scales, tables, *schedule))
+
     def body(*refs):
+        inputs, results = refs[: len(operands)], refs[len(operands) :]
         finished = pl.get_global(plgpu.SemaphoreType.REGULAR(parts))
-        run = functools.partial(program.program, config, Arrays(*refs, finished))
+        arrays = Arrays(*jax.tree.unflatten(structure, inputs), *results, finished)
+        run = functools.partial(program.program, config, arrays)
         scratch = program.memory_of(config, query.dtype), program.barriers_of(config)
         pl.run_scoped(run, *scratch, collective_axes="wg")
 
-    parts = config.parts, config.tiles, program.WARPGROUPS - 1
+    parts = config.parts, config.tiles, program.COMPUTING
     kernel = plgpu.kernel(
         body,
         out_type=(
@@ -54,7 +59,7 @@ def attention(config: KernelConfig, query, latents, tables, schedule: Schedule):
         grid_names=("part", "group"),
         cluster=(config.cluster,),
         cluster_names=("mate",),
-        num_threads=program.WARPGROUPS,
+        num_threads=program.warpgroups(config),
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
@@ -62,5 +67,5 @@ def attention(config: KernelConfig, query, latents, tables, schedule: Schedule):
             unsafe_no_auto_barriers=True,
         ),
     )
-    out, lse, *_ = traced_apart(unfused(kernel), query, latents, tables, *schedule)
+    out, lse, *_ = traced_apart(unfused(kernel), *operands)
     return out, lse

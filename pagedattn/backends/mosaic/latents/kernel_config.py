@@ -10,10 +10,7 @@ FEWEST_ROWS = 8
 KEYS = 64  # keys of a step
 HEAD_DIM = 576
 VALUE_DIM = 512  # the first columns of a latent are its value
-HALF = VALUE_DIM // 2  # the columns that one warpgroup sums
-REST = HEAD_DIM - VALUE_DIM
 SWIZZLE = 128  # bytes
-TOP, TOTALS, LSE = 0, (1, 2), 3  # places among the vectors that warpgroups share
 FEWEST = 4  # steps that are worth a work item of their own
 
 
@@ -29,6 +26,8 @@ class KernelConfig:
     max_blocks: int
     spec: AttentionSpec
     programs: int
+    cache_dtype: str | None = None  # of eight bits
+    token_scales: bool = False
 
     @property
     def rows(self) -> int:

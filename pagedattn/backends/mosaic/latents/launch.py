@@ -5,12 +5,12 @@ import functools
 import jax
 
 from ...._dispatch.call import Call
-from ..dense.launch import unsupported_device
+from ..dense.launch import CACHE_DTYPES, unsupported_device
 from .attention import attention
 from .kernel_config import FEWEST_ROWS, HEAD_DIM, KEYS, ROWS, VALUE_DIM, KernelConfig
 from .split_kv import schedule_of
 
-SUPPORTS = ("scale", "causal", "value_dim", "return_lse")
+SUPPORTS = ("scale", "causal", "value_dim", "return_lse", "cache_dtype", "token_scales")
 MEASURED_HEADS = 8, 16, 32, 64, 128
 MEASURED_BLOCKS = (16, 32, 64)
 
@@ -22,7 +22,7 @@ def refusals(call: Call) -> list[str]:
 
 def slower_because(call: Call) -> list[str]:
     """Why another backend is likely faster: the rule of `backend=None`."""
-    reasons, by = [], call.crossings
+    reasons = []
     if call.longest_query > 1:
         reasons.append(f"several queries a sequence: max_query_len is {call.longest_query}")
     reasons += few_heads(call) if call.num_heads % ROWS else many_heads(call)
@@ -30,6 +30,8 @@ def slower_because(call: Call) -> list[str]:
         reasons.append(f"measured with 8, 16, 32, 64 and 128 heads, got {call.num_heads}")
     if call.block_size not in MEASURED_BLOCKS:
         reasons.append(f"not measured with blocks of {call.block_size}")
+    if call.cache_dtype:
+        reasons.append("cache_dtype: not measured with latents")
     return reasons
 
 
@@ -54,7 +56,9 @@ def _unsupported(call) -> list[str]:
     if call.strides.value:
         reasons.append("value_dim: values of another width must be columns of the keys")
     if call.dtype != "bfloat16":
-        reasons.append(f"latents must be bfloat16, got {call.dtype}")
+        reasons.append(f"queries of latents must be bfloat16, got {call.dtype}")
+    if call.cache_dtype:
+        reasons += unsupported_bits(call)
     if (call.head_dim, call.out_dim) != (HEAD_DIM, VALUE_DIM):
         reasons.append(
             f"latents must have {HEAD_DIM} columns, {VALUE_DIM} of them values, "
@@ -72,6 +76,15 @@ def _unsupported(call) -> list[str]:
     return reasons
 
 
+def unsupported_bits(call) -> list[str]:
+    reasons = []
+    if call.cache_dtype not in CACHE_DTYPES:
+        reasons.append(f"cache_dtype: it widens {', '.join(CACHE_DTYPES)}, got {call.cache_dtype}")
+    if call.num_heads % ROWS == 0:
+        reasons.append(f"cache_dtype: with no multiple of {ROWS} query heads, got {call.num_heads}")
+    return reasons
+
+
 def run(call: Call, query, cache, batch):
     """out and lse of a call; every element of both is written by the kernels."""
     return attend(call, query, cache, batch, jax.devices("gpu")[0].core_count)
@@ -82,10 +95,12 @@ def attend(call: Call, query, cache, batch, programs):
     """`run` for a GPU of so many multiprocessors, wherever this is traced."""
     config = config_of(call, programs)
     schedule = schedule_of(config, batch.query_start_loc, batch.seq_lens)
-    out, lse = attention(config, query, cache.key, batch.block_tables, schedule)
+    scales = cache.key_scale if call.token_scales else None
+    out, lse = attention(config, query, cache.key, scales, batch.block_tables, schedule)
     return out, lse.reshape(call.lse_shape) if call.return_lse else None
 
 
 def config_of(call: Call, programs: int) -> KernelConfig:
     sizes = call.num_tokens, call.num_heads, call.num_blocks, call.block_size
-    return KernelConfig(*sizes, call.num_seqs, call.max_blocks, call.spec, programs)
+    options = call.spec, programs, call.cache_dtype, call.token_scales
+    return KernelConfig(*sizes, call.num_seqs, call.max_blocks, *options)

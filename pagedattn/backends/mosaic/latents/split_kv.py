@@ -57,7 +57,8 @@ def cut(config: KernelConfig, cost):
     ends, longest = running(cost)
     share = jnp.maximum(cdiv(ends[-1], config.parts), config.overhead + FEWEST)
     whole = cdiv(share, longest) * longest
-    equal = cdiv(longest, jnp.maximum(lax.div(longest, share), 1))
+    pieces = jnp.maximum(lax.div(longest * config.parts, ends[-1]), 1)
+    equal = jnp.maximum(cdiv(longest, pieces), share)
     parts = cdiv(cost, equal)
     parts_ends, _ = running(parts)
     by_parts = alike(equal, share) & (parts_ends[-1] <= config.parts)

@@ -11,6 +11,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from ...dense.registers import load
 from ...ring import Ring
 from .. import softmax
 from ..cut_tokens import Sums, finish
@@ -22,6 +23,7 @@ from .results import places, store
 
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]  (not private: its documents name it)
 TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED
+REGISTERS = 240  # of a thread, where others need less
 
 
 class State(NamedTuple):
@@ -38,9 +40,12 @@ class State(NamedTuple):
     weights: Any
 
 
-def compute(config: KernelConfig, arrays, memory, barriers, ring: Ring, work_items, tile):
+def compute(config: KernelConfig, arrays, memory, queries, ring: Ring, work_items, tile):
+    if config.cache_dtype:
+        plgpu.set_max_registers(REGISTERS, action="increase")
+
     def visit(work_item, index, _):
-        load_queries(config, arrays, memory, barriers.queries, work_item.token, tile)
+        load_queries(config, arrays, memory, queries, work_item.token, tile)
         walk = Walk(config, memory, ring, work_item)
         state = lax.fori_loop(jnp.int32(0), work_item.steps, walk.step, nothing(config))
         sums = Sums(state.sums, state.top, state.weights.sum(axis=0))
@@ -70,6 +75,11 @@ def nothing(config: KernelConfig) -> State:
     return State(tuple(zeros(value_columns(i)) for i in range(CHUNKS)), top, zeros(KEYS))
 
 
+def scaled(matrix, scale):
+    """`matrix f32[keys, heads]` times a number for each key, if there are any."""
+    return matrix if scale is None else matrix * softmax.wide(scale, matrix)
+
+
 class Walk:
     """The steps of one work item, one after the other."""
 
@@ -78,9 +88,12 @@ class Walk:
 
     def step(self, i, state: State) -> State:
         slots = [self.ring.slot((self.work_item.done + i) * CHUNKS + n) for n in range(CHUNKS)]
-        x = self.visible(i, self.logits(slots))
+        x = self.logits(slots)
+        scale = self.scale(i)
+        x = self.visible(i, scaled(x, scale))
         weights, top, shrunk = self.weigh(x, state.top)
-        rounded = plgpu.layout_cast(weights.astype(self.memory.weights.dtype), TRANSPOSED)
+        rounded = scaled(weights, scale).astype(self.memory.weights.dtype)
+        rounded = plgpu.layout_cast(rounded, TRANSPOSED)
         self.memory.weights.at[0].transpose((1, 0))[...] = rounded
         self.hide_values(i, slots)
         plgpu.commit_smem()
@@ -102,6 +115,13 @@ class Walk:
             return even + odd
 
         return pl.run_scoped(products, *[ACC((KEYS, self.config.rows))] * 2)
+
+    def scale(self, i):
+        """Those of the keys of a step, which are there when the keys are; None without such."""
+        if not self.config.token_scales:
+            return None
+        slot = lax.rem(self.work_item.done + i, jnp.int32(self.memory.scales.shape[0]))
+        return load(self.memory.scales.at[slot, pl.ds(0, KEYS)], LAYOUT.reduce(1))
 
     def visible(self, i, x):
         row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=LAYOUT)

@@ -1,4 +1,4 @@
-"""Tiles of 8, 16 or 32 heads: one warpgroup that computes and one that loads.
+"""Tiles of 8, 16 or 32 heads: a warpgroup that computes, one that loads, and one that may widen.
 
 A product of the matrix unit has 64 rows. Here these are keys, or columns of the values, and heads
 are the columns: so no row is padding, and the queries take the room of their heads alone. The rest
@@ -13,16 +13,23 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from ....._arrays.namespace import cdiv
+from ...dense.token_scales import THREADS
 from ...ring import Ring
 from ..kernel_config import HEAD_DIM, KEYS, SWIZZLE, VALUE_DIM, KernelConfig
 from ..split_kv import Schedule, items_of_part, own_part
-from .chunks import CHUNK, PIECE, PIECES
+from .chunks import CHUNK, CHUNKS, PIECE, PIECES
 from .compute import compute
 from .loads import load
+from .widen import widen
 
-WARPGROUPS = 2
+COMPUTING = 1  # warpgroups
 MEMORY_BYTES = 227 << 10  # of a multiprocessor
 BARRIER_BYTES = 1 << 10  # and what memory is lost between arrays
+WIDENED = 5  # chunks for which there is room beside those that are held in eight bits
+# Steps whose scales are there: when a step's first chunk is written, the chunk so many before it is
+# free, and the scales of its step were read before that.
+SCALES = cdiv(WIDENED, CHUNKS)
 
 
 class Memory(NamedTuple):
@@ -30,6 +37,8 @@ class Memory(NamedTuple):
 
     query: Any  # [pieces, heads, columns]; results leave through it
     latents: Any  # [places, keys, columns]
+    held: Any  # the same in eight bits
+    scales: Any  # [steps, threads]
     weights: Any  # [heads, keys]
     lse: Any
 
@@ -38,11 +47,25 @@ class Barriers(NamedTuple):
     queries: Any
     full: Any
     free: Any
+    held_full: Any
+    held_free: Any
+
+
+class Room(NamedTuple):
+    """For how many chunks there is room: in 16 bits, and in eight."""
+
+    wide: int
+    held: int
+
+
+def warpgroups(config: KernelConfig) -> int:
+    """One that computes, one that loads, and one that widens."""
+    return 3 if config.cache_dtype else 2
 
 
 def scratch_bytes(config: KernelConfig) -> int:
     """Of reductions among the warps: two float32 of each thread for each eight heads."""
-    return config.rows // 8 * 2 * 128 * 4
+    return config.rows // 8 * 2 * THREADS * 4
 
 
 def sums_shape(config: KernelConfig) -> tuple[int, int]:
@@ -50,45 +73,65 @@ def sums_shape(config: KernelConfig) -> tuple[int, int]:
     return VALUE_DIM, config.rows
 
 
-def places(config: KernelConfig) -> int:
-    """Loads for which there is room."""
+def room_of(config: KernelConfig) -> Room:
     query, weights = (2 * config.rows * columns for columns in (HEAD_DIM, KEYS))
     taken = query + weights + 4 * config.rows + scratch_bytes(config) + BARRIER_BYTES
-    return (MEMORY_BYTES - taken) // (2 * KEYS * CHUNK)
+    left, chunk = MEMORY_BYTES - taken, KEYS * CHUNK
+    if not config.cache_dtype:
+        return Room(left // (2 * chunk), 0)
+    left -= WIDENED * 2 * chunk + 4 * SCALES * THREADS
+    return Room(WIDENED, left // chunk)
 
 
 def memory_of(config: KernelConfig, dtype) -> Memory:
-    transforms = plgpu.TilingTransform((8, SWIZZLE // 2)), plgpu.SwizzleTransform(SWIZZLE)
-
-    def tiled(*sizes):
+    def tiled(dtype, swizzle, *sizes):
+        tile = 8, swizzle // jnp.dtype(dtype).itemsize
+        transforms = plgpu.TilingTransform(tile), plgpu.SwizzleTransform(swizzle)
         return plgpu.SMEM(sizes, dtype, transforms=transforms)
 
+    room, chunk = room_of(config), (KEYS, CHUNK)
+    held, scales = config.cache_dtype, config.token_scales
     return Memory(
-        tiled(PIECES, config.rows, PIECE),
-        tiled(places(config), KEYS, CHUNK),
-        tiled(1, config.rows, KEYS),
+        tiled(dtype, SWIZZLE, PIECES, config.rows, PIECE),
+        tiled(dtype, SWIZZLE, room.wide, *chunk),
+        tiled(held, PIECE, room.held, *chunk) if held else None,
+        plgpu.SMEM((SCALES, THREADS), jnp.float32) if scales else None,
+        tiled(dtype, SWIZZLE, 1, config.rows, KEYS),
         plgpu.SMEM((config.rows,), jnp.float32),
     )
 
 
 def barriers_of(config: KernelConfig) -> Barriers:
     def barrier(arrivals, slots=1):
-        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots)
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots) if slots else None
 
-    count = places(config)
-    return Barriers(barrier(PIECES), barrier(config.pages, count), barrier(1, count))
+    room = room_of(config)
+    return Barriers(
+        barrier(PIECES),
+        barrier(1 if config.cache_dtype else config.pages, room.wide),
+        barrier(1, room.wide),
+        barrier(config.pages, room.held),
+        barrier(1, room.held),
+    )
 
 
 def program(config: KernelConfig, arrays, memory: Memory, barriers: Barriers):
     warpgroup, tile = lax.axis_index("wg"), lax.axis_index("group")
     schedule = Schedule(arrays.tokens, arrays.parts)
     work_items = functools.partial(items_of_part, config, own_part(config), schedule)
-    ring = Ring(memory.latents, barriers.full, barriers.free)
+    wide = Ring(memory.latents, barriers.full, barriers.free)
+    held = Ring(memory.held, barriers.held_full, barriers.held_free)
 
     @pl.when(warpgroup == 0)
     def computing():
-        compute(config, arrays, memory, barriers, ring, work_items, tile)
+        compute(config, arrays, memory, barriers.queries, wide, work_items, tile)
 
     @pl.when(warpgroup == 1)
     def loading():
-        load(config, arrays, ring, work_items)
+        load(config, arrays, held if config.cache_dtype else wide, work_items)
+
+    if config.cache_dtype:
+
+        @pl.when(warpgroup == 2)
+        def widening():
+            widen(config, arrays, memory.scales, held, wide, work_items)

@@ -16,10 +16,11 @@ from jax import lax
 
 from .. import softmax
 from ..cut_tokens import Places, Sums, finish
-from ..kernel_config import HALF, KEYS, ROWS, TOP, TOTALS, KernelConfig
+from ..kernel_config import KEYS, ROWS, KernelConfig
 from ..opaque import opaque
 from ..softmax import LAYOUT, State, shrink
 from .results import HEADS_AXIS, store
+from .shares import HALF, TOP, TOTALS
 
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]  (not private: its documents name it)
 LOGITS, SUMS = ACC((ROWS, KEYS)), ACC((ROWS, HALF))

@@ -8,12 +8,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ..kernel_config import HALF, KEYS, REST, ROWS, SWIZZLE, KernelConfig
+from ..kernel_config import KEYS, ROWS, SWIZZLE, KernelConfig
 from ..split_kv import Schedule, items_of_part, own_part
 from .compute import compute
 from .loads import load
+from .shares import HALF, REST
 
-WARPGROUPS = 3
+COMPUTING = 2  # warpgroups
 
 
 class Memory(NamedTuple):
@@ -38,6 +39,10 @@ class Barriers(NamedTuple):
     turn: Any  # the second warpgroup multiplies keys after the first
     totals: Any  # both know them
     last: Any  # nobody of a cluster leaves before the others are done with its memory
+
+
+def warpgroups(config: KernelConfig) -> int:
+    return COMPUTING + 1
 
 
 def scratch_bytes(config: KernelConfig) -> int:

@@ -9,8 +9,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ..kernel_config import HALF, KEYS, REST, ROWS, VALUE_DIM, KernelConfig
+from ..kernel_config import KEYS, ROWS, VALUE_DIM, KernelConfig
 from ..pages import block_ids, source
+from .shares import HALF, REST
 
 
 def load(config: KernelConfig, arrays, memory, barriers, work_items, tile):

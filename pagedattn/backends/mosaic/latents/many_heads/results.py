@@ -4,7 +4,8 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
 from ..cut_tokens import Sums, normalised
-from ..kernel_config import HALF, LSE, ROWS, KernelConfig
+from ..kernel_config import ROWS, KernelConfig
+from .shares import HALF, LSE
 
 HEADS_AXIS = 0
 

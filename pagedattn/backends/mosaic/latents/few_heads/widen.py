@@ -1,0 +1,80 @@
+"""The warpgroup that makes bfloat16 of latents of eight bits, exactly, in shared memory.
+
+It looks up scales of tokens, too: they are factors on logits and on weights.
+"""
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from ...dense.float16 import float16_of
+from ...dense.registers import load
+from ...dense.token_scales import ONE_EACH, THREADS, constant, gather
+from ...ring import Ring
+from ..kernel_config import KEYS, KernelConfig
+from .chunks import CHUNK, CHUNKS, PIECE
+
+# Eight threads have 64 columns of a row: no two meet in a bank, as they read or as they write.
+NUMBERS = plgpu.Layout.TILED(
+    plgpu.Tiling(((16, PIECE), (4, PIECE), (8,))),
+    warp_dims=(-5,),
+    lane_dims=(-3, -2),
+    vector_dim=-1,
+)
+REGISTERS = 96  # of a thread: room for what is loaded at once
+
+
+def widen(config: KernelConfig, arrays, scales, held: Ring, wide: Ring, work_items):
+    """Fills the ring of the warpgroup that computes, in the order in which chunks are loaded.
+
+    Scales are looked up a step ahead: two loads, one after the other, take long.
+    """
+    plgpu.set_max_registers(REGISTERS, action="decrease")
+
+    def visit(work_item, index, _):
+        def found(step):
+            return scales_of(config, arrays, work_item, step) if config.token_scales else None
+
+        def step(i, of_tokens):
+            number, ahead = work_item.done + i, found(i + 1)
+            wide.free_slot(number * CHUNKS)
+            if of_tokens is not None:
+                scales.at[lax.rem(number, jnp.int32(scales.shape[0]))][...] = of_tokens
+            widen_chunk(held, wide, number * CHUNKS)
+            for chunk in range(1, CHUNKS):
+                wide.free_slot(number * CHUNKS + chunk)
+                widen_chunk(held, wide, number * CHUNKS + chunk)
+            return ahead
+
+        lax.fori_loop(0, work_item.steps, step, found(jnp.int32(0)))
+        return ()
+
+    work_items(visit, ())
+
+
+def widen_chunk(held: Ring, wide: Ring, number):
+    """There is room for a chunk that is loaded, or in registers."""
+    target, source = wide.slot(number), held.slot(number)
+    parts = [pl.ds(begin, PIECE) for begin in range(0, CHUNK, PIECE)]
+    plgpu.barrier_wait(held.full.at[source])
+    numbers = [load(held.room.at[source, :, part], NUMBERS) for part in parts]
+    plgpu.commit_smem()  # all warps have read
+    plgpu.barrier_arrive(held.free.at[source])
+    for part, eight_bits in zip(parts, numbers, strict=True):
+        exact = float16_of(eight_bits, NUMBERS).astype(jnp.float32)
+        wide.room.at[target, :, part][...] = exact.astype(wide.room.dtype)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(wide.full.at[target])
+
+
+def scales_of(config: KernelConfig, arrays, work_item, step):
+    """Those of a step's 64 keys, twice; 0 where no query sees the key, whatever is there."""
+    thread = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=ONE_EACH)
+    position = (work_item.last - step) * KEYS + (thread & (KEYS - 1))
+    seen = (position >= 0) & (position < work_item.limit)
+    position = jnp.maximum(position, 0)
+    index = jnp.minimum(lax.div(position, jnp.int32(config.block_size)), config.max_blocks - 1)
+    block = gather(arrays.tables, constant(work_item.sequence), index)
+    block, row = jnp.where(seen, block, 0), lax.rem(position, jnp.int32(config.block_size))
+    return jnp.where(seen, gather(arrays.scales, block, row, constant(0)), 0.0)
