@@ -41,7 +41,8 @@ def attention(config: KernelConfig, query, latents, scales, tables, schedule: Sc
     def body(*refs):
         inputs, results = refs[: len(operands)], refs[len(operands) :]
         finished = pl.get_global(plgpu.SemaphoreType.REGULAR(parts))
-        arrays = Arrays(*jax.tree.unflatten(structure, inputs), *results, finished)
+        arrays = Arrays(*jax.tree.unflatten(structure, inputs), *results)
+        arrays = arrays._replace(finished=finished)
         run = functools.partial(program.program, config, arrays)
         scratch = program.memory_of(config, query.dtype), program.barriers_of(config)
         pl.run_scoped(run, *scratch, collective_axes="wg")
