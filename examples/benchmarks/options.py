@@ -4,7 +4,8 @@
     python -m benchmarks.options [-o docs/results/options.json] [-k decode]
 
 Each is attention of bfloat16 queries in `jax.jit`, of 64 sequences unless it says otherwise, beside
-the same without the option; `RATIOS` says what is compared.
+the same without the option; `RATIOS` says what is compared. Few keys are read by `triton` in a CUDA
+graph of torch: in `jax.jit` the host's time for so many short layers would be timed.
 """
 
 import argparse
@@ -103,17 +104,45 @@ def filled(cache: KVCache, *columns: int) -> KVCache:
     return fill(cache)
 
 
-def decode(dtype, scales="head", seqs=SEQS, length=LENGTH) -> Timed:
-    """Layers that read keys of their own, as those of a model do: the L2 has none of them."""
+class Layers(NamedTuple):
+    """Decodes that read keys of their own, as those of a model do: the L2 has none of them."""
+
+    query: jax.Array
+    operands: list[tuple]  # cache and batch, some of which layers take in turn
+    count: int
+    read: int  # bytes of one
+
+
+def decodes(dtype, scales="head", seqs=SEQS, length=LENGTH) -> Layers:
     one = seqs * held(cache_of(length, dtype, scales))
     parts = cdiv(L2_BYTES, one)
-    cache, query = cache_of(parts * seqs * length, dtype, scales), queries(tokens=seqs)
+    cache = cache_of(parts * seqs * length, dtype, scales)
     tables = random_decodes(parts * seqs, length).block_tables.reshape(parts, seqs, -1)
     lens = [1] * seqs, [length - 1] * seqs
     operands = [(cache, make_batch(*lens, rows, block_size=BLOCK_SIZE)) for rows in tables]
-    layers = max(LAYERS, parts)
-    call = layers_of(lambda query, part: paged_attention(query, *part), query, operands, layers)
-    return Timed(1e6 * seconds_a_call(call) / layers, one)
+    return Layers(queries(tokens=seqs), operands, max(LAYERS, parts), one)
+
+
+def decode(*kind) -> Timed:
+    query, operands, count, read = decodes(*kind)
+    call = layers_of(lambda query, part: paged_attention(query, *part), query, operands, count)
+    return Timed(1e6 * seconds_a_call(call) / count, read)
+
+
+def decode_in_graph(*kind) -> Timed:
+    import pagedattn_interop  # the other figures need no torch
+
+    import pagedattn_torch
+
+    layers = decodes(*kind)
+    query, operands = pagedattn_interop.to_torch((layers.query, layers.operands))
+
+    def call(index):
+        part = operands[index % len(operands)]
+        return pagedattn_torch.paged_attention(query, *part, backend="triton")
+
+    graph = captured(call, layers.count)
+    return Timed(time_enqueued(graph.replay) / layers.count, layers.read)
 
 
 def long_queries(
@@ -201,18 +230,23 @@ FEW_KINDS = "", ", int8", f", int8{TOKENS}", ", int4"
 EIGHT_BITS = ", float8_e4m3fn", ", int8", f", float8_e4m3fn{TOKENS}", f", int8{TOKENS}"
 SMALL = {"decode, 1 x 1024": (1, 1024), "decode, 8 x 1024": (8, 1024)}
 LONG = {"prompts, 2 x 8192": (2, 8192, 0), "chunks, 128 on 4096": (64, 128, 4096)}
-# Sequences, keys of each, and query heads: DeepSeek's 128 on one GPU, on two, and on eight.
-LATENTS = (128, 1024, 128), (16, 8192, 128), (64, 4096, 64), (64, 4096, 16), (128, 1024, 16)
+# Sequences, keys of each, and query heads: DeepSeek's 128 on one GPU, on two, four, and eight.
+LATENTS = (
+    *((128, 1024, 128), (16, 8192, 128), (64, 4096, 64)),
+    *((64, 4096, 16), (128, 1024, 16), (16, 8192, 16), (64, 4096, 32)),
+)
 LATENT_CALLS = {
     "": partial(latent, None, jnp.bfloat16),
     ", triton": partial(latent, "triton", jnp.bfloat16),
     ", mosaic": partial(latent, "mosaic", jnp.bfloat16),
+    ", triton, float8_e4m3fn": partial(latent, "triton", jnp.float8_e4m3fn),
+    ", mosaic, float8_e4m3fn": partial(latent, "mosaic", jnp.float8_e4m3fn),
     ", FlashMLA": partial(latent_by_peer, "FlashMLA"),
 }
 WORK: dict[str, Callable[[], Timed]] = {
     **{f"decode{name}": partial(decode, *kind) for name, kind in KINDS.items()},
     **{
-        f"{work}{name}": partial(decode, *KINDS[name], *sizes)
+        f"{work}{name}": partial(decode_in_graph, *KINDS[name], *sizes)
         for work, sizes in SMALL.items()
         for name in FEW_KINDS
     },
@@ -250,6 +284,12 @@ RATIOS = {
     "decode, sinks": ("decode",),
     "latent cache, triton, float8_e4m3fn": ("latent cache, triton", "latent cache, mosaic"),
     "latent cache, triton, int8": ("latent cache, triton", "latent cache, mosaic"),
+    **{
+        f"latent cache, {seqs} x {length}, {heads} heads, mosaic, float8_e4m3fn": (
+            f"latent cache, {seqs} x {length}, {heads} heads, mosaic",
+        )
+        for seqs, length, heads in LATENTS
+    },
 }
 
 
