@@ -24,9 +24,9 @@ class Crossings:
       mosaic_fewest_decodes, mosaic_most_decodes: sequences x KV heads of decodes between which,
         both included, `mosaic` is ahead in tables with room for more than `mosaic_decode_keys`
         keys a row.
-      latent_work: tokens x query heads x keys from which `mosaic` is ahead in decodes over latents,
-        of `latent_keys` keys a sequence at least, with a multiple of 64 query heads.
-      latent_few_seqs: the same for other numbers of heads: sequences from which it is ahead.
+      latent_keys: keys a sequence from which `mosaic` is ahead in decodes over latents, if
+      latent_work: tokens x query heads x keys are as many at least, with a multiple of 64 heads, or
+      latent_few_seqs: sequences, with other numbers of heads.
       cudnn_query_len: the longest query from which `cudnn` is ahead of `triton`, if tokens x keys
         are `cudnn_work` at least.
       sdpa_work: tokens x query heads x head_dim x keys from which `sdpa` is ahead of `xla` on a

@@ -94,6 +94,7 @@ def reasons(name, **changes):
         ("chunks", {}, {"mosaic_query_len": 129}),
         ("latents", {"latent_work": 64 * 128 * 4096}, {"latent_work": 64 * 128 * 4096 + 1}),
         ("latents", {"latent_keys": 4096}, {"latent_keys": 4097}),
+        ("latents of few heads", {"latent_keys": 4096}, {"latent_keys": 4097}),
         ("latents of few heads", {"latent_few_seqs": 64}, {"latent_few_seqs": 65}),
         ("prefills", {}, {"cudnn_query_len": 4097}),
         ("prefills", {"cudnn_work": 1 << 25}, {"cudnn_work": (1 << 25) + 1}),

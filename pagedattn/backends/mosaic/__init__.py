@@ -1,7 +1,7 @@
 """Paged attention on Hopper GPUs, in Pallas Mosaic GPU: JAX and nothing else.
 
-One kernel for long queries, one for latent caches. Pages are loaded by TMA, one load a page, so
-that a cache in blocks of 16 costs what one in a row does.
+A kernel for caches of keys and values, two for latent caches. Pages are loaded by TMA, one load a
+page, so that a cache in blocks of 16 costs what one in a row does.
 """
 
 from ..._dispatch.backend import Backend

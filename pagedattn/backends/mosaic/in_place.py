@@ -1,4 +1,4 @@
-"""Kernels that write where they find operands: results, or semaphores that are zeroed before."""
+"""Kernels that write where they find an operand: their semaphores, which are zeroed before."""
 
 import jax
 

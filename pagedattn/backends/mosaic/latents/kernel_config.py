@@ -46,7 +46,10 @@ class KernelConfig:
 
     @property
     def cluster(self) -> int:
-        """Programs that load the same keys for each other, half of them each."""
+        """Programs that load the same keys for each other, half of them each.
+
+        Tiles of fewer than 64 heads are an odd number: they have none.
+        """
         return 2 if self.tiles % 2 == 0 and self.block_size > 8 else 1
 
     @property

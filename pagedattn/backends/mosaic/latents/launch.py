@@ -22,31 +22,22 @@ def refusals(call: Call) -> list[str]:
 
 def slower_because(call: Call) -> list[str]:
     """Why another backend is likely faster: the rule of `backend=None`."""
-    reasons = []
+    reasons, by = [], call.crossings
     if call.longest_query > 1:
         reasons.append(f"several queries a sequence: max_query_len is {call.longest_query}")
-    reasons += few_heads(call) if call.num_heads % ROWS else many_heads(call)
+    if call.max_keys < by.latent_keys:
+        reasons.append(f"short sequences: at most {call.max_keys} keys, below {by.latent_keys}")
+    work = call.num_tokens * call.num_heads * call.max_keys
+    if call.num_heads % ROWS == 0 and work < by.latent_work:
+        reasons.append(f"little work: {work} products of a query and a key, below {by.latent_work}")
+    if call.num_heads % ROWS and call.num_seqs < by.latent_few_seqs:
+        reasons.append(f"few sequences: {call.num_seqs}, below {by.latent_few_seqs}")
     if call.num_heads not in MEASURED_HEADS:
         reasons.append(f"measured with 8, 16, 32, 64 and 128 heads, got {call.num_heads}")
     if call.block_size not in MEASURED_BLOCKS:
         reasons.append(f"not measured with blocks of {call.block_size}")
     if call.cache_dtype:
         reasons.append("cache_dtype: not measured with latents")
-    return reasons
-
-
-def few_heads(call: Call) -> list[str]:
-    if call.num_seqs < (fewest := call.crossings.latent_few_seqs):
-        return [f"few sequences: {call.num_seqs}, below {fewest}"]
-    return []
-
-
-def many_heads(call: Call) -> list[str]:
-    reasons, by = [], call.crossings
-    if (work := call.num_tokens * call.num_heads * call.max_keys) < by.latent_work:
-        reasons.append(f"little work: {work} products of a query and a key, below {by.latent_work}")
-    if call.max_keys < by.latent_keys:
-        reasons.append(f"short sequences: at most {call.max_keys} keys, below {by.latent_keys}")
     return reasons
 
 
@@ -81,7 +72,7 @@ def unsupported_bits(call) -> list[str]:
     if call.cache_dtype not in CACHE_DTYPES:
         reasons.append(f"cache_dtype: it widens {', '.join(CACHE_DTYPES)}, got {call.cache_dtype}")
     if call.num_heads % ROWS == 0:
-        reasons.append(f"cache_dtype: with no multiple of {ROWS} query heads, got {call.num_heads}")
+        reasons.append(f"cache_dtype: not with {call.num_heads} query heads, a multiple of {ROWS}")
     return reasons
 
 

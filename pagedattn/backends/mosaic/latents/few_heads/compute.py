@@ -52,7 +52,6 @@ def compute(config: KernelConfig, arrays, memory, queries, ring: Ring, work_item
         put = functools.partial(store, config, arrays, memory, work_item.token, tile)
         finish(arrays, work_item, places(tile), sums, put)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.commit_smem()
         return ()
 
     work_items(visit, ())

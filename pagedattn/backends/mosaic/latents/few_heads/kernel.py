@@ -25,10 +25,11 @@ from .widen import widen
 
 COMPUTING = 1  # warpgroups
 MEMORY_BYTES = 227 << 10  # of a multiprocessor
-BARRIER_BYTES = 1 << 10  # and what memory is lost between arrays
+BARRIER_BYTES = 256
+ALIGNED = 1 << 10  # bytes, at a multiple of which each array begins
 WIDENED = 5  # chunks for which there is room beside those that are held in eight bits
-# Steps whose scales are there: when a step's first chunk is written, the chunk so many before it is
-# free, and the scales of its step were read before that.
+# Steps whose scales are there. Those of step s take the place of those of step s - 2, when chunk
+# 3 s - 5 is free: it belongs to step s - 2, whose scales were read before.
 SCALES = cdiv(WIDENED, CHUNKS)
 
 
@@ -75,7 +76,7 @@ def sums_shape(config: KernelConfig) -> tuple[int, int]:
 
 def room_of(config: KernelConfig) -> Room:
     query, weights = (2 * config.rows * columns for columns in (HEAD_DIM, KEYS))
-    taken = query + weights + 4 * config.rows + scratch_bytes(config) + BARRIER_BYTES
+    taken = query + weights + ALIGNED + scratch_bytes(config) + BARRIER_BYTES  # lse is small
     left, chunk = MEMORY_BYTES - taken, KEYS * CHUNK
     if not config.cache_dtype:
         return Room(left // (2 * chunk), 0)
