@@ -192,36 +192,37 @@ LATENTS = {
     "decodes": latents_of(9, 7, 5),
     "several queries": latents_of(20, 6, 16),
     "heads in two tiles": latents_of(12, 4, 13, heads=128, causal=False),
+    "few heads": latents_of(9, 7, 24, heads=16),
 }
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def items_of(config, starts, seq_lens):
-    """The tokens; each part's items and their number; the last item and part of cut tokens."""
+    """The tokens, and each part's items and their number."""
     schedule = latent_split.schedule_of(config, nondecreasing(starts), seq_lens)
     numbers = jnp.arange(config.num_tokens, dtype=jnp.int32)
 
     def of_part(part):
-        count = schedule.parts[part, 3]
-        found = jax.vmap(lambda i: latent_split.item_at(part, i, schedule, jnp.int32(0)))(numbers)
-        work_item = latent_split.item_at(part, count - 1, schedule, jnp.int32(0))
-        return count, found, latent_split.last_part_of(schedule, work_item.token)
+        found = jax.vmap(lambda i: latent_split.item_at(config, part, i, schedule, jnp.int32(0)))(
+            numbers
+        )
+        return schedule.parts[part, 3], found
 
     return schedule.tokens, *jax.vmap(of_part)(jnp.arange(config.parts, dtype=jnp.int32))
 
 
 @pytest.mark.parametrize("name", LATENTS)
 def test_each_key_of_a_latent_cache_is_in_one_piece(name):
-    """And what was cut is merged: of each token as many slots as were written for it."""
+    """And what was cut is joined: the parts of each token know each other, in a row."""
     config = LATENTS[name]
     capacity, size = MAX_BLOCKS * 16, MAX_BLOCKS * 16 // KEYS + 1
     lengths = random_lengths(len(name), config.num_seqs, 3, config.num_tokens, capacity)
     found = jax.vmap(functools.partial(items_of, config))(*lengths)
-    tokens, counts, found, last_part = jax.tree.map(np.asarray, found)
+    tokens, counts, found = jax.tree.map(np.asarray, found)
     there = np.arange(config.num_tokens) < counts[..., None]
     batch, part, index = np.nonzero(there)
     work_item = jax.tree.map(lambda x: x[there], found)
-    assert ((work_item.steps > 0) & (work_item.steps % 2 == 0)).all()
+    assert ((work_item.steps > 0) & (work_item.steps % config.steps_at_once == 0)).all()
 
     number = np.arange(size)
     first, last = (
@@ -234,13 +235,12 @@ def test_each_key_of_a_latent_cache_is_in_one_piece(name):
     blocks = np.maximum(-(-tokens[:, :, 1] // KEYS), 1)
     np.testing.assert_array_equal(seen, number < blocks[..., None])
 
-    is_cut = work_item.slot >= 0
-    written, merged = (np.full((BATCHES, config.slots), -1) for _ in range(2))
-    assert len(set(zip(batch[is_cut], work_item.slot[is_cut], strict=True))) == is_cut.sum()
-    written[batch[is_cut], work_item.slot[is_cut]] = work_item.token[is_cut]
-    goes_on = (index == counts[batch, part] - 1) & (work_item.slot == 2 * part + 1)
-    merged[batch[goes_on], work_item.slot[goes_on]] = work_item.token[goes_on]
-    for at in np.flatnonzero(goes_on):
-        others = np.arange(part[at] + 1, last_part[batch[at], part[at]] + 1)
-        merged[batch[at], 2 * others] = work_item.token[at]
-    np.testing.assert_array_equal(written, merged)
+    np.testing.assert_array_equal(work_item.part, part)
+    of_token = batch, work_item.token
+    count = np.zeros((BATCHES, config.num_tokens), int)
+    np.add.at(count, of_token, 1)
+    assert (count[of_token] == work_item.last_part - work_item.first_part + 1).all()
+    assert ((work_item.first_part <= part) & (part <= work_item.last_part)).all()
+    assert (index == 0)[part > work_item.first_part].all()
+    last_of_part = index == counts[batch, part] - 1
+    assert last_of_part[part < work_item.last_part].all()

@@ -148,7 +148,10 @@ BUGS = {
         "whole tiles",
     ),
     "eight bits: no wait for what is loaded": Bug(
-        "    plgpu.barrier_wait(held.full.at[source])\n", "", PHASE, "eight bits"
+        "    plgpu.barrier_wait(held.full.at[source])\n    factor",
+        "    factor",
+        PHASE,
+        "eight bits",
     ),
     "eight bits: no wait for room": Bug(
         "            plgpu.barrier_wait(self.free.at[self.slot(step)])\n",
@@ -157,14 +160,15 @@ BUGS = {
         "eight bits",
     ),
     "eight bits: room for loads released before it is read": Bug(
-        "    plgpu.commit_smem()  # all warps have read\n    plgpu.barrier_arrive(held.free",
-        "    plgpu.barrier_arrive(held.free",
+        "    plgpu.commit_smem()  # all warps have read\n"
+        "    plgpu.barrier_arrive(held.free.at[source])\n    wide.room",
+        "    plgpu.barrier_arrive(held.free.at[source])\n    wide.room",
         RACE,
         "eight bits",
     ),
     "eight bits: keys not committed": Bug(
-        "    plgpu.commit_smem()\n    plgpu.barrier_arrive(wide.full.at[target])\n",
-        "    plgpu.barrier_arrive(wide.full.at[target])\n",
+        "factor, wide.room.dtype)\n    plgpu.commit_smem()\n",
+        "factor, wide.room.dtype)\n",
         RACE,
         "eight bits",
     ),
@@ -248,6 +252,18 @@ BUGS = {
         "SCALES = 1",
         RACE,
         "latents of eight bits, scales of tokens",
+    ),
+    "latents of eight bits: no wait for what is loaded": Bug(
+        "    plgpu.barrier_wait(held.full.at[source])\n    numbers = [",
+        "    numbers = [",
+        PHASE,
+        "latents of eight bits, 8 heads",
+    ),
+    "latents of eight bits: keys not committed": Bug(
+        "exact.astype(wide.room.dtype)\n    plgpu.commit_smem()\n",
+        "exact.astype(wide.room.dtype)\n",
+        RACE,
+        "latents of eight bits, 8 heads",
     ),
     "latents of eight bits: scales of another step": Bug(
         "[...] = of_tokens\n",
