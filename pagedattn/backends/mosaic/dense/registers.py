@@ -16,6 +16,7 @@ NUMBERS = plgpu.Layout.TILED(
 )
 # JAX 0.10 must be given an index to load all of a reference, 0.11 warns of any, 0.12 takes none.
 INDEX = inspect.signature(plgpu.load).parameters.get("idx")
+STORE = getattr(plgpu, "store", None)  # JAX 0.12 has it
 ALL = ((),) if INDEX and INDEX.default is INDEX.empty else ()
 
 
@@ -42,3 +43,11 @@ def along_columns(keys, like):
 
 def load(ref, layout):
     return plgpu.load(ref, *ALL, layout=layout, optimized=False)
+
+
+def store(ref, value):
+    """Stores a few numbers, too: JAX 0.12 refuses what does not fill lines of 128 bytes."""
+    if STORE:
+        STORE(ref, value, optimized=False)
+    else:
+        ref[...] = value

@@ -12,7 +12,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ..dense.registers import load
+from ..dense.registers import load, store
 from .softmax import LAYOUT, finite, wide
 
 
@@ -45,14 +45,14 @@ class Places(NamedTuple):
     axis: int
 
 
-def finish(arrays, work_item, places: Places, sums: Sums, store: Callable[[Sums], None]):
-    """Joins what others left, and stores it where the token begins, or leaves it to others."""
+def finish(arrays, work_item, places: Places, sums: Sums, put: Callable[[Sums], None]):
+    """Joins what others left; puts it where results go, or leaves it to others."""
     sums = joined(arrays, work_item, places, sums)
     begins = work_item.part == work_item.first_part
 
     @pl.when(begins)
     def whole():
-        store(sums)
+        put(sums)
 
     @pl.when(jnp.logical_not(begins))
     def rest():
@@ -63,7 +63,7 @@ def leave(arrays, place, places: Places, sums: Sums):
     for part, values in zip(places.parts, sums.values, strict=True):
         arrays.part_sums.at[*place, *part][...] = values
     for i, numbers in enumerate((sums.top, sums.total)):
-        arrays.part_state.at[*place, i][...] = numbers
+        store(arrays.part_state.at[*place, i], numbers)
     plgpu.commit_smem()  # all warps have written, before one of them says so
     plgpu.semaphore_signal(arrays.finished.at[place], memory_scope="gpu")
 
