@@ -16,8 +16,8 @@ NUMBERS = plgpu.Layout.TILED(
 )
 # JAX 0.10 must be given an index to load all of a reference, 0.11 warns of any, 0.12 takes none.
 INDEX = inspect.signature(plgpu.load).parameters.get("idx")
-STORE = getattr(plgpu, "store", None)  # JAX 0.12 has it
 ALL = ((),) if INDEX and INDEX.default is INDEX.empty else ()
+STORE = getattr(plgpu, "store", None)  # JAX 0.12 has it
 
 
 def row_vector(value, dtype=jnp.float32):
