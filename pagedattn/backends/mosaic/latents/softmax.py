@@ -43,19 +43,18 @@ def kept(before, top):
     return jnp.exp2(before - finite(top))
 
 
-def weigh(config: KernelConfig, x, state: State):
-    """The weights of dot products, the new top, and by what earlier sums shrink.
+def weigh(config: KernelConfig, x, before, heads_axis: int):
+    """The weights of dot products, the tops after `before`, and by what earlier sums shrink.
 
     A top stays while logits exceed it by little: weights are then above 1, and no sum shrinks.
     """
     factor = config.scale * LOG2_E
     if factor <= 0:
         x, factor = jnp.where(x == -jnp.inf, x, x * factor), 1.0
-    largest = x.max(axis=1) * factor
-    top = jnp.where(largest > state.top + SLACK, largest, state.top)
-    shrunk = kept(state.top, top)
-    weights = jnp.exp2(x * factor - wide(finite(top), x))
-    return weights, State(top, state.total), shrunk
+    largest = x.max(axis=1 - heads_axis) * factor
+    top = jnp.where(largest > before + SLACK, largest, before)
+    weights = jnp.exp2(x * factor - wide(finite(top), x, heads_axis))
+    return weights, top, kept(before, top)
 
 
 VOTE = "{.reg .pred p; vote.sync.any.pred p, $1, 0xffffffff; selp.b32 $0, 1, 0, p;}"

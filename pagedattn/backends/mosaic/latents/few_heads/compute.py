@@ -17,9 +17,9 @@ from .. import softmax
 from ..cut_tokens import Sums, finish
 from ..kernel_config import KEYS, KernelConfig
 from ..opaque import opaque
-from ..softmax import LAYOUT, LOG2_E, SLACK, finite, kept
+from ..softmax import LAYOUT
 from .chunks import CHUNKS, PIECE, PIECES, pieces, value_columns
-from .results import places, store
+from .results import HEADS_AXIS, places, store
 
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]  (not private: its documents name it)
 TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED
@@ -90,14 +90,14 @@ class Walk:
         x = self.logits(slots)
         scale = self.scale(i)
         x = self.visible(i, scaled(x, scale))
-        weights, top, shrunk = self.weigh(x, state.top)
+        weights, top, shrunk = softmax.weigh(self.config, x, state.top, HEADS_AXIS)
         rounded = scaled(weights, scale).astype(self.memory.weights.dtype)
         rounded = plgpu.layout_cast(rounded, TRANSPOSED)
         self.memory.weights.at[0].transpose((1, 0))[...] = rounded
         self.hide_values(i, slots)
         plgpu.commit_smem()
         sums = self.add_values(slots, state.sums, shrunk)
-        return State(sums, top, state.weights * softmax.wide(shrunk, x, 1) + weights)
+        return State(sums, top, state.weights * softmax.wide(shrunk, x, HEADS_AXIS) + weights)
 
     def logits(self, slots):
         """By two accumulators: a product that adds to the last one's would wait for it."""
@@ -129,16 +129,6 @@ class Walk:
     def inside(self, i):
         """How many keys of a step are not hidden."""
         return self.work_item.limit - (self.work_item.last - i) * KEYS
-
-    def weigh(self, x, before):
-        """The weights of dot products, the new top, and by what earlier sums shrink."""
-        factor = self.config.scale * LOG2_E
-        if factor <= 0:
-            x, factor = jnp.where(x == -jnp.inf, x, x * factor), 1.0
-        largest = x.max(axis=0) * factor
-        top = jnp.where(largest > before + SLACK, largest, before)
-        weights = jnp.exp2(x * factor - softmax.wide(finite(top), x, 1))
-        return weights, top, kept(before, top)
 
     def add_values(self, slots, sums, shrunk):
         """Each chunk is free as soon as its values are added."""

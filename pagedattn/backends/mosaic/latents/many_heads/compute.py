@@ -190,7 +190,9 @@ class Walk:
         return result
 
     def weigh(self, x, step, state, masked):
-        return softmax.weigh(self.config, self.visible(x, step) if masked else x, state)
+        x = self.visible(x, step) if masked else x
+        weights, top, shrunk = softmax.weigh(self.config, x, state.top, HEADS_AXIS)
+        return weights, State(top, state.total), shrunk
 
     def values_free(self, slot):
         return self.barriers.values_free.at[self.me, slot]
