@@ -25,8 +25,8 @@ class Crossings:
         both included, `mosaic` is ahead in tables with room for more than `mosaic_decode_keys`
         keys a row.
       latent_keys: keys a sequence from which `mosaic` is ahead in decodes over latents, if
-      latent_work: tokens x query heads x keys are as many at least, with a multiple of 64 heads, or
-      latent_few_seqs: sequences, with other numbers of heads.
+      latent_work: tokens x query heads x keys are as many at least, where heads are a multiple of
+        64; with fewer heads it is ahead with one sequence already.
       cudnn_query_len: the longest query from which `cudnn` is ahead of `triton`, if tokens x keys
         are `cudnn_work` at least.
       sdpa_work: tokens x query heads x head_dim x keys from which `sdpa` is ahead of `xla` on a
@@ -49,7 +49,6 @@ class Crossings:
     mosaic_decode_keys: int = 2048
     latent_work: int = 1 << 22
     latent_keys: int = 1024
-    latent_few_seqs: int = 8
     cudnn_query_len: int = 2048
     cudnn_work: int = 1 << 25
     sdpa_work: int = 1 << 24

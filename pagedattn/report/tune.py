@@ -88,7 +88,6 @@ CROSSINGS = (
     Crossing("mosaic_query_len", "mosaic", "triton", (16, 32, 64, 128, 256, 512), _chunks(8, 1024)),
     Crossing("cudnn_query_len", "cudnn", "triton", (2048, 4096, 8192), _chunks(2, 0, head_dim=64)),
     Crossing("latent_work", "mosaic", "triton", (4, 8, 16, 32, 64), _latents(128, 2048), _products),
-    Crossing("latent_few_seqs", "mosaic", "triton", (1, 2, 4, 8, 16, 32), _latents(16, 1024)),
     Crossing(
         "mosaic_fewest_decodes",
         "mosaic",

@@ -95,7 +95,6 @@ def reasons(name, **changes):
         ("latents", {"latent_work": 64 * 128 * 4096}, {"latent_work": 64 * 128 * 4096 + 1}),
         ("latents", {"latent_keys": 4096}, {"latent_keys": 4097}),
         ("latents of few heads", {"latent_keys": 4096}, {"latent_keys": 4097}),
-        ("latents of few heads", {"latent_few_seqs": 64}, {"latent_few_seqs": 65}),
         ("prefills", {}, {"cudnn_query_len": 4097}),
         ("prefills", {"cudnn_work": 1 << 25}, {"cudnn_work": (1 << 25) + 1}),
     ],
@@ -187,7 +186,6 @@ def test_figures_are_what_the_rules_compare_with():
         "mosaic_query_len": mosaic,
         "cudnn_query_len": cudnn,
         "latent_work": mosaic,
-        "latent_few_seqs": mosaic,
         "mosaic_fewest_decodes": mosaic,
         "mosaic_many_query_len": mosaic,
     }.items():

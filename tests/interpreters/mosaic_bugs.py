@@ -248,8 +248,8 @@ BUGS = {
         "latents, 16 heads",
     ),
     "latents of eight bits: scales written while they are read": Bug(
-        "SCALES = cdiv(WIDENED, CHUNKS)",
-        "SCALES = 1",
+        "plgpu.SMEM((WIDENED, THREADS), jnp.float32)",
+        "plgpu.SMEM((1, THREADS), jnp.float32)",
         RACE,
         "latents of eight bits, scales of tokens",
     ),
@@ -266,8 +266,8 @@ BUGS = {
         "latents of eight bits, 8 heads",
     ),
     "latents of eight bits: scales of another step": Bug(
-        "[...] = of_tokens\n",
-        "[...] = ahead\n",
+        "                store_scales(scales, number, of_tokens, share)\n",
+        "                store_scales(scales, number, ahead, share)\n",
         NUMBERS,
         "latents of eight bits, scales of tokens",
     ),

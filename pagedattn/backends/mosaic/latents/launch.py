@@ -30,14 +30,10 @@ def slower_because(call: Call) -> list[str]:
     work = call.num_tokens * call.num_heads * call.max_keys
     if call.num_heads % ROWS == 0 and work < by.latent_work:
         reasons.append(f"little work: {work} products of a query and a key, below {by.latent_work}")
-    if call.num_heads % ROWS and call.num_seqs < by.latent_few_seqs:
-        reasons.append(f"few sequences: {call.num_seqs}, below {by.latent_few_seqs}")
     if call.num_heads not in MEASURED_HEADS:
         reasons.append(f"measured with 8, 16, 32, 64 and 128 heads, got {call.num_heads}")
     if call.block_size not in MEASURED_BLOCKS:
         reasons.append(f"not measured with blocks of {call.block_size}")
-    if call.cache_dtype:
-        reasons.append("cache_dtype: not measured with latents")
     return reasons
 
 

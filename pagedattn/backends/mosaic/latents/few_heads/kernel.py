@@ -1,4 +1,4 @@
-"""Tiles of 8, 16 or 32 heads: a warpgroup that computes, one that loads, and one that may widen.
+"""Tiles of 8, 16 or 32 heads: a warpgroup that computes, one that loads, and two that may widen.
 
 A product of the matrix unit has 64 rows. Here these are keys, or columns of the values, and heads
 are the columns: so no row is padding, and the queries take the room of their heads alone. The rest
@@ -13,7 +13,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ....._arrays.namespace import cdiv
 from ...dense.token_scales import THREADS
 from ...ring import Ring
 from ..kernel_config import HEAD_DIM, KEYS, SWIZZLE, VALUE_DIM, KernelConfig
@@ -21,16 +20,15 @@ from ..split_kv import Schedule, items_of_part, own_part
 from .chunks import CHUNK, CHUNKS, PIECE, PIECES
 from .compute import compute
 from .loads import load
-from .widen import widen
+from .widen import WIDENING, widen
 
 COMPUTING = 1  # warpgroups
 MEMORY_BYTES = 227 << 10  # of a multiprocessor
 BARRIER_BYTES = 256
 ALIGNED = 1 << 10  # bytes, at a multiple of which each array begins
-WIDENED = 5  # chunks for which there is room beside those that are held in eight bits
-# Steps whose scales are there. Those of step s take the place of those of step s - 2, when chunk
-# 3 s - 5 is free: it belongs to step s - 2, whose scales were read before.
-SCALES = cdiv(WIDENED, CHUNKS)
+# Steps of which there is room beside what is held in eight bits, and whose scales are there. Those
+# of step s take the place of those of step s - 2 when its first chunk is free: they were read by then.
+WIDENED = 2
 
 
 class Memory(NamedTuple):
@@ -60,8 +58,8 @@ class Room(NamedTuple):
 
 
 def warpgroups(config: KernelConfig) -> int:
-    """One that computes, one that loads, and one that widens."""
-    return 3 if config.cache_dtype else 2
+    """One that computes, one that loads, and those that widen."""
+    return 2 + WIDENING if config.cache_dtype else 2
 
 
 def scratch_bytes(config: KernelConfig) -> int:
@@ -80,8 +78,8 @@ def room_of(config: KernelConfig) -> Room:
     left, chunk = MEMORY_BYTES - taken, KEYS * CHUNK
     if not config.cache_dtype:
         return Room(left // (2 * chunk), 0)
-    left -= WIDENED * 2 * chunk + 4 * SCALES * THREADS
-    return Room(WIDENED, left // chunk)
+    left -= WIDENED * (CHUNKS * 2 * chunk + 4 * THREADS)
+    return Room(WIDENED * CHUNKS, left // chunk)
 
 
 def memory_of(config: KernelConfig, dtype) -> Memory:
@@ -96,7 +94,7 @@ def memory_of(config: KernelConfig, dtype) -> Memory:
         tiled(dtype, SWIZZLE, PIECES, config.rows, PIECE),
         tiled(dtype, SWIZZLE, room.wide, *chunk),
         tiled(held, PIECE, room.held, *chunk) if held else None,
-        plgpu.SMEM((SCALES, THREADS), jnp.float32) if scales else None,
+        plgpu.SMEM((WIDENED, THREADS), jnp.float32) if scales else None,
         tiled(dtype, SWIZZLE, 1, config.rows, KEYS),
         plgpu.SMEM((config.rows,), jnp.float32),
     )
@@ -109,10 +107,10 @@ def barriers_of(config: KernelConfig) -> Barriers:
     room = room_of(config)
     return Barriers(
         barrier(PIECES),
-        barrier(1 if config.cache_dtype else config.pages, room.wide),
+        barrier(WIDENING if config.cache_dtype else config.pages, room.wide),
         barrier(1, room.wide),
         barrier(config.pages, room.held),
-        barrier(1, room.held),
+        barrier(WIDENING, room.held),
     )
 
 
@@ -133,6 +131,7 @@ def program(config: KernelConfig, arrays, memory: Memory, barriers: Barriers):
 
     if config.cache_dtype:
 
-        @pl.when(warpgroup == 2)
+        @pl.when(warpgroup >= 2)
         def widening():
-            widen(config, arrays, memory.scales, held, wide, work_items)
+            share = warpgroup - 2
+            widen(config, arrays, memory.scales, (held, wide), share, work_items)
