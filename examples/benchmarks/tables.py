@@ -63,6 +63,13 @@ IN_MICROSECONDS = (
     *("verify 64x(8 on 4096)", "verify 64x(2 on 4096)", "verify 8x(8 on 4096)"),
     "mixed 2x4096 + 62x(1 on 4095)",
 )
+LATENTS = {
+    "mosaic": "`mosaic`",
+    "FlashMLA": "FlashMLA",
+    "triton": "`triton`",
+    "mosaic, float8_e4m3fn": "`mosaic`, float8",
+    "triton, float8_e4m3fn": "`triton`, float8",
+}
 DENSE = "torch SDPA, dense"
 FROM_TORCH = "numba, torch", "sdpa, torch"  # much the same as from JAX
 
@@ -161,9 +168,10 @@ def bits_table(data: dict) -> list[str]:
 
 def latents_table(data: dict) -> list[str]:
     """us of decodes over latent caches, by contender."""
-    work, contenders = data["work"], ("mosaic", "FlashMLA")
+    work = data["work"]
     shapes = [name.removesuffix(", FlashMLA") for name in work if name.endswith("FlashMLA")]
-    lines = _head([name if name.startswith("Flash") else f"`{name}`" for name in contenders])
+    contenders = [name for name in LATENTS if any(f"{shape}, {name}" in work for shape in shapes)]
+    lines = _head([LATENTS[name] for name in contenders])
     for shape in shapes:
         title = shape.removeprefix("latent cache").removeprefix(", ") or "64 x 4096, 128 heads"
         lines.append(_line([title, *(_us(work, f"{shape}, {name}") for name in contenders)]))
@@ -204,6 +212,7 @@ TABLES = {
     "h100_latents.json": latents_table,
     "h100_whole_step.json": steps_table,
     "h200_options.json": options_table,
+    "h200_latents.json": latents_table,
     "h200_whole_step.json": steps_table,
     "h200_devices.json": devices_table,
     "cpu.json": cpu_table,

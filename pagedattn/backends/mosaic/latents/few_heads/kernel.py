@@ -26,8 +26,8 @@ COMPUTING = 1  # warpgroups
 MEMORY_BYTES = 227 << 10  # of a multiprocessor
 BARRIER_BYTES = 256
 ALIGNED = 1 << 10  # bytes, at a multiple of which each array begins
-# Steps of which there is room beside what is held in eight bits, and whose scales are there. Those
-# of step s take the place of those of step s - 2 when its first chunk is free: they were read by then.
+# Steps for which there is room beside what is held in eight bits, and whose scales are there. Those
+# of step s take the place of those of step s - 2 when its first chunk is free: read by then.
 WIDENED = 2
 
 
