@@ -74,10 +74,9 @@ def _uneven_decodes(num_seqs: int) -> Work:
     return Work((1,) * num_seqs, tuple(lens.tolist()))
 
 
-def _latents(num_heads: int, length: int) -> Callable[[int], Work]:
-    """Decodes of so many sequences."""
-    sizes = {"num_heads": num_heads, "num_kv_heads": 1, "head_dim": 576, "value_dim": 512}
-    return lambda n: Work((1,) * n, (length,) * n, **sizes)
+def _latents(num_seqs: int) -> Work:
+    sizes = {"num_heads": 128, "num_kv_heads": 1, "head_dim": 576, "value_dim": 512}
+    return Work((1,) * num_seqs, (2048,) * num_seqs, **sizes)
 
 
 def _products(_size: int, work: Work) -> int:
@@ -87,7 +86,7 @@ def _products(_size: int, work: Work) -> int:
 CROSSINGS = (
     Crossing("mosaic_query_len", "mosaic", "triton", (16, 32, 64, 128, 256, 512), _chunks(8, 1024)),
     Crossing("cudnn_query_len", "cudnn", "triton", (2048, 4096, 8192), _chunks(2, 0, head_dim=64)),
-    Crossing("latent_work", "mosaic", "triton", (4, 8, 16, 32, 64), _latents(128, 2048), _products),
+    Crossing("latent_work", "mosaic", "triton", (4, 8, 16, 32, 64), _latents, _products),
     Crossing(
         "mosaic_fewest_decodes",
         "mosaic",

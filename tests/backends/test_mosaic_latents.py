@@ -284,7 +284,10 @@ def test_eight_bits(num_heads, cache_dtype, token_scales):
     sizes = {"cache_dtype": cache_dtype, "num_heads": num_heads, "pad_tokens": 12}
     sizes |= {"token_scales": True} if token_scales else {}
     check_call(problem_of([1] * len(LENGTHS), LENGTHS, **sizes))
-    check_call(problem_of(*VERIFY, AttentionSpec(scale=0.5), block_size=64, **sizes))
+    verify = problem_of(*VERIFY, AttentionSpec(scale=0.5), block_size=64, **sizes)
+    check_call(verify)
+    if token_scales:
+        check(verify, 6)
 
 
 def check_call(problem):

@@ -1,7 +1,7 @@
 """The warpgroups that make bfloat16 of latents of eight bits, exactly, in shared memory.
 
-Each widens some of the keys of each chunk. The first looks up scales of tokens, too: they are
-factors on logits and on weights.
+Each widens its share of the keys of each chunk. Scales of tokens, factors on logits and on weights,
+are put there by the first one.
 """
 
 import jax.experimental.pallas as pl
@@ -57,10 +57,10 @@ def widen(config: KernelConfig, arrays, scales, rings: tuple[Ring, Ring], share,
     work_items(visit, ())
 
 
-def store_scales(scales, number, of_tokens, share):
+def store_scales(scales, step, of_tokens, share):
     @pl.when(share == 0)
     def once():
-        scales.at[lax.rem(number, jnp.int32(scales.shape[0]))][...] = of_tokens
+        scales.at[lax.rem(step, jnp.int32(scales.shape[0]))][...] = of_tokens
 
 
 def widen_chunk(held: Ring, wide: Ring, number, share):
