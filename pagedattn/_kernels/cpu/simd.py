@@ -152,6 +152,15 @@ def as_bfloat16(builder, numbers):
     return builder.fptrunc(numbers, ir.VectorType(BFloat16(), LANES))
 
 
+def as_bfloat16_pair(builder, first, second):
+    """As `as_bfloat16`, of two vectors, one behind the other."""
+    pairs = ir.VectorType(BFloat16(), 2 * LANES)
+    kind = ir.FunctionType(pairs, [VECTOR] * 2)
+    name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    return builder.call(function, [second, first])
+
+
 def spread(builder, number, count=LANES):
     """A number in all lanes."""
     empty = ir.Constant(ir.VectorType(number.type, count), ir.Undefined)

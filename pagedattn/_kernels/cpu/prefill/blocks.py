@@ -202,12 +202,16 @@ def weigh_row(args, dtypes, item, first, row, begin, end, hidden, room):
         hide(logits, low, high, first + begin, count)
         if args.depths != 0:
             hide_other_lines(args, item, logits, i, first + begin, count)
-    raise_top(unit, row, highest_of(logits, count), room)
-    top = get_float32(room.state.highest, row)
-    shift = ZERO if top == NONE else top
     weights = room.weights + (begin // depth(dtypes) * wide + row % wide) * SLAB
     totals = room.state.totals + row * SLAB
-    set_weights(logits, weights, count, shift, unit * FLOAT_LOG2_E, totals, dtypes)
+    done, top = False, get_float32(room.state.highest, row)
+    while not done:
+        if top == NONE:
+            top = raise_top(unit, row, highest_of(logits, count), room)
+        shift, limit = ZERO if top == NONE else top, top + SLACK / unit
+        log_unit = unit * FLOAT_LOG2_E
+        done = set_weights(logits, weights, count, shift, limit, log_unit, totals, dtypes)
+        top = NONE
 
 
 @fast
@@ -231,13 +235,12 @@ def apply_options(args, item, i, head, logits, first, count):
 
 @within
 def raise_top(unit, row, highest, room):
-    """Scales what a row has summed if its highest logit is too far above that of before."""
+    """Scales what a row has summed to its logits' new highest, and gives that."""
     state = room.state
     before = get_float32(state.highest, row)
-    if before == NONE:
-        put_float32(state.highest, row, highest)
-    elif (highest - before) * unit > SLACK:
+    if before != NONE and highest > before:
         kept = exp((before - highest) * unit)
         scale_row(state.sums + row * room.sum_bytes, kept, room.sum_columns)
         scale_row(state.totals + row * SLAB, kept, LANES)
-        put_float32(state.highest, row, highest)
+    put_float32(state.highest, row, highest)
+    return highest

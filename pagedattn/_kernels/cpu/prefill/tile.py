@@ -8,7 +8,7 @@ from ..scalar_math import log
 from ..simd import LANES
 from ..softmax import NONE, ONE, ZERO
 from ..store_row import narrow_row
-from ..unpack import up_to
+from ..unpack import fetch_row, up_to
 from .blocks import FLOAT_LOG2_E, add_tile, add_tile_of_heads, unit_of_logits
 from .micro_kernel import SLAB, block, configure, in_place, release
 from .packing import pack_query
@@ -23,6 +23,8 @@ from .room import (
     state_bytes,
 )
 from .weights import join_row, total_of
+
+AHEAD = 32  # rows of queries that are fetched while others are packed
 
 
 @within
@@ -139,11 +141,16 @@ def load_queries(args, dtypes, item, count, room):
     """The queries as A; what a block has beyond the item's rows is its last row once more."""
     wide = block(dtypes)
     for row in range(up_to(count, wide)):
-        held = min(row, count - 1)
-        token, head = item.token + held // args.group, item.kv_head * args.group + held % args.group
-        source = args.query + token * args.query_token + head * args.query_head
+        fetch_row(query_at(args, item, min(row + AHEAD, count - 1)), args.head_dim * args.itemsize)
         at = room.queries + row // wide * wide * room.query_bytes + row % wide * SLAB
-        pack_query(source, at, args.head_dim, dtypes)
+        pack_query(query_at(args, item, min(row, count - 1)), at, args.head_dim, dtypes)
+
+
+@fast
+def query_at(args, item, row):
+    """The address of a row of an item."""
+    token, head = item.token + row // args.group, item.kv_head * args.group + row % args.group
+    return args.query + token * args.query_token + head * args.query_head
 
 
 @fast

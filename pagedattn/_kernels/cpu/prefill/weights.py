@@ -1,7 +1,8 @@
 """From a row of logits to a row of weights, of A's layout, and their sum.
 
-2 ** x by Cody and Waite's split (1980): x = n + r with |r| <= 1/2, and 2 ** r by a polynomial that
-is 1 at 0, fitted to the least largest error: 1.6e-7 of its value with five terms, 2.9e-6 with four.
+2 ** x by Cody and Waite's split (1980): x = n + r with whole n and 0 <= r < 1, and 2 ** r by a
+polynomial that is 1 at 0, fitted to the least largest error: 1.8e-7 of its value with five terms,
+3e-6 with four.
 """
 
 from llvmlite import ir
@@ -15,23 +16,23 @@ from ..simd import (
     VECTOR,
     ZEROS,
     along,
-    as_bfloat16,
+    as_bfloat16_pair,
     at,
     fused,
     load,
-    picks,
     spread,
     store,
     word,
 )
-from ..store_row import folded
+from ..store_row import folded, higher
 from .micro_kernel import SLAB, kernel_of
 
 LOG2_E = 1.4426950408889634
-LEAST = -127.0  # 2 ** x is taken for 0 from here down
+LEAST = -127.0  # without AVX-512, 2 ** x is taken for 0 from here down
 # Of r ** 5 to r, and of r ** 4 to r: for weights that are rounded to bfloat16.
-FIVE = 1.3264732e-3, 9.671513e-3, 5.5507336e-2, 2.4022243e-1, 6.93147e-1
-FOUR = 9.5828557e-3, 5.5906426e-2, 2.4024099e-1, 6.9312418e-1
+FIVE = 1.8705351e-3, 9.011453e-3, 5.5801757e-2, 0.24016487, 0.69315124
+FOUR = 1.3426862e-2, 5.2242193e-2, 0.2412803, 0.69304485
+TOWARDS_LESS = 9  # how AVX-512 rounds, without a signal: what is left of a number is not negative
 
 
 def _in_order(builder, total, number):
@@ -44,19 +45,21 @@ def _constant(number):
 
 
 def _exp2(builder, x, terms):
-    """2 ** x for x <= 100; 0 from LEAST down; NaN stays NaN."""
-    kind = ir.FunctionType(VECTOR, [VECTOR])
-    name = f"llvm.rint.v{LANES}f32"
-    rint = cgutils.get_or_insert_function(builder.module, kind, name)
+    """2 ** x for x <= 100, to 0 at -inf; NaN stays NaN."""
     if LANES < 16:
         is_small = builder.fcmp_ordered("<", x, _constant(LEAST))
         x = builder.select(is_small, _constant(LEAST), x)
-    n = builder.call(rint, [x])
-    r = builder.fsub(x, n)
+        n = _of_vector(builder, f"floor.v{LANES}f32", x)
+        return _times_power(builder, _power(builder, builder.fsub(x, n), terms), n)
+    r = _masked(builder, "reduce", x, ir.IntType(32)(TOWARDS_LESS))  # 0 of -inf
+    return _masked(builder, "scalef", _power(builder, r, terms), x)
+
+
+def _power(builder, r, terms):
     found = _constant(terms[0])
     for term in (*terms[1:], 1.0):
         found = fused(builder, found, r, _constant(term))
-    return _times_power(builder, found, n) if LANES < 16 else _scaled(builder, found, n, x)
+    return found
 
 
 def _times_power(builder, numbers, n):
@@ -67,47 +70,58 @@ def _times_power(builder, numbers, n):
     return builder.fmul(numbers, power)
 
 
-def _scaled(builder, numbers, n, x):
-    """Numbers times 2 ** n by AVX-512's instruction, 0 where x is LEAST or less."""
-    bits, word32 = ir.IntType(16), ir.IntType(32)
-    kind = ir.FunctionType(VECTOR, [VECTOR, VECTOR, VECTOR, bits, word32])
-    name = "llvm.x86.avx512.mask.scalef.ps.512"
-    function = cgutils.get_or_insert_function(builder.module, kind, name)
-    is_large = builder.bitcast(builder.fcmp_unordered(">", x, _constant(LEAST)), bits)
-    return builder.call(function, [numbers, n, ZEROS, is_large, word32(4)])
+def _of_vector(builder, name, x):
+    kind = ir.FunctionType(VECTOR, [VECTOR])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}"), [x])
+
+
+def _masked(builder, name, *operands):
+    """An instruction of AVX-512 for all lanes: `scalef(a, b)` is a * 2 ** floor(b)."""
+    every, current = ir.IntType(16)(0xFFFF), ir.IntType(32)(4)  # lanes; the rounding that is set
+    operands = (*operands, ZEROS, every, current)
+    kind = ir.FunctionType(VECTOR, [operand.type for operand in operands])
+    name = f"llvm.x86.avx512.mask.{name}.ps.512"
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), operands)
 
 
 @intrinsic
-def set_weights(typing, logits, weights, count, top, factor, totals, dtypes):
+def set_weights(typing, logits, weights, count, top, limit, factor, totals, dtypes):
     """`weights = 2 ** ((logits - top) * factor)`, a row of A; adds them up in `totals`, by lanes.
 
-    `count` is a multiple of two vectors.
+    Gives whether that is done: not where a logit is above the limit. `count` is a multiple of two
+    vectors.
     """
 
     def code(context, builder, signature, args):
-        logits, weights, count, top, factor, totals, _ = args
+        logits, weights, count, top, limit, factor, totals, _ = args
         kernel = kernel_of(signature.args[-1])
         terms = FOUR if kernel.pairs else FIVE
-        top, factor = spread(builder, top), spread(builder, factor)
+        top, limit, factor = (spread(builder, number) for number in (top, limit, factor))
         sums = at(builder, totals, word(0), VECTOR)
         total = cgutils.alloca_once_value(builder, load(builder, sums, 4))
+        highest = cgutils.alloca_once_value(builder, _constant(-float("inf")))
 
         def weigh(index):
             place = builder.add(logits, builder.mul(index, word(4)))
             found = []
             for part in range(2):
                 x = load(builder, at(builder, place, word(4 * LANES * part), VECTOR), 4)
+                builder.store(higher(builder, x, builder.load(highest)), highest)
                 x = builder.fmul(builder.fsub(x, top), factor)
                 found.append(_exp2(builder, x, terms))
                 builder.store(_in_order(builder, builder.load(total), found[-1]), total)
             _put(builder, kernel, weights, index, found)
 
         along(builder, 2 * LANES, word(0), count, weigh)
-        store(builder, builder.load(total), sums, 4)
-        return context.get_dummy_value()
+        lanes = ir.IntType(LANES)
+        above = builder.fcmp_ordered(">", builder.load(highest), limit)
+        is_done = builder.icmp_unsigned("==", builder.bitcast(above, lanes), lanes(0))
+        with builder.if_then(is_done, likely=True):
+            store(builder, builder.load(total), sums, 4)
+        return is_done
 
-    numbers = [types.intp] * 3 + [types.float32] * 2 + [types.intp]
-    return types.void(*numbers, dtypes), code
+    numbers = [types.intp] * 3 + [types.float32] * 3 + [types.intp]
+    return types.boolean(*numbers, dtypes), code
 
 
 def _put(builder, kernel, weights, index, two):
@@ -115,17 +129,12 @@ def _put(builder, kernel, weights, index, two):
     slab = builder.mul(builder.udiv(index, word(kernel.depth)), word(kernel.block * SLAB))
     place = builder.add(weights, slab)
     if kernel.pairs:
-        halves = [builder.bitcast(as_bfloat16(builder, x), _shorts()) for x in two]
-        both = builder.shuffle_vector(*halves, picks(range(2 * LANES)))
+        both = as_bfloat16_pair(builder, *two)
         store(builder, both, at(builder, place, word(0), both.type), 4)
         return
     for part, vector in enumerate(two):
         here = builder.add(place, word(kernel.block * SLAB * part))
         store(builder, vector, at(builder, here, word(0), VECTOR), 4)
-
-
-def _shorts():
-    return ir.VectorType(BFLOAT16.memory, LANES)
 
 
 @intrinsic
