@@ -5,9 +5,7 @@ has the CPU, the versions of Numba and of Python, and `sources()`, since Numba i
 the file of the function that is called.
 """
 
-import contextlib
 import functools
-import gc
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +20,7 @@ from ...cache.quantise import LARGEST
 from . import block_choice, block_scores, workers
 from .call_args import args_at
 from .compiling import MODE
+from .compiling_faster import compiling_faster
 from .dtypes import BFLOAT16, DTYPES, FLOAT16, FLOAT32, INT4, TOKENS, Dtype
 from .prefill import tile
 from .prefill.micro_kernel import micro_kernel
@@ -48,23 +47,11 @@ def machine_code(signature, function: Callable, name: str) -> Any:
     counts the functions of a name, and two processes may count alike: so each has its own name.
     """
     function.__qualname__ = name
-    with _no_collections():
+    with compiling_faster():
         try:
             return cfunc(signature, cache=True, **MODE)(function)
         except RuntimeError:  # no folder to write to
             return cfunc(signature, **MODE)(function)
-
-
-@contextlib.contextmanager
-def _no_collections():
-    """Numba makes millions of objects: looking for cycles among them takes a sixth of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @functools.cache

@@ -77,8 +77,8 @@ def _call(builder, name, *arguments):
     # Where a core's other thread is at work, products and loads that follow each other closely take
     # half as long again as those with something in between (Xeon of the fifth generation: 32 and 22
     # ns for one of each; alone on the core 7.7 and 7.1).
-    nothing = ir.InlineAsm(ir.FunctionType(ir.VoidType(), []), "nop\n" * APART, "", side_effect=True)
-    builder.call(nothing, [])
+    kind = ir.FunctionType(ir.VoidType(), [])
+    builder.call(ir.InlineAsm(kind, "nop\n" * APART, "", side_effect=True), [])
 
 
 def configure(builder, memory):

@@ -10,7 +10,6 @@ from numba import types
 from numba.core import cgutils
 
 from ..compiling import intrinsic
-from ..dtypes import BFLOAT16
 from ..simd import (
     LANES,
     VECTOR,
