@@ -4,8 +4,11 @@ import contextlib
 import copy
 import gc
 from collections import defaultdict
+from typing import Any
 
 from numba.core import ir
+
+SCOPE: Any = ir.Scope
 
 
 @contextlib.contextmanager
@@ -32,14 +35,14 @@ def _shared_variables():
 
     Numba 0.61 to 0.68 copies all variables with it, in a third of the time, and changes only maps.
     """
-    if "__deepcopy__" in vars(ir.Scope):  # of another version
+    if "__deepcopy__" in vars(SCOPE):  # of another version
         yield
         return
-    ir.Scope.__deepcopy__ = _copied
+    SCOPE.__deepcopy__ = _copied
     try:
         yield
     finally:
-        del ir.Scope.__deepcopy__
+        del SCOPE.__deepcopy__
 
 
 def _copied(scope, memo):
