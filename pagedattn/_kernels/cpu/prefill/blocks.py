@@ -51,7 +51,7 @@ from .room import (
 )
 from .weights import LOG2_E, scale_row, set_weights
 
-SLACK = np.float32(5.5)  # natural logarithm: weights up to 245
+SLACK = np.float32(16.0)  # natural logarithm: weights up to 9e6
 FLOAT_LOG2_E = np.float32(LOG2_E)
 
 
@@ -205,6 +205,9 @@ def weigh_row(args, dtypes, item, first, row, begin, end, hidden, room):
     weights = room.weights + (begin // depth(dtypes) * wide + row % wide) * SLAB
     totals = room.state.totals + row * SLAB
     done, top = False, get_float32(room.state.highest, row)
+    if top == NONE and begin == 0:
+        top = get_float32(logits, 0)
+        put_float32(room.state.highest, row, top)
     while not done:
         if top == NONE:
             top = raise_top(unit, row, highest_of(logits, count), room)
