@@ -31,7 +31,7 @@ def is_allowed() -> bool:
     return ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST, TILE_DATA) == 0
 
 
-def product(builder, kernel, rows, arguments, accumulate):
+def product(builder, kernel, rows, arguments, adds):
     """C in registers 0 to 3, A in 4 and 5, B in 6 and 7; half of A's and C's for half the rows."""
     c, row_bytes, a, panels, panel_bytes, slabs = arguments
     high = rows // ROWS
@@ -40,10 +40,13 @@ def product(builder, kernel, rows, arguments, accumulate):
     for register, i, j in tiles:
         corner = builder.add(c, builder.mul(row_bytes, word(ROWS * i)))
         places[register] = builder.add(corner, word(ROW * j))
-        if accumulate:
-            _load(builder, register, places[register], row_bytes)
-        else:
-            _call(builder, "tilezero", _number(register))
+    with builder.if_else(adds) as (added, set_):
+        with added:
+            for register, place in places.items():
+                _load(builder, register, place, row_bytes)
+        with set_:
+            for register in places:
+                _call(builder, "tilezero", _number(register))
     with cgutils.for_range_slice(builder, word(0), slabs, word(1), WORD) as (slab, _):
         here = builder.add(a, builder.mul(slab, word(kernel.block * ROW)))
         for i in range(high):

@@ -30,16 +30,14 @@ from .micro_kernel import (
     LINE,
     PANEL,
     SLAB,
-    add_few,
-    add_product,
     block,
     columns,
     depth,
     few,
+    few_product,
     in_place,
+    product,
     rows,
-    set_few,
-    set_product,
 )
 from .room import (
     ADDRESS_BYTES,
@@ -66,12 +64,13 @@ def add_tile(args, dtypes, item, first, start, count, room):
         else:
             multiply_keys(dtypes, start, rows_here, begin, end, room)
         hidden = hides(args, item, first + begin, first + end, start, rows_here)
+        adds = has_sums(start, rows_here, room)
         for row in range(start, start + rows_here):
             weigh_row(args, dtypes, item, first, row, begin, end, hidden, room)
         if count <= in_place(dtypes):
             multiply_values_in_place(args, dtypes, item, first, rows_here, begin, end, room)
         else:
-            multiply_values(dtypes, start, rows_here, begin, end, room)
+            multiply_values(dtypes, start, rows_here, begin, end, adds, room)
 
 
 @within
@@ -104,6 +103,15 @@ def seen_by_block(args, item, first, start, rows_here):
     begin, end = seen_by(args, item, i, last - i + 1)
     begin = max(begin - first, 0) // GRAIN * GRAIN
     return begin, max(begin, up_to(min(end - first, KEYS), GRAIN))
+
+
+@fast
+def has_sums(start, rows_here, room):
+    """Whether any row of a block has seen a key."""
+    for row in range(start, start + rows_here):
+        if get_float32(room.state.highest, row) != NONE:
+            return True
+    return False
 
 
 @fast
@@ -149,16 +157,16 @@ def multiply_keys(dtypes, start, rows_here, begin, end, room):
         while row < rows_here:
             at, left = logits + 4 * KEYS * row, queries + row * SLAB
             if up_to(rows_here - row, few(dtypes)) < rows(dtypes):
-                set_few(at, 4 * KEYS, left, panels, width, slabs, dtypes)
+                few_product(at, 4 * KEYS, left, panels, width, slabs, False, dtypes)
                 row += few(dtypes)
             else:
-                set_product(at, 4 * KEYS, left, panels, width, slabs, dtypes)
+                product(at, 4 * KEYS, left, panels, width, slabs, False, dtypes)
                 row += rows(dtypes)
 
 
 @within
-def multiply_values(dtypes, start, rows_here, begin, end, room):
-    """Adds the values, weighted, to the sums of a block of rows."""
+def multiply_values(dtypes, start, rows_here, begin, end, adds, room):
+    """Adds the values, weighted, to the sums of a block of rows, or sets these."""
     first, slabs = begin // depth(dtypes), end // depth(dtypes) - begin // depth(dtypes)
     weights = room.weights + first * block(dtypes) * SLAB
     width, size = room.value_panel_bytes, room.sum_bytes
@@ -168,10 +176,10 @@ def multiply_values(dtypes, start, rows_here, begin, end, room):
         while row < rows_here:
             at, left = sums + row * size, weights + row * SLAB
             if up_to(rows_here - row, few(dtypes)) < rows(dtypes):
-                add_few(at, size, left, panels, width, slabs, dtypes)
+                few_product(at, size, left, panels, width, slabs, adds, dtypes)
                 row += few(dtypes)
             else:
-                add_product(at, size, left, panels, width, slabs, dtypes)
+                product(at, size, left, panels, width, slabs, adds, dtypes)
                 row += rows(dtypes)
 
 

@@ -124,32 +124,31 @@ rows, few, in_place, columns, block, size, depth = (
 )
 
 
-def _product(rows, accumulate):
-    """Makes `product` of some rows, which sets C, or adds to it.
+def _product(rows):
+    """Makes `product` of some rows.
 
     A row's bits are the same among few rows and many: its sums have one order.
     """
 
     @intrinsic
-    def product(typing, c, row_bytes, a, panels, panel_bytes, slabs, dtypes):
-        """`C = A @ B`, or `C += A @ B`, with `columns`; C's rows are `row_bytes` apart."""
+    def product(typing, c, row_bytes, a, panels, panel_bytes, slabs, adds, dtypes):
+        """`C = A @ B`, added to C if `adds`, with `columns`; C's rows are `row_bytes` apart."""
 
         def code(context, builder, signature, args):
             kernel = kernel_of(signature.args[-1])
             make = amx.product if kernel.tiles else _in_registers
-            make(builder, kernel, rows(kernel), args[:-1], accumulate)
+            make(builder, kernel, rows(kernel), args[:-2], args[-2])
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 6, dtypes), code
+        return types.void(*[types.intp] * 6, types.boolean, dtypes), code
 
     return product
 
 
-set_product, add_product = (_product(lambda kernel: kernel.rows, add) for add in (False, True))
-set_few, add_few = (_product(lambda kernel: kernel.few, add) for add in (False, True))
+product, few_product = _product(lambda kernel: kernel.rows), _product(lambda kernel: kernel.few)
 
 
-def _in_registers(builder, kernel, rows, arguments, accumulate):
+def _in_registers(builder, kernel, rows, arguments, adds):
     c, row_bytes, a, panels, panel_bytes, slabs = arguments
     vectors = kernel.columns // LANES
     tile = [(row, v) for row in range(rows) for v in range(vectors)]
@@ -157,7 +156,7 @@ def _in_registers(builder, kernel, rows, arguments, accumulate):
     places = {(row, v): at(builder, lines[row], word(4 * LANES * v), VECTOR) for row, v in tile}
     totals = {}
     for place in tile:
-        first = load(builder, places[place], 4) if accumulate else ZEROS
+        first = builder.select(adds, load(builder, places[place], 4), ZEROS)
         totals[place] = cgutils.alloca_once_value(builder, first)
     starts = []
     for v in range(vectors):

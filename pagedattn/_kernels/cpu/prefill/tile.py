@@ -46,7 +46,7 @@ def attend_tile(args, dtypes, held, address, scratch):
             for head in range(rooms.heads):
                 room = room_at(args, dtypes, held, rooms, head)
                 join(args, work_item_at(room.item), rooms.rows, room.state, room)
-                clear(rooms.rows, room.state, room)
+                clear(dtypes, rooms.rows, room.state, room)
     release(dtypes)
     finish(args, dtypes, held, item, rooms)
 
@@ -60,9 +60,10 @@ def begin_head(args, dtypes, held, address, begin, rooms, head):
     item.kv_head += head
     item.state += head * state_bytes(args, args.tile_tokens * args.group)
     load_queries(args, dtypes, item, rooms.rows, room)
-    clear(rooms.rows, room.state, room)
+    clear(dtypes, rooms.rows, room.state, room)
     if args.longest == 0:
-        clear(rooms.rows, room.joined, room)
+        clear(dtypes, rooms.rows, room.joined, room)
+        memset(room.joined.sums, 0, rooms.rows * room.sum_bytes)
     memset(room.zeros, 0, room.keys - room.zeros)
     if begin < item.last:
         find_keys(args, item, begin, room)
@@ -154,9 +155,10 @@ def query_at(args, item, row):
 
 
 @fast
-def clear(count, state, room):
-    """Rows that have seen no key."""
-    memset(state.sums, 0, count * room.sum_bytes)
+def clear(dtypes, count, state, room):
+    """Rows that have seen no key: a first product of packed values sets their sums."""
+    if count <= in_place(dtypes):
+        memset(state.sums, 0, count * room.sum_bytes)
     memset(state.totals, 0, count * SLAB)
     for row in range(count):
         put_float32(state.highest, row, NONE)
@@ -172,9 +174,12 @@ def write_rows(args, dtypes, item, count, room):
         token, head = item.token + row // args.group, row % args.group
         index = token * args.num_kv_heads * args.group + item.kv_head * args.group + head
         total = total_of(joined.totals + row * SLAB)
-        over = ZERO if total == ZERO else ONE / total
+        sums, over = joined.sums + row * room.sum_bytes, ONE / total
+        if total == ZERO:
+            memset(sums, 0, room.sum_bytes)
+            over = ZERO
         out = args.out + index * args.value_dim * args.itemsize
-        narrow_row(joined.sums + row * room.sum_bytes, over * scale, out, args.value_dim, dtypes)
+        narrow_row(sums, over * scale, out, args.value_dim, dtypes)
         if args.lse != 0:
             lse = get_float32(joined.highest, row) * unit + log(total)
             put_float32(args.lse, index, NONE if total == ZERO else lse)
