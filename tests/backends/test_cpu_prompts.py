@@ -234,6 +234,17 @@ def test_logits_that_grow_along_the_keys(peak):
     check(problem.replace(bias=bias), 2)
 
 
+@pytest.mark.parametrize("first", [-np.inf, np.finfo(np.float32).min, -1e9, -30.0, 300.0])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_first_key_unlike_the_others(first, dtype):
+    """Its logit stands for the row's highest one until others are seen to be higher."""
+    sizes = SIZES | {"dtype": jnp.dtype(dtype)}
+    problem = random_problem([300], [700], AttentionSpec(), **sizes)
+    bias = np.zeros((300, 1, 700), np.float32)
+    bias[:, :, 0] = first
+    check(problem.replace(bias=bias), 2)
+
+
 @pytest.mark.parametrize(("terms", "error"), [(weights.FIVE, 1.8e-7), (weights.FOUR, 3e-6)])
 def test_the_polynomial_is_as_close_as_it_says(terms, error):
     x = np.linspace(0, 1, 100_001).astype(np.float32)

@@ -1,7 +1,8 @@
 """A block of rows and a tile of keys: logits, weights and the online softmax, sums of values.
 
-A row's sums are scaled down only when its highest logit grows by more than SLACK, as in
-FlashAttention-4: until then weights are above 1, which the division by their sum undoes.
+Weights are relative to a logit of the row, at first that of its first key. Sums are scaled down
+only when a logit is above it by more than SLACK, as in FlashAttention-4: until then weights are
+above 1, which the division by their sum undoes.
 """
 
 import numpy as np
@@ -213,7 +214,7 @@ def weigh_row(args, dtypes, item, first, row, begin, end, hidden, room):
     weights = room.weights + (begin // depth(dtypes) * wide + row % wide) * SLAB
     totals = room.state.totals + row * SLAB
     done, top = False, get_float32(room.state.highest, row)
-    if top == NONE and begin == 0:
+    if top == NONE and begin == 0:  # a row that sees the tile's first key: so in any block of rows
         top = get_float32(logits, 0)
         put_float32(room.state.highest, row, top)
     while not done:

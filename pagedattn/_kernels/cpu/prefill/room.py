@@ -19,7 +19,7 @@ GRAIN = 32  # keys: a multiple of what any product and any loop over weights tak
 
 
 class State(NamedTuple):
-    """Addresses of rows: their sums, the highest logit of each, and LANES totals of each."""
+    """Addresses of rows: their sums, the logit that these are relative to, and LANES totals."""
 
     sums: int
     highest: int
