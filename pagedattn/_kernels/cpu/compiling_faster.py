@@ -1,4 +1,4 @@
-"""Less work for Numba's compiler, in half a minute of which nothing else can be done."""
+"""Less work for Numba's compiler, for which a first call waits."""
 
 import contextlib
 import copy
@@ -47,8 +47,8 @@ def _shared_variables():
 
 def _copied(scope, memo):
     copied = memo[id(scope)] = copy.copy(scope)
-    maps = {"parent", "localvars", "loc", "redefined", "var_redefinitions"}
-    if vars(scope).keys() != maps:  # of another version
+    known = {"parent", "localvars", "loc", "redefined", "var_redefinitions"}
+    if vars(scope).keys() != known:  # of another version
         vars(copied).update(copy.deepcopy(vars(scope), memo))
         return copied
     copied.localvars = copy.copy(scope.localvars)

@@ -17,7 +17,7 @@ REQUEST, TILE_DATA = 0x1023, 18  # ARCH_REQ_XCOMP_PERM and XFEATURE_XTILEDATA of
 ARCH_PRCTL = 158  # the number of the system call on x86-64
 ROWS, ROW = 16, 64  # bytes of a row
 CONFIG_BYTES = 64
-APART = 8  # instructions that do nothing, behind each of AMX's
+IDLE = 8  # instructions that do nothing, behind each of AMX's
 
 binding.initialize_native_asmparser()  # for these
 
@@ -77,11 +77,10 @@ def _call(builder, name, *arguments):
     kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
     function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}")
     builder.call(function, arguments)
-    # Where a core's other thread is at work, products and loads that follow each other closely take
-    # half as long again as those with something in between (Xeon of the fifth generation: 32 and 22
-    # ns for one of each; alone on the core 7.7 and 7.1).
+    # On virtual cores that share theirs, products and loads that follow each other closely took 32
+    # ns for one of each, 22 with something in between; in fast moments 7.7 and 7.1.
     kind = ir.FunctionType(ir.VoidType(), [])
-    builder.call(ir.InlineAsm(kind, "nop\n" * APART, "", side_effect=True), [])
+    builder.call(ir.InlineAsm(kind, "nop\n" * IDLE, "", side_effect=True), [])
 
 
 def configure(builder, memory):

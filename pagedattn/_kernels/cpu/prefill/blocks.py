@@ -223,7 +223,7 @@ def weigh_row(args, dtypes, item, first, row, begin, end, hidden, room):
         shift, limit = ZERO if top == NONE else top, top + SLACK / unit
         log_unit = unit * FLOAT_LOG2_E
         done = set_weights(logits, weights, count, shift, limit, log_unit, totals, dtypes)
-        top = NONE
+        top = NONE  # to be raised, if a logit was above the limit
 
 
 @fast

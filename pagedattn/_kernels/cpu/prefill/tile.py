@@ -174,10 +174,9 @@ def write_rows(args, dtypes, item, count, room):
         token, head = item.token + row // args.group, row % args.group
         index = token * args.num_kv_heads * args.group + item.kv_head * args.group + head
         total = total_of(joined.totals + row * SLAB)
-        sums, over = joined.sums + row * room.sum_bytes, ONE / total
-        if total == ZERO:
+        sums, over = joined.sums + row * room.sum_bytes, ZERO if total == ZERO else ONE / total
+        if total == ZERO:  # no product has set them
             memset(sums, 0, room.sum_bytes)
-            over = ZERO
         out = args.out + index * args.value_dim * args.itemsize
         narrow_row(sums, over * scale, out, args.value_dim, dtypes)
         if args.lse != 0:
