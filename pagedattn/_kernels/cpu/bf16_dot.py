@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 from llvmlite import ir
 
+from . import rates
 from .dtypes import BFLOAT16, EIGHT_BITS, INT8, UNITS
 from .simd import LANES, LINE, LOOK_UPS, PAIRS, looked_up, picks
 
@@ -16,11 +17,16 @@ SIGN = 0x80
 UPPER_OF_LEAST = 0xC3  # the upper byte of -128; the lower one is 0
 
 
-def are_pairs(query_dtype, dtype):
-    """Whether queries and a cache of these dtypes are multiplied as pairs of bfloat16, exactly."""
+def can_be_pairs(query_dtype, dtype):
+    """Whether numbers of these dtypes, of queries and a cache, are exact as pairs of bfloat16."""
     if query_dtype != BFLOAT16:
         return False
     return PAIRS if dtype == BFLOAT16 else LOOK_UPS and dtype in EIGHT_BITS
+
+
+def are_pairs(query_dtype, dtype):
+    """Whether short queries multiply them so, where that is faster than products of float32."""
+    return can_be_pairs(query_dtype, dtype) and rates.pairs_are_faster()
 
 
 def counts(dtype):

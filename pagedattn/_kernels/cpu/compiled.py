@@ -17,7 +17,8 @@ from numba import cfunc, types
 
 from ...cache.packing import PACKED
 from ...cache.quantise import LARGEST
-from . import block_choice, block_scores, workers
+from . import block_choice, block_scores, rates, workers
+from .bf16_dot import are_pairs
 from .call_args import args_at
 from .compiling import MODE
 from .compiling_faster import compiling_faster
@@ -78,9 +79,9 @@ def multiplied(*held: Dtype) -> tuple[tuple[Dtype, Dtype], tuple[Dtype, Dtype]]:
     return own if cache == INT4 else (query, cache), own if TOKENS in held else (query, cache)
 
 
-def _version(tiles: tuple[Dtype, Dtype]) -> int:
+def _version(multiplied: object) -> int:
     """That of the sources, and of how this machine multiplies."""
-    return _number(f"{sources()} {micro_kernel(*tiles)}".encode())
+    return _number(f"{sources()} {multiplied}".encode())
 
 
 @functools.cache
@@ -92,7 +93,7 @@ def task(*names: str):
     """
     held = tuple(DTYPES[name] for name in names)
     dtypes, tiles = multiplied(*held)
-    version = _version(tiles)
+    version = _version((rates.pairs_are_faster(), micro_kernel(*tiles)))
 
     def task(args):
         if args != version:
@@ -109,7 +110,7 @@ def prefill(*names: str):
     """`void prefill(args, item, scratch)`: computes a work item of a long sequence."""
     held = tuple(DTYPES[name] for name in names)
     _, tiles = multiplied(*held)
-    version = _version(tiles)
+    version = _version(micro_kernel(*tiles))
 
     def prefill(args, item, scratch):
         if args != version:
@@ -125,7 +126,7 @@ def prefill(*names: str):
 def score(query: str, held: str):
     """`void score(args)`: works on scores of blocks as long as there is work."""
     dtypes = DTYPES[query], DTYPES[held]
-    version = _version(dtypes)
+    version = _version(are_pairs(*dtypes))
 
     def score(args):
         if args != version:

@@ -22,7 +22,6 @@ from .unpack import (
     gather_scales,
     group_of,
     is_packed,
-    looks_up,
     scale_logits,
     scales_logits,
     takes_fours,
@@ -211,11 +210,12 @@ def attend(args, dtypes, held, work_item, queries, sums, highest, total, room):
             later = place + 1
             ahead = values + 8 * CHUNK * (later // heads)
             plane = args.value + (work_item.kv_head + later % heads) * args.value_head
-            if looks_up(held) and args.value_columns % COLUMNS == 0:
+            if pv_fours.sums_fours(held) and args.value_columns % COLUMNS == 0:
                 seen = shown if args.bias != 0 else np.int64(0)
                 room_of_head = rows_of(tokens)
                 pv_fours.add_values(
                     args,
+                    held,
                     out,
                     rows,
                     value,

@@ -1,8 +1,7 @@
 """Sums of values of four bits, as they are held, with a scale for each group of their columns.
 
-For CPUs with products of pairs of bfloat16, and heads of a multiple of 64 columns: so a vector of
-32 numbers is one group of columns. A value's scales multiply its weight, which so is another one
-for each group.
+For AVX-512, and heads of a multiple of 64 columns: so two vectors are one group of columns. A
+value's scales multiply its weight, which so is another one for each group.
 """
 
 from llvmlite import ir
@@ -10,7 +9,9 @@ from numba import types
 from numba.core import cgutils
 
 from . import float16
+from .bf16_dot import are_pairs
 from .compiling import fast, intrinsic, within
+from .dtypes import BFLOAT16, INT4, pair_of
 from .memory import get_float32, get_int32, get_int64, put_int32
 from .simd import (
     BYTE,
@@ -24,58 +25,115 @@ from .simd import (
     along,
     as_bfloat16,
     at,
+    fused,
     load,
     permuted,
+    permuted_floats,
     picks,
     spread,
     store,
     word,
 )
 from .softmax import CHUNK, NONE
-from .unpack import GROUP, fetch_row
+from .unpack import AS_FOURS, GROUP, fact, fetch_row
 
-WORDS = ir.VectorType(ir.IntType(16), 2 * LANES)
-# bfloat16 of 0 to 7 and of -8 to -1, in the order of their four bits: the upper half of float32.
-NUMBERS = [0, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0]
-NUMBERS += [0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80]
-
-
-def _bits(builder, row, index):
-    """32 bytes of a row, of 16 bits each."""
-    bytes_ = ir.VectorType(BYTE, 2 * LANES)
-    return builder.zext(load(builder, at(builder, row, index, bytes_), 1), WORDS)
+# In the order of their four bits.
+NUMBERS = [*range(8), *range(-8, 0)]
+# The same as bfloat16, the upper half of float32.
+HALVES = [0, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0]
+HALVES += [0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80]
+VECTORS = 2  # of a group
 
 
-def _halves(builder, bits):
-    """The numbers in the low and in the high bits of bytes, as bfloat16."""
-    low = builder.and_(bits, ir.Constant(WORDS, [15] * 2 * LANES))
-    high = builder.lshr(bits, ir.Constant(WORDS, [4] * 2 * LANES))
-    table = ir.Constant(WORDS, NUMBERS * 2)
-    return [permuted(builder, table, lanes) for lanes in (low, high)]
+class Widened:
+    """One value at a time as float32, times weights of float32."""
+
+    keys, size = 1, 4  # bytes of a weight
+
+    def values(self, builder, rows, index):
+        """Of each half of the rows, VECTORS of columns."""
+        pieces = [self._halves(builder, rows[0], index, v * LANES) for v in range(VECTORS)]
+        return list(zip(*pieces, strict=True))
+
+    def _halves(self, builder, row, index, start):
+        place = builder.add(index, word(start))
+        held = load(builder, at(builder, row, place, ir.VectorType(BYTE, LANES)), 1)
+        low = builder.zext(held, INTEGERS)
+        high = builder.lshr(low, ir.Constant(INTEGERS, [4] * LANES))
+        table = ir.Constant(VECTOR, [float(number) for number in NUMBERS])
+        return [permuted_floats(builder, table, lanes) for lanes in (low, high)]
+
+    def weight(self, builder, place):
+        return spread(builder, load(builder, at(builder, place, word(0), FLOAT), 4))
+
+    def add(self, builder, total, weight, value):
+        return fused(builder, weight, value, total)
+
+    def narrowed(self, builder, weights):
+        return weights
+
+
+class Pairs(Widened):
+    """Two values at a time as pairs of bfloat16, times pairs of weights, rounded like them."""
+
+    keys, size = 2, 2
+    words = ir.VectorType(ir.IntType(16), 2 * LANES)
+
+    def values(self, builder, rows, index):
+        bytes_ = ir.VectorType(BYTE, 2 * LANES)
+        places = (at(builder, row, index, bytes_) for row in rows)
+        held = [builder.zext(load(builder, place, 1), self.words) for place in places]
+        pieces = []
+        for start in range(0, 2 * LANES, LANES):
+            lanes = [lane + row for lane in range(start, start + LANES) for row in (0, 2 * LANES)]
+            both = builder.shuffle_vector(*held, picks(lanes))
+            pieces.append(self._looked_up(builder, both))
+        return list(zip(*pieces, strict=True))
+
+    def _looked_up(self, builder, bits):
+        low = builder.and_(bits, ir.Constant(self.words, [15] * 2 * LANES))
+        high = builder.lshr(bits, ir.Constant(self.words, [4] * 2 * LANES))
+        table = ir.Constant(self.words, HALVES * 2)
+        return [permuted(builder, table, lanes) for lanes in (low, high)]
+
+    def weight(self, builder, place):
+        pair = load(builder, at(builder, place, word(0), ir.IntType(32)), 4)
+        return builder.bitcast(spread(builder, pair), self.words)
+
+    def add(self, builder, total, weight, value):
+        return add_pairs(builder, total, weight, value)
+
+    def narrowed(self, builder, weights):
+        return as_bfloat16(builder, weights)
+
+
+def way_of(held):
+    as_pairs = LOOK_UPS and are_pairs(held[0], BFLOAT16)
+    return Pairs() if as_pairs else Widened()
+
+
+sums_fours = fact(lambda held: AS_FOURS and held[1] == INT4)
 
 
 def _pv(rows):
     """Makes the sums of value rows by the weights of `rows` queries."""
 
     @intrinsic
-    def pv(typing, sums, step, plane, offsets, count, dim, weights, kept):
+    def pv(typing, sums, step, plane, offsets, count, dim, weights, kept, held):
         """`sums[r] = sums[r] * kept[r] + weights[r] @ values`, by weights of `set_weights`."""
 
         def code(context, builder, signature, args):
-            if not LOOK_UPS:
+            if not AS_FOURS:
                 return context.get_dummy_value()
-            sums, step, plane, offsets, count, dim, weights, kept = args
+            sums, step, plane, offsets, count, dim, weights, kept, _ = args
+            way = way_of(pair_of(signature.args[-1]))
             half = builder.lshr(dim, word(1))
-            turns = builder.udiv(builder.add(count, word(1)), word(2))
-            number = ir.IntType(32)
-            mixed = [
-                [lane + row for lane in range(start, start + LANES) for row in (0, 2 * LANES)]
-                for start in (0, LANES)
-            ]
+            turns = builder.udiv(builder.add(count, word(way.keys - 1)), word(way.keys))
+            row_bytes = way.size * CHUNK
 
             def add(index):
                 parts = index, builder.add(index, half)
-                tile = [(r, p, v) for r in range(rows) for p in range(2) for v in range(2)]
+                tile = [(r, p, v) for r in range(rows) for p in range(2) for v in range(VECTORS)]
                 places, totals = {}, {}
                 for r, p, v in tile:
                     column = builder.mul(builder.add(parts[p], word(v * LANES)), word(4))
@@ -87,27 +145,24 @@ def _pv(rows):
                     totals[r, p, v] = cgutils.alloca_once_value(builder, total)
                 groups = [builder.udiv(part, word(GROUP)) for part in parts]
                 own = [
-                    builder.add(weights, builder.mul(group, word(4 * 2 * CHUNK)))
+                    builder.add(weights, builder.mul(group, word(4 * row_bytes)))
                     for group in groups
                 ]
                 with cgutils.for_range(builder, turns) as loop:
-                    pair = builder.mul(loop.index, word(16))
-                    held = [
-                        builder.load(at(builder, offsets, builder.add(pair, word(8 * i)), WORD))
-                        for i in range(2)
-                    ]
-                    held = [_bits(builder, builder.add(plane, row), index) for row in held]
-                    both = [builder.shuffle_vector(*held, picks(lanes)) for lanes in mixed]
-                    values = [_halves(builder, bits) for bits in both]
+                    turn = builder.mul(loop.index, word(8 * way.keys))
+                    starts = []
+                    for i in range(way.keys):
+                        place = at(builder, offsets, builder.add(turn, word(8 * i)), WORD)
+                        starts.append(builder.add(plane, builder.load(place)))
+                    values = way.values(builder, starts, index)
                     four = builder.mul(loop.index, word(4))
                     for r in range(rows):
                         for p in range(2):
-                            place = builder.add(own[p], builder.add(four, word(2 * CHUNK * r)))
-                            weight = load(builder, at(builder, place, word(0), number), 4)
-                            weight = builder.bitcast(spread(builder, weight), WORDS)
-                            for v in range(2):
+                            place = builder.add(own[p], builder.add(four, word(row_bytes * r)))
+                            weight = way.weight(builder, place)
+                            for v in range(VECTORS):
                                 total = builder.load(totals[r, p, v])
-                                total = add_pairs(builder, total, weight, values[v][p])
+                                total = way.add(builder, total, weight, values[p][v])
                                 builder.store(total, totals[r, p, v])
                 for place in tile:
                     store(builder, builder.load(totals[place]), places[place], 4)
@@ -115,7 +170,7 @@ def _pv(rows):
             along(builder, GROUP, word(0), half, add)
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 8), code
+        return types.void(*[types.intp] * 8, held), code
 
     return pv
 
@@ -124,25 +179,34 @@ pv_1, pv_2, pv_4 = map(_pv, (1, 2, 4))
 
 
 @intrinsic
-def set_weights(typing, weights, factors, out):
-    """A row of float32 weights of a chunk, times the scales of a group, as bfloat16."""
+def weight_bytes(typing, held):
+    """Those of a weight."""
 
     def code(context, builder, signature, args):
-        if not LOOK_UPS:
-            return context.get_dummy_value()
-        weights, factors, out = args
+        return word(way_of(pair_of(signature.args[0])).size)
+
+    return types.intp(held), code
+
+
+@intrinsic
+def set_weights(typing, weights, factors, out, held):
+    """A row of float32 weights of a chunk, times the scales of a group, as `pv_1` takes it."""
+
+    def code(context, builder, signature, args):
+        weights, factors, out, _ = args
+        way = way_of(pair_of(signature.args[-1]))
 
         def narrow(index):
             four = builder.mul(index, word(4))
             pair = [load(builder, at(builder, row, four, VECTOR), 4) for row in (weights, factors)]
-            numbers = as_bfloat16(builder, builder.fmul(*pair))
-            place = at(builder, out, builder.mul(index, word(2)), numbers.type)
-            store(builder, numbers, place, 2)
+            numbers = way.narrowed(builder, builder.fmul(*pair))
+            place = at(builder, out, builder.mul(index, word(way.size)), numbers.type)
+            store(builder, numbers, place, way.size)
 
         along(builder, LANES, word(0), word(CHUNK), narrow)
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.intp, types.intp), code
+    return types.void(types.intp, types.intp, types.intp, held), code
 
 
 @intrinsic
@@ -150,9 +214,6 @@ def _part(typing, row, other):
     """Pairs of float16 of a chunk as two rows of float32; the first is where the pairs are."""
 
     def code(context, builder, signature, args):
-        if not LOOK_UPS:
-            return context.get_dummy_value()
-
         def part(index):
             four = builder.mul(index, word(4))
             pairs = load(builder, at(builder, args[0], four, INTEGERS), 4)
@@ -183,7 +244,21 @@ def set_scales(scales, groups, slots, shown, out):
 
 @within
 def add_values(
-    args, sums, rows, plane, offsets, later, ahead, slots, head, count, weights, kept, shown, room
+    args,
+    held,
+    sums,
+    rows,
+    plane,
+    offsets,
+    later,
+    ahead,
+    slots,
+    head,
+    count,
+    weights,
+    kept,
+    shown,
+    room,
 ):
     """`sums = sums * kept + weights @ values`, for the rows of a KV head.
 
@@ -199,13 +274,13 @@ def add_values(
         many = 4 if r + 4 <= rows else 2 if r + 2 <= rows else 1
         for group in range(groups):
             for i in range(many):
-                out = own + 2 * CHUNK * (4 * group + i)
-                set_weights(weights + 4 * CHUNK * (r + i), room + 4 * CHUNK * group, out)
+                out = own + weight_bytes(held) * CHUNK * (4 * group + i)
+                set_weights(weights + 4 * CHUNK * (r + i), room + 4 * CHUNK * group, out, held)
         at, factors = sums + r * step, kept + 4 * r
         if many == 4:
-            pv_4(at, step, plane, offsets, count, dim, own, factors)
+            pv_4(at, step, plane, offsets, count, dim, own, factors, held)
         elif many == 2:
-            pv_2(at, step, plane, offsets, count, dim, own, factors)
+            pv_2(at, step, plane, offsets, count, dim, own, factors, held)
         else:
-            pv_1(at, step, plane, offsets, count, dim, own, factors)
+            pv_1(at, step, plane, offsets, count, dim, own, factors, held)
         r += many

@@ -147,6 +147,16 @@ def permuted(builder, table, lanes):
     return builder.call(function, [table, lanes])
 
 
+def permuted_floats(builder, table, lanes):
+    """Of each of 16 numbers, the entry of 16 float32 that its lower four bits count to."""
+    function = cgutils.get_or_insert_function(
+        builder.module,
+        ir.FunctionType(VECTOR, [VECTOR, INTEGERS]),
+        "llvm.x86.avx512.permvar.sf.512",
+    )
+    return builder.call(function, [table, lanes])
+
+
 def as_bfloat16(builder, numbers):
     """A vector of float32, rounded, on CPUs with products of pairs."""
     return builder.fptrunc(numbers, ir.VectorType(BFloat16(), LANES))

@@ -12,7 +12,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from ..bf16_dot import are_pairs
+from .. import rates
+from ..bf16_dot import can_be_pairs
 from ..compiling import intrinsic
 from ..dtypes import pair_of
 from ..simd import (
@@ -29,7 +30,7 @@ from ..simd import (
     store,
     word,
 )
-from . import amx, rates
+from . import amx
 
 PANEL = 16  # columns of B
 LINE = 4 * PANEL  # bytes of a panel's row
@@ -79,7 +80,7 @@ OF_TILES = MicroKernel(32, 16, 32, 32, 8, pairs=True, tiles=True)
 
 def micro_kernel(query_dtype, cache_dtype) -> MicroKernel:
     """The one for queries and a cache of two dtypes."""
-    if not are_pairs(query_dtype, cache_dtype):
+    if not can_be_pairs(query_dtype, cache_dtype):
         return OF_FLOATS
     return of_pairs()
 

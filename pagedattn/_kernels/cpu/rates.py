@@ -11,8 +11,8 @@ from llvmlite import ir
 from numba import cfunc, types
 from numba.core import cgutils
 
-from ..compiling import MODE, intrinsic
-from ..simd import LANES, PAIRS, VECTOR, add_pairs, at, fused, load, store, word
+from .compiling import MODE, intrinsic
+from .simd import LANES, PAIRS, VECTOR, add_pairs, at, fused, load, store, word
 
 SUMS, TURNS, TRIES = 24, 1000, 5  # as many sums as hide the latency of each
 SLOWER = 2.0  # products of pairs that take longer than this, in those of float32, lose
