@@ -266,10 +266,16 @@ BUGS = {
         "latents of eight bits, 8 heads",
     ),
     "latents of eight bits: scales of another step": Bug(
-        "                store_scales(scales, number, of_tokens, share)\n",
-        "                store_scales(scales, number, ahead, share)\n",
+        "[...] = of_tokens\n",
+        "[...] = ahead\n",
         NUMBERS,
         "latents of eight bits, scales of tokens",
+    ),
+    "latents of eight bits: an odd number of places, whose phases two warpgroups await": Bug(
+        "left // chunk // WIDENING * WIDENING",
+        "left // chunk // WIDENING * WIDENING - 1",
+        PHASE,
+        "latents of eight bits, 8 heads",
     ),
     "cut tokens: sums of others not awaited": Bug(
         '        plgpu.semaphore_wait(arrays.finished.at[place], memory_scope="gpu")\n'

@@ -112,6 +112,7 @@ def way_of(held):
     return Pairs() if as_pairs else Widened()
 
 
+# Whether short queries sum values of four bits up as they are held.
 sums_fours = fact(lambda held: AS_FOURS and held[1] == INT4)
 
 

@@ -51,7 +51,11 @@ class Barriers(NamedTuple):
 
 
 class Room(NamedTuple):
-    """For how many chunks there is room: in 16 bits, and in eight."""
+    """For how many chunks there is room: in 16 bits, and in eight.
+
+    The warpgroups that widen take these in turn, so each has places of its own, whose every phase
+    it awaits.
+    """
 
     wide: int
     held: int
@@ -79,7 +83,7 @@ def room_of(config: KernelConfig) -> Room:
     if not config.cache_dtype:
         return Room(left // (2 * chunk), 0)
     left -= WIDENED * (CHUNKS * 2 * chunk + 4 * THREADS)
-    return Room(WIDENED * CHUNKS, left // chunk)
+    return Room(WIDENED * CHUNKS, left // chunk // WIDENING * WIDENING)
 
 
 def memory_of(config: KernelConfig, dtype) -> Memory:
@@ -107,10 +111,10 @@ def barriers_of(config: KernelConfig) -> Barriers:
     room = room_of(config)
     return Barriers(
         barrier(PIECES),
-        barrier(WIDENING if config.cache_dtype else config.pages, room.wide),
+        barrier(1 if config.cache_dtype else config.pages, room.wide),
         barrier(1, room.wide),
         barrier(config.pages, room.held),
-        barrier(WIDENING, room.held),
+        barrier(1, room.held),
     )
 
 
@@ -133,5 +137,5 @@ def program(config: KernelConfig, arrays, memory: Memory, barriers: Barriers):
 
         @pl.when(warpgroup >= 2)
         def widening():
-            share = warpgroup - 2
-            widen(config, arrays, memory.scales, (held, wide), share, work_items)
+            turn = warpgroup - 2
+            widen(config, arrays, memory.scales, (held, wide), turn, work_items)

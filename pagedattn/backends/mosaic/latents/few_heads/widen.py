@@ -1,7 +1,7 @@
 """The warpgroups that make bfloat16 of latents of eight bits, exactly, in shared memory.
 
-Each widens its share of the keys of each chunk. Scales of tokens, factors on logits and on weights,
-are put there by the first one.
+They take chunks in turn: with halves of each chunk they would wait for memory twice as often.
+Scales of tokens, factors on logits and on weights, are put there with a step's first chunk.
 """
 
 import jax.experimental.pallas as pl
@@ -17,7 +17,6 @@ from ..kernel_config import KEYS, KernelConfig
 from .chunks import CHUNK, CHUNKS, PIECE
 
 WIDENING = 2  # warpgroups
-SHARE = KEYS // WIDENING  # of the keys of a chunk
 # Eight threads have 64 columns of a row: no two meet in a bank, as they read or as they write.
 NUMBERS = plgpu.Layout.TILED(
     plgpu.Tiling(((16, PIECE), (4, PIECE), (8,))),
@@ -28,7 +27,7 @@ NUMBERS = plgpu.Layout.TILED(
 REGISTERS = 96  # of a thread: room for what is loaded at once
 
 
-def widen(config: KernelConfig, arrays, scales, rings: tuple[Ring, Ring], share, work_items):
+def widen(config: KernelConfig, arrays, scales, rings: tuple[Ring, Ring], turn, work_items):
     """Fills the wide ring from the one of eight bits, in the order in which chunks are loaded.
 
     Scales are looked up a step ahead: two loads, one after the other, take long.
@@ -42,13 +41,15 @@ def widen(config: KernelConfig, arrays, scales, rings: tuple[Ring, Ring], share,
 
         def step(i, of_tokens):
             number, ahead = work_item.done + i, found(i + 1)
-            wide.free_slot(number * CHUNKS)
-            if of_tokens is not None:
-                store_scales(scales, number, of_tokens, share)
-            widen_chunk(held, wide, number * CHUNKS, share)
-            for chunk in range(1, CHUNKS):
-                wide.free_slot(number * CHUNKS + chunk)
-                widen_chunk(held, wide, number * CHUNKS + chunk, share)
+            for chunk in range(CHUNKS):
+
+                @pl.when(lax.rem(number * CHUNKS + chunk, jnp.int32(WIDENING)) == turn)
+                def mine(chunk=chunk):
+                    wide.free_slot(number * CHUNKS + chunk)
+                    if chunk == 0 and of_tokens is not None:
+                        scales.at[lax.rem(number, jnp.int32(scales.shape[0]))][...] = of_tokens
+                    widen_chunk(held, wide, number * CHUNKS + chunk)
+
             return ahead
 
         lax.fori_loop(0, work_item.steps, step, found(jnp.int32(0)))
@@ -57,24 +58,17 @@ def widen(config: KernelConfig, arrays, scales, rings: tuple[Ring, Ring], share,
     work_items(visit, ())
 
 
-def store_scales(scales, step, of_tokens, share):
-    @pl.when(share == 0)
-    def once():
-        scales.at[lax.rem(step, jnp.int32(scales.shape[0]))][...] = of_tokens
-
-
-def widen_chunk(held: Ring, wide: Ring, number, share):
+def widen_chunk(held: Ring, wide: Ring, number):
     """There is room for a chunk that is loaded, or in registers."""
     target, source = wide.slot(number), held.slot(number)
-    rows = pl.ds(share * SHARE, SHARE)
     parts = [pl.ds(begin, PIECE) for begin in range(0, CHUNK, PIECE)]
     plgpu.barrier_wait(held.full.at[source])
-    numbers = [load(held.room.at[source, rows, part], NUMBERS) for part in parts]
+    numbers = [load(held.room.at[source, :, part], NUMBERS) for part in parts]
     plgpu.commit_smem()  # all warps have read
     plgpu.barrier_arrive(held.free.at[source])
     for part, eight_bits in zip(parts, numbers, strict=True):
         exact = float16_of(eight_bits, NUMBERS).astype(jnp.float32)
-        wide.room.at[target, rows, part][...] = exact.astype(wide.room.dtype)
+        wide.room.at[target, :, part][...] = exact.astype(wide.room.dtype)
     plgpu.commit_smem()
     plgpu.barrier_arrive(wide.full.at[target])
 
