@@ -7,6 +7,7 @@ sequence has.
 """
 
 from .call_args import APART, args_at, offset
+from .chunk import block_at
 from .compiling import fast, within
 from .memory import (
     add_at,
@@ -17,7 +18,7 @@ from .memory import (
     put_float32,
     put_int64,
 )
-from .online_softmax import block_at, set_logits
+from .online_softmax import set_logits
 from .qk_matmul import qk_of_two_1, qk_of_two_2, qk_of_two_4, set_query
 from .schedule import begin_alike
 from .simd import KEYS, LANES

@@ -1,19 +1,21 @@
 """One sequence's queries along a range of its keys: the online softmax of Milakov & Gimelshein.
 
 Keys come in chunks. Their logits are computed in the order in which keys lie in memory, all heads
-of a few keys, and then values head by head. Meanwhile those to come are fetched into the cache.
+of a few keys, and then values head by head. Meanwhile those to come are fetched into the cache:
+keys some keys ahead, values a head ahead.
 """
 
-import numpy as np
+from typing import NamedTuple
 
 from . import pv_fours, qk_fours
+from .chunk import set_offsets, set_shown
 from .compiling import fast, within
-from .listed import column_of
 from .masking import mask_and_soften
-from .memory import get_float32, get_int32, get_int64, memcpy, memset, put_float32, put_int64
+from .memory import get_float32, get_int64, memcpy, memset, put_float32
 from .pv_matmul import pv_1, pv_2, pv_4, set_weights
 from .qk_matmul import qk_1, qk_2, qk_4, set_query
-from .simd import KEYS, LINE
+from .room import FOLLOWING, room_of
+from .simd import KEYS
 from .softmax import CHUNK, GROUP, NONE, ONE, ZERO
 from .unpack import (
     COLUMNS,
@@ -25,55 +27,23 @@ from .unpack import (
     scale_logits,
     scales_logits,
     takes_fours,
-    up_to,
 )
-from .unpack_chunk import (
-    clear_rows,
-    rows_of,
-    set_steps,
-    steps_of,
-    unpack_keys,
-    unpack_values,
-    unpacked_bytes,
-)
+from .unpack_chunk import clear_rows, rows_of, set_steps, steps_of, unpack_keys, unpack_values
 
 
-@fast
-def set_offsets(args, item, first, count, keys, values, slots):
-    """The byte offsets of `count` keys and values of a sequence from key `first` on.
+class State(NamedTuple):
+    """Addresses of what the rows of a work item have summed up, `[heads, rows]`."""
 
-    And the numbers of their slots' first heads. From there to the end of the chunk they repeat the
-    last one: tiles read nothing else.
-    """
-    table = args.tables + item.seq * args.table_row
-    index = first // args.block_size
-    slot = first - index * args.block_size
-    block = block_at(args, table, column_of(args, item, index))
-    for k in range(CHUNK):
-        put_int64(keys, k, block * args.key_block + slot * args.key_slot)
-        put_int64(values, k, block * args.value_block + slot * args.value_slot)
-        put_int64(slots, k, (block * args.block_size + slot) * args.num_kv_heads)
-        if k + 1 < count:
-            slot += 1
-            if slot == args.block_size:
-                slot, index = np.int64(0), index + 1
-                block = block_at(args, table, column_of(args, item, index))
+    sums: int
+    highest: int
+    totals: int
 
 
-@fast
-def block_at(args, table, column):
-    return min(max(np.int64(get_int32(table, column)), 0), args.num_blocks - 1)
+class Coming(NamedTuple):
+    """The values that are fetched while others are added: a plane, and byte offsets."""
 
-
-@fast
-def set_shown(offsets, away, shown):
-    """Writes value offsets behind `shown`: a key's own, or `away`, to zeros, if no row sees it.
-
-    What a slot holds that a bias hides from all may be NaN, which a weight of 0 would not undo.
-    """
-    for k in range(CHUNK):
-        hidden = get_float32(shown, k) == NONE
-        put_int64(shown + 8 * CHUNK, k, away if hidden else get_int64(offsets, k))
+    plane: int
+    offsets: int
 
 
 @within
@@ -110,9 +80,9 @@ def set_logits(args, dtypes, queries, rows, plane, offsets, count, scale, logits
 
 
 @within
-def add_values(args, dtypes, sums, rows, plane, offsets, later, ahead, count, weights, kept):
+def add_values(args, dtypes, sums, rows, plane, offsets, coming, count, weights, kept):
     """`sums = sums * kept + weights @ values`, for the rows of a KV head."""
-    step, dim, r = args.row_bytes, args.value_dim, 0
+    step, dim, r, (later, ahead) = args.row_bytes, args.value_dim, 0, coming
     for row in range(rows):
         set_weights(weights + 4 * row * CHUNK, CHUNK, dtypes)
     while r + 4 <= rows:
@@ -132,114 +102,129 @@ def factor(scales, step, kv_head):
 
 
 @within
-def attend(args, dtypes, held, work_item, queries, sums, highest, total, room):
-    """Adds the keys of a work item to the state of its rows; `room` is scratch of `room_bytes`.
-
-    Offsets are those of a chunk and of the next one: keys are fetched some keys ahead, values
-    a head ahead.
-    """
+def attend(args, dtypes, held, work_item, queries, state, address):
+    """Adds the keys of a work item to the state of its rows; scratch of `room_bytes` is given."""
     rows, heads = work_item.num_queries * args.group, work_item.num_heads
-    head_bytes = 4 * CHUNK * rows
-    keys, values, slots = room, room + 16 * CHUNK, room + 32 * CHUNK
-    shown = room + 48 * CHUNK
-    shown_values = shown + 8 * CHUNK
-    zeros = shown_values + 8 * CHUNK
-    logits = zeros + args.row_bytes
-    kept = logits + heads * head_bytes
-    tokens = kept + up_to(4 * rows, LINE)
-    memset(zeros, 0, args.row_bytes)
-    if is_packed(held):
-        set_steps(args, tokens)
-    count = min(CHUNK, work_item.last - work_item.first)
-    following = 8 * CHUNK
-    places = keys + following, values + following, slots + following
-    set_offsets(args, work_item, work_item.first, count, *places)
+    room = room_of(args, held, rows, heads, address)
+    begin(args, held, work_item, room)
     for first in range(work_item.first, work_item.last, CHUNK):
-        memcpy(keys, keys + 8 * CHUNK, 8 * CHUNK)
-        memcpy(values, values + 8 * CHUNK, 8 * CHUNK)
-        memcpy(slots, slots + 8 * CHUNK, 8 * CHUNK)
         count = min(CHUNK, work_item.last - first)
-        left = min(CHUNK, work_item.last - first - CHUNK)
-        if left > 0:
-            set_offsets(args, work_item, first + CHUNK, left, *places)
-            if by_token(held):
-                fetch_scales(args, held, work_item, places[2])
+        next_chunk(args, held, work_item, first, room)
         for k in range(0, count, GROUP):
-            at, many = keys + 8 * k, min(GROUP, count - k)
             for place in range(heads):
-                head = work_item.kv_head + place
-                row, out = (
-                    queries + place * rows * args.row_bytes,
-                    logits + place * head_bytes + 4 * k,
-                )
-                plane, offsets = args.key + head * args.key_head, at
-                scale = args.scale * factor(args.key_scale, args.key_scale_head, head)
-                if takes_fours(args, held):
-                    qk_fours.set_logits(
-                        args, row, rows, plane, at, slots + 8 * k, head, many, scale, out
-                    )
-                    continue
-                if is_packed(held):
-                    unpack_keys(args, held, plane, at, slots + 8 * k, head, many, tokens)
-                    plane, offsets = rows_of(tokens), steps_of(tokens)
-                set_logits(args, dtypes, row, rows, plane, offsets, many, scale, out)
+                many = min(GROUP, count - k)
+                multiply_keys(args, dtypes, held, work_item, queries, place, k, many, room)
         for place in range(heads):
-            head = work_item.kv_head + place
-            own, tops = logits + place * head_bytes, highest + 4 * place * rows
-            totals, out = total + 4 * place * rows, sums + place * rows * args.row_bytes
-            if scales_logits(held):
-                gather_scales(args.key_scales, head, slots, CHUNK, tokens)
-                for r in range(rows):
-                    scale_logits(own + 4 * r * CHUNK, tokens, CHUNK)
-            for r in range(rows):
-                for k in range(count, CHUNK):
-                    put_float32(own, r * CHUNK + k, NONE)
-            for k in range(CHUNK):
-                put_float32(shown, k, NONE)
-            mask_and_soften(args, work_item, head, first, count, own, shown, tops, totals, kept)
-            value, at = args.value + head * args.value_head, values
+            weigh(args, held, work_item, place, first, count, state, room)
+            multiply_values(args, dtypes, held, work_item, place, count, state, room)
+
+
+@within
+def begin(args, held, work_item, room):
+    """Finds the first chunk, as one that follows."""
+    memset(room.zeros, 0, args.row_bytes)
+    if is_packed(held):
+        set_steps(args, room.tokens)
+    find_chunk(args, work_item, work_item.first, room)
+
+
+@fast
+def find_chunk(args, work_item, first, room):
+    places = room.keys + FOLLOWING, room.values + FOLLOWING, room.slots + FOLLOWING
+    set_offsets(args, work_item, first, min(CHUNK, work_item.last - first), *places)
+
+
+@within
+def next_chunk(args, held, work_item, first, room):
+    """Takes the chunk that follows, and finds the one behind it."""
+    for offsets in (room.keys, room.values, room.slots):
+        memcpy(offsets, offsets + FOLLOWING, FOLLOWING)
+    if first + CHUNK < work_item.last:
+        find_chunk(args, work_item, first + CHUNK, room)
+        if by_token(held):
+            fetch_scales(args, held, work_item, room.slots + FOLLOWING)
+
+
+@within
+def multiply_keys(args, dtypes, held, work_item, queries, place, k, count, room):
+    """Logits of a KV head and of some keys of a chunk, from number k on."""
+    head, rows = work_item.kv_head + place, room.rows
+    row, out = (
+        queries + place * rows * args.row_bytes,
+        room.logits + place * room.head_bytes + 4 * k,
+    )
+    plane, offsets, slots = args.key + head * args.key_head, room.keys + 8 * k, room.slots + 8 * k
+    scale = args.scale * factor(args.key_scale, args.key_scale_head, head)
+    if takes_fours(args, held):
+        qk_fours.set_logits(args, row, rows, plane, offsets, slots, head, count, scale, out)
+    else:
+        if is_packed(held):
+            unpack_keys(args, held, plane, offsets, slots, head, count, room.tokens)
+            plane, offsets = rows_of(room.tokens), steps_of(room.tokens)
+        set_logits(args, dtypes, row, rows, plane, offsets, count, scale, out)
+
+
+@within
+def weigh(args, held, work_item, place, first, count, state, room):
+    """Turns a KV head's logits of a chunk into weights, times the scales of their values."""
+    head, rows, logits = work_item.kv_head + place, room.rows, room.logits + place * room.head_bytes
+    highest, totals = state.highest + 4 * place * rows, state.totals + 4 * place * rows
+    if scales_logits(held):
+        gather_scales(args.key_scales, head, room.slots, CHUNK, room.tokens)
+        scale_rows(logits, room.tokens, rows)
+    for row in range(rows):
+        for k in range(count, CHUNK):
+            put_float32(logits, row * CHUNK + k, NONE)
+    for k in range(CHUNK):
+        put_float32(room.shown, k, NONE)
+    rest = room.shown, highest, totals, room.kept
+    mask_and_soften(args, work_item, head, first, count, logits, *rest)
+    if scales_logits(held):
+        gather_scales(args.value_scales, head, room.slots, CHUNK, room.tokens)
+        if args.bias != 0:
+            clear_hidden(room.tokens, room.shown)
+        scale_rows(logits, room.tokens, rows)
+
+
+@fast
+def scale_rows(logits, factors, rows):
+    for row in range(rows):
+        scale_logits(logits + 4 * row * CHUNK, factors, CHUNK)
+
+
+@within
+def multiply_values(args, dtypes, held, work_item, place, count, state, room):
+    """Adds a chunk's values of a KV head, by their weights, to the sums of its rows."""
+    head, weights = work_item.kv_head + place, room.logits + place * room.head_bytes
+    sums, coming = (
+        state.sums + place * room.rows * args.row_bytes,
+        coming_of(args, work_item, place, room),
+    )
+    plane, offsets = args.value + head * args.value_head, room.values
+    if pv_fours.sums_fours(held) and args.value_columns % COLUMNS == 0:
+        pv_fours.add_values(args, held, sums, plane, head, count, weights, coming, room)
+    else:
+        if args.bias != 0:
+            set_shown(offsets, room.zeros - plane, room.shown, room.seen_values)
+            offsets = room.seen_values
+        if is_packed(held):
+            unpack_values(
+                args, held, plane, room.values, coming, room.slots, head, count, room.tokens
+            )
             if args.bias != 0:
-                set_shown(values, zeros - value, shown)
-                at = shown_values
-            if scales_logits(held):
-                gather_scales(args.value_scales, head, slots, CHUNK, tokens)
-                if args.bias != 0:
-                    clear_hidden(tokens, shown)
-                for r in range(rows):
-                    scale_logits(own + 4 * r * CHUNK, tokens, CHUNK)
-            later = place + 1
-            ahead = values + 8 * CHUNK * (later // heads)
-            plane = args.value + (work_item.kv_head + later % heads) * args.value_head
-            if pv_fours.sums_fours(held) and args.value_columns % COLUMNS == 0:
-                seen = shown if args.bias != 0 else np.int64(0)
-                room_of_head = rows_of(tokens)
-                pv_fours.add_values(
-                    args,
-                    held,
-                    out,
-                    rows,
-                    value,
-                    values,
-                    plane,
-                    ahead,
-                    slots,
-                    head,
-                    count,
-                    own,
-                    kept,
-                    seen,
-                    room_of_head,
-                )
-                continue
-            if is_packed(held):
-                unpack_values(args, held, value, values, plane, ahead, slots, head, count, tokens)
-                if args.bias != 0:
-                    clear_rows(args, shown, count, tokens)
-                value, at, plane, ahead = (
-                    *(rows_of(tokens), steps_of(tokens)),
-                    *(rows_of(tokens), steps_of(tokens)),
-                )
-            add_values(args, dtypes, out, rows, value, at, plane, ahead, count, own, kept)
+                clear_rows(args, room.shown, count, room.tokens)
+            plane, offsets = rows_of(room.tokens), steps_of(room.tokens)
+            coming = Coming(plane, offsets)
+        add_values(args, dtypes, sums, room.rows, plane, offsets, coming, count, weights, room.kept)
+
+
+@fast
+def coming_of(args, work_item, place, room):
+    """The values of the next KV head; behind the last one, those of the next chunk's first."""
+    later, heads = place + 1, work_item.num_heads
+    head = work_item.kv_head + later % heads
+    offsets = room.values + FOLLOWING * (later // heads)
+    return Coming(args.value + head * args.value_head, offsets)
 
 
 @within
@@ -266,15 +251,3 @@ def clear_hidden(factors, shown):
     for k in range(CHUNK):
         hidden = get_float32(shown, k) == NONE
         put_float32(factors, k, ZERO if hidden else get_float32(factors, k))
-
-
-@fast
-def room_bytes(args, rows, held):
-    """The scratch that `attend` needs, for this many rows of a KV head."""
-    size = 64 * CHUNK + args.row_bytes + 4 * rows * args.num_kv_heads * CHUNK
-    size += up_to(4 * rows, LINE)
-    if scales_logits(held):
-        size += 4 * CHUNK
-    if is_packed(held):
-        size += 16 * CHUNK + CHUNK * unpacked_bytes(args)
-    return size

@@ -4,6 +4,7 @@ For AVX-512, and heads of a multiple of 64 columns: so two vectors are one group
 value's scales multiply its weight, which so is another one for each group.
 """
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -36,6 +37,7 @@ from .simd import (
 )
 from .softmax import CHUNK, NONE
 from .unpack import AS_FOURS, GROUP, fact, fetch_row
+from .unpack_chunk import rows_of
 
 # In the order of their four bits.
 NUMBERS = [*range(8), *range(-8, 0)]
@@ -244,44 +246,30 @@ def set_scales(scales, groups, slots, shown, out):
 
 
 @within
-def add_values(
-    args,
-    held,
-    sums,
-    rows,
-    plane,
-    offsets,
-    later,
-    ahead,
-    slots,
-    head,
-    count,
-    weights,
-    kept,
-    shown,
-    room,
-):
+def add_values(args, held, sums, plane, head, count, weights, coming, room):
     """`sums = sums * kept + weights @ values`, for the rows of a KV head.
 
-    `room` holds the scales of each group, and behind them weights of four rows for each.
+    Unpacked rows have room for the scales of each group, and behind them weights of four rows for
+    each.
     """
-    step, dim = args.row_bytes, args.value_columns
+    step, dim, scales = args.row_bytes, args.value_columns, rows_of(room.tokens)
     groups, r = dim // GROUP, 0
-    own = room + 4 * CHUNK * groups
+    own, size = scales + 4 * CHUNK * groups, weight_bytes(held) * CHUNK
     for k in range(count):
-        fetch_row(later + get_int64(ahead, k), dim // 2)
-    set_scales(args.value_scales + 2 * head * groups, groups, slots, shown, room)
-    while r < rows:
-        many = 4 if r + 4 <= rows else 2 if r + 2 <= rows else 1
+        fetch_row(coming.plane + get_int64(coming.offsets, k), dim // 2)
+    shown = room.shown if args.bias != 0 else np.int64(0)
+    set_scales(args.value_scales + 2 * head * groups, groups, room.slots, shown, scales)
+    while r < room.rows:
+        many = 4 if r + 4 <= room.rows else 2 if r + 2 <= room.rows else 1
         for group in range(groups):
             for i in range(many):
-                out = own + weight_bytes(held) * CHUNK * (4 * group + i)
-                set_weights(weights + 4 * CHUNK * (r + i), room + 4 * CHUNK * group, out, held)
-        at, factors = sums + r * step, kept + 4 * r
+                out, row = own + size * (4 * group + i), weights + 4 * CHUNK * (r + i)
+                set_weights(row, scales + 4 * CHUNK * group, out, held)
+        at, factors = sums + r * step, room.kept + 4 * r
         if many == 4:
-            pv_4(at, step, plane, offsets, count, dim, own, factors, held)
+            pv_4(at, step, plane, room.values, count, dim, own, factors, held)
         elif many == 2:
-            pv_2(at, step, plane, offsets, count, dim, own, factors, held)
+            pv_2(at, step, plane, room.values, count, dim, own, factors, held)
         else:
-            pv_1(at, step, plane, offsets, count, dim, own, factors, held)
+            pv_1(at, step, plane, room.values, count, dim, own, factors, held)
         r += many

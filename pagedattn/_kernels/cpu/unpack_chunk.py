@@ -44,12 +44,12 @@ def unpack_keys(args, held, plane, offsets, slots, head, count, tokens):
 
 
 @within
-def unpack_values(args, held, plane, offsets, later, ahead, slots, head, count, tokens):
-    """A chunk's values of a head, of an even number of keys, while the next are fetched."""
+def unpack_values(args, held, plane, offsets, coming, slots, head, count, tokens):
+    """A chunk's values of a head, of an even number of keys, while those to come are fetched."""
     out, size = rows_of(tokens), unpacked_bytes(args)
     dim = args.value_columns
     for k in range(up_to(count, 2)):
-        fetch_row(later + get_int64(ahead, k), dim // 2)
+        fetch_row(coming.plane + get_int64(coming.offsets, k), dim // 2)
         source, index = plane + get_int64(offsets, k), get_int64(slots, k) + head
         unpack_row(source, args.value_scales, index, out + k * size, dim, args.itemsize, held)
 

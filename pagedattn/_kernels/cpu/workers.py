@@ -14,9 +14,10 @@ from .memory import (
     give_way,
     put_float32,
 )
-from .online_softmax import attend, factor, load_queries, room_bytes
+from .online_softmax import State, attend, factor, load_queries
 from .prefill.items import ROWS_TOGETHER
 from .prefill.room import room_bytes as room_bytes_of_head
+from .room import room_bytes
 from .scalar_math import exp, log
 from .softmax import NONE, ZERO
 from .store_row import narrow_row
@@ -65,7 +66,7 @@ def end(address):
 @fast
 def scratch_bytes(args, tiles, held):
     """Queries, a state, and what `attend` needs, for the most rows that a work item has."""
-    room = room_bytes(args, args.rows // args.num_kv_heads, held)
+    room = room_bytes(args, held, args.rows // args.num_kv_heads)
     short = 2 * args.state_bytes + APART * -(-room // APART)
     if args.tile_tokens == 0:
         return short
@@ -86,8 +87,8 @@ def run_item(args, dtypes, held, at, scratch):
         else:
             load_queries(args, dtypes, work_item, scratch)
         highest = state + rows * args.row_bytes
-        room = scratch + 2 * args.state_bytes
-        attend(args, dtypes, held, work_item, scratch, state, highest, highest + 4 * rows, room)
+        own = State(state, highest, highest + 4 * rows)
+        attend(args, dtypes, held, work_item, scratch, own, scratch + 2 * args.state_bytes)
     if work_item.parts == 1:
         finish(args, dtypes, work_item, rows, state)
     elif add_at(work_item.finished, 1) == work_item.parts - 1:

@@ -1,10 +1,10 @@
 """A tile's keys and values: where they lie in the pages, made rows of the query's dtype, packed."""
 
 from ..call_args import work_item_at
+from ..chunk import block_at
 from ..compiling import fast, within
 from ..listed import column_of, run_of, seen_by
 from ..memory import get_float32, get_int64, memset, put_float32, put_int64
-from ..online_softmax import block_at
 from ..simd import LANES
 from ..softmax import NONE, ZERO, hide_other_lines
 from ..unpack import by_token, fetch_row, unpack_row, up_to

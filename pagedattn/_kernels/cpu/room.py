@@ -1,0 +1,65 @@
+"""The scratch of a work item of short queries."""
+
+from typing import NamedTuple
+
+from .compiling import fast
+from .simd import LINE
+from .softmax import CHUNK
+from .unpack import is_packed, scales_logits, up_to
+from .unpack_chunk import unpacked_bytes
+
+FOLLOWING = 8 * CHUNK  # bytes from a chunk's offsets to those of the next one
+
+
+class Room(NamedTuple):
+    """Addresses, and sizes that follow from the call.
+
+    Fields:
+      keys, values, slots: byte offsets of a chunk's keys and values, and the numbers of their
+        slots' first heads; FOLLOWING bytes further those of the next chunk.
+      shown: whether any row sees a key; `seen_values`: the offsets of values, where one does.
+      zeros: a row of a value that no row sees.
+      logits: `[heads, rows, CHUNK]`, which become weights.
+      kept: by what the sums of a KV head's rows shrink.
+      tokens: scales of tokens, or unpacked rows.
+      end: what lies behind it all.
+      rows: of a KV head; `head_bytes`: of its logits.
+    """
+
+    keys: int
+    values: int
+    slots: int
+    shown: int
+    seen_values: int
+    zeros: int
+    logits: int
+    kept: int
+    tokens: int
+    end: int
+    rows: int
+    head_bytes: int
+
+
+@fast
+def room_of(args, held, rows, heads, address):
+    """The room for a number of rows of some KV heads, from an address on."""
+    values, slots = address + 2 * FOLLOWING, address + 4 * FOLLOWING
+    shown = slots + 2 * FOLLOWING
+    seen_values = shown + 4 * CHUNK
+    zeros = seen_values + 8 * CHUNK
+    logits, head_bytes = zeros + args.row_bytes, 4 * CHUNK * rows
+    kept = logits + heads * head_bytes
+    tokens = kept + up_to(4 * rows, LINE)
+    end = tokens
+    if scales_logits(held):
+        end += 4 * CHUNK
+    if is_packed(held):
+        end += 16 * CHUNK + CHUNK * unpacked_bytes(args)
+    places = shown, seen_values, zeros, logits, kept, tokens
+    return Room(address, values, slots, *places, end, rows, head_bytes)
+
+
+@fast
+def room_bytes(args, held, rows):
+    """The most that a work item of a number of rows of a KV head needs."""
+    return room_of(args, held, rows, args.num_kv_heads, 0).end
