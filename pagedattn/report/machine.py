@@ -65,7 +65,7 @@ def processor(file: Path = CPUINFO) -> str:
 
 
 def kernel() -> str | None:
-    """What of the CPU the compiled kernel uses; None where it cannot be loaded."""
+    """What of the CPU the compiled kernel may use; None where it cannot be loaded."""
     if not registry.can_load("numba"):
         return None
     from .._kernels.cpu.simd import in_words

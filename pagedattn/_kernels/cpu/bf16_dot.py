@@ -25,7 +25,7 @@ def can_be_pairs(query_dtype, dtype):
 
 
 def are_pairs(query_dtype, dtype):
-    """Whether short queries multiply them so, where that is faster than products of float32."""
+    """Whether short queries multiply numbers of these dtypes as such: faster than as float32."""
     return can_be_pairs(query_dtype, dtype) and rates.pairs_are_faster()
 
 

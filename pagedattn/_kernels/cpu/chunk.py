@@ -36,11 +36,11 @@ def block_at(args, table, column):
 
 
 @fast
-def set_shown(offsets, away, shown, seen):
+def set_shown_values(offsets, away, shown, out):
     """Writes offsets of values: a key's own, or `away`, to zeros, if no row sees it.
 
     What a slot holds that a bias hides from all may be NaN, which a weight of 0 would not undo.
     """
     for k in range(CHUNK):
         hidden = get_float32(shown, k) == NONE
-        put_int64(seen, k, away if hidden else get_int64(offsets, k))
+        put_int64(out, k, away if hidden else get_int64(offsets, k))

@@ -17,7 +17,7 @@ from numba import cfunc, types
 
 from ...cache.packing import PACKED
 from ...cache.quantise import LARGEST
-from . import block_choice, block_scores, rates, workers
+from . import block_choice, block_scores, workers
 from .bf16_dot import are_pairs
 from .call_args import args_at
 from .compiling import MODE
@@ -79,9 +79,9 @@ def multiplied(*held: Dtype) -> tuple[tuple[Dtype, Dtype], tuple[Dtype, Dtype]]:
     return own if cache == INT4 else (query, cache), own if TOKENS in held else (query, cache)
 
 
-def _version(multiplied: object) -> int:
+def _version(products: object) -> int:
     """That of the sources, and of how this machine multiplies."""
-    return _number(f"{sources()} {multiplied}".encode())
+    return _number(f"{sources()} {products}".encode())
 
 
 @functools.cache
@@ -93,7 +93,7 @@ def task(*names: str):
     """
     held = tuple(DTYPES[name] for name in names)
     dtypes, tiles = multiplied(*held)
-    version = _version((rates.pairs_are_faster(), micro_kernel(*tiles)))
+    version = _version((are_pairs(*dtypes), micro_kernel(*tiles)))
 
     def task(args):
         if args != version:

@@ -8,7 +8,7 @@ keys some keys ahead, values a head ahead.
 from typing import NamedTuple
 
 from . import pv_fours, qk_fours
-from .chunk import set_offsets, set_shown
+from .chunk import set_offsets, set_shown_values
 from .compiling import fast, within
 from .masking import mask_and_soften
 from .memory import get_float32, get_int64, memcpy, memset, put_float32
@@ -103,7 +103,7 @@ def factor(scales, step, kv_head):
 
 @within
 def attend(args, dtypes, held, work_item, queries, state, address):
-    """Adds the keys of a work item to the state of its rows; scratch of `room_bytes` is given."""
+    """Adds the keys of a work item to the state of its rows; `address`: scratch of `room_bytes`."""
     rows, heads = work_item.num_queries * args.group, work_item.num_heads
     room = room_of(args, held, rows, heads, address)
     begin(args, held, work_item, room)
@@ -121,7 +121,7 @@ def attend(args, dtypes, held, work_item, queries, state, address):
 
 @within
 def begin(args, held, work_item, room):
-    """Finds the first chunk, as one that follows."""
+    """Sets what stays in the room, and finds the first chunk, as one that follows."""
     memset(room.zeros, 0, args.row_bytes)
     if is_packed(held):
         set_steps(args, room.tokens)
@@ -205,8 +205,8 @@ def multiply_values(args, dtypes, held, work_item, place, count, state, room):
         pv_fours.add_values(args, held, sums, plane, head, count, weights, coming, room)
     else:
         if args.bias != 0:
-            set_shown(offsets, room.zeros - plane, room.shown, room.seen_values)
-            offsets = room.seen_values
+            set_shown_values(offsets, room.zeros - plane, room.shown, room.shown_values)
+            offsets = room.shown_values
         if is_packed(held):
             unpack_values(
                 args, held, plane, room.values, coming, room.slots, head, count, room.tokens

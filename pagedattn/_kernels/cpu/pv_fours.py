@@ -4,12 +4,13 @@ For AVX-512, and heads of a multiple of 64 columns: so two vectors are one group
 value's scales multiply its weight, which so is another one for each group.
 """
 
+import ml_dtypes
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from . import float16
+from . import float16, pv_matmul
 from .bf16_dot import are_pairs
 from .compiling import fast, intrinsic, within
 from .dtypes import BFLOAT16, INT4, pair_of
@@ -22,42 +23,36 @@ from .simd import (
     LOOK_UPS,
     VECTOR,
     WORD,
-    add_pairs,
     along,
     as_bfloat16,
     at,
-    fused,
     load,
     permuted,
     permuted_floats,
-    picks,
     spread,
     store,
     word,
 )
 from .softmax import CHUNK, NONE
-from .unpack import AS_FOURS, GROUP, fact, fetch_row
+from .unpack import AS_FOURS, GROUP, NUMBERS, fact, fetch_row
 from .unpack_chunk import rows_of
 
-# In the order of their four bits.
-NUMBERS = [*range(8), *range(-8, 0)]
-# The same as bfloat16, the upper half of float32.
-HALVES = [0, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0]
-HALVES += [0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80]
+AS_BFLOAT16 = np.array(NUMBERS, ml_dtypes.bfloat16).view(np.uint16).tolist()
 VECTORS = 2  # of a group
+WORDS = ir.VectorType(ir.IntType(16), 2 * LANES)
 
 
-class Widened:
+class Widened(pv_matmul.Widened):
     """One value at a time as float32, times weights of float32."""
 
-    keys, size = 1, 4  # bytes of a weight
+    size = 4  # bytes of a weight
 
-    def values(self, builder, rows, index):
-        """Of each half of the rows, VECTORS of columns."""
-        pieces = [self._halves(builder, rows[0], index, v * LANES) for v in range(VECTORS)]
+    def parts(self, builder, rows, index):
+        """What `add` takes of each half of the rows: VECTORS of columns."""
+        pieces = [self._piece(builder, rows[0], index, v * LANES) for v in range(VECTORS)]
         return list(zip(*pieces, strict=True))
 
-    def _halves(self, builder, row, index, start):
+    def _piece(self, builder, row, index, start):
         place = builder.add(index, word(start))
         held = load(builder, at(builder, row, place, ir.VectorType(BYTE, LANES)), 1)
         low = builder.zext(held, INTEGERS)
@@ -65,45 +60,27 @@ class Widened:
         table = ir.Constant(VECTOR, [float(number) for number in NUMBERS])
         return [permuted_floats(builder, table, lanes) for lanes in (low, high)]
 
-    def weight(self, builder, place):
-        return spread(builder, load(builder, at(builder, place, word(0), FLOAT), 4))
-
-    def add(self, builder, total, weight, value):
-        return fused(builder, weight, value, total)
-
     def narrowed(self, builder, weights):
         return weights
 
 
-class Pairs(Widened):
+class Pairs(pv_matmul.Pairs):
     """Two values at a time as pairs of bfloat16, times pairs of weights, rounded like them."""
 
-    keys, size = 2, 2
-    words = ir.VectorType(ir.IntType(16), 2 * LANES)
+    size = 2
 
-    def values(self, builder, rows, index):
+    def parts(self, builder, rows, index):
         bytes_ = ir.VectorType(BYTE, 2 * LANES)
         places = (at(builder, row, index, bytes_) for row in rows)
-        held = [builder.zext(load(builder, place, 1), self.words) for place in places]
-        pieces = []
-        for start in range(0, 2 * LANES, LANES):
-            lanes = [lane + row for lane in range(start, start + LANES) for row in (0, 2 * LANES)]
-            both = builder.shuffle_vector(*held, picks(lanes))
-            pieces.append(self._looked_up(builder, both))
+        held = [builder.zext(load(builder, place, 1), WORDS) for place in places]
+        pieces = [self._looked_up(builder, bits) for bits in self.side_by_side(builder, *held)]
         return list(zip(*pieces, strict=True))
 
     def _looked_up(self, builder, bits):
-        low = builder.and_(bits, ir.Constant(self.words, [15] * 2 * LANES))
-        high = builder.lshr(bits, ir.Constant(self.words, [4] * 2 * LANES))
-        table = ir.Constant(self.words, HALVES * 2)
+        low = builder.and_(bits, ir.Constant(WORDS, [15] * 2 * LANES))
+        high = builder.lshr(bits, ir.Constant(WORDS, [4] * 2 * LANES))
+        table = ir.Constant(WORDS, AS_BFLOAT16 * 2)
         return [permuted(builder, table, lanes) for lanes in (low, high)]
-
-    def weight(self, builder, place):
-        pair = load(builder, at(builder, place, word(0), ir.IntType(32)), 4)
-        return builder.bitcast(spread(builder, pair), self.words)
-
-    def add(self, builder, total, weight, value):
-        return add_pairs(builder, total, weight, value)
 
     def narrowed(self, builder, weights):
         return as_bfloat16(builder, weights)
@@ -111,7 +88,7 @@ class Pairs(Widened):
 
 def way_of(held):
     as_pairs = LOOK_UPS and are_pairs(held[0], BFLOAT16)
-    return Pairs() if as_pairs else Widened()
+    return (Pairs if as_pairs else Widened)(INT4)
 
 
 # Whether short queries sum values of four bits up as they are held.
@@ -157,12 +134,11 @@ def _pv(rows):
                     for i in range(way.keys):
                         place = at(builder, offsets, builder.add(turn, word(8 * i)), WORD)
                         starts.append(builder.add(plane, builder.load(place)))
-                    values = way.values(builder, starts, index)
-                    four = builder.mul(loop.index, word(4))
+                    values = way.parts(builder, starts, index)
                     for r in range(rows):
                         for p in range(2):
-                            place = builder.add(own[p], builder.add(four, word(row_bytes * r)))
-                            weight = way.weight(builder, place)
+                            row = builder.add(own[p], word(row_bytes * r))
+                            weight = way.weight(builder, row, loop.index)
                             for v in range(VECTORS):
                                 total = builder.load(totals[r, p, v])
                                 total = way.add(builder, total, weight, values[p][v])
@@ -183,7 +159,7 @@ pv_1, pv_2, pv_4 = map(_pv, (1, 2, 4))
 
 @intrinsic
 def weight_bytes(typing, held):
-    """Those of a weight."""
+    """Bytes of a weight, as `set_weights` writes it."""
 
     def code(context, builder, signature, args):
         return word(way_of(pair_of(signature.args[0])).size)

@@ -62,10 +62,10 @@ class Pairs(Widened):
             here = builder.add(index, word(start))
             halves = [as_pairs(builder, take(row, here, most), self.dtype) for row in rows]
             for pair in zip(*halves, strict=True):
-                vectors += self._side_by_side(builder, *pair)
+                vectors += self.side_by_side(builder, *pair)
         return vectors
 
-    def _side_by_side(self, builder, a, b):
+    def side_by_side(self, builder, a, b):
         halves = [range(start, start + LANES) for start in (0, LANES)]
         mixed = [[lane + row for lane in half for row in (0, COUNT)] for half in halves]
         return [builder.shuffle_vector(a, b, picks(lanes)) for lanes in mixed]

@@ -1,6 +1,7 @@
 """How fast the CPU at hand multiplies: pairs of bfloat16 are twice the work of float32, or half.
 
-AMD's multiply a vector of pairs in the time of one of float32; Intel's take four times as long.
+AMD's multiply a vector of pairs in the time of one of float32; Intel's take three to four times as
+long.
 """
 
 import functools
@@ -14,7 +15,8 @@ from numba.core import cgutils
 from .compiling import MODE, intrinsic
 from .simd import LANES, PAIRS, VECTOR, add_pairs, at, fused, load, store, word
 
-SUMS, TURNS, TRIES = 24, 1000, 5  # as many sums as hide the latency of each
+SUMS, TURNS = 24, 1000  # as many sums as hide the latency of each
+TRIES = 100  # in turns, 3 ms in all: with 5 tries under load, one machine changed its answer
 SLOWER = 2.0  # products of pairs that take longer than this, in those of float32, lose
 
 
@@ -52,19 +54,25 @@ def _add(builder, total, vector, pairs):
     return fused(builder, vector, vector, total)
 
 
-def _seconds(pairs: bool) -> float:
-    """The least that a function of TURNS takes."""
+def _compiled(pairs: bool):
     products = _products(pairs)
-    compiled = cfunc(types.void(types.intp, types.intp), **MODE)(lambda a, b: products(a, b))
-    numbers, taken = np.zeros(2 * LANES, np.float32), []
-    for _ in range(TRIES):
-        begin = time.perf_counter()
-        compiled.ctypes(numbers.ctypes.data, TURNS)
-        taken.append(time.perf_counter() - begin)
-    return min(taken)
+    return cfunc(types.void(types.intp, types.intp), **MODE)(lambda a, b: products(a, b))
+
+
+def _seconds(function, numbers: np.ndarray) -> float:
+    """What TURNS take."""
+    begin = time.perf_counter()
+    function.ctypes(numbers.ctypes.data, TURNS)
+    return time.perf_counter() - begin
 
 
 @functools.cache
 def pairs_are_faster() -> bool:
     """Whether products of pairs of bfloat16 do more work a second than those of float32."""
-    return PAIRS and _seconds(True) < SLOWER * _seconds(False)
+    if not PAIRS:
+        return False
+    functions = [_compiled(pairs) for pairs in (True, False)]
+    numbers = np.zeros(2 * LANES, np.float32)
+    taken = [[_seconds(function, numbers) for function in functions] for _ in range(TRIES)]
+    of_pairs, of_floats = map(min, zip(*taken, strict=True))
+    return of_pairs < SLOWER * of_floats

@@ -17,7 +17,7 @@ class Room(NamedTuple):
     Fields:
       keys, values, slots: byte offsets of a chunk's keys and values, and the numbers of their
         slots' first heads; FOLLOWING bytes further those of the next chunk.
-      shown: whether any row sees a key; `seen_values`: the offsets of values, where one does.
+      shown: whether any row sees a key; `shown_values`: the offsets of values, where one does.
       zeros: a row of a value that no row sees.
       logits: `[heads, rows, CHUNK]`, which become weights.
       kept: by what the sums of a KV head's rows shrink.
@@ -30,7 +30,7 @@ class Room(NamedTuple):
     values: int
     slots: int
     shown: int
-    seen_values: int
+    shown_values: int
     zeros: int
     logits: int
     kept: int
@@ -45,8 +45,8 @@ def room_of(args, held, rows, heads, address):
     """The room for a number of rows of some KV heads, from an address on."""
     values, slots = address + 2 * FOLLOWING, address + 4 * FOLLOWING
     shown = slots + 2 * FOLLOWING
-    seen_values = shown + 4 * CHUNK
-    zeros = seen_values + 8 * CHUNK
+    shown_values = shown + 4 * CHUNK
+    zeros = shown_values + 8 * CHUNK
     logits, head_bytes = zeros + args.row_bytes, 4 * CHUNK * rows
     kept = logits + heads * head_bytes
     tokens = kept + up_to(4 * rows, LINE)
@@ -55,7 +55,7 @@ def room_of(args, held, rows, heads, address):
         end += 4 * CHUNK
     if is_packed(held):
         end += 16 * CHUNK + CHUNK * unpacked_bytes(args)
-    places = shown, seen_values, zeros, logits, kept, tokens
+    places = shown, shown_values, zeros, logits, kept, tokens
     return Room(address, values, slots, *places, end, rows, head_bytes)
 
 

@@ -36,7 +36,7 @@ INTEGERS = ir.VectorType(ir.IntType(32), LANES)
 
 
 def in_words() -> str:
-    """What of the CPU is used.
+    """What the CPU has of what may be used.
 
     >>> "float32" in in_words()
     True

@@ -44,6 +44,7 @@ from .simd import (
 )
 
 GROUP = 32  # columns that share a scale, or as many as divide it and head_dim
+NUMBERS = [*range(8), *range(-8, 0)]  # in the order of their four bits
 
 
 def fact(of):
@@ -184,7 +185,7 @@ def look_up_fours(typing, source, scales, out, dim, held):
         source, scales, out, dim, _ = args
         half = builder.lshr(dim, word(1))
         words = ir.VectorType(ir.IntType(16), 2 * LANES)
-        numbers = ir.Constant(VECTOR, [float(n) for n in (*range(8), *range(-8, 0))])
+        numbers = ir.Constant(VECTOR, [float(number) for number in NUMBERS])
 
         def table(group):
             place = builder.add(scales, builder.mul(group, word(2)))

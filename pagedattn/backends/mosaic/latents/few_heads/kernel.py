@@ -53,8 +53,8 @@ class Barriers(NamedTuple):
 class Room(NamedTuple):
     """For how many chunks there is room: in 16 bits, and in eight.
 
-    The warpgroups that widen take these in turn, so each has places of its own, whose every phase
-    it awaits.
+    The warpgroups that widen take these in turn. Both numbers are multiples of WIDENING, so each
+    place is one warpgroup's: a wait that skips a phase would not notice.
     """
 
     wide: int

@@ -30,7 +30,8 @@ REGISTERS = 96  # of a thread: room for what is loaded at once
 def widen(config: KernelConfig, arrays, scales, rings: tuple[Ring, Ring], turn, work_items):
     """Fills the wide ring from the one of eight bits, in the order in which chunks are loaded.
 
-    Scales are looked up a step ahead: two loads, one after the other, take long.
+    Scales are looked up a step ahead: two loads, one after the other, take long. Both warpgroups do
+    so at each step, for either may have its first chunk.
     """
     plgpu.set_max_registers(REGISTERS, action="decrease")
     held, wide = rings
