@@ -149,10 +149,8 @@ def next_chunk(args, held, work_item, first, room):
 def multiply_keys(args, dtypes, held, work_item, queries, place, k, count, room):
     """Logits of a KV head and of some keys of a chunk, from number k on."""
     head, rows = work_item.kv_head + place, room.rows
-    row, out = (
-        queries + place * rows * args.row_bytes,
-        room.logits + place * room.head_bytes + 4 * k,
-    )
+    row = queries + place * rows * args.row_bytes
+    out = room.logits + place * room.head_bytes + 4 * k
     plane, offsets, slots = args.key + head * args.key_head, room.keys + 8 * k, room.slots + 8 * k
     scale = args.scale * factor(args.key_scale, args.key_scale_head, head)
     if takes_fours(args, held):
@@ -196,10 +194,8 @@ def scale_rows(logits, factors, rows):
 def multiply_values(args, dtypes, held, work_item, place, count, state, room):
     """Adds a chunk's values of a KV head, by their weights, to the sums of its rows."""
     head, weights = work_item.kv_head + place, room.logits + place * room.head_bytes
-    sums, coming = (
-        state.sums + place * room.rows * args.row_bytes,
-        coming_of(args, work_item, place, room),
-    )
+    sums = state.sums + place * room.rows * args.row_bytes
+    coming = coming_of(args, work_item, place, room)
     plane, offsets = args.value + head * args.value_head, room.values
     if pv_fours.sums_fours(held) and args.value_columns % COLUMNS == 0:
         pv_fours.add_values(args, held, sums, plane, head, count, weights, coming, room)
