@@ -7,7 +7,7 @@ keys some keys ahead, values a head ahead.
 
 from typing import NamedTuple
 
-from . import pv_fours, qk_fours
+from . import pv_bytes, pv_fours, qk_fours
 from .chunk import set_offsets, set_shown_values
 from .compiling import fast, within
 from .masking import mask_and_soften
@@ -15,7 +15,7 @@ from .memory import get_float32, get_int64, memcpy, memset, put_float32
 from .pv_matmul import pv_1, pv_2, pv_4, set_weights
 from .qk_matmul import qk_1, qk_2, qk_4, set_query
 from .room import FOLLOWING, room_of
-from .simd import KEYS
+from .simd import KEYS, LANES
 from .softmax import CHUNK, GROUP, NONE, ONE, ZERO
 from .unpack import (
     COLUMNS,
@@ -29,6 +29,9 @@ from .unpack import (
     takes_fours,
 )
 from .unpack_chunk import clear_rows, rows_of, set_steps, steps_of, unpack_keys, unpack_values
+
+# Values of four bits, by AVX-512's tables or as bytes.
+add_fours = (pv_fours if LANES == 16 else pv_bytes).add_values
 
 
 class State(NamedTuple):
@@ -197,8 +200,8 @@ def multiply_values(args, dtypes, held, work_item, place, count, state, room):
     sums = state.sums + place * room.rows * args.row_bytes
     coming = coming_of(args, work_item, place, room)
     plane, offsets = args.value + head * args.value_head, room.values
-    if pv_fours.sums_fours(held) and args.value_columns % COLUMNS == 0:
-        pv_fours.add_values(args, held, sums, plane, head, count, weights, coming, room)
+    if is_packed(held) and args.value_columns % COLUMNS == 0:
+        add_fours(args, held, sums, plane, head, count, weights, coming, room)
     else:
         if args.bias != 0:
             set_shown_values(offsets, room.zeros - plane, room.shown, room.shown_values)

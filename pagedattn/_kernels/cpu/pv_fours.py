@@ -10,11 +10,12 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from . import float16, pv_matmul
+from . import pv_matmul
 from .bf16_dot import are_pairs
-from .compiling import fast, intrinsic, within
+from .compiling import intrinsic, within
 from .dtypes import BFLOAT16, INT4, pair_of
-from .memory import get_float32, get_int32, get_int64, put_int32
+from .fours_scales import set_scales
+from .memory import get_int64
 from .simd import (
     BYTE,
     FLOAT,
@@ -33,8 +34,8 @@ from .simd import (
     store,
     word,
 )
-from .softmax import CHUNK, NONE
-from .unpack import AS_FOURS, GROUP, NUMBERS, fact, fetch_row
+from .softmax import CHUNK
+from .unpack import GROUP, NUMBERS, fetch_row
 from .unpack_chunk import rows_of
 
 AS_BFLOAT16 = np.array(NUMBERS, ml_dtypes.bfloat16).view(np.uint16).tolist()
@@ -91,10 +92,6 @@ def way_of(held):
     return (Pairs if as_pairs else Widened)(INT4)
 
 
-# Whether short queries sum values of four bits up as they are held.
-sums_fours = fact(lambda held: AS_FOURS and held[1] == INT4)
-
-
 def _pv(rows):
     """Makes the sums of value rows by the weights of `rows` queries."""
 
@@ -103,7 +100,7 @@ def _pv(rows):
         """`sums[r] = sums[r] * kept[r] + weights[r] @ values`, by weights of `set_weights`."""
 
         def code(context, builder, signature, args):
-            if not AS_FOURS:
+            if LANES != 16:
                 return context.get_dummy_value()
             sums, step, plane, offsets, count, dim, weights, kept, _ = args
             way = way_of(pair_of(signature.args[-1]))
@@ -188,39 +185,6 @@ def set_weights(typing, weights, factors, out, held):
     return types.void(types.intp, types.intp, types.intp, held), code
 
 
-@intrinsic
-def _part(typing, row, other):
-    """Pairs of float16 of a chunk as two rows of float32; the first is where the pairs are."""
-
-    def code(context, builder, signature, args):
-        def part(index):
-            four = builder.mul(index, word(4))
-            pairs = load(builder, at(builder, args[0], four, INTEGERS), 4)
-            for row, by in zip(args, (0, 16), strict=True):
-                halves = builder.lshr(pairs, ir.Constant(INTEGERS, [by] * LANES))
-                halves = builder.trunc(halves, ir.VectorType(ir.IntType(16), LANES))
-                halves = builder.bitcast(halves, ir.VectorType(ir.HalfType(), LANES))
-                numbers = float16.widened(builder, halves)
-                store(builder, numbers, at(builder, row, four, VECTOR), 4)
-
-        along(builder, LANES, word(0), word(CHUNK), part)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.intp), code
-
-
-@fast
-def set_scales(scales, groups, slots, shown, out):
-    """The scales of a chunk's values, `[groups, CHUNK]`; 0 where no row sees one: it may be NaN."""
-    for group in range(0, groups, 2):
-        row = out + 4 * CHUNK * group
-        for k in range(CHUNK):
-            pair = get_int32(scales + 2 * groups * get_int64(slots, k), group // 2)
-            hidden = shown != 0 and get_float32(shown, k) == NONE
-            put_int32(row, k, 0 if hidden else pair)
-        _part(row, row + 4 * CHUNK)
-
-
 @within
 def add_values(args, held, sums, plane, head, count, weights, coming, room):
     """`sums = sums * kept + weights @ values`, for the rows of a KV head.
@@ -233,8 +197,7 @@ def add_values(args, held, sums, plane, head, count, weights, coming, room):
     own, size = scales + 4 * CHUNK * groups, weight_bytes(held) * CHUNK
     for k in range(count):
         fetch_row(coming.plane + get_int64(coming.offsets, k), dim // 2)
-    shown = room.shown if args.bias != 0 else np.int64(0)
-    set_scales(args.value_scales + 2 * head * groups, groups, room.slots, shown, scales)
+    set_scales(args, head, room, scales)
     while r < room.rows:
         many = 4 if r + 4 <= room.rows else 2 if r + 2 <= room.rows else 1
         for group in range(groups):

@@ -6,7 +6,7 @@ from numba.core import cgutils
 
 from .bf16_dot import COUNT, are_pairs, as_pairs, counts
 from .compiling import intrinsic
-from .dtypes import pair_of, row_end, row_vector, widened
+from .dtypes import pair_of, row_end, row_vector, widened, widened_counts
 from .simd import (
     FLOAT,
     LANES,
@@ -24,6 +24,7 @@ from .simd import (
     picks,
     spread,
     store,
+    vectors_of,
     word,
 )
 
@@ -38,8 +39,10 @@ class Widened:
 
     def values(self, builder, take, rows, index, columns):
         """What `add` takes of columns of the rows, LANES of them in a vector."""
-        starts = (builder.add(index, word(start)) for start in range(0, columns, LANES))
-        return [widened(builder, take(rows[0], start, LANES), self.dtype) for start in starts]
+        most = min(columns, widened_counts(self.dtype)[0])
+        starts = (builder.add(index, word(start)) for start in range(0, columns, most))
+        held = [widened(builder, take(rows[0], start, most), self.dtype) for start in starts]
+        return [vector for numbers in held for vector in vectors_of(builder, numbers)]
 
     def weight(self, builder, weights, index):
         place = at(builder, weights, builder.mul(index, word(4)), FLOAT)

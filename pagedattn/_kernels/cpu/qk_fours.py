@@ -1,9 +1,7 @@
 """Logits of keys of four bits, as they are held, with a scale for each group of their columns.
 
-For CPUs with 16-bit integers in AVX-512, and heads of a multiple of 64 columns: each half of a row
-has whole groups. 16 bytes fill a vector, the numbers in their low bits its first half and those in
-their high bits the other. So the products of two vectors are those of two groups, and are added up
-before the groups' scales multiply them.
+For CPUs with products of 16-bit integers, and heads of a multiple of 64 columns: so each half of a
+row has whole groups. Products of a group's columns are added up before its scale multiplies them.
 """
 
 from llvmlite import ir
@@ -22,6 +20,7 @@ from .simd import (
     LANES,
     VECTOR,
     WORD,
+    WORDS,
     ZEROS,
     add_words,
     along,
@@ -34,31 +33,91 @@ from .simd import (
 )
 from .softmax import CHUNK
 from .softmax import GROUP as KEYS_AHEAD
-from .unpack import AS_FOURS, GROUP, fetch_row
-
-HALF = LANES // 2
+from .unpack import GROUP, fetch_row
 
 
-def _numbers(builder, row, index):
-    """Those in the low bits of LANES bytes of a row, and behind them those in the high bits."""
-    held = load(builder, at(builder, row, index, ir.VectorType(BYTE, LANES)), 1)
-    twice = as_words(builder, builder.shuffle_vector(held, held, picks([*range(LANES)] * 2)))
-    to_top = ir.Constant(twice.type, [12] * LANES + [8] * LANES)
-    return builder.ashr(builder.shl(twice, to_top), ir.Constant(twice.type, [12] * COUNT))
+class Joined:
+    """A group of each half of a row in a vector: low bits of LANES bytes, then their high ones.
+
+    So the products of two vectors are those of two groups, and are scaled at once.
+    """
+
+    width, keys = LANES, KEYS  # bytes at a time; keys, times all rows of queries
+
+    def numbers(self, builder, held):
+        twice = as_words(builder, builder.shuffle_vector(held, held, picks([*range(LANES)] * 2)))
+        to_top = ir.Constant(twice.type, [12] * LANES + [8] * LANES)
+        return [builder.ashr(builder.shl(twice, to_top), _all(12))]
+
+    def queries(self, builder, row, low, high):
+        halves = (row_vector(builder, row, index, INT16, LANES) for index in (low, high))
+        return [builder.shuffle_vector(*halves, picks(range(COUNT)))]
+
+    def scales(self, builder, low, high):
+        both = (spread(builder, builder.load(place), LANES // 2) for place in (low, high))
+        return [float16.widened(builder, builder.shuffle_vector(*both, picks(range(LANES))))]
+
+
+class Apart:
+    """A vector of numbers in low bits and one of those in high bits, each scaled by itself.
+
+    One key at a time: else LLVM keeps all queries of a step in more registers than there are.
+    """
+
+    width, keys = COUNT, 1
+
+    def numbers(self, builder, held):
+        words = as_words(builder, held)
+        low = builder.ashr(builder.shl(words, _all(12)), _all(12))
+        return [low, builder.ashr(words, _all(4))]
+
+    def queries(self, builder, row, low, high):
+        return [row_vector(builder, row, index, INT16, COUNT) for index in (low, high)]
+
+    def scales(self, builder, low, high):
+        places = low, high
+        return [float16.widened(builder, spread(builder, builder.load(p))) for p in places]
+
+
+def _all(number):
+    return ir.Constant(ir.VectorType(ir.IntType(16), COUNT), [number] * COUNT)
+
+
+WAY = Joined() if LANES == 16 else Apart()
+
+
+def _places(builder, index):
+    """Where vectors of GROUP bytes begin."""
+    return [builder.add(index, word(i)) for i in range(0, GROUP, WAY.width)]
+
+
+def _operands(builder, key, index):
+    kind = ir.VectorType(BYTE, WAY.width)
+    places = (at(builder, key, place, kind) for place in _places(builder, index))
+    return [WAY.numbers(builder, load(builder, place, 1)) for place in places]
 
 
 def _queries(builder, row, index, half):
-    """The columns of a query that go with `_numbers`."""
-    parts = (row_vector(builder, row, i, INT16, LANES) for i in (index, builder.add(index, half)))
-    return builder.shuffle_vector(*parts, picks(range(COUNT)))
+    places = _places(builder, index)
+    return [WAY.queries(builder, row, place, builder.add(place, half)) for place in places]
 
 
-def _scales(builder, row, group, groups):
-    """The float16 scales of a group and of that half a row further, each in half of the lanes."""
+def _scales(builder, row, index, groups):
+    """Those of the group at GROUP bytes' low bits, and of that at their high bits."""
+    group = builder.udiv(index, word(GROUP))
     both = group, builder.add(group, builder.lshr(groups, word(1)))
     places = (at(builder, row, builder.mul(g, word(2)), ir.HalfType()) for g in both)
-    held = [spread(builder, builder.load(place), HALF) for place in places]
-    return float16.widened(builder, builder.shuffle_vector(*held, picks(range(LANES))))
+    return WAY.scales(builder, *places)
+
+
+def _add(builder, total, queries, keys, scales):
+    """The total plus the products of vectors `[vector][part]`, times the scale of each part."""
+    for part, scale in enumerate(scales):
+        product = NO_WORDS
+        for query, key in zip(queries, keys, strict=True):
+            product = add_words(builder, product, query[part], key[part])
+        total = fused(builder, builder.sitofp(product, VECTOR), scale, total)
+    return total
 
 
 def _qk(rows):
@@ -69,45 +128,49 @@ def _qk(rows):
         """Logits `[rows, KEYS]`, `width` apart, of keys whose scales are the `slots`' rows."""
 
         def code(context, builder, signature, args):
-            if not AS_FOURS:
-                return context.get_dummy_value()
-            query, step, plane, offsets, scales, slots, dim, scale, logits, width = args
-            tile = [(r, k) for r in range(rows) for k in range(KEYS)]
-            totals = {place: cgutils.alloca_once_value(builder, ZEROS) for place in tile}
-            half, groups = builder.lshr(dim, word(1)), builder.udiv(dim, word(GROUP))
-            places = (at(builder, offsets, word(8 * k), WORD) for k in range(KEYS))
-            keys = [builder.add(plane, builder.load(place)) for place in places]
-            places = (at(builder, slots, word(8 * k), WORD) for k in range(KEYS))
-            row_bytes = builder.mul(groups, word(2))
-            rows_before = (builder.mul(builder.load(place), row_bytes) for place in places)
-            factors = [builder.add(scales, offset) for offset in rows_before]
-            starts = [builder.add(query, builder.mul(step, word(r))) for r in range(rows)]
-
-            def add(index):
-                places = [builder.add(index, word(start)) for start in range(0, GROUP, LANES)]
-                taken = [[_numbers(builder, key, place) for place in places] for key in keys]
-                group = builder.udiv(index, word(GROUP))
-                held = [_scales(builder, row, group, groups) for row in factors]
-                for r, start in enumerate(starts):
-                    row = [_queries(builder, start, place, half) for place in places]
-                    for k in range(KEYS):
-                        product = NO_WORDS
-                        for numbers in zip(row, taken[k], strict=True):
-                            product = add_words(builder, product, *numbers)
-                        product = builder.sitofp(product, VECTOR)
-                        total = builder.load(totals[r, k])
-                        builder.store(fused(builder, product, held[k], total), totals[r, k])
-
-            along(builder, GROUP, word(0), half, add)
-            found = [builder.load(totals[place]) for place in tile]
-            count = whole_vectors(builder, dim)
-            units = [builder.fmul(scale, factor_of(builder, row, count)) for row in starts]
-            store_tile(builder, found, units, logits, width)
+            if WORDS:
+                _code(builder, rows, *args)
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 7, types.float32, *[types.intp] * 2), code
 
     return qk
+
+
+def _code(builder, rows, query, step, plane, offsets, scales, slots, dim, scale, logits, width):
+    half, groups = builder.lshr(dim, word(1)), builder.udiv(dim, word(GROUP))
+    row_bytes, columns = builder.mul(groups, word(2)), whole_vectors(builder, dim)
+    starts = [builder.add(query, builder.mul(step, word(r))) for r in range(rows)]
+    keys = [builder.add(plane, place) for place in _numbers_at(builder, offsets)]
+    indices = _numbers_at(builder, slots)
+    factors = [builder.add(scales, builder.mul(index, row_bytes)) for index in indices]
+    totals = [[cgutils.alloca_once_value(builder, ZEROS) for _ in keys] for _ in starts]
+    for some in (slice(k, k + WAY.keys) for k in range(0, KEYS, WAY.keys)):
+        of_some = [of_row[some] for of_row in totals]
+        _multiply(builder, starts, half, groups, keys[some], factors[some], of_some)
+    found = [builder.load(total) for of_row in totals for total in of_row]
+    units = [builder.fmul(scale, factor_of(builder, row, columns)) for row in starts]
+    store_tile(builder, found, units, logits, width)
+
+
+def _numbers_at(builder, address):
+    """KEYS int64."""
+    return [builder.load(at(builder, address, word(8 * k), WORD)) for k in range(KEYS)]
+
+
+def _multiply(builder, rows, half, groups, keys, factors, totals):
+    """Adds the products of all rows of queries and keys along them to their totals."""
+
+    def add(index):
+        taken = [_operands(builder, key, index) for key in keys]
+        scales = [_scales(builder, factor, index, groups) for factor in factors]
+        for row, of_row in zip(rows, totals, strict=True):
+            queries = _queries(builder, row, index, half)
+            for total, key, scale in zip(of_row, taken, scales, strict=True):
+                added = _add(builder, builder.load(total), queries, key, scale)
+                builder.store(added, total)
+
+    along(builder, GROUP, word(0), half, add)
 
 
 qk_1, qk_2, qk_4 = map(_qk, (1, 2, 4))

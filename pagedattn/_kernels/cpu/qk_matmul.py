@@ -5,7 +5,17 @@ from numba.core import cgutils
 
 from .bf16_dot import COUNT, are_pairs, as_pairs, counts
 from .compiling import intrinsic
-from .dtypes import BFLOAT16, FLOAT32, INT16, each, pair_of, put_vector, row_vector, widened
+from .dtypes import (
+    BFLOAT16,
+    FLOAT32,
+    INT16,
+    each,
+    pair_of,
+    put_vector,
+    row_vector,
+    widened,
+    widened_counts,
+)
 from .fixed_point import NO_WORDS, are_words, as_words, factor_of, set_words, whole_vectors
 from .simd import (
     KEYS,
@@ -23,6 +33,7 @@ from .simd import (
     picks,
     spread,
     store,
+    vectors_of,
     word,
 )
 
@@ -30,14 +41,15 @@ from .simd import (
 class Products:
     """How queries and keys of two dtypes are multiplied: in float32."""
 
-    count, counts, query_dtype, zeros = LANES, (LANES,), FLOAT32, ZEROS
+    count, query_dtype, zeros = LANES, FLOAT32, ZEROS
 
     def __init__(self, dtype):
         self.dtype = dtype
+        self.counts = widened_counts(dtype)  # of keys at a time
 
     def operands(self, builder, numbers, dtype):
         """Numbers of the cache or the query as they are multiplied: vectors of `count` each."""
-        return [widened(builder, numbers, dtype)]
+        return vectors_of(builder, widened(builder, numbers, dtype))
 
     def add(self, builder, total, a, b):
         """The total plus the products, LANES sums."""
@@ -68,7 +80,7 @@ class Pairs(Products):
 
     def __init__(self, dtype):
         super().__init__(dtype)
-        self.counts = counts(dtype)  # of keys at a time
+        self.counts = counts(dtype)
 
     def operands(self, builder, numbers, dtype):
         return as_pairs(builder, numbers, dtype)
@@ -80,8 +92,11 @@ class Pairs(Products):
 class Words(Products):
     """As pairs of 16-bit integers; a row of queries has a factor at its end."""
 
-    count, counts, query_dtype = COUNT, (COUNT,), INT16
-    zeros = NO_WORDS
+    count, query_dtype, zeros = COUNT, INT16, NO_WORDS
+
+    def __init__(self, dtype):
+        super().__init__(dtype)
+        self.counts = (COUNT,)
 
     def operands(self, builder, numbers, dtype):
         return [as_words(builder, numbers)]

@@ -178,6 +178,15 @@ def spread(builder, number, count=LANES):
     return builder.shuffle_vector(one, empty, picks([0] * count))
 
 
+def vectors_of(builder, numbers):
+    """Numbers in vectors of LANES, in order."""
+    count = numbers.type.count
+    if count == LANES:
+        return [numbers]
+    starts = range(0, count, LANES)
+    return [builder.shuffle_vector(numbers, numbers, picks(range(s, s + LANES))) for s in starts]
+
+
 def picks(lanes):
     """A constant that says which lanes a shuffle takes."""
     return ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), list(lanes))

@@ -63,9 +63,8 @@ def fact(of):
 # Whether short queries multiply numbers as they are held, and then by their scales.
 scales_logits = fact(lambda held: held[-1] == TOKENS and held[1] != INT4)
 looks_up = fact(lambda held: LOOK_UPS and held[:2] == [BFLOAT16, INT4])
-AS_FOURS = LANES == 16
 COLUMNS = 2 * GROUP  # in which both halves of a row have whole groups
-as_fours = fact(lambda held: AS_FOURS and held[1] == INT4 and are_words(*held[:2]))
+as_fours = fact(lambda held: held[1] == INT4 and are_words(*held[:2]))
 by_token = fact(lambda held: held[-1] == TOKENS)
 is_packed = fact(lambda held: held[1] == INT4)
 

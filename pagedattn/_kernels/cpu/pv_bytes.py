@@ -1,0 +1,130 @@
+"""Sums of values of four bits, made bytes before, with a scale for each group of their columns.
+
+For CPUs without AVX-512, and heads of a multiple of 64 columns: so each half of a row has whole
+groups. Bytes of 16 times the numbers take two instructions for 64 of them; what follows are the
+sums of int8, of a group's columns at a time, by weights times its scales.
+"""
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from .compiling import intrinsic, within
+from .dtypes import INT8, row_vector, widened
+from .fours_scales import set_scales
+from .memory import get_int64
+from .pv_fours import set_weights
+from .simd import (
+    BYTE,
+    FLOAT,
+    LANES,
+    SPAN,
+    VECTOR,
+    along,
+    at,
+    fused,
+    load,
+    spread,
+    store,
+    word,
+)
+from .softmax import CHUNK
+from .unpack import GROUP, fetch_row
+from .unpack_chunk import rows_of
+
+BYTES = ir.VectorType(BYTE, 4 * LANES)
+
+
+@intrinsic
+def _set_bytes(typing, row, out, dim):
+    """A row of four bits as bytes of 16 times its numbers."""
+
+    def code(context, builder, signature, args):
+        row, out, dim = args
+        half = builder.lshr(dim, word(1))
+
+        def part(index):
+            held = load(builder, at(builder, row, index, BYTES), 1)
+            low = builder.shl(held, ir.Constant(BYTES, [4] * 4 * LANES))
+            high = builder.and_(held, ir.Constant(BYTES, [-16] * 4 * LANES))
+            store(builder, low, at(builder, out, index, BYTES), 4)
+            store(builder, high, at(builder, out, builder.add(index, half), BYTES), 4)
+
+        along(builder, 4 * LANES, word(0), half, part)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 3), code
+
+
+def _pv(rows):
+    """Makes the sums of a group's columns by the weights of `rows` queries."""
+
+    @intrinsic
+    def pv(typing, sums, step, values, row_bytes, count, weights, kept):
+        """`sums[r] = sums[r] * kept[r] + weights[r] @ values`, of rows of bytes."""
+
+        def code(context, builder, signature, args):
+            for start in range(0, GROUP, SPAN * LANES):
+                _add_columns(builder, rows, start, *args)
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 7), code
+
+    return pv
+
+
+def _add_columns(builder, rows, start, sums, step, values, row_bytes, count, weights, kept):
+    tile = [(r, v) for r in range(rows) for v in range(SPAN)]
+    lines = [builder.add(sums, builder.mul(step, word(r))) for r in range(rows)]
+    places = {(r, v): at(builder, lines[r], word(4 * (start + v * LANES)), VECTOR) for r, v in tile}
+    factors = [builder.load(at(builder, kept, word(4 * r), FLOAT)) for r in range(rows)]
+    totals = {}
+    for r, v in tile:
+        total = builder.fmul(load(builder, places[r, v], 4), spread(builder, factors[r]))
+        totals[r, v] = cgutils.alloca_once_value(builder, total)
+    with cgutils.for_range(builder, count) as loop:
+        row = builder.add(values, builder.mul(loop.index, row_bytes))
+        held = [row_vector(builder, row, word(start + v * LANES), INT8) for v in range(SPAN)]
+        numbers = [widened(builder, bytes_, INT8) for bytes_ in held]
+        four = builder.mul(loop.index, word(4))
+        for r in range(rows):
+            place = at(builder, builder.add(weights, four), word(4 * CHUNK * r), FLOAT)
+            weight = spread(builder, builder.load(place))
+            for v, number in enumerate(numbers):
+                total = builder.load(totals[r, v])
+                builder.store(fused(builder, weight, number, total), totals[r, v])
+    for place in tile:
+        store(builder, builder.load(totals[place]), places[place], 4)
+
+
+pv_1, pv_2, pv_4 = map(_pv, (1, 2, 4))
+
+
+@within
+def add_values(args, held, sums, plane, head, count, weights, coming, room):
+    """`sums = sums * kept + weights @ values`, for the rows of a KV head.
+
+    Unpacked rows have room for the bytes, for their scales, and for weights of four rows.
+    """
+    step, dim, rows, r = args.row_bytes, args.value_columns, rows_of(room.tokens), 0
+    scales = rows + CHUNK * dim
+    own = scales + 4 * CHUNK * (dim // GROUP)
+    for k in range(count):
+        fetch_row(coming.plane + get_int64(coming.offsets, k), dim // 2)
+        _set_bytes(plane + get_int64(room.values, k), rows + k * dim, dim)
+    set_scales(args, head, room, scales)
+    while r < room.rows:
+        many = 4 if r + 4 <= room.rows else 2 if r + 2 <= room.rows else 1
+        for first in range(0, dim, GROUP):
+            factors = scales + 4 * CHUNK * (first // GROUP)
+            for row in range(many):
+                at = 4 * CHUNK * row
+                set_weights(weights + 4 * CHUNK * r + at, factors, own + at, held)
+            at, kept = sums + r * step + 4 * first, room.kept + 4 * r
+            if many == 4:
+                pv_4(at, step, rows + first, dim, count, own, kept)
+            elif many == 2:
+                pv_2(at, step, rows + first, dim, count, own, kept)
+            else:
+                pv_1(at, step, rows + first, dim, count, own, kept)
+        r += many
