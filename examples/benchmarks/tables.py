@@ -217,11 +217,13 @@ TABLES = {
     "h200_devices.json": devices_table,
     "cpu.json": cpu_table,
     "cpu_amx.json": cpu_table,
+    "cpu_avx2.json": cpu_table,
     "cpu.json, layers": layers_table,
     "cpu_threads.json": threads_table,
     "cpu_threads_prompts.json": threads_table,
     "cpu_caches.json": caches_table,
     "cpu_caches_amx.json": caches_table,
+    "cpu_caches_avx2.json": caches_table,
 }
 
 

@@ -15,7 +15,7 @@ from .memory import get_float32, get_int64, memcpy, memset, put_float32
 from .pv_matmul import pv_1, pv_2, pv_4, set_weights
 from .qk_matmul import qk_1, qk_2, qk_4, set_query
 from .room import FOLLOWING, room_of
-from .simd import KEYS, LANES
+from .simd import KEYS, LANES, MANY
 from .softmax import CHUNK, GROUP, NONE, ONE, ZERO
 from .unpack import (
     COLUMNS,
@@ -30,6 +30,9 @@ from .unpack import (
 )
 from .unpack_chunk import clear_rows, rows_of, set_steps, steps_of, unpack_keys, unpack_values
 
+# Values that are added up before the next ones. Tiles of AVX2 have half a cache line of each row:
+# of few rows, the lines to come are fetched in about the order in which they lie.
+AT_ONCE = CHUNK if MANY else 16
 # Values of four bits, by AVX-512's tables or as bytes.
 add_fours = (pv_fours if LANES == 16 else pv_bytes).add_values
 
@@ -84,10 +87,20 @@ def set_logits(args, dtypes, queries, rows, plane, offsets, count, scale, logits
 
 @within
 def add_values(args, dtypes, sums, rows, plane, offsets, coming, count, weights, kept):
-    """`sums = sums * kept + weights @ values`, for the rows of a KV head."""
-    step, dim, r, (later, ahead) = args.row_bytes, args.value_dim, 0, coming
+    """`sums = sums * kept + weights @ values`, for the rows of a KV head; `kept` becomes 1."""
     for row in range(rows):
         set_weights(weights + 4 * row * CHUNK, CHUNK, dtypes)
+    for k in range(0, count, AT_ONCE):
+        few, later = min(AT_ONCE, count - k), Coming(coming.plane, coming.offsets + 8 * k)
+        places, some = offsets + 8 * k, weights + 4 * k
+        add_few_values(args, dtypes, sums, rows, plane, places, later, few, some, kept)
+        for row in range(rows):
+            put_float32(kept, row, ONE)
+
+
+@within
+def add_few_values(args, dtypes, sums, rows, plane, offsets, coming, count, weights, kept):
+    step, dim, r, (later, ahead) = args.row_bytes, args.value_dim, 0, coming
     while r + 4 <= rows:
         pv_4(sums, step, plane, offsets, later, ahead, count, dim, weights, CHUNK, kept, dtypes)
         r, sums, weights, kept = r + 4, sums + 4 * step, weights + 16 * CHUNK, kept + 16
