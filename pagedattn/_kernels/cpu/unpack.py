@@ -1,7 +1,7 @@
 """Rows of quantised caches with scales of tokens, as rows of the query's dtype.
 
 Prompts multiply such rows. Decodes read eight bits in the cache itself: a key's scale is a factor
-on its logits, a value's one on its weight; and four bits where `takes_fours` or `sums_fours` hold.
+on its logits, a value's one on its weight; and four bits in heads of a multiple of COLUMNS.
 """
 
 import numpy as np
