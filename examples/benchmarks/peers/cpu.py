@@ -128,6 +128,8 @@ def vllm_ops() -> Any:
 
 def vllm(case: CpuCase, block_size: int | None = None) -> Callable:
     """vLLM's kernel, as of 0.32, on a cache as it lays it out; its schedule is made once."""
+    if (block_size or case.block_size) % 16:
+        raise ValueError("its blocks have a multiple of 16 tokens")
     ops, (key, value, tables) = vllm_ops(), paged(case, block_size)
     isa = isa_of(case.dtype, key.shape[1])
     starts, lens = (torch.tensor(n, dtype=torch.int32) for n in (case.starts, case.seq_lens))
