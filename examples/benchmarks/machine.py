@@ -26,7 +26,7 @@ ON_GPU = (
     *("torch", "jax", "triton", "xformers", "flashinfer-python", "flash-attn-4", "vllm"),
     "flash-mla",
 )
-SHORT_FLOATS = "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16"
+SIMD = "avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16"
 LONG = 5.0  # seconds of a call after which there are no more
 
 
@@ -79,10 +79,10 @@ def cpu(heads: str) -> dict:
     import torch
 
     flags = facts_of_cpu().get("flags", "").split()
-    short_floats = ", ".join(flag for flag in SHORT_FLOATS if flag in flags)
+    simd = ", ".join(flag for flag in SIMD if flag in flags)
     rates = {name: cpu_product_rate(name) for name in ("float32", "bfloat16")}
     return {
-        "cpu": f"{processor()} ({short_floats})",
+        "cpu": f"{processor()} ({simd})",
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "date": datetime.date.today().isoformat(),

@@ -16,7 +16,7 @@ UNIT = 1.0 if LANES == 16 else 1 / 16
 
 @intrinsic
 def _part(typing, row, other):
-    """Pairs of float16 of a chunk as two rows of UNIT; the first is where the pairs are."""
+    """Pairs of float16 of a chunk as two rows of float32 times UNIT; the first replaces them."""
 
     def code(context, builder, signature, args):
         def part(index):

@@ -30,8 +30,8 @@ from .unpack import (
 )
 from .unpack_chunk import clear_rows, rows_of, set_steps, steps_of, unpack_keys, unpack_values
 
-# Values that are added up before the next ones. Tiles of AVX2 have half a cache line of each row:
-# of few rows, the lines to come are fetched in about the order in which they lie.
+# Values that are added up before the next ones. Tiles of AVX2 take half a cache line of a row of
+# bfloat16, and fetch as much of one to come: with few rows, all of its lines soon.
 AT_ONCE = CHUNK if MANY else 16
 # Values of four bits, by AVX-512's tables or as bytes.
 add_fours = (pv_fours if LANES == 16 else pv_bytes).add_values

@@ -42,7 +42,7 @@ class Joined:
     So the products of two vectors are those of two groups, and are scaled at once.
     """
 
-    width, keys = LANES, KEYS  # bytes at a time; keys, times all rows of queries
+    width = LANES  # bytes at a time
 
     def numbers(self, builder, held):
         twice = as_words(builder, builder.shuffle_vector(held, held, picks([*range(LANES)] * 2)))
@@ -59,12 +59,9 @@ class Joined:
 
 
 class Apart:
-    """A vector of numbers in low bits and one of those in high bits, each scaled by itself.
+    """A vector of numbers in low bits and one of those in high bits, each scaled by itself."""
 
-    One key at a time: else LLVM keeps all queries of a step in more registers than there are.
-    """
-
-    width, keys = COUNT, 1
+    width = COUNT
 
     def numbers(self, builder, held):
         words = as_words(builder, held)
@@ -145,9 +142,7 @@ def _code(builder, rows, query, step, plane, offsets, scales, slots, dim, scale,
     indices = _numbers_at(builder, slots)
     factors = [builder.add(scales, builder.mul(index, row_bytes)) for index in indices]
     totals = [[cgutils.alloca_once_value(builder, ZEROS) for _ in keys] for _ in starts]
-    for some in (slice(k, k + WAY.keys) for k in range(0, KEYS, WAY.keys)):
-        of_some = [of_row[some] for of_row in totals]
-        _multiply(builder, starts, half, groups, keys[some], factors[some], of_some)
+    _multiply(builder, starts, half, groups, keys, factors, totals)
     found = [builder.load(total) for of_row in totals for total in of_row]
     units = [builder.fmul(scale, factor_of(builder, row, columns)) for row in starts]
     store_tile(builder, found, units, logits, width)
