@@ -43,6 +43,8 @@ UNOPTIMISED := $(PYTEST) -m "not deep and not lint and not targets and not optim
 PLAIN := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
 PLAINLY := XLA_FLAGS="$(PLAIN) --xla_cpu_use_fusion_emitters=false \
 	--xla_cpu_parallel_codegen_split_count=1"
+# Another version either breaks at the first examples or computes what the tested one does.
+FEW := HYPOTHESIS_PROFILE=few
 # In processes that tests start too; in their own, pytest makes all warnings errors.
 NOT_DEPRECATED := \
 	PYTHONWARNINGS=error::DeprecationWarning,error::PendingDeprecationWarning,error::FutureWarning
@@ -57,11 +59,11 @@ EMULATED := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/$(ARM_VENV)/jax \
 .PHONY: demo serve docs test test-deep test-interpreted test-oldest test-newest test-hopper \
 	test-targets test-cpu test-arm smoke lint test-ipex test-gpu bench-cpu bench-gpu clean
 
-# 740 MB: JAX without torch, so it shows the backends of JAX alone.
+# JAX without torch, so it shows the backends of JAX alone.
 demo: $(DEMO_VENV)/ready
 	$(DEMO_VENV)/bin/python examples/demo.py
 
-# 680 MB: JAX without torch or matplotlib. MODEL=DIR serves another checkpoint, PORT=8001 elsewhere.
+# JAX without torch or matplotlib. MODEL=DIR serves another checkpoint, PORT=8001 elsewhere.
 serve: $(SERVE_VENV)/ready
 	$(SERVE_VENV)/bin/pagedattn-serve $(MODEL) --port $(or $(PORT),8000)
 
@@ -84,7 +86,7 @@ test-interpreted: $(NEWEST_VENV)/ready
 
 # The oldest versions that pyproject.toml allows.
 test-oldest: $(OLDEST_VENV)/ready
-	$(KEPT) $(PLAINLY) OMP_NUM_THREADS=1 \
+	$(FEW) $(KEPT) $(PLAINLY) OMP_NUM_THREADS=1 \
 		$(OLDEST_VENV)/bin/python $(UNOPTIMISED) $(sort $(WITHOUT_TORCH) $(ON_CPU))
 	$(KEPT) OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python -m pytest -q -m optimised \
 		$(filter $(OPTIMISED),$(WITHOUT_TORCH))
@@ -93,7 +95,7 @@ test-oldest: $(OLDEST_VENV)/ready
 # The newest versions that the index has for this Python: make test-newest PYTHON=python3.13. XLA ends
 # a process, without a word under pytest, at a flag that it no longer has; these two it has had long.
 test-newest: $(NEWEST_VENV)/ready
-	$(KEPT) $(NOT_DEPRECATED) XLA_FLAGS="$(PLAIN)" OMP_NUM_THREADS=1 \
+	$(FEW) $(KEPT) $(NOT_DEPRECATED) XLA_FLAGS="$(PLAIN)" OMP_NUM_THREADS=1 \
 		$(NEWEST_VENV)/bin/python $(UNOPTIMISED) $(WITHOUT_TORCH)
 	$(KEPT) $(NOT_DEPRECATED) OMP_NUM_THREADS=1 $(NEWEST_VENV)/bin/python -m pytest -q -m optimised \
 		$(filter $(OPTIMISED),$(WITHOUT_TORCH))
@@ -105,9 +107,11 @@ test-hopper: $(HOPPER_VENV)/ready
 	JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 XLA_FLAGS=--xla_gpu_autotune_level=0 OMP_NUM_THREADS=1 \
 		$(HOPPER_VENV)/bin/python $(PYTEST) tests/hopper
 
-# What our Triton kernels take of GPUs from A100 to RTX 5090, and what is refused on which.
+# What our Triton kernels take of GPUs from A100 to RTX 5090, and what is refused on which. Of some:
+# make test-targets GPUS="B200 or 5090"
 test-targets: $(HOPPER_VENV)/ready
-	JAX_PLATFORMS=cpu OMP_NUM_THREADS=1 $(HOPPER_VENV)/bin/python $(PYTEST) -m "" tests/targets
+	JAX_PLATFORMS=cpu OMP_NUM_THREADS=1 \
+		$(HOPPER_VENV)/bin/python $(PYTEST) -m "" tests/targets $(if $(GPUS),-k "$(GPUS)")
 
 # JAX and Numba alone, on whatever processor and system this is.
 test-cpu: $(CPU_VENV)/ready
@@ -143,7 +147,7 @@ docs: $(DOCS_VENV)/ready
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
 
 test-ipex: $(IPEX_VENV)/ready
-	$(KEPT) $(PLAINLY) OMP_NUM_THREADS=1 \
+	$(FEW) $(KEPT) $(PLAINLY) OMP_NUM_THREADS=1 \
 		$(IPEX_VENV)/bin/python $(UNOPTIMISED) -k "not xla" $(NOT_THERE:%=--ignore=%) $(WITH_TORCH)
 
 # The path is for the processes that tests start: pytest's own settings reach no further.
@@ -168,12 +172,12 @@ $(VENV)/ready: pyproject.toml examples/serving/pyproject.toml constraints.txt
 
 $(DEMO_VENV)/ready: pyproject.toml examples/serving/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(DEMO_VENV)
-	$(DEMO_VENV)/bin/pip install -q -c constraints.txt -e . -e './examples/serving[demo]'
+	$(DEMO_VENV)/bin/pip install -q -c constraints.txt -e '.[cpu]' -e './examples/serving[demo]'
 	touch $@
 
 $(SERVE_VENV)/ready: pyproject.toml examples/serving/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(SERVE_VENV)
-	$(SERVE_VENV)/bin/pip install -q -c constraints.txt -e . -e ./examples/serving
+	$(SERVE_VENV)/bin/pip install -q -c constraints.txt -e '.[cpu]' -e ./examples/serving
 	touch $@
 
 $(OLDEST_VENV)/ready: pyproject.toml constraints-oldest.txt

@@ -23,8 +23,8 @@ KINDS = {
     "`NotImplementedError`. Nothing is ignored or approximated: name another backend, or none.",
     "BackendUnavailableError": "A backend is unknown, or a package is not installed; also an "
     "`ImportError`.",
-    "OutOfBlocksError": "A block pool has too few free blocks; also a `MemoryError`. The pool is "
-    "unchanged.",
+    "OutOfBlocksError": "Some sequences of a step found no free blocks; also a `MemoryError`. They "
+    "are as they were, the others have grown.",
     "CallError": "A torch function called by `torch_call` has failed; its own error is named.",
     "LookupError": "A compiled program calls a torch function that its process does not have.",
     REFUSAL: "What `explain` returns, and what follows the colon of an `UnsupportedError` or a "

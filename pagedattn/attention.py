@@ -243,7 +243,7 @@ def ragged_attention(
       max_query_len, max_key_len: static upper bounds on the lengths of the sequences.
       spec, backend, return_lse, batch_invariant, sinks, bias, selection: as in `paged_attention`;
         a selection chooses single keys.
-      parents: of drafts that branch, for each token as in `make_batch`; entries of padding tokens
+      parents: of draft trees, for each token as in `make_batch`; entries of padding tokens
         may be anything.
 
     Returns, Raises: as `paged_attention`.

@@ -18,4 +18,4 @@ class BackendUnavailableError(PagedAttentionError, ImportError):
 
 
 class OutOfBlocksError(PagedAttentionError, MemoryError):
-    """A block pool has fewer free blocks than a call needs. The pool is unchanged."""
+    """Sequences of a step found no free blocks: they are as they were, others have grown."""

@@ -45,13 +45,14 @@ def write_kv(
     over the largest value of the dtype, 1 for zeros.
 
     In place when an enclosing `jax.jit` donates the cache; otherwise the cache given stays as it
-    was. Inside jit a slot outside the cache is dropped, and which of two tokens with one slot
-    wins is not defined; outside jit both are errors.
+    was. On a CPU without Numba and torch, XLA rewrites a whole bfloat16 or float8 cache at each
+    write: install one of them. Inside jit a slot outside the cache is dropped, and which of two
+    tokens with one slot wins is not defined; outside jit both are errors.
 
     A latent cache takes None as value: its values are columns of its keys.
 
     Raises:
-      InvalidInputError: wrong shapes or dtypes; outside jit also slots out of range or doubled.
+      InvalidInputError: wrong shapes or dtypes; outside jit also slots out of range or given twice.
 
     >>> from pagedattn import init_kv_cache
     >>> cache = write_kv(init_kv_cache(2, 2, 1, 1), *jnp.ones((2, 1, 1, 1), jnp.bfloat16),
@@ -142,7 +143,7 @@ def move_slots(
 
 
 def _set(cache, indices, *rows) -> KVCache:
-    """Sets rows of the key and, if there is one, of the value; and the scales of tokens."""
+    """Sets rows of the key and, if there is one, of the value; and the per-token scales."""
     rows = (None if new is None else jnp.asarray(new) for new in rows)
     made = held(cache, rows).items()
     return replace(

@@ -135,8 +135,9 @@ def write_kv_(
       the cache that was given.
 
     Raises:
-      InvalidInputError: not tensors, wrong shapes or dtypes, slots out of range or doubled. Slots
-        are checked if they are on the CPU; on a GPU, those outside the cache write nothing.
+      InvalidInputError: not tensors, wrong shapes or dtypes, slots out of range or given
+        twice. Slots are checked if they are on the CPU; on a GPU, those outside the cache write
+        nothing.
 
     >>> cache = KVCache(torch.zeros(1, 2, 1, 1), torch.zeros(1, 2, 1, 1))
     >>> write_kv_(cache, torch.ones(1, 1, 1), torch.ones(1, 1, 1), torch.tensor([1])).key.flatten()

@@ -7,6 +7,7 @@ import datetime
 import json
 import os
 import platform
+import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
@@ -28,6 +29,7 @@ ON_GPU = (
 )
 SIMD = "avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16"
 LONG = 5.0  # seconds of a call after which there are no more
+CHECKOUT = Path(__file__).parents[2]
 
 
 def machine() -> dict:
@@ -124,14 +126,27 @@ def facts_of_cpu() -> dict[str, str]:
 
 
 def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
-    """Python's, this library's, and those of the packages that are installed."""
+    """Python's, this library's and its commit, and those of the packages that are installed."""
     found = {"python": platform.python_version(), "pagedattn": pagedattn.__version__}
+    if described := commit():
+        found["commit"] = described
     for package in packages:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
     return found
+
+
+def commit(checkout: Path = CHECKOUT) -> str | None:
+    """The commit of a checkout, `-dirty` where files have changed; None where there is none."""
+    if not (checkout / ".git").exists():  # git would take a checkout further up
+        return None
+    command = ["git", "-C", checkout, "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def copy_rate(num_bytes: int) -> float:

@@ -117,9 +117,9 @@ class Backend:
     def why_not(self, call: Call) -> list[str]:
         """The reasons why it cannot run a call, options that it does not know first of all."""
         if call.batch_invariant and call.parents:
-            return ["batch_invariant: the keys of drafts that branch do not lie as they follow"]
+            return ["batch_invariant: the keys of draft trees are not in the order of positions"]
         if call.selection is not None and call.parents:
-            return ["selection: drafts that branch are not tried with chosen blocks"]
+            return ["selection: draft trees are not tried with chosen blocks"]
         unknown = [option for option in call.set_options if self.lacks(option)]
         if unknown:
             return [f"{option}: {self.name} {LACKS}" for option in unknown]

@@ -112,7 +112,7 @@ class Call:
     spec: AttentionSpec
     # From here on, what a cache or a caller may ask for beside the spec: options.
     cache_dtype: str | None = None  # that of a quantised cache; None: the cache is of `dtype`
-    token_scales: bool = False  # whether a quantised cache has scales of tokens; int4 has always
+    token_scales: bool = False  # whether a quantised cache has per-token scales; int4 has always
     value_dim: int | None = None  # columns of the values, if the cache is latent or not head_dim
     fake_tensors: bool = False  # torch's that have no memory: fake, functional, meta, wrapped ones
     sinks: bool = False  # whether the call brings them
@@ -120,7 +120,7 @@ class Call:
     selection: tuple[int, ...] | None = None  # the shape of its blocks, if the call brings one
     return_lse: bool = False
     batch_invariant: bool = False  # whether the bits of a token's results follow from it alone
-    parents: bool = False  # whether the batch has a tree: drafts that branch
+    parents: bool = False  # whether the batch has draft trees
     # No option: what `slower_because` compares the sizes with.
     crossings: Crossings = field(default=Crossings(), metadata={"option": False})
 

@@ -41,7 +41,7 @@ def make_batch(
         are -1: this batch writes nothing. Use it for cross attention, where another batch has
         written the keys, in tables of their own; and to attend again to written tokens, where
         sequences may share even their last blocks.
-      parents: of drafts that branch, for each token the index, among its sequence's new ones, of
+      parents: of draft trees, for each token the index, among its sequence's new ones, of
         the token before it; -1 for those that follow the context. A token sees the context and its
         own line of descent, and stands at position `context_len + depth`; its slot is that of
         position `context_len + index`. None: each token follows the one before it.

@@ -25,7 +25,7 @@ class Sequences(Generic[ArrayT]):
       query_start_loc: sequence s brings the packed tokens from entry s up to entry s + 1. Tokens
         after those of the last sequence are padding. Entries of padding sequences repeat the end
         of the last sequence, or are 0.
-      tree: the lines of descent of the tokens, where they are drafts that branch; None where each
+      tree: the ancestors of each token, where they are draft trees; None where each
         token follows the one before it.
     """
 

@@ -118,7 +118,7 @@ def dequantised(
 
 
 def scale_dtype(dtype) -> str:
-    """The dtype of the scales of tokens in a cache of a dtype."""
+    """The dtype of the per-token scales in a cache of a dtype."""
     return "float16" if name_of(dtype) in PACKED else "float32"
 
 

@@ -50,7 +50,7 @@ def whole_bytes(shapes, dtype) -> None:
 
 
 def kind_of_scales(scales, dtype, given) -> str:
-    """Whether a new cache has scales of heads or of tokens: "head" or "token"."""
+    """Whether a new cache has per-head scales or of tokens: "head" or "token"."""
     packs, quantised = name_of(dtype) in PACKED, largest(dtype) is not None
     kind = ("token" if packs else "head") if scales is None else scales
     fits = kind == "token" if packs else kind in (("head", "token") if quantised else ("head",))
@@ -61,7 +61,7 @@ def kind_of_scales(scales, dtype, given) -> str:
         )
     if kind == "token" and any(scale is not None for scale in given):
         raise InvalidInputError(
-            "key_scale and value_scale must be None with scales of tokens, which write_kv computes"
+            "key_scale and value_scale must be None with per-token scales, which write_kv computes"
         )
     if scales is None and name_of(dtype) == "int8":
         _not_whole_numbers(given)
@@ -155,7 +155,7 @@ def _scale(name, scale, cache, of_quantised):
 
 
 def _of_tokens(cache):
-    """Requires scales of tokens for every plane."""
+    """Requires per-token scales for every plane."""
     named = {"key_scale": cache.key}
     if cache.value is not None:
         named["value_scale"] = cache.value

@@ -1,4 +1,4 @@
-"""Keeping one line of drafts that branch, and taking the other tokens back."""
+"""Keeping one branch of each draft tree, and taking the other tokens back."""
 
 from dataclasses import replace
 from typing import Any, TypeVar

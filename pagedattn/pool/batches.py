@@ -40,7 +40,7 @@ def next_batch(
       query_lens: new tokens, packed one sequence after the other; 0 leaves a sequence alone.
       num_tokens: length of the packed token axis, static; at least `sum(query_lens)`.
       max_query_len: static bound on `query_lens`.
-      parents: i32[num_tokens], of drafts that branch, as in `make_batch`; entries of padding tokens
+      parents: i32[num_tokens], of draft trees, as in `make_batch`; entries of padding tokens
         may be anything. None: each token follows the one before it.
 
     Returns:

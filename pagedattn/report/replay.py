@@ -1,4 +1,4 @@
-"""A call that was kept, run by every backend: right or not, and how long it takes."""
+"""A recorded call, run by every backend: right or not, and how long it takes."""
 
 import dataclasses
 import functools

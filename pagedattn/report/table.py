@@ -110,7 +110,7 @@ def call(request: Request, normal: Callable = jnp.zeros) -> tuple:
 
 
 def _cache(request: Request, query, shape: tuple[int, ...], normal: Callable) -> KVCache:
-    """A quantised one has scales of tokens or none: those of layers come with each call."""
+    """A quantised one has per-token scales or none: those of layers come with each call."""
     kinds = dict(request.cache)
     dtype = None if "token_scales" in kinds else kinds.pop("cache_dtype", None)
     plane = np.asarray(normal((*shape[:3], HEAD_DIM), request.dtype))

@@ -67,7 +67,7 @@ def _values(row: dict[str, str]) -> list[str]:
 
 
 def replayed(found: dict[str, Any]) -> list[str | Table]:
-    """A call that was kept, and a row for each backend."""
+    """A recorded call, and a row for each backend."""
     told = found["recorded"]
     batch, arrays = told["batch"], told["arrays"]
     shapes = (f"{name} {about['dtype']}{about['shape']}" for name, about in arrays.items())

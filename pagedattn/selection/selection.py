@@ -24,8 +24,8 @@ LAST = np.iinfo(np.int32).max  # sorts behind all blocks
 class Selection(Generic[ArrayT]):
     """The blocks that each KV head of each sequence attends to, at their true positions.
 
-    It is a set: neither order nor doubles matter, and numbers of blocks that the sequence does not
-    have are nobody's. All queries of a sequence share it.
+    It is a set: neither order nor duplicates matter, and blocks that the sequence does not have are
+    nobody's. All queries of a sequence share it.
 
     Fields:
       blocks: their numbers in the sequence, columns of its row of the block table; -1 for none.

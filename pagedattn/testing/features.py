@@ -130,7 +130,7 @@ def _with_token_scales(problem, _yes: bool):
 CACHE_DTYPES = tuple(LARGEST)
 # What caches differ in, and how a problem whose cache is plain gets it: the columns of the values,
 # whether these are some of the keys', the dtype with a scale for each KV head of the keys and one
-# of the values, or with scales of tokens.
+# of the values, or with per-token scales.
 CACHES: dict[str, Callable[[Any, Any], Any]] = {
     "value_dim": _with_columns,
     "latent": _latent,
@@ -148,7 +148,7 @@ def _drafts(problem, _yes: bool):
     return problem.replace(parents=np.append(parents, padding))
 
 
-# What batches differ in, beside lengths, and how a problem gets it: drafts that branch.
+# What batches differ in, beside lengths, and how a problem gets it: a draft tree.
 BATCHES: dict[str, Callable[[Any, Any], Any]] = {"parents": _drafts}
 KINDS = CACHES | BATCHES
 # All that goes together with causal attention over any cache, in most backends.

@@ -66,7 +66,7 @@ class Problem:
 
     @property
     def by_slot(self) -> dict[str, np.ndarray]:
-        """The arrays with a row for each slot, by their fields: caches, and scales of tokens."""
+        """The arrays with a row for each slot, by their fields: caches, and per-token scales."""
         names = ["key_cache", "value_cache"]
         names += ["key_scale", "value_scale"] if self.token_scales else []
         arrays = {name: getattr(self, name) for name in names}

@@ -1,4 +1,4 @@
-"""A call kept as JSON: what a report of it needs, its values only when asked for."""
+"""A call recorded as JSON: what a report of it needs, its values only when asked for."""
 
 import base64
 import dataclasses
@@ -48,7 +48,7 @@ def record(
     """Write down a call of `paged_attention`, for `python -m pagedattn --replay FILE`.
 
     The file has the shapes, dtypes and, of tensors, unusual strides of all arrays, the lengths, the
-    parents of drafts that branch, the spec and the options, what `explain` says, and the versions
+    parents of draft trees, the spec and the options, what `explain` says, and the versions
     and devices of this machine. It has no values and no block tables, unless asked for: a replay
     draws random ones.
 

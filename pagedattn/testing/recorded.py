@@ -1,4 +1,4 @@
-"""A call that `record` has kept, as a problem again."""
+"""A recorded call, as a problem again."""
 
 import base64
 import json
@@ -23,7 +23,7 @@ from .running import PLANES, batch_of, numpy_cache
 
 
 class Recorded(NamedTuple):
-    """A call that was kept.
+    """A recorded call.
 
     Fields:
         problem: its arrays; where no values were kept random ones, and NaN in all slots that no
@@ -31,7 +31,7 @@ class Recorded(NamedTuple):
         framework: whose arrays they were, "jax" or "torch".
         backend: the backend that the call named, or None.
         return_lse, batch_invariant: as in the call.
-        strides: those of tensors that did not lie densely, by the name of the array.
+        strides: those of tensors that were not contiguous, by the name of the array.
         told: the whole file.
     """
 

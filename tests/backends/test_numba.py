@@ -276,15 +276,17 @@ for other in (held, np.roll(held, 1), np.roll(held, 1 << 10)):  # as they are, t
 """
 DECODES = """
 import numpy as np
-from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
+from pagedattn.testing import assert_attention_close, attend, random_problem
 from pagedattn import AttentionSpec
 kinds = [{"dtype": jnp.dtype(dtype)} for dtype in ("bfloat16", "float16", "float32")]
 of_tokens = {"dtype": jnp.dtype("bfloat16"), "head_dim": 64, "token_scales": True}
 kinds += [of_tokens | {"cache_dtype": held} for held in ("int8", "float8_e4m3fn", "int4")]
+fours = of_tokens | {"cache_dtype": "int4"}
+latents = {"head_dim": 128, "value_dim": 100, "latent": True, "num_kv_heads": 1}
+kinds += [fours | more for more in ({"head_dim": 192}, {"arrays": ["bias"]}, latents)]
 for kind in kinds:
     problem = random_problem([1, 2], [70, 33], AttentionSpec(), **kind)
-    given = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
-    out = paged_attention(*given, backend="numba", return_lse=True)
+    out = attend(problem, backend="numba")
     assert_attention_close(*map(np.asarray, out), problem)
 """
 # Prompts in the first dtype alone: compiling takes the time.

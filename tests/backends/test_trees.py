@@ -159,7 +159,7 @@ def test_none_has_them_with_chosen_blocks():
     chosen = pa.Selection(jnp.zeros((1, 1, 1), jnp.int32))
     reasons = pa.explain(query, cache, batch_of_tree([-1, -1]), selection=chosen)
     assert all(reasons.values())
-    assert "selection: drafts that branch" in " ".join(reasons["xla"])
+    assert "selection: draft trees" in " ".join(reasons["xla"])
 
 
 def test_without_causality_there_are_no_lines():

@@ -56,16 +56,6 @@ def test_code_of_pages_runs(page, request):
         pytest.skip(str(error))
 
 
-def test_every_page_of_the_site_has_code():
-    """Pages of the reference show docstrings, whose examples run as doctests; errors are a list.
-
-    The programs of the page on JAX's interpreter are files, which tests/interpreters runs.
-    """
-    site = {page for page in DOCS.rglob("*.md") if page.parent != DOCS / "api"}
-    others = {DOCS / "errors.md", DOCS / "contributing/jax-interpreter.md"}
-    assert site - set(WITH_CODE) <= others
-
-
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_reference_has_every_public_name(package):
     text = "\n".join(page.read_text() for page in DOCS.glob("api/*.md"))

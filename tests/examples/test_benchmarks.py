@@ -3,6 +3,8 @@
 import json
 import os
 import runpy
+import shutil
+import subprocess
 import sys
 import time
 from functools import partial
@@ -15,7 +17,7 @@ import pytest
 
 pytest.importorskip("numba")
 import torch
-from benchmarks import gpu, trees
+from benchmarks import gpu, machine, trees
 from benchmarks.case import CpuCase
 from benchmarks.cpu_threads import on_threads
 from benchmarks.peers import PACKAGES, installed, missing
@@ -120,6 +122,36 @@ def test_a_report_grows_in_its_file(tmp_path, capsys):
     fewer.add(fewer.begin(case), "ours", 2.0)
     data = json.loads(path.read_text())
     assert data["cases"][case.name]["us"] != data["on_fewer_threads"]["1"]["cases"][case.name]["us"]
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")
+def test_the_commit_is_that_of_a_checkout_itself(tmp_path):
+    git = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b.org"]
+    assert machine.commit(tmp_path) is None
+    subprocess.run([*git, "init", "-q"], check=True)
+    assert machine.commit(tmp_path) is None  # nothing is committed
+    (tmp_path / "file").write_text("1")
+    subprocess.run([*git, "add", "file"], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "one"], check=True)
+    clean = machine.commit(tmp_path)
+    assert clean
+    assert len(clean) >= 7
+    (tmp_path / "file").write_text("2")
+    assert machine.commit(tmp_path) == f"{clean}-dirty"
+    (tmp_path / "inside").mkdir()
+    assert machine.commit(tmp_path / "inside") is None
+
+
+@pytest.mark.parametrize("commit", ["b8d6ba0", None])
+def test_versions_have_the_commit_if_there_is_one(monkeypatch, commit):
+    monkeypatch.setattr(machine, "commit", lambda: commit)
+    assert machine.versions(()).get("commit") == commit
+
+
+def test_without_git_a_report_names_no_commit(tmp_path, monkeypatch):
+    (tmp_path / ".git").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine.commit(tmp_path) is None
 
 
 def test_the_threads_of_a_trace_are_those_of_a_block_alone(monkeypatch):

@@ -22,7 +22,7 @@ from .online_softmax import set_logits
 from .qk_matmul import qk_of_two_1, qk_of_two_2, qk_of_two_4, set_query
 from .schedule import begin_alike
 from .simd import KEYS, LANES
-from .softmax import CHUNK, GROUP, NONE
+from .softmax import AHEAD, CHUNK, NONE
 
 CLAIMED, DONE = map(offset, ("claimed", "done"))
 
@@ -78,8 +78,8 @@ def score_chunk(args, dtypes, number, room):
     products = queries + args.num_kv_heads * args.group * args.row_bytes
     set_offsets(args, blocks, args.max_blocks - first, room)
     load_queries(args, dtypes, seq, rows, queries)
-    for k in range(0, count, GROUP):
-        at, many = room + 8 * k, min(GROUP, count - k)
+    for k in range(0, count, AHEAD):
+        at, many = room + 8 * k, min(AHEAD, count - k)
         for head in range(args.num_kv_heads):
             row, out = head * rows, products + 4 * (head * rows * CHUNK + k)
             set_products(args, dtypes, queries + row * args.row_bytes, rows, head, at, many, out)
@@ -125,7 +125,7 @@ def set_products(args, dtypes, queries, rows, head, offsets, count, out):
     while r < rows:
         many = 4 if r + 4 <= rows else 2 if r + 2 <= rows else 1
         for k in range(0, count, KEYS):
-            at, ahead, to = offsets + 8 * k, offsets + 8 * (k + GROUP), out + 4 * k
+            at, ahead, to = offsets + 8 * k, offsets + 8 * (k + AHEAD), out + 4 * k
             if many == 4:
                 qk_of_two_4(queries, step, plane, second, at, ahead, dim, scale, to, CHUNK, dtypes)
             elif many == 2:

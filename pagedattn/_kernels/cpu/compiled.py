@@ -71,7 +71,7 @@ def _number(text: bytes) -> int:
 def multiplied(*held: Dtype) -> tuple[tuple[Dtype, Dtype], tuple[Dtype, Dtype]]:
     """The dtypes of the rows that short queries read, and of those that tiles of long ones do.
 
-    Rows with scales of tokens become rows of the query's dtype for tiles, those of four bits for
+    Rows with per-token scales become rows of the query's dtype for tiles, those of four bits for
     all that does not multiply them as they are held.
     """
     query, cache = held[:2]
@@ -89,7 +89,7 @@ def task(*names: str):
     """`void task(args)`: works on a call as long as there is work.
 
     Query and out are of the cache's dtype, or of bfloat16 or float32 where that is quantised; a
-    third name says that it has scales of tokens.
+    third name says that it has per-token scales.
     """
     held = tuple(DTYPES[name] for name in names)
     dtypes, tiles = multiplied(*held)

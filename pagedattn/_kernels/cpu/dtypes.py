@@ -55,7 +55,7 @@ BFLOAT16, FLOAT16, FLOAT32 = map(Dtype, ("bfloat16", "float16", "float32"))
 E4M3, E5M2, INT8 = map(Dtype, ("float8_e4m3fn", "float8_e5m2", "int8"))
 INT4 = Dtype("int4")  # two in a byte
 INT16 = Dtype("int16")  # rows as `fixed_point` makes them
-TOKENS = Dtype("scales of tokens")  # stands behind a pair of dtypes, where the cache has them
+TOKENS = Dtype("token_scales")  # stands behind a pair of dtypes, where the cache has them
 DTYPES = {
     dtype.name: dtype for dtype in (BFLOAT16, FLOAT16, FLOAT32, E4M3, E5M2, INT8, INT4, TOKENS)
 }
@@ -71,7 +71,8 @@ def pair_of(dtypes) -> list[Dtype]:
 
 def widened_counts(dtype):
     """How many numbers are best widened at a time, and at least."""
-    # float16 takes half of the registers of AVX2 that float32 does.
+    # float16 takes half of the registers of AVX2 that float32 does. e4m3 takes several instructions
+    # to become it, e5m2 is its upper byte.
     return (2 * LANES, LANES) if dtype == E4M3 and LANES == 8 else (LANES,)
 
 

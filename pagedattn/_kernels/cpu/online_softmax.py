@@ -15,8 +15,8 @@ from .memory import get_float32, get_int64, memcpy, memset, put_float32
 from .pv_matmul import pv_1, pv_2, pv_4, set_weights
 from .qk_matmul import qk_1, qk_2, qk_4, set_query
 from .room import FOLLOWING, room_of
-from .simd import KEYS, LANES, MANY
-from .softmax import CHUNK, GROUP, NONE, ONE, ZERO
+from .simd import KEYS, LANES
+from .softmax import AHEAD, CHUNK, NONE, ONE, ZERO
 from .unpack import (
     COLUMNS,
     by_token,
@@ -30,9 +30,10 @@ from .unpack import (
 )
 from .unpack_chunk import clear_rows, rows_of, set_steps, steps_of, unpack_keys, unpack_values
 
-# Values that are added up before the next ones. Tiles of AVX2 take half a cache line of a row of
-# bfloat16, and fetch as much of one to come: with few rows, all of its lines soon.
-AT_ONCE = CHUNK if MANY else 16
+# Values that are added up before the next ones, a multiple of what a product takes. With AVX2 few
+# are faster, as measured: a tile takes half a cache line of each row of bfloat16, and of 64 rows a
+# power of two apart the first level has lost the first ones before their other halves are taken.
+AT_ONCE = 16 if LANES == 8 else CHUNK
 # Values of four bits, by AVX-512's tables or as bytes.
 add_fours = (pv_fours if LANES == 16 else pv_bytes).add_values
 
@@ -71,23 +72,26 @@ def set_logits(args, dtypes, queries, rows, plane, offsets, count, scale, logits
     step, dim, r = args.row_bytes, args.head_dim, 0
     while r + 4 <= rows:
         for k in range(0, count, KEYS):
-            at, ahead, out = offsets + 8 * k, offsets + 8 * (k + GROUP), logits + 4 * k
+            at, ahead, out = offsets + 8 * k, offsets + 8 * (k + AHEAD), logits + 4 * k
             qk_4(queries, step, plane, at, ahead, dim, scale, out, CHUNK, dtypes)
         r, queries, logits = r + 4, queries + 4 * step, logits + 16 * CHUNK
     if r + 2 <= rows:
         for k in range(0, count, KEYS):
-            at, ahead, out = offsets + 8 * k, offsets + 8 * (k + GROUP), logits + 4 * k
+            at, ahead, out = offsets + 8 * k, offsets + 8 * (k + AHEAD), logits + 4 * k
             qk_2(queries, step, plane, at, ahead, dim, scale, out, CHUNK, dtypes)
         r, queries, logits = r + 2, queries + 2 * step, logits + 8 * CHUNK
     if r < rows:
         for k in range(0, count, KEYS):
-            at, ahead, out = offsets + 8 * k, offsets + 8 * (k + GROUP), logits + 4 * k
+            at, ahead, out = offsets + 8 * k, offsets + 8 * (k + AHEAD), logits + 4 * k
             qk_1(queries, step, plane, at, ahead, dim, scale, out, CHUNK, dtypes)
 
 
 @within
 def add_values(args, dtypes, sums, rows, plane, offsets, coming, count, weights, kept):
-    """`sums = sums * kept + weights @ values`, for the rows of a KV head; `kept` becomes 1."""
+    """`sums = sums * kept + weights @ values`, for the rows of a KV head, AT_ONCE values a time.
+
+    `weights` are float32 or, where AT_ONCE is all of a chunk, become pairs; `kept` becomes 1.
+    """
     for row in range(rows):
         set_weights(weights + 4 * row * CHUNK, CHUNK, dtypes)
     for k in range(0, count, AT_ONCE):
@@ -100,6 +104,7 @@ def add_values(args, dtypes, sums, rows, plane, offsets, coming, count, weights,
 
 @within
 def add_few_values(args, dtypes, sums, rows, plane, offsets, coming, count, weights, kept):
+    """As `add_values`, of `count` values at once."""
     step, dim, r, (later, ahead) = args.row_bytes, args.value_dim, 0, coming
     while r + 4 <= rows:
         pv_4(sums, step, plane, offsets, later, ahead, count, dim, weights, CHUNK, kept, dtypes)
@@ -126,9 +131,9 @@ def attend(args, dtypes, held, work_item, queries, state, address):
     for first in range(work_item.first, work_item.last, CHUNK):
         count = min(CHUNK, work_item.last - first)
         next_chunk(args, held, work_item, first, room)
-        for k in range(0, count, GROUP):
+        for k in range(0, count, AHEAD):
             for place in range(heads):
-                many = min(GROUP, count - k)
+                many = min(AHEAD, count - k)
                 multiply_keys(args, dtypes, held, work_item, queries, place, k, many, room)
         for place in range(heads):
             weigh(args, held, work_item, place, first, count, state, room)
@@ -215,19 +220,17 @@ def multiply_values(args, dtypes, held, work_item, place, count, state, room):
     plane, offsets = args.value + head * args.value_head, room.values
     if is_packed(held) and args.value_columns % COLUMNS == 0:
         add_fours(args, held, sums, plane, head, count, weights, coming, room)
-    else:
+        return
+    if is_packed(held):
+        unpack_values(args, held, plane, offsets, coming, room.slots, head, count, room.tokens)
         if args.bias != 0:
-            set_shown_values(offsets, room.zeros - plane, room.shown, room.shown_values)
-            offsets = room.shown_values
-        if is_packed(held):
-            unpack_values(
-                args, held, plane, room.values, coming, room.slots, head, count, room.tokens
-            )
-            if args.bias != 0:
-                clear_rows(args, room.shown, count, room.tokens)
-            plane, offsets = rows_of(room.tokens), steps_of(room.tokens)
-            coming = Coming(plane, offsets)
-        add_values(args, dtypes, sums, room.rows, plane, offsets, coming, count, weights, room.kept)
+            clear_rows(args, room.shown, count, room.tokens)
+        plane, offsets = rows_of(room.tokens), steps_of(room.tokens)
+        coming = Coming(plane, offsets)
+    elif args.bias != 0:
+        set_shown_values(offsets, room.zeros - plane, room.shown, room.shown_values)
+        offsets = room.shown_values
+    add_values(args, dtypes, sums, room.rows, plane, offsets, coming, count, weights, room.kept)
 
 
 @fast

@@ -1,10 +1,11 @@
 """Sums of values of four bits, made bytes before, with a scale for each group of their columns.
 
 For CPUs without AVX-512, and heads of a multiple of 64 columns: so each half of a row has whole
-groups. Bytes of 16 times the numbers take two instructions for 64 of them; what follows are the
-sums of int8, of a group's columns at a time, by weights times its scales.
+groups. Bytes of 16 times the numbers take a shift and two masks for each 64 of AVX2; what follows
+are the sums of int8, of a group's columns at a time, by weights times its scales.
 """
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -13,7 +14,6 @@ from .compiling import intrinsic, within
 from .dtypes import INT8, row_vector, widened
 from .fours_scales import set_scales
 from .memory import get_int64
-from .pv_fours import set_weights
 from .simd import (
     BYTE,
     FLOAT,
@@ -33,6 +33,7 @@ from .unpack import GROUP, fetch_row
 from .unpack_chunk import rows_of
 
 BYTES = ir.VectorType(BYTE, 4 * LANES)
+UNIT = np.float32(1 / 16)  # of the bytes, for their scales
 
 
 @intrinsic
@@ -51,6 +52,23 @@ def _set_bytes(typing, row, out, dim):
             store(builder, high, at(builder, out, builder.add(index, half), BYTES), 4)
 
         along(builder, 4 * LANES, word(0), half, part)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 3), code
+
+
+@intrinsic
+def _set_weights(typing, weights, factors, out):
+    """A row of weights of a chunk, times the scales of a group; all are float32."""
+
+    def code(context, builder, signature, args):
+        def multiply(index):
+            four = builder.mul(index, word(4))
+            weight, factor, place = (at(builder, row, four, VECTOR) for row in args)
+            product = builder.fmul(load(builder, weight, 4), load(builder, factor, 4))
+            store(builder, product, place, 4)
+
+        along(builder, LANES, word(0), word(CHUNK), multiply)
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 3), code
@@ -104,27 +122,28 @@ pv_1, pv_2, pv_4 = map(_pv, (1, 2, 4))
 def add_values(args, held, sums, plane, head, count, weights, coming, room):
     """`sums = sums * kept + weights @ values`, for the rows of a KV head.
 
-    Unpacked rows have room for the bytes, for their scales, and for weights of four rows.
+    `packed_room` has room for the bytes, for their scales, and for weights of four rows.
     """
-    step, dim, rows, r = args.row_bytes, args.value_columns, rows_of(room.tokens), 0
-    scales = rows + CHUNK * dim
+    step, dim, r = args.row_bytes, args.value_columns, 0
+    values = rows_of(room.tokens)
+    scales = values + CHUNK * dim
     own = scales + 4 * CHUNK * (dim // GROUP)
     for k in range(count):
         fetch_row(coming.plane + get_int64(coming.offsets, k), dim // 2)
-        _set_bytes(plane + get_int64(room.values, k), rows + k * dim, dim)
-    set_scales(args, head, room, scales)
+        _set_bytes(plane + get_int64(room.values, k), values + k * dim, dim)
+    set_scales(args, head, UNIT, room, scales)
     while r < room.rows:
         many = 4 if r + 4 <= room.rows else 2 if r + 2 <= room.rows else 1
-        for first in range(0, dim, GROUP):
+        for first in range(0, args.value_dim, GROUP):
             factors = scales + 4 * CHUNK * (first // GROUP)
-            for row in range(many):
-                at = 4 * CHUNK * row
-                set_weights(weights + 4 * CHUNK * r + at, factors, own + at, held)
-            at, kept = sums + r * step + 4 * first, room.kept + 4 * r
+            for i in range(many):
+                of_row = 4 * CHUNK * i
+                _set_weights(weights + 4 * CHUNK * r + of_row, factors, own + of_row)
+            columns, kept = sums + r * step + 4 * first, room.kept + 4 * r
             if many == 4:
-                pv_4(at, step, rows + first, dim, count, own, kept)
+                pv_4(columns, step, values + first, dim, count, own, kept)
             elif many == 2:
-                pv_2(at, step, rows + first, dim, count, own, kept)
+                pv_2(columns, step, values + first, dim, count, own, kept)
             else:
-                pv_1(at, step, rows + first, dim, count, own, kept)
+                pv_1(columns, step, values + first, dim, count, own, kept)
         r += many

@@ -34,13 +34,13 @@ from .simd import (
     store,
     word,
 )
-from .softmax import CHUNK
+from .softmax import CHUNK, ONE
 from .unpack import GROUP, NUMBERS, fetch_row
 from .unpack_chunk import rows_of
 
 AS_BFLOAT16 = np.array(NUMBERS, ml_dtypes.bfloat16).view(np.uint16).tolist()
 VECTORS = 2  # of a group
-WORDS = ir.VectorType(ir.IntType(16), 2 * LANES)
+SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
 
 
 class Widened(pv_matmul.Widened):
@@ -73,14 +73,14 @@ class Pairs(pv_matmul.Pairs):
     def parts(self, builder, rows, index):
         bytes_ = ir.VectorType(BYTE, 2 * LANES)
         places = (at(builder, row, index, bytes_) for row in rows)
-        held = [builder.zext(load(builder, place, 1), WORDS) for place in places]
+        held = [builder.zext(load(builder, place, 1), SHORTS) for place in places]
         pieces = [self._looked_up(builder, bits) for bits in self.side_by_side(builder, *held)]
         return list(zip(*pieces, strict=True))
 
     def _looked_up(self, builder, bits):
-        low = builder.and_(bits, ir.Constant(WORDS, [15] * 2 * LANES))
-        high = builder.lshr(bits, ir.Constant(WORDS, [4] * 2 * LANES))
-        table = ir.Constant(WORDS, AS_BFLOAT16 * 2)
+        low = builder.and_(bits, ir.Constant(SHORTS, [15] * 2 * LANES))
+        high = builder.lshr(bits, ir.Constant(SHORTS, [4] * 2 * LANES))
+        table = ir.Constant(SHORTS, AS_BFLOAT16 * 2)
         return [permuted(builder, table, lanes) for lanes in (low, high)]
 
     def narrowed(self, builder, weights):
@@ -100,8 +100,6 @@ def _pv(rows):
         """`sums[r] = sums[r] * kept[r] + weights[r] @ values`, by weights of `set_weights`."""
 
         def code(context, builder, signature, args):
-            if LANES != 16:
-                return context.get_dummy_value()
             sums, step, plane, offsets, count, dim, weights, kept, _ = args
             way = way_of(pair_of(signature.args[-1]))
             half = builder.lshr(dim, word(1))
@@ -197,7 +195,7 @@ def add_values(args, held, sums, plane, head, count, weights, coming, room):
     own, size = scales + 4 * CHUNK * groups, weight_bytes(held) * CHUNK
     for k in range(count):
         fetch_row(coming.plane + get_int64(coming.offsets, k), dim // 2)
-    set_scales(args, head, room, scales)
+    set_scales(args, head, ONE, room, scales)
     while r < room.rows:
         many = 4 if r + 4 <= room.rows else 2 if r + 2 <= room.rows else 1
         for group in range(groups):

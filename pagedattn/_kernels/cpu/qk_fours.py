@@ -10,10 +10,10 @@ from numba.core import cgutils
 
 from . import float16
 from .compiling import intrinsic, within
-from .dtypes import INT16, row_vector
-from .fixed_point import COUNT, NO_WORDS, as_words, factor_of, whole_vectors
+from .dtypes import INT4, INT16, row_vector
+from .fixed_point import COUNT, NO_WORDS, as_words
 from .memory import get_int64
-from .qk_matmul import store_tile
+from .qk_matmul import Words, store_tile
 from .simd import (
     BYTE,
     KEYS,
@@ -31,8 +31,7 @@ from .simd import (
     spread,
     word,
 )
-from .softmax import CHUNK
-from .softmax import GROUP as KEYS_AHEAD
+from .softmax import AHEAD, CHUNK
 from .unpack import GROUP, fetch_row
 
 
@@ -136,7 +135,7 @@ def _qk(rows):
 
 def _code(builder, rows, query, step, plane, offsets, scales, slots, dim, scale, logits, width):
     half, groups = builder.lshr(dim, word(1)), builder.udiv(dim, word(GROUP))
-    row_bytes, columns = builder.mul(groups, word(2)), whole_vectors(builder, dim)
+    row_bytes = builder.mul(groups, word(2))
     starts = [builder.add(query, builder.mul(step, word(r))) for r in range(rows)]
     keys = [builder.add(plane, place) for place in _numbers_at(builder, offsets)]
     indices = _numbers_at(builder, slots)
@@ -144,7 +143,7 @@ def _code(builder, rows, query, step, plane, offsets, scales, slots, dim, scale,
     totals = [[cgutils.alloca_once_value(builder, ZEROS) for _ in keys] for _ in starts]
     _multiply(builder, starts, half, groups, keys, factors, totals)
     found = [builder.load(total) for of_row in totals for total in of_row]
-    units = [builder.fmul(scale, factor_of(builder, row, columns)) for row in starts]
+    units = [Words(INT4).factor(builder, row, dim, scale) for row in starts]
     store_tile(builder, found, units, logits, width)
 
 
@@ -173,18 +172,18 @@ qk_1, qk_2, qk_4 = map(_qk, (1, 2, 4))
 
 @within
 def set_logits(args, queries, rows, plane, offsets, slots, head, count, scale, logits):
-    """Logits `[rows, count]` of up to KEYS_AHEAD keys, CHUNK apart; the next ones are fetched."""
+    """Logits `[rows, count]` of up to AHEAD keys, CHUNK apart; the next ones are fetched."""
     step, dim = args.row_bytes, args.head_dim
     scales = args.key_scales + 2 * head * (dim // GROUP)
     for k in range(count):
-        fetch_row(plane + get_int64(offsets, k + KEYS_AHEAD), dim // 2)
+        fetch_row(plane + get_int64(offsets, k + AHEAD), dim // 2)
     for k in range(0, count, KEYS):
-        at, slot, out, row, r = offsets + 8 * k, slots + 8 * k, logits + 4 * k, queries, 0
+        keys, slot, out, row, r = offsets + 8 * k, slots + 8 * k, logits + 4 * k, queries, 0
         while r + 4 <= rows:
-            qk_4(row, step, plane, at, scales, slot, dim, scale, out, CHUNK)
+            qk_4(row, step, plane, keys, scales, slot, dim, scale, out, CHUNK)
             r, row, out = r + 4, row + 4 * step, out + 16 * CHUNK
         if r + 2 <= rows:
-            qk_2(row, step, plane, at, scales, slot, dim, scale, out, CHUNK)
+            qk_2(row, step, plane, keys, scales, slot, dim, scale, out, CHUNK)
             r, row, out = r + 2, row + 2 * step, out + 8 * CHUNK
         if r < rows:
-            qk_1(row, step, plane, at, scales, slot, dim, scale, out, CHUNK)
+            qk_1(row, step, plane, keys, scales, slot, dim, scale, out, CHUNK)

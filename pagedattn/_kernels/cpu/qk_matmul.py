@@ -232,11 +232,7 @@ def sums(builder, vectors):
     the other are swapped, so that one of its two shuffles is a blend. Each segment then has both
     vectors' sums, side by side; vectors begin in the order that leaves theirs in their own.
     """
-    bits = len(vectors).bit_length() - 1
-    vectors = [
-        vectors[int(f"{i:0{bits}b}"[::-1], 2)] if bits else vectors[i] for i in range(len(vectors))
-    ]
-    segment = LANES
+    vectors, segment = _bit_reversed(vectors), LANES
     while len(vectors) > 1:
         pairs = zip(vectors[::2], vectors[1::2], strict=True)
         vectors = [_joined(builder, a, b, segment) for a, b in pairs]

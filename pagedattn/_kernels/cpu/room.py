@@ -6,7 +6,7 @@ from .compiling import fast
 from .simd import LINE
 from .softmax import CHUNK
 from .unpack import is_packed, scales_logits, up_to
-from .unpack_chunk import unpacked_bytes
+from .unpack_chunk import packed_room
 
 FOLLOWING = 8 * CHUNK  # bytes from a chunk's offsets to those of the next one
 
@@ -21,7 +21,7 @@ class Room(NamedTuple):
       zeros: a row of a value that no row sees.
       logits: `[heads, rows, CHUNK]`, which become weights.
       kept: by what the sums of a KV head's rows shrink.
-      tokens: scales of tokens, or unpacked rows.
+      tokens: per-token scales; of four bits, what `unpack_chunk` says.
       end: what lies behind it all.
       rows: of a KV head; `head_bytes`: of its logits.
     """
@@ -54,7 +54,7 @@ def room_of(args, held, rows, heads, address):
     if scales_logits(held):
         end += 4 * CHUNK
     if is_packed(held):
-        end += 16 * CHUNK + CHUNK * unpacked_bytes(args)
+        end += packed_room(args)
     places = shown, shown_values, zeros, logits, kept, tokens
     return Room(address, values, slots, *places, end, rows, head_bytes)
 

@@ -1,13 +1,15 @@
-"""Rows of quantised caches with scales of tokens, as rows of the query's dtype.
+"""Rows of quantised caches with per-token scales, as rows of the query's dtype.
 
-Prompts multiply such rows. Decodes read eight bits in the cache itself: a key's scale is a factor
-on its logits, a value's one on its weight; and four bits in heads of a multiple of COLUMNS.
+Prompts multiply such rows. Short queries read eight bits in the cache itself: a key's scale is a
+factor on its logits, a value's one on its weight. Four bits they read so in heads of a multiple of
+COLUMNS; keys only where `are_words`.
 """
 
 import numpy as np
 from llvmlite import ir
 from numba import types
 
+from ...cache.packing import GROUP
 from . import float16
 from .compiling import fast, intrinsic, within
 from .dtypes import (
@@ -43,7 +45,6 @@ from .simd import (
     word,
 )
 
-GROUP = 32  # columns that share a scale, or as many as divide it and head_dim
 NUMBERS = [*range(8), *range(-8, 0)]  # in the order of their four bits
 
 
@@ -92,7 +93,7 @@ def takes_fours(args, held):
 @within
 def unpack_row(source, scales, index, out, dim, itemsize, held):
     """The row of a cache whose scales are the `index`th, times these, as a row of the query."""
-    if looks_up(held) and dim % (2 * GROUP) == 0:
+    if looks_up(held) and dim % COLUMNS == 0:
         look_up_fours(source, scales + 2 * index * (dim // GROUP), out, dim, held)
     elif is_packed(held):
         half, group, start = dim // 2, group_of(dim), np.int64(0)

@@ -3,11 +3,21 @@
 from .compiling import fast, within
 from .memory import get_float32, get_int64, memset, put_int64
 from .simd import LINE
-from .softmax import CHUNK, GROUP, NONE
-from .unpack import fetch_row, unpack_row, up_to
+from .softmax import AHEAD, CHUNK, NONE
+from .unpack import GROUP, fetch_row, unpack_row, up_to
 
 
-# The room of tokens' scales: the scales of a chunk, or, of four bits, steps and unpacked rows.
+@fast
+def packed_room(args):
+    """Bytes for a chunk: offsets of rows, and behind them the rows, unpacked.
+
+    Or what sums of values that are not unpacked need: for each value a byte a column, the scales of
+    its groups, and four rows' weights, or instead of bytes weights for each group.
+    """
+    as_held = args.value_columns + 4 * (args.value_columns // GROUP) + 4 * 4
+    return rows_of(0) + CHUNK * max(unpacked_bytes(args), as_held)
+
+
 @fast
 def steps_of(tokens):
     return tokens
@@ -36,7 +46,7 @@ def unpack_keys(args, held, plane, offsets, slots, head, count, tokens):
     """Some keys of a head, while those of the next group are fetched."""
     out, size = rows_of(tokens), unpacked_bytes(args)
     for k in range(count):
-        fetch_row(plane + get_int64(offsets, k + GROUP), args.head_dim // 2)
+        fetch_row(plane + get_int64(offsets, k + AHEAD), args.head_dim // 2)
         source, index = plane + get_int64(offsets, k), get_int64(slots, k) + head
         unpack_row(
             source, args.key_scales, index, out + k * size, args.head_dim, args.itemsize, held

@@ -64,7 +64,7 @@ class Scalars(NamedTuple):
     value_block_stride: int
     value_slot_stride: int
     value_head_stride: int
-    key_scale_stride: int = -1  # of scales of heads: 1; 0 of one number for all, -1 of none
+    key_scale_stride: int = -1  # of per-head scales: 1; 0 of one number for all, -1 of none
     value_scale_stride: int = -1
 
 

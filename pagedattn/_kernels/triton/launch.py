@@ -207,12 +207,12 @@ def _layout(call: Call, unit: int) -> Layout:
 
 
 def scaled_by_heads(call: Call) -> bool:
-    """Whether a cache of fewer bits has scales of heads, or none."""
+    """Whether a cache of fewer bits has per-head scales, or none."""
     return call.cache_dtype is not None and not call.token_scales
 
 
 def with_strides(launch: Launch, call: Call, **scales) -> Launch:
-    """The launch with the strides of a layer's scales of heads, -1 for None.
+    """The launch with the strides of a layer's per-head scales, -1 for None.
 
     Layers share the plan that it comes from, and their scales may be of different kinds.
     """

@@ -62,7 +62,7 @@ def join_kernel(
     MOST: tl.constexpr,  # num_parts padded to a power of two
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of a KV head
-    BY_HEADS: tl.constexpr,  # whether values have scales of heads
+    BY_HEADS: tl.constexpr,  # whether values have per-head scales
 ):
     row = tl.program_id(0).to(tl.int64)
     apart = num_rows.to(tl.int64)

@@ -20,7 +20,7 @@ class Cache(NamedTuple):
     value: Any
     key_scale: Any  # of all heads
     value_scale: Any
-    key_scale_stride: Any  # of scales of heads
+    key_scale_stride: Any  # of per-head scales
     value_scale_stride: Any
     kv_head: Any
     num_kv_heads: Any

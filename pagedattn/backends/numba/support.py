@@ -42,7 +42,7 @@ def dtype_of(call: Call) -> str:
 
 
 def dtypes_of(call: Call) -> tuple[str, ...]:
-    """Those of the query and of the cache, and whether it has scales of tokens.
+    """Those of the query and of the cache, and whether it has per-token scales.
 
     They say what machine code runs.
     """
@@ -54,7 +54,7 @@ def longest(call: Call) -> int:
 
     0, all pack, where results are batch-invariant: decode's products add up in another order.
     """
-    return 0 if call.batch_invariant else max(1, _kernel_of(call).in_place // call.group)
+    return 0 if call.batch_invariant else max(1, _kernel_of(call).decode_rows // call.group)
 
 
 def most_heads(call: Call) -> int:

@@ -128,7 +128,7 @@ def _attend(
 def _standing(
     depths: Int[Array, "num_tokens"] | None, tiles: Tiles, keys: Int[Array, "#step heads chunk"]
 ) -> tuple[Int[Array, "#step heads chunk"], Bool[Array, "step heads tile chunk"] | None]:
-    """The positions of keys; and of drafts that branch, which the rows do not see as others'."""
+    """The positions of keys; and of draft trees, which the rows do not see as others'."""
     if depths is None or tiles.lines is None:
         return keys, None
     starts, context_lens = tiles.lines.starts[:, None], tiles.lines.context_lens[:, None]

@@ -14,7 +14,7 @@ from ...masks import key_range
 
 
 class Lines(NamedTuple):
-    """Of tiles of drafts that branch: their lines of descent, and what their sequences bring."""
+    """Of tiles of draft trees: their lines of descent, and what their sequences bring."""
 
     ancestors: Int[Array, "num_tiles tile words"]
     starts: Int[Array, "num_tiles"]

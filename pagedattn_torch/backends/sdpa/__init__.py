@@ -130,7 +130,7 @@ def _results(call: Call, query, is_whole: bool, out) -> tuple[Tensor, Tensor | N
 def _rooms(call: Call, planes, plan: Plan) -> list[tuple[Tensor | None, Tensor | None]]:
     """Memory for the gathered blocks of each plane, in its own dtype and, if another, in `_dtype`.
 
-    None where none is needed, as for what scales of tokens are multiplied with. All rectangles use
+    None where none is needed, as for what per-token scales are multiplied with. All rectangles use
     it, one after the other: fresh memory for each would cost page faults.
     """
     dtype, rooms = _dtype(call.device, call.dtype), []

@@ -33,7 +33,7 @@ class Rows(NamedTuple):
       query_lens: the number of its queries.
       contexts: keys before its first query.
       num_keys: all its keys.
-      tree: of all tokens of the batch, where they are drafts that branch.
+      tree: of all tokens of the batch, where they are of draft trees.
     """
 
     tables: Int[Tensor, "size max_blocks"]

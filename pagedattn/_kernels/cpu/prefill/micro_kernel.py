@@ -44,7 +44,7 @@ class MicroKernel(NamedTuple):
     Fields:
       rows, columns: of C, that are in registers at a time; `few`: rows of a smaller C, as wide.
       block: rows that go through the softmax together, a multiple of `rows`.
-      in_place: rows of a KV head up to which reading pages in place is faster, as measured.
+      decode_rows: rows of a KV head up to which decode's kernel is faster, as measured.
       pairs: whether A and B are pairs of bfloat16, rather than float32.
       tiles: whether the registers are AMX's.
     """
@@ -53,7 +53,7 @@ class MicroKernel(NamedTuple):
     few: int
     columns: int
     block: int
-    in_place: int
+    decode_rows: int
     pairs: bool = False
     tiles: bool = False
 

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from ..call_args import APART, WORK_ITEM
 from ..compiling import fast
+from ..simd import LANES
 from ..unpack import by_token, up_to
 from . import amx
 from .micro_kernel import LINE, PANEL, SLAB, block, columns, depth, size
@@ -15,7 +16,7 @@ KEYS = 256  # of a tile
 SEGMENT = 2 * KEYS
 MOST_ROWS, MOST_COLUMNS = 96, 32  # a multiple of any block's rows, and any product's columns
 ADDRESS_BYTES = 8
-GRAIN = 32  # keys: a multiple of what any product and any loop over weights takes at a time
+GRAIN = max(2 * LANES, PANEL)  # keys: what any product and loop over weights takes, times a number
 
 
 class State(NamedTuple):

@@ -1,7 +1,7 @@
 """The warpgroup that widens keys and values of eight bits to what the matrix unit takes.
 
 TMA loads them as they are held; this warpgroup makes float16 of them, in shared memory, for the
-warpgroups that multiply. Values with scales of tokens become bfloat16, which has their range.
+warpgroups that multiply. Values with per-token scales become bfloat16, which has their range.
 """
 
 from typing import Any, NamedTuple
