@@ -11,12 +11,15 @@ from ..call_args import APART, work_item_at
 from ..compiling import fast
 from ..listed import listed_range
 from ..memory import aligned_alloc, free, get_int64, memcpy, memset, put_int64
+from ..simd import LANES
 from ..softmax import lowest_position
 from .room import ITEM_BYTES, KEYS, SEGMENT, state_bytes
 
 ITEMS = 4  # for each thread, if there are tokens enough, or segments of keys
 LEAST_ROWS = 96  # of an item: its keys are packed for all of them
-ROWS_BYTES = 1 << 19  # of an item's queries and sums, at most: they stay in the second level
+# Of an item's queries and sums, at most. For faster products they stay in the second level; AVX2's
+# leave time to read them from the third, and keys are packed for twice as many.
+ROWS_BYTES = 1 << (20 if LANES == 8 else 19)
 LEVELS = 64  # of costs that are told apart
 ROWS_TOGETHER = 64  # of all KV heads of an item that has several
 PRODUCTS_OF_A_THREAD = 1 << 21  # with fewer for each, fewer threads are faster

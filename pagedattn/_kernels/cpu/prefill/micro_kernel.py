@@ -71,7 +71,7 @@ class MicroKernel(NamedTuple):
 # As many rows as registers hold: 32 of 16 or of 4 lanes, 16 of 8 lanes.
 OF_FLOATS = {
     16: MicroKernel(12, 4, 32, 24, 96),
-    8: MicroKernel(6, 4, 16, 12, 32),
+    8: MicroKernel(6, 4, 16, 24, 32),
     4: MicroKernel(6, 4, 16, 12, 96),
 }[LANES]
 OF_PAIRS = MicroKernel(12, 4, 32, 24, 64, pairs=True)
