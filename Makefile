@@ -13,6 +13,8 @@ HOPPER_VENV := .venv-hopper
 SMOKE_VENV := .venv-smoke
 CPU_VENV := .venv-cpu
 ARM_VENV := .venv-arm
+# Modules become bytecode when they are imported, which most of torch's never are.
+INSTALL := install -q --no-compile
 # What test-deep runs.
 DEEP ?= tests/deep
 # Tests that need JAX alone.
@@ -128,11 +130,11 @@ test-arm: $(ARM_VENV)/ready
 smoke:
 	rm -rf $(SMOKE_VENV) dist
 	$(PYTHON) -m venv $(SMOKE_VENV)/build
-	$(SMOKE_VENV)/build/bin/pip install -q build
+	$(SMOKE_VENV)/build/bin/pip $(INSTALL) build
 	$(SMOKE_VENV)/build/bin/python -m build -o dist .
 	for made in dist/*; do \
 		$(PYTHON) -m venv --clear $(SMOKE_VENV)/empty && \
-		$(SMOKE_VENV)/empty/bin/pip install -q $$made && \
+		$(SMOKE_VENV)/empty/bin/pip $(INSTALL) $$made && \
 		$(SMOKE_VENV)/empty/bin/python -I tests/smoke.py || exit 1; \
 	done
 
@@ -166,33 +168,33 @@ bench-gpu:
 # xformers' own requirements would replace torch; on a CPU only its masks are used.
 $(VENV)/ready: pyproject.toml examples/serving/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt -e '.[torch,dev]' -e './examples/serving[demo]'
-	$(BIN)/pip install -q -c constraints.txt --no-deps xformers
+	$(BIN)/pip $(INSTALL) -c constraints.txt -e '.[torch,dev]' -e './examples/serving[demo]'
+	$(BIN)/pip $(INSTALL) -c constraints.txt --no-deps xformers
 	touch $@
 
 $(DEMO_VENV)/ready: pyproject.toml examples/serving/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(DEMO_VENV)
-	$(DEMO_VENV)/bin/pip install -q -c constraints.txt -e '.[cpu]' -e './examples/serving[demo]'
+	$(DEMO_VENV)/bin/pip $(INSTALL) -c constraints.txt -e '.[cpu]' -e './examples/serving[demo]'
 	touch $@
 
 $(SERVE_VENV)/ready: pyproject.toml examples/serving/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(SERVE_VENV)
-	$(SERVE_VENV)/bin/pip install -q -c constraints.txt -e '.[cpu]' -e ./examples/serving
+	$(SERVE_VENV)/bin/pip $(INSTALL) -c constraints.txt -e '.[cpu]' -e ./examples/serving
 	touch $@
 
 $(OLDEST_VENV)/ready: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST_VENV)
-	$(OLDEST_VENV)/bin/pip install -q -c constraints-oldest.txt -e '.[cpu,testing]' pytest pytest-xdist triton
+	$(OLDEST_VENV)/bin/pip $(INSTALL) -c constraints-oldest.txt -e '.[cpu,testing]' pytest pytest-xdist triton
 	touch $@
 
 $(NEWEST_VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(NEWEST_VENV)
-	$(NEWEST_VENV)/bin/pip install -q -U -e '.[testing]' pytest pytest-xdist triton
+	$(NEWEST_VENV)/bin/pip $(INSTALL) -U -e '.[testing]' pytest pytest-xdist triton
 	touch $@
 
 $(CPU_VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(CPU_VENV)
-	$(CPU_VENV)/bin/pip install -q -c constraints.txt -e '.[cpu,testing]' pytest pytest-xdist
+	$(CPU_VENV)/bin/pip $(INSTALL) -c constraints.txt -e '.[cpu,testing]' pytest pytest-xdist
 	touch $@
 
 $(ARM_VENV)/ready: tests/arm.sh constraints.txt
@@ -202,20 +204,20 @@ $(ARM_VENV)/ready: tests/arm.sh constraints.txt
 # 1.7 GB, of which Triton takes 640 MB and JAX's plugin for CUDA 380.
 $(HOPPER_VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(HOPPER_VENV)
-	$(HOPPER_VENV)/bin/pip install -q -c constraints.txt -e '.[testing]' jax-cuda13-plugin pytest \
+	$(HOPPER_VENV)/bin/pip $(INSTALL) -c constraints.txt -e '.[testing]' jax-cuda13-plugin pytest \
 		pytest-xdist rich safetensors triton
 	touch $@
 
 # 7 GB: the only torch 2.8 in the package index is the one for CUDA.
 $(IPEX_VENV)/ready: pyproject.toml constraints-ipex.txt
 	$(PYTHON) -m venv $(IPEX_VENV)
-	$(IPEX_VENV)/bin/pip install -q -c constraints-ipex.txt -e '.[ipex]' hypothesis pytest pytest-xdist
+	$(IPEX_VENV)/bin/pip $(INSTALL) -c constraints-ipex.txt -e '.[ipex]' hypothesis pytest pytest-xdist
 	touch $@
 
 # The pages are made from the sources as text: nothing of the library is imported.
 $(DOCS_VENV)/ready: constraints-docs.txt
 	$(PYTHON) -m venv $(DOCS_VENV)
-	$(DOCS_VENV)/bin/pip install -q -r constraints-docs.txt
+	$(DOCS_VENV)/bin/pip $(INSTALL) -r constraints-docs.txt
 	touch $@
 
 clean:

@@ -36,9 +36,13 @@ def a_call(
     return call_of(query, cache, batch, AttentionSpec(), return_lse=True), query, cache, batch
 
 
-@scales
-@pytest.mark.parametrize("block_size", [8, 32, 64, 128, 256])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "block_size", "scales"),
+    [
+        *((dtype, 32, scales) for dtype in DTYPES for scales in ("head", "token")),
+        *(("int8", block_size, "token") for block_size in (8, 64, 128, 256)),
+    ],
+)
 def test_lowers(dtype, block_size, scales):
     traced = attend.trace(*a_call(dtype, scales, block_size=block_size), 132)
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()

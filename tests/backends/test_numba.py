@@ -31,7 +31,7 @@ if not can_load("numba") or jax.default_backend() != "cpu":
     pytest.skip("needs numba, and JAX on a CPU", allow_module_level=True)
 
 from pagedattn._kernels.cpu import compiled, thread_pool
-from pagedattn._kernels.cpu.simd import PAIRS
+from pagedattn._kernels.cpu.simd import LANES, PAIRS
 from pagedattn.backends import numba as backend
 
 HERE = Path(__file__).parent
@@ -278,7 +278,7 @@ DECODES = """
 import numpy as np
 from pagedattn.testing import assert_attention_close, attend, random_problem
 from pagedattn import AttentionSpec
-kinds = [{"dtype": jnp.dtype(dtype)} for dtype in ("bfloat16", "float16", "float32")]
+kinds = [{"dtype": jnp.dtype("bfloat16")}]
 of_tokens = {"dtype": jnp.dtype("bfloat16"), "head_dim": 64, "token_scales": True}
 kinds += [of_tokens | {"cache_dtype": held} for held in ("int8", "float8_e4m3fn", "int4")]
 fours = of_tokens | {"cache_dtype": "int4"}
@@ -289,7 +289,7 @@ for kind in kinds:
     out = attend(problem, backend="numba")
     assert_attention_close(*map(np.asarray, out), problem)
 """
-# Prompts in the first dtype alone: compiling takes the time.
+# Compiling takes the time: so decodes of bfloat16 and of quantised caches, prompts of bfloat16.
 KINDS = "from cpu_prompts import check_all\ncheck_all(threads=2)\n" + DECODES
 # Which are faster is a matter of the CPU, so these are those that it would not take.
 OTHERS = """
@@ -371,6 +371,8 @@ def test_vectors_are_those_that_numba_compiles_for(setting, code, tmp_path):
     """Its settings take from what the CPU has; LLVM ends a process that uses the rest."""
     if platform.machine() != "x86_64":
         pytest.skip("features of x86-64")
+    if LANES == 8 and "+avx2" in setting.get("NUMBA_CPU_FEATURES", ""):
+        pytest.skip("this CPU has no others that are used: all tests here are of them")
     paths = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | setting | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": paths}
     environment |= {"JAX_PLATFORMS": "cpu"}

@@ -183,9 +183,14 @@ def test_caches_of_eight_bits(cache_dtype, dtype):
     check(mixed(cache_dtype=cache_dtype, dtype=dtype, max_query_len=32))
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+@pytest.mark.parametrize(
+    ("cache_dtype", "dtype", "batch_invariant"),
+    [
+        (held, dtype, (i + j) % 2 == 0)
+        for i, held in enumerate(CACHE_DTYPES)
+        for j, dtype in enumerate(DTYPES)
+    ],
+)
 def test_scales_of_heads(cache_dtype, dtype, batch_invariant):
     """One number or one for each KV head, of any magnitude; keys are split, segments joined."""
     problem = random_problem(
@@ -209,8 +214,9 @@ def test_layers_with_scales_of_any_kind_share_a_plan(batch_invariant):
     problem = random_problem([1, 3], [600, 40], PLAIN, cache_dtype="int8", max_query_len=4)
     arrays, flags = arrays_of(problem), {"batch_invariant": batch_invariant, "return_lse": True}
     plan = backend.plan(call_of(*arrays, PLAIN, **flags), arrays[2])
-    kinds = None, np.float32(0.02), np.float32([0.1, 0.003])
-    for key_scale, value_scale in itertools.product(kinds, repeat=2):
+    one, each = np.float32(0.02), np.float32([0.1, 0.003])
+    pairs = (None, None), (one, each), (each, None), (None, one), (each, each), (one, one)
+    for key_scale, value_scale in pairs:
         query = problem.query / np.float32(1 if key_scale is not None else 100)
         layer = problem.replace(key_scale=key_scale, value_scale=value_scale, query=query)
         query, cache, batch = arrays_of(layer)
@@ -230,9 +236,11 @@ def test_chosen_blocks(spec, max_query_len, batch_invariant, dtype):
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize(("query_lens", "block_size"), [([1, 2], 16), ([1, 1], 128), ([40, 1], 16)])
-def test_chosen_blocks_of_long_sequences(window, query_lens, block_size, batch_invariant):
+@pytest.mark.parametrize(
+    ("query_lens", "block_size", "window"),
+    [([1, 2], 16, None), ([1, 1], 128, None), ([1, 1], 128, 100), ([40, 1], 16, 100)],
+)
+def test_chosen_blocks_of_long_sequences(query_lens, block_size, window, batch_invariant):
     """All of them give the bits of dense attention; a few of them are split too."""
     spec, lens = AttentionSpec(sliding_window=window), [650, 550]
     problem = random_problem(query_lens, lens, spec, block_size=block_size, poison=None)
@@ -414,11 +422,13 @@ def test_any_problem_with_the_same_bits_in_every_batch(problem):
     check(problem, batch_invariant=True)
 
 
+LATENT = {"value_dim": 8, "latent": True}
+
+
 @pytest.mark.parametrize(
     ("cache_dtype", "max_query_len"), [(None, 8), (None, 32), *((held, 8) for held in CACHE_DTYPES)]
 )
-@pytest.mark.parametrize("cache", [{}, {"value_dim": 8, "latent": True}], ids=str)
-@pytest.mark.parametrize("name", ["plain", "all"])
+@pytest.mark.parametrize(("name", "cache"), [("plain", LATENT), ("all", {})], ids=str)
 def test_segments(name, cache, cache_dtype, max_query_len):
     """Of padding, of rows without keys, and of sequences of several, joined in both ways."""
     sizes = {"max_query_len": max_query_len, "pad_tokens": 13, "cache_dtype": cache_dtype, **cache}
