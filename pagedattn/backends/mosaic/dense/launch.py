@@ -83,9 +83,8 @@ def _unsupported_sizes(call) -> list[str]:
         return reasons
     keys = 128 if call.head_dim <= 128 else 64
     if call.block_size % 8 or (keys % call.block_size and call.block_size % keys):
-        reasons.append(
-            f"block_size must be 8, 16, 32 or a multiple of {keys}, got {call.block_size}"
-        )
+        size = call.block_size
+        reasons.append(f"block_size must be 8, 16, 32, 64 or a multiple of {keys}, got {size}")
     return reasons
 
 
