@@ -151,7 +151,7 @@ def test_no_backend_promises_their_bits():
     cache, query = pa.init_kv_cache(3, 4, 1, 8), jnp.ones((2, 1, 8), jnp.bfloat16)
     reasons = pa.explain(query, cache, batch_of_tree([-1, -1]), batch_invariant=True)
     assert all(reasons.values())
-    assert "batch_invariant: the keys of drafts" in " ".join(reasons["xla"])
+    assert "batch_invariant: the keys of draft trees" in " ".join(reasons["xla"])
 
 
 def test_none_has_them_with_chosen_blocks():
