@@ -218,8 +218,8 @@ def test_a_file_that_a_checkpoint_lacks_is_named(tmp_path, params, name):
 
 
 def test_quantised_caches_cost_the_model_little(monkeypatch):
-    """On a window of text: int8 the least, float8_e5m2, with two bits of fraction, more."""
-    monkeypatch.setattr(quantised_cache, "WINDOWS", 1)
+    """On two windows of text: int8 the least, float8_e5m2, with two bits of fraction, more."""
+    monkeypatch.setattr(quantised_cache, "WINDOWS", 2)
     costs = dict(quantised_cache.main())
     for scales in ("head", "token"):
         names = (f"{dtype}, {scales}" for dtype in ("int8", "float8_e4m3fn", "float8_e5m2"))
