@@ -59,7 +59,7 @@ for name, examples in PROFILES.items():
         name,
         max_examples=examples,
         deadline=None,  # the first example of a shape compiles
-        derandomize=name == "ci",
+        derandomize=name in ("few", "ci"),  # which CI runs with
         print_blob=True,
         suppress_health_check=[
             hypothesis.HealthCheck.too_slow,

@@ -50,7 +50,7 @@ def whole_bytes(shapes, dtype) -> None:
 
 
 def kind_of_scales(scales, dtype, given) -> str:
-    """Whether a new cache has per-head scales or of tokens: "head" or "token"."""
+    """Whether a new cache has per-head or per-token scales: "head" or "token"."""
     packs, quantised = name_of(dtype) in PACKED, largest(dtype) is not None
     kind = ("token" if packs else "head") if scales is None else scales
     fits = kind == "token" if packs else kind in (("head", "token") if quantised else ("head",))
