@@ -11,6 +11,8 @@ import numpy as np
 from pagedattn.testing import Problem
 
 COLUMN, KEY = 3, 64  # a column that is set apart, and what a great key has in it
+STEP = 128  # keys of a sequence whose scales are far from those of the next ones:
+POWERS = 4, -3, 2, -2, 0  # of 4, for values
 
 
 def magnified(problem: Problem, power: int) -> Problem:
@@ -44,6 +46,16 @@ def beside_a_sink(problem: Problem, logit: float) -> Problem:
     if scale.ndim > 1:
         scale[first, 0] = held
     return changed.replace(key_cache=keys, value_cache=values, key_scale=scale)
+
+
+def with_scales_apart(problem: Problem) -> Problem:
+    """Per-token scales of values that are larger in some steps of keys than before and after."""
+    values = problem.value_scale.copy()
+    for table in problem.block_tables:
+        for i, block in enumerate(table):
+            power = POWERS[i * problem.block_size // STEP % len(POWERS)]
+            values[block] *= np.float32(4.0**power)
+    return problem.replace(value_scale=values)
 
 
 HARDER = {

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import SPECS
-from hard_problems import HARDER
+from hard_problems import HARDER, with_scales_apart
 from hypothesis import given
 from hypothesis import strategies as st
 from mosaic_rules import BF16, hopper
@@ -116,6 +116,16 @@ def test_numbers_far_apart(dtype, scales, harder):
     sizes = {"head_dim": 128, "block_size": 16}
     problem = random_problem([40, 1, 9], [450, 33, 129], AttentionSpec(), **sizes, **kinds)
     check(HARDER[harder](problem))
+
+
+@hopper
+@pytest.mark.parametrize("query_lens", [[40, 1, 9], [1, 1, 1], [400, 30, 120]])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scales_far_apart(dtype, query_lens):
+    kinds = {"cache_dtype": dtype, "token_scales": True, "dtype": BF16}
+    sizes = {"head_dim": 128, "block_size": 16}
+    problem = random_problem(query_lens, [1450, 33, 229], AttentionSpec(), **sizes, **kinds)
+    check(with_scales_apart(problem))
 
 
 @hopper
