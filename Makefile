@@ -35,13 +35,15 @@ NOT_THERE := pagedattn/backends/numba pagedattn/_kernels/cpu pagedattn/report/co
 	pagedattn_torch/backends/numba.py pagedattn_torch/transformers
 # Compiling is two thirds of the tests' time: what one run compiled, in any environment, later ones
 # load.
-KEPT := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.jax_cache JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
+PROGRAMS ?= $(CURDIR)/.jax_cache
+KEPT := JAX_COMPILATION_CACHE_DIR=$(PROGRAMS) JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 # Without optimisation XLA takes a fifth of the time. What may depend on it runs with it, and only so:
 # the tests marked `optimised`, in these files.
 OPTIMISED := tests/core/test_cache.py tests/core/test_jit.py tests/core/test_quantise.py \
 	tests/backends/test_grids.py tests/pool/test_accepting.py tests/selection/test_summaries.py
 PYTEST := -m pytest -q -n 2 --dist worksteal
-UNOPTIMISED := $(PYTEST) -m "not deep and not lint and not targets and not optimised"
+SHORT := not deep and not lint and not targets and not optimised
+UNOPTIMISED := $(PYTEST) -m "$(SHORT)"
 PLAIN := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
 PLAINLY := XLA_FLAGS="$(PLAIN) --xla_cpu_use_fusion_emitters=false \
 	--xla_cpu_parallel_codegen_split_count=1"
@@ -69,8 +71,9 @@ demo: $(DEMO_VENV)/ready
 serve: $(SERVE_VENV)/ready
 	$(SERVE_VENV)/bin/pagedattn-serve $(MODEL) --port $(or $(PORT),8000)
 
+# What JAX makes of the GPU's kernels shows in test-newest and test-oldest, and for XLA in test-hopper.
 test: $(VENV)/ready
-	$(KEPT) $(PLAINLY) OMP_NUM_THREADS=1 $(BIN)/python $(UNOPTIMISED)
+	$(KEPT) $(PLAINLY) OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m "$(SHORT) and not lowers"
 	$(KEPT) OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m optimised $(OPTIMISED)
 
 # More than an hour: 20 000 examples a backend, 50 000 hostile calls, mutants, ten minutes of threads.

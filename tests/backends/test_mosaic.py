@@ -206,22 +206,26 @@ def lower(
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.lowers
 @pytest.mark.parametrize("name", SPECS)
 def test_every_feature_lowers(name):
     assert "mosaic_gpu" in lower(SPECS[name])
 
 
+@pytest.mark.lowers
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_every_head_dim_lowers(head_dim, dtype):
     assert "mosaic_gpu" in lower(head_dim=head_dim, dtype=dtype)
 
 
+@pytest.mark.lowers
 @pytest.mark.parametrize("block_size", [8, 32, 64, 128, 256])
 def test_every_block_size_lowers(block_size):
     assert "mosaic_gpu" in lower(WINDOW, block_size=block_size)
 
 
+@pytest.mark.lowers
 @pytest.mark.parametrize(
     ("heads", "name"),
     [
@@ -233,6 +237,7 @@ def test_every_group_lowers(heads, name):
     assert "mosaic_gpu" in lower(spec_of(name, heads[0]), heads=heads)
 
 
+@pytest.mark.lowers
 @pytest.mark.parametrize("query_lens", [(290, 10), (9, 1)])
 @pytest.mark.parametrize("name", ["plain", "sliding_window", "alibi_slopes", "all"])
 def test_trees_lower(name, query_lens):

@@ -36,6 +36,7 @@ def a_call(
     return call_of(query, cache, batch, AttentionSpec(), return_lse=True), query, cache, batch
 
 
+@pytest.mark.lowers
 @pytest.mark.parametrize(
     ("dtype", "block_size", "scales"),
     [
@@ -48,6 +49,7 @@ def test_lowers(dtype, block_size, scales):
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.lowers
 @scales
 def test_short_queries_lower(scales):
     traced = attend.trace(*a_call("int8", scales, query_lens=(9, 1)), 132)

@@ -185,6 +185,7 @@ def test_values_in_a_plane_of_their_own_are_refused():
     assert "value_dim" in reason
 
 
+@pytest.mark.lowers
 @pytest.mark.parametrize(
     ("heads", "block_size", "spec", "dtype"),
     [

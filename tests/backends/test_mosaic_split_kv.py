@@ -220,11 +220,13 @@ def assert_fit(fit, query_len, **sizes):
     assert reasons == [] if fit else "short queries" in reasons[0]
 
 
+@pytest.mark.lowers
 @pytest.mark.parametrize("name", SPECS)
 def test_every_feature_lowers(name):
     assert "mosaic_gpu" in lower(7, SPECS[name], heads=(4, 2))
 
 
+@pytest.mark.lowers
 @pytest.mark.parametrize(
     ("heads", "head_dim", "dtype"),
     [((2, 2), 64, BF16), ((7, 1), 256, np.float16), ((16, 1), 128, BF16)],

@@ -105,6 +105,7 @@ def lowered(program, arrays):
     return program.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.lowers
 @kinds
 def test_lowers_in_shard_map(kind):
     _, program, arrays = spread(kind)
@@ -113,6 +114,7 @@ def test_lowers_in_shard_map(kind):
     assert ("output_operand_alias" in text) == KINDS[kind].in_place
 
 
+@pytest.mark.lowers
 @kinds
 def test_lowers_as_a_batch_in_shard_map(kind):
     _, attend, arrays = problem_of(kind)
@@ -126,6 +128,7 @@ def test_lowers_as_a_batch_in_shard_map(kind):
     assert text.count("@mosaic_gpu") == 1
 
 
+@pytest.mark.lowers
 @kinds
 def test_a_batch_is_a_loop(kind):
     _, program, arrays = batched(kind)
@@ -134,6 +137,7 @@ def test_a_batch_is_a_loop(kind):
     assert not any(f"tensor<{BATCH}x" in line for line in kernels)
 
 
+@pytest.mark.lowers
 @kinds
 @loops
 def test_no_slice_becomes_part_of_a_kernel_in_place(loop, kind):
