@@ -49,26 +49,30 @@ def widen(config: KernelConfig, arrays, held, memory, barriers, schedule):
 
     def keys_of(task, step, scales, before):
         """The scales of the step's values, and the exponent that they leave out."""
-        slot = wide_keys.free_slot(task.done + step)
+        position = task.done + step
         if scales is None:
-            widen_step(keys, wide_keys, task.done + step)
+            numbers = take(keys, position)
+            put(wide_keys, wide_keys.free_slot(position), numbers)
             return None, before
         rows.key[...], rows.value[...] = scales
-        plgpu.commit_smem()  # other warps read them
+        numbers = take(keys, position)  # and commits the scales, which other warps read
         exponents = exponents_of(config, rows, before)
+        slot = wide_keys.free_slot(position)
         for place, exponent in zip(rows.places(slot), exponents, strict=True):
             store(rows.exponents.at[place], exponent)
-        widen_step(keys, wide_keys, task.done + step, factors(rows.key, exponents.key))
+        put(wide_keys, slot, numbers, factors(rows.key, exponents.key))
         return scales.value, exponents.value
 
     def values_of(task, step, scales, exponent):
-        wide_values.free_slot(task.done + step)
+        position = task.done + step
         if scales is None:
-            widen_step(values, wide_values, task.done + step)
+            numbers = take(values, position)
+            put(wide_values, wide_values.free_slot(position), numbers)
             return
         rows.value[...] = scales
-        plgpu.commit_smem()
-        widen_step(values, wide_values, task.done + step, factors(rows.value, exponent))
+        numbers = take(values, position)
+        slot = wide_values.free_slot(position)
+        put(wide_values, slot, numbers, factors(rows.value, exponent))
 
     def widen_tile(task, following, has_next, started):
         def look_up(step):
@@ -110,16 +114,21 @@ def factors(row, exponent):
     return scales.astype(jnp.float16)
 
 
-def widen_step(held: Ring, wide: Ring, step, factors=None):
-    """The keys or the values of a step. There is room for one that is loaded, or in registers."""
-    source, target = held.slot(step), wide.slot(step)
-    plgpu.barrier_wait(held.full.at[source])
-    numbers = load(held.room.at[source], NUMBERS)
+def take(held: Ring, step):
+    """What is loaded, which makes room for more."""
+    slot = held.slot(step)
+    plgpu.barrier_wait(held.full.at[slot])
+    numbers = load(held.room.at[slot], NUMBERS)
     plgpu.commit_smem()  # all warps have read
-    plgpu.barrier_arrive(held.free.at[source])
-    wide.room.at[target][...] = widened(numbers, factors)
+    plgpu.barrier_arrive(held.free.at[slot])
+    return numbers
+
+
+def put(wide: Ring, slot, numbers, factors=None):
+    """In a slot that is free."""
+    wide.room.at[slot][...] = widened(numbers, factors)
     plgpu.commit_smem()
-    plgpu.barrier_arrive(wide.full.at[target])
+    plgpu.barrier_arrive(wide.full.at[slot])
 
 
 def widened(numbers, factors):
