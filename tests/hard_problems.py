@@ -51,8 +51,8 @@ def beside_a_sink(problem: Problem, logit: float) -> Problem:
 def with_scales_apart(problem: Problem) -> Problem:
     """Per-token scales of values that are larger in some steps of keys than before and after."""
     values = problem.value_scale.copy()
-    for table in problem.block_tables:
-        for i, block in enumerate(table):
+    for table in map(np.asarray, problem.block_tables):
+        for i, block in enumerate(table[table >= 0]):
             power = POWERS[i * problem.block_size // STEP % len(POWERS)]
             values[block] *= np.float32(4.0**power)
     return problem.replace(value_scale=values)
