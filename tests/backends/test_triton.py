@@ -205,12 +205,30 @@ def test_splits(sizes, splits):
     assert tiling(call(**sizes), H200).splits == splits
 
 
+@pytest.mark.parametrize(
+    ("sizes", "splits", "warps"),
+    [
+        ({}, 2, 1),  # eight a multiprocessor
+        ({"num_seqs": 256, "num_tokens": 256, "max_blocks": 64}, 1, 1),
+        ({"num_seqs": 8, "num_tokens": 8}, 16, 1),
+        ({"max_blocks": 1024}, 12, 1),  # as evenly as of all dtypes
+        ({"num_seqs": 8, "num_tokens": 8, "max_blocks": 64}, 8, 4),  # too few keys
+        ({"max_query_len": 8, "num_tokens": 512}, 1, 2),  # tiles of more rows
+    ],
+)
+@pytest.mark.parametrize("cache_dtype", ["int4", "int8"])
+def test_splits_of_integers_with_token_scales(cache_dtype, sizes, splits, warps):
+    tiles = tiling(call(**sizes, cache_dtype=cache_dtype, token_scales=True), H200)
+    assert (tiles.splits, tiles.program.num_warps) == (splits, warps)
+
+
+@pytest.mark.parametrize("cache", [{}, {"cache_dtype": "int4", "token_scales": True}], ids=str)
 @pytest.mark.parametrize("max_query_len", [1, 8, 64])
 @pytest.mark.parametrize("max_blocks", [1, 2, 33, 94, 128, 500, 8192, 1 << 16])
 @pytest.mark.parametrize("num_seqs", [1, 2, 3, 5, 8, 12, 64, 100])
-def test_of_the_longest_sequence_every_split_has_keys(num_seqs, max_blocks, max_query_len):
+def test_of_the_longest_sequence_every_split_has_keys(num_seqs, max_blocks, max_query_len, cache):
     """Those without any start for nothing, and widen the merge to the next power of two."""
-    sizes = {"num_seqs": num_seqs, "max_blocks": max_blocks, "max_query_len": max_query_len}
+    sizes = {"num_seqs": num_seqs, "max_blocks": max_blocks, "max_query_len": max_query_len} | cache
     tiles = tiling(call(num_tokens=num_seqs * max_query_len, **sizes), H200)
     steps = -(-16 * max_blocks // tiles.program.keys)
     share = max(-(-steps // tiles.splits), tiles.min_steps)

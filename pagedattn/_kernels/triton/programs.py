@@ -24,6 +24,9 @@ class Program(NamedTuple):
     num_stages: int
 
 
+LONE_WARP = Program(16, keys=32, num_warps=1, num_stages=5)
+
+
 def is_short(call: Call) -> bool:
     """Whether each sequence gets a fixed number of tiles."""
     return call.longest_query <= SHORT_QUERY
@@ -61,15 +64,18 @@ def short_program(call: Call, programs: int, rows: int, device: Device):
     """
     num_sms = device.num_sms
     crowd = _crowd(call, programs, rows, num_sms)
+    lone = _of_lone_warps(call, programs, rows, num_sms)
     # Three programs of four warps share a multiprocessor, or two of 32 rows.
     one_wave = (3 if rows <= 16 else 2) * num_sms // programs
-    if crowd.whole:
+    if lone and not (crowd.crowded and call.max_keys > 4096):
+        splits, min_keys, program = 8 * num_sms // programs, 128, LONE_WARP
+    elif crowd.whole:
         splits, min_keys, program = 1, 64, _whole_program(call, crowd, rows)
     elif crowd.crowded or crowd.uneven:
         # Many splits may get no keys: a thousand empty programs cost about a microsecond. Sequences
         # of 4096 tokens are cut in three: then 512 or 256 programs fill whole waves.
         splits, min_keys = 64 * num_sms // programs, 88 * rows
-        program = Program(rows, keys=128, num_warps=4, num_stages=3)
+        program = LONE_WARP if lone else Program(rows, keys=128, num_warps=4, num_stages=3)
     elif call.max_keys >= 256 * one_wave:
         splits, min_keys = one_wave, 128
         program = Program(rows, keys=128, num_warps=4, num_stages=4 if in_eight_bits(call) else 3)
@@ -88,6 +94,16 @@ def short_program(call: Call, programs: int, rows: int, device: Device):
             keys = 128 if call.max_keys * programs <= 128 * num_sms else 64
             min_keys, program = keys, Program(rows, keys, num_warps=4, num_stages=2)
     return _in_registers(program, call), splits, min_keys
+
+
+def _of_lone_warps(call: Call, programs: int, rows: int, num_sms: int) -> bool:
+    """Whether programs are `LONE_WARP`, which reads integers with per-token scales fastest.
+
+    These take longer to multiply than to load. Eight warps on a multiprocessor have registers for
+    that, and do so without barriers, if there are keys for all of them.
+    """
+    integers = in_halves(call) and call.token_scales and call.cache_dtype in ("int4", "int8")
+    return integers and rows <= 16 and programs * call.max_keys >= 8 * 128 * num_sms
 
 
 def _one_step(call: Call, programs: int, rows: int, num_sms: int) -> tuple[int, int, Program]:

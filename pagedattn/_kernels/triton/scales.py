@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 LN2 = tl.constexpr(0.6931471805599453)
-LEAST = tl.constexpr(2.0**-120)  # has a logarithm, which 0 has not
+BITS, BIAS = tl.constexpr(23), tl.constexpr(127)  # of float32, behind its exponent and in it
 
 
 class Scales(NamedTuple):
@@ -22,7 +22,7 @@ class Scales(NamedTuple):
 
     key: Any
     value: Any
-    log: Any  # of that of the value, as the logits are: see `Formula`
+    log: Any  # of a number not below that of the value, as the logits are: see `Formula`
 
 
 @triton.jit
@@ -40,13 +40,19 @@ def load_scales(cache, slots, config: tl.constexpr, MASKED: tl.constexpr):
         value = key
         if not config.widths.latent:
             value = load_numbers(cache.value_scale + at, slots.inside, MASKED)
-        log = tl.log2(tl.maximum(value, LEAST))
+        log = exponent_above(value)
         if config.options.alibi:
             log *= LN2
         scales = Scales(key=key, value=value, log=log)
     else:
         scales = ()
     return scales
+
+
+@triton.jit
+def exponent_above(scale):
+    """The exponent of a power of two above a scale; `tl.log2` takes six times as long."""
+    return ((scale.to(tl.int32, bitcast=True) >> BITS) - (BIAS - 1)).to(tl.float32)
 
 
 @triton.jit
