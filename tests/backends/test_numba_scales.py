@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import SPECS, run
+from hard_problems import with_scales_apart
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensors import by_torch
@@ -162,6 +163,17 @@ def test_keys_and_values_of_four_bits_of_different_widths(sizes, arrays):
     kinds = {"cache_dtype": "int4", "token_scales": True, "head_dim": sizes[0], "arrays": arrays}
     kinds |= {"value_dim": sizes[1], "latent": sizes == (128, 100)}
     problem = random_problem([1, 2], [9, 150], SPECS["plain"], dtype=BFLOAT16, **kinds)
+    assert_attention_close(*run(problem, "numba"), problem)
+
+
+@pytest.mark.parametrize("arrays", [(), ("bias",)])
+@pytest.mark.parametrize("num_kv_heads", [8, 11, 16])
+def test_per_token_scales_of_many_heads(num_kv_heads, arrays):
+    """Eight heads are read at once, others one by one."""
+    kinds = {"cache_dtype": "int8", "token_scales": True, "dtype": BFLOAT16, "arrays": arrays}
+    heads = {"num_heads": 2 * num_kv_heads, "num_kv_heads": num_kv_heads}
+    problem = random_problem([1, 2], [9, 150], SPECS["plain"], **heads, **kinds)
+    problem = with_scales_apart(problem)
     assert_attention_close(*run(problem, "numba"), problem)
 
 

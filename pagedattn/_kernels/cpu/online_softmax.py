@@ -17,11 +17,11 @@ from .qk_matmul import qk_1, qk_2, qk_4, set_query
 from .room import FOLLOWING, room_of
 from .simd import KEYS, LANES
 from .softmax import AHEAD, CHUNK, NONE, ONE, ZERO
+from .token_scales import gather_scales
 from .unpack import (
     COLUMNS,
     by_token,
     fetch_row,
-    gather_scales,
     group_of,
     is_packed,
     scale_logits,
@@ -131,6 +131,10 @@ def attend(args, dtypes, held, work_item, queries, state, address):
     for first in range(work_item.first, work_item.last, CHUNK):
         count = min(CHUNK, work_item.last - first)
         next_chunk(args, held, work_item, first, room)
+        if scales_logits(held):
+            gather_scales(args.key_scales, work_item.kv_head, heads, room.slots, room.tokens)
+            values = room.tokens + 4 * heads * CHUNK
+            gather_scales(args.value_scales, work_item.kv_head, heads, room.slots, values)
         for k in range(0, count, AHEAD):
             for place in range(heads):
                 many = min(AHEAD, count - k)
@@ -188,9 +192,10 @@ def weigh(args, held, work_item, place, first, count, state, room):
     """Turns a KV head's logits of a chunk into weights, times the scales of their values."""
     head, rows, logits = work_item.kv_head + place, room.rows, room.logits + place * room.head_bytes
     highest, totals = state.highest + 4 * place * rows, state.totals + 4 * place * rows
+    of_keys = room.tokens + 4 * place * CHUNK
+    of_values = of_keys + 4 * work_item.num_heads * CHUNK
     if scales_logits(held):
-        gather_scales(args.key_scales, head, room.slots, CHUNK, room.tokens)
-        scale_rows(logits, room.tokens, rows)
+        scale_rows(logits, of_keys, rows)
     for row in range(rows):
         for k in range(count, CHUNK):
             put_float32(logits, row * CHUNK + k, NONE)
@@ -199,10 +204,9 @@ def weigh(args, held, work_item, place, first, count, state, room):
     rest = room.shown, highest, totals, room.kept
     mask_and_soften(args, work_item, head, first, count, logits, *rest)
     if scales_logits(held):
-        gather_scales(args.value_scales, head, room.slots, CHUNK, room.tokens)
         if args.bias != 0:
-            clear_hidden(room.tokens, room.shown)
-        scale_rows(logits, room.tokens, rows)
+            clear_hidden(of_values, room.shown)
+        scale_rows(logits, of_values, rows)
 
 
 @fast

@@ -21,7 +21,8 @@ class Room(NamedTuple):
       zeros: a row of a value that no row sees.
       logits: `[heads, rows, CHUNK]`, which become weights.
       kept: by what the sums of a KV head's rows shrink.
-      tokens: per-token scales; of four bits, what `unpack_chunk` says.
+      tokens: per-token scales, `[heads, CHUNK]` of keys and behind these of values; of four bits,
+        what `unpack_chunk` says.
       end: what lies behind it all.
       rows: of a KV head; `head_bytes`: of its logits.
     """
@@ -52,7 +53,7 @@ def room_of(args, held, rows, heads, address):
     tokens = kept + up_to(4 * rows, LINE)
     end = tokens
     if scales_logits(held):
-        end += 4 * CHUNK
+        end += 2 * 4 * heads * CHUNK
     if is_packed(held):
         end += packed_room(args)
     places = shown, shown_values, zeros, logits, kept, tokens

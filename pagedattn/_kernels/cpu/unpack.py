@@ -25,7 +25,7 @@ from .dtypes import (
     widened,
 )
 from .fixed_point import are_words
-from .memory import get_float32, get_int64, put_float32
+from .memory import get_float32, put_float32
 from .simd import (
     BYTE,
     FLOAT,
@@ -225,13 +225,6 @@ def fetch_row(typing, row, count):
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp), code
-
-
-@fast
-def gather_scales(scales, head, slots, count, out):
-    """The float32 scales of keys or values of a head, whose scales of head 0 are at `slots`."""
-    for k in range(count):
-        put_float32(out, k, get_float32(scales, get_int64(slots, k) + head))
 
 
 @fast
