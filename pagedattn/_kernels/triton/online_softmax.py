@@ -46,8 +46,8 @@ class State(NamedTuple):
 
     Values that are read as pairs of columns are summed up in two tiles, of the even columns and of
     the odd ones; those of four bits in four, two of each half of the columns. With per-token scales
-    `highest` is that of logits plus the logarithm of the value's scale: then no weight times that
-    scale is above 1.
+    `highest` is that of logits plus a bound on the logarithm of the value's scale: then no weight
+    times that scale is above 1.
     """
 
     highest: Any  # logit
