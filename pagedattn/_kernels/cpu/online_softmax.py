@@ -131,10 +131,6 @@ def attend(args, dtypes, held, work_item, queries, state, address):
     for first in range(work_item.first, work_item.last, CHUNK):
         count = min(CHUNK, work_item.last - first)
         next_chunk(args, held, work_item, first, room)
-        if scales_logits(held):
-            gather_scales(args.key_scales, work_item.kv_head, heads, room.slots, room.tokens)
-            values = room.tokens + 4 * heads * CHUNK
-            gather_scales(args.value_scales, work_item.kv_head, heads, room.slots, values)
         for k in range(0, count, AHEAD):
             for place in range(heads):
                 many = min(AHEAD, count - k)
@@ -161,9 +157,13 @@ def find_chunk(args, work_item, first, room):
 
 @within
 def next_chunk(args, held, work_item, first, room):
-    """Takes the chunk that follows, and finds the one behind it."""
+    """Takes the chunk that follows, with its scales, and finds the one behind it."""
     for offsets in (room.keys, room.values, room.slots):
         memcpy(offsets, offsets + FOLLOWING, FOLLOWING)
+    if scales_logits(held):
+        head, heads = work_item.kv_head, work_item.num_heads
+        gather_scales(args.key_scales, head, heads, room.slots, room.tokens)
+        gather_scales(args.value_scales, head, heads, room.slots, room.value_scales)
     if first + CHUNK < work_item.last:
         find_chunk(args, work_item, first + CHUNK, room)
         if by_token(held):
@@ -192,10 +192,8 @@ def weigh(args, held, work_item, place, first, count, state, room):
     """Turns a KV head's logits of a chunk into weights, times the scales of their values."""
     head, rows, logits = work_item.kv_head + place, room.rows, room.logits + place * room.head_bytes
     highest, totals = state.highest + 4 * place * rows, state.totals + 4 * place * rows
-    of_keys = room.tokens + 4 * place * CHUNK
-    of_values = of_keys + 4 * work_item.num_heads * CHUNK
     if scales_logits(held):
-        scale_rows(logits, of_keys, rows)
+        scale_rows(logits, room.tokens + 4 * place * CHUNK, rows)
     for row in range(rows):
         for k in range(count, CHUNK):
             put_float32(logits, row * CHUNK + k, NONE)
@@ -204,9 +202,10 @@ def weigh(args, held, work_item, place, first, count, state, room):
     rest = room.shown, highest, totals, room.kept
     mask_and_soften(args, work_item, head, first, count, logits, *rest)
     if scales_logits(held):
+        scales = room.value_scales + 4 * place * CHUNK
         if args.bias != 0:
-            clear_hidden(of_values, room.shown)
-        scale_rows(logits, of_values, rows)
+            clear_hidden(scales, room.shown)
+        scale_rows(logits, scales, rows)
 
 
 @fast

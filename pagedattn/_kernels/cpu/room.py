@@ -21,8 +21,8 @@ class Room(NamedTuple):
       zeros: a row of a value that no row sees.
       logits: `[heads, rows, CHUNK]`, which become weights.
       kept: by what the sums of a KV head's rows shrink.
-      tokens: per-token scales, `[heads, CHUNK]` of keys and behind these of values; of four bits,
-        what `unpack_chunk` says.
+      tokens: per-token scales of keys, `[heads, CHUNK]`; of four bits, what `unpack_chunk` says.
+      value_scales: those of values.
       end: what lies behind it all.
       rows: of a KV head; `head_bytes`: of its logits.
     """
@@ -36,6 +36,7 @@ class Room(NamedTuple):
     logits: int
     kept: int
     tokens: int
+    value_scales: int
     end: int
     rows: int
     head_bytes: int
@@ -51,12 +52,13 @@ def room_of(args, held, rows, heads, address):
     logits, head_bytes = zeros + args.row_bytes, 4 * CHUNK * rows
     kept = logits + heads * head_bytes
     tokens = kept + up_to(4 * rows, LINE)
-    end = tokens
+    value_scales = end = tokens
     if scales_logits(held):
-        end += 2 * 4 * heads * CHUNK
+        value_scales = tokens + 4 * CHUNK * heads
+        end = value_scales + 4 * CHUNK * heads
     if is_packed(held):
         end += packed_room(args)
-    places = shown, shown_values, zeros, logits, kept, tokens
+    places = shown, shown_values, zeros, logits, kept, tokens, value_scales
     return Room(address, values, slots, *places, end, rows, head_bytes)
 
 

@@ -51,7 +51,7 @@ def load_scales(cache, slots, config: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def exponent_above(scale):
-    """The exponent of a power of two above a scale; `tl.log2` takes six times as long."""
+    """The exponent of a power of two above a scale; `tl.log2` is a polynomial."""
     return ((scale.to(tl.int32, bitcast=True) >> BITS) - (BIAS - 1)).to(tl.float32)
 
 
