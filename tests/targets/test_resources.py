@@ -112,7 +112,7 @@ def spills(gpu: str, call: Attention) -> int:
     if call.batch_invariant:
         return 320  # a sum of a row's columns: that of segments before, used once in 512 keys
     if call.token_scales:
-        return 64  # scales of a step's keys
+        return 96  # scales of a step's keys, and their exponents
     if call.head_dim > 128:
         # Sums of 256 columns and more fill the registers by themselves.
         return 272 if call.parents else 240
