@@ -7,7 +7,7 @@ keys some keys ahead, values a head ahead.
 
 from typing import NamedTuple
 
-from . import pv_bytes, pv_fours, qk_fours
+from . import pv_bytes, pv_fours, qk_by_lanes, qk_fours
 from .chunk import set_offsets, set_shown_values
 from .compiling import fast, within
 from .masking import mask_and_soften
@@ -34,6 +34,7 @@ from .unpack_chunk import clear_rows, rows_of, set_steps, steps_of, unpack_keys,
 # are faster, as measured: a tile takes half a cache line of each row of bfloat16, and of 64 rows a
 # power of two apart the first level has lost the first ones before their other halves are taken.
 AT_ONCE = 16 if LANES == 8 else CHUNK
+set_logits_of_fours = (qk_fours if LANES == 16 else qk_by_lanes).set_logits
 # Values of four bits, by AVX-512's tables or as bytes.
 add_fours = (pv_fours if LANES == 16 else pv_bytes).add_values
 
@@ -179,7 +180,7 @@ def multiply_keys(args, dtypes, held, work_item, queries, place, k, count, room)
     plane, offsets, slots = args.key + head * args.key_head, room.keys + 8 * k, room.slots + 8 * k
     scale = args.scale * factor(args.key_scale, args.key_scale_head, head)
     if takes_fours(args, held):
-        qk_fours.set_logits(args, row, rows, plane, offsets, slots, head, count, scale, out)
+        set_logits_of_fours(args, row, rows, plane, offsets, slots, head, count, scale, out, room)
     else:
         if is_packed(held):
             unpack_keys(args, held, plane, offsets, slots, head, count, room.tokens)

@@ -1,7 +1,7 @@
 """Logits of keys of four bits, as they are held, with a scale for each group of their columns.
 
-For CPUs with products of 16-bit integers, and heads of a multiple of 64 columns: so each half of a
-row has whole groups. Products of a group's columns are added up before its scale multiplies them.
+For AVX-512, and heads of a multiple of 64 columns: so each half of a row has whole groups. A vector
+holds a group of each half, so the products of two groups are scaled at once.
 """
 
 from llvmlite import ir
@@ -19,7 +19,6 @@ from .simd import (
     KEYS,
     LANES,
     VECTOR,
-    WORD,
     WORDS,
     ZEROS,
     add_words,
@@ -30,90 +29,46 @@ from .simd import (
     picks,
     spread,
     word,
+    words_at,
 )
 from .softmax import AHEAD, CHUNK
 from .unpack import GROUP, fetch_row
 
 
-class Joined:
-    """A group of each half of a row in a vector: low bits of LANES bytes, then their high ones.
-
-    So the products of two vectors are those of two groups, and are scaled at once.
-    """
-
-    width = LANES  # bytes at a time
-
-    def numbers(self, builder, held):
-        twice = as_words(builder, builder.shuffle_vector(held, held, picks([*range(LANES)] * 2)))
-        to_top = ir.Constant(twice.type, [12] * LANES + [8] * LANES)
-        return [builder.ashr(builder.shl(twice, to_top), _all(12))]
-
-    def queries(self, builder, row, low, high):
-        halves = (row_vector(builder, row, index, INT16, LANES) for index in (low, high))
-        return [builder.shuffle_vector(*halves, picks(range(COUNT)))]
-
-    def scales(self, builder, low, high):
-        both = (spread(builder, builder.load(place), LANES // 2) for place in (low, high))
-        return [float16.widened(builder, builder.shuffle_vector(*both, picks(range(LANES))))]
-
-
-class Apart:
-    """A vector of numbers in low bits and one of those in high bits, each scaled by itself."""
-
-    width = COUNT
-
-    def numbers(self, builder, held):
-        words = as_words(builder, held)
-        low = builder.ashr(builder.shl(words, _all(12)), _all(12))
-        return [low, builder.ashr(words, _all(4))]
-
-    def queries(self, builder, row, low, high):
-        return [row_vector(builder, row, index, INT16, COUNT) for index in (low, high)]
-
-    def scales(self, builder, low, high):
-        places = low, high
-        return [float16.widened(builder, spread(builder, builder.load(p))) for p in places]
-
-
-def _all(number):
-    return ir.Constant(ir.VectorType(ir.IntType(16), COUNT), [number] * COUNT)
-
-
-WAY = Joined() if LANES == 16 else Apart()
-
-
-def _places(builder, index):
-    """Where vectors of GROUP bytes begin."""
-    return [builder.add(index, word(i)) for i in range(0, GROUP, WAY.width)]
-
-
-def _operands(builder, key, index):
-    kind = ir.VectorType(BYTE, WAY.width)
-    places = (at(builder, key, place, kind) for place in _places(builder, index))
-    return [WAY.numbers(builder, load(builder, place, 1)) for place in places]
+def _numbers(builder, key, index):
+    """LANES low halves of bytes, then their high ones, as int16."""
+    held = load(builder, at(builder, key, index, ir.VectorType(BYTE, LANES)), 1)
+    twice = as_words(builder, builder.shuffle_vector(held, held, picks([*range(LANES)] * 2)))
+    to_top = ir.Constant(twice.type, [12] * LANES + [8] * LANES)
+    return builder.ashr(builder.shl(twice, to_top), ir.Constant(twice.type, [12] * COUNT))
 
 
 def _queries(builder, row, index, half):
-    places = _places(builder, index)
-    return [WAY.queries(builder, row, place, builder.add(place, half)) for place in places]
+    columns = index, builder.add(index, half)
+    halves = (row_vector(builder, row, column, INT16, LANES) for column in columns)
+    return builder.shuffle_vector(*halves, picks(range(COUNT)))
+
+
+def _places(builder, index):
+    """Where vectors of a group begin."""
+    return [builder.add(index, word(i)) for i in range(0, GROUP, LANES)]
 
 
 def _scales(builder, row, index, groups):
-    """Those of the group at GROUP bytes' low bits, and of that at their high bits."""
+    """Those of the group in bytes' low bits, and of that in their high bits."""
     group = builder.udiv(index, word(GROUP))
     both = group, builder.add(group, builder.lshr(groups, word(1)))
     places = (at(builder, row, builder.mul(g, word(2)), ir.HalfType()) for g in both)
-    return WAY.scales(builder, *places)
+    halves = (spread(builder, builder.load(place), LANES // 2) for place in places)
+    return float16.widened(builder, builder.shuffle_vector(*halves, picks(range(LANES))))
 
 
 def _add(builder, total, queries, keys, scales):
-    """The total plus the products of vectors `[vector][part]`, times the scale of each part."""
-    for part, scale in enumerate(scales):
-        product = NO_WORDS
-        for query, key in zip(queries, keys, strict=True):
-            product = add_words(builder, product, query[part], key[part])
-        total = fused(builder, builder.sitofp(product, VECTOR), scale, total)
-    return total
+    """The total plus the scaled products of vectors of two groups of columns."""
+    product = NO_WORDS
+    for query, key in zip(queries, keys, strict=True):
+        product = add_words(builder, product, query, key)
+    return fused(builder, builder.sitofp(product, VECTOR), scales, total)
 
 
 def _qk(rows):
@@ -137,8 +92,8 @@ def _code(builder, rows, query, step, plane, offsets, scales, slots, dim, scale,
     half, groups = builder.lshr(dim, word(1)), builder.udiv(dim, word(GROUP))
     row_bytes = builder.mul(groups, word(2))
     starts = [builder.add(query, builder.mul(step, word(r))) for r in range(rows)]
-    keys = [builder.add(plane, place) for place in _numbers_at(builder, offsets)]
-    indices = _numbers_at(builder, slots)
+    keys = [builder.add(plane, place) for place in words_at(builder, offsets, KEYS)]
+    indices = words_at(builder, slots, KEYS)
     factors = [builder.add(scales, builder.mul(index, row_bytes)) for index in indices]
     totals = [[cgutils.alloca_once_value(builder, ZEROS) for _ in keys] for _ in starts]
     _multiply(builder, starts, half, groups, keys, factors, totals)
@@ -147,19 +102,15 @@ def _code(builder, rows, query, step, plane, offsets, scales, slots, dim, scale,
     store_tile(builder, found, units, logits, width)
 
 
-def _numbers_at(builder, address):
-    """KEYS int64."""
-    return [builder.load(at(builder, address, word(8 * k), WORD)) for k in range(KEYS)]
-
-
 def _multiply(builder, rows, half, groups, keys, factors, totals):
     """Adds the products of all rows of queries and keys along them to their totals."""
 
     def add(index):
-        taken = [_operands(builder, key, index) for key in keys]
+        places = _places(builder, index)
+        taken = [[_numbers(builder, key, place) for place in places] for key in keys]
         scales = [_scales(builder, factor, index, groups) for factor in factors]
         for row, of_row in zip(rows, totals, strict=True):
-            queries = _queries(builder, row, index, half)
+            queries = [_queries(builder, row, place, half) for place in places]
             for total, key, scale in zip(of_row, taken, scales, strict=True):
                 added = _add(builder, builder.load(total), queries, key, scale)
                 builder.store(added, total)
@@ -171,7 +122,7 @@ qk_1, qk_2, qk_4 = map(_qk, (1, 2, 4))
 
 
 @within
-def set_logits(args, queries, rows, plane, offsets, slots, head, count, scale, logits):
+def set_logits(args, queries, rows, plane, offsets, slots, head, count, scale, logits, room):
     """Logits `[rows, count]` of up to AHEAD keys, CHUNK apart; the next ones are fetched."""
     step, dim = args.row_bytes, args.head_dim
     scales = args.key_scales + 2 * head * (dim // GROUP)

@@ -22,7 +22,6 @@ from .simd import (
     LANES,
     LINE,
     VECTOR,
-    WORD,
     ZEROS,
     add_pairs,
     add_words,
@@ -35,6 +34,7 @@ from .simd import (
     store,
     vectors_of,
     word,
+    words_at,
 )
 
 
@@ -133,11 +133,7 @@ def _code(builder, dtypes, rows, planes, arguments):
     products = products_of(*dtypes)
     tile = [(r, k) for r in range(rows) for k in range(KEYS)]
     totals = {at_: cgutils.alloca_once_value(builder, products.zeros) for at_ in tile}
-    words = [word(8 * k) for k in range(KEYS)]
-    places, later = (
-        [builder.load(at(builder, held, place, WORD)) for place in words]
-        for held in (offsets, ahead)
-    )
+    places, later = (words_at(builder, held, KEYS) for held in (offsets, ahead))
     starts = [builder.add(query, builder.mul(step, word(r))) for r in range(rows)]
     scales = [products.factor(builder, start, dim, scale) for start in starts]
     apart = builder.udiv(step, word(len(planes)))

@@ -83,6 +83,11 @@ def store(builder, value, pointer, align):
     builder.store(value, pointer).align = align
 
 
+def words_at(builder, address, count):
+    """Some int64 that follow each other."""
+    return [builder.load(at(builder, address, word(8 * i), WORD)) for i in range(count)]
+
+
 def along(builder, width, begin, end, body):
     """`body(index)` for each whole `width` from `begin` to `end`; gives where they stop."""
     whole = builder.mul(builder.udiv(builder.sub(end, begin), word(width)), word(width))
