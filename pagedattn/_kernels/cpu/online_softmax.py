@@ -133,6 +133,8 @@ def attend(args, dtypes, held, work_item, queries, state, address):
         count = min(CHUNK, work_item.last - first)
         next_chunk(args, held, work_item, first, room)
         for k in range(0, count, AHEAD):
+            if by_token(held):
+                fetch_scales(args, held, work_item, room.slots + FOLLOWING + 8 * k)
             for place in range(heads):
                 many = min(AHEAD, count - k)
                 multiply_keys(args, dtypes, held, work_item, queries, place, k, many, room)
@@ -167,8 +169,6 @@ def next_chunk(args, held, work_item, first, room):
         gather_scales(args.value_scales, head, heads, room.slots, room.value_scales)
     if first + CHUNK < work_item.last:
         find_chunk(args, work_item, first + CHUNK, room)
-        if by_token(held):
-            fetch_scales(args, held, work_item, room.slots + FOLLOWING)
 
 
 @within
@@ -252,7 +252,7 @@ def fetch_scales(args, held, work_item, slots):
     heads = work_item.num_heads
     of_key = scale_bytes(args.head_dim, held)
     of_value = scale_bytes(args.value_columns, held)
-    for k in range(CHUNK):
+    for k in range(AHEAD):
         row = get_int64(slots, k) + work_item.kv_head
         fetch_row(args.key_scales + row * of_key, heads * of_key)
         fetch_row(args.value_scales + row * of_value, heads * of_value)

@@ -119,6 +119,14 @@ pv_1, pv_2, pv_4 = map(_pv, (1, 2, 4))
 
 
 @within
+def fetch_some(coming, count, dim, column):
+    """A group's share of the rows to come: more at once keep loads waiting."""
+    end = min(count, (column + GROUP) * CHUNK // dim)
+    for k in range(column * CHUNK // dim, end):
+        fetch_row(coming.plane + get_int64(coming.offsets, k), dim // 2)
+
+
+@within
 def add_values(args, held, sums, plane, head, count, weights, coming, room):
     """`sums = sums * kept + weights @ values`, for the rows of a KV head.
 
@@ -129,13 +137,14 @@ def add_values(args, held, sums, plane, head, count, weights, coming, room):
     scales = values + CHUNK * dim
     own = scales + 4 * CHUNK * (dim // GROUP)
     for k in range(count):
-        fetch_row(coming.plane + get_int64(coming.offsets, k), dim // 2)
         _set_bytes(plane + get_int64(room.values, k), values + k * dim, dim)
     set_scales(args, head, UNIT, room, scales)
     while r < room.rows:
         many = 4 if r + 4 <= room.rows else 2 if r + 2 <= room.rows else 1
         for first in range(0, args.value_dim, GROUP):
             factors = scales + 4 * CHUNK * (first // GROUP)
+            if r == 0:
+                fetch_some(coming, count, dim, first)
             for i in range(many):
                 of_row = 4 * CHUNK * i
                 _set_weights(weights + 4 * CHUNK * r + of_row, factors, own + of_row)
