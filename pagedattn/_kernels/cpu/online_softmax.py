@@ -34,6 +34,9 @@ from .unpack_chunk import clear_rows, rows_of, set_steps, steps_of, unpack_keys,
 # are faster, as measured: a tile takes half a cache line of each row of bfloat16, and of 64 rows a
 # power of two apart the first level has lost the first ones before their other halves are taken.
 AT_ONCE = 16 if LANES == 8 else CHUNK
+# Keys that are multiplied head by head, for one tile of rows: with AVX2 one tile of keys is faster,
+# as measured, for memory is read in its order. More rows would be loaded anew for each such tile.
+TOGETHER = KEYS if LANES == 8 else AHEAD
 set_logits_of_fours = (qk_fours if LANES == 16 else qk_by_lanes).set_logits
 # Values of four bits, by AVX-512's tables or as bytes.
 add_fours = (pv_fours if LANES == 16 else pv_bytes).add_values
@@ -129,14 +132,15 @@ def attend(args, dtypes, held, work_item, queries, state, address):
     rows, heads = work_item.num_queries * args.group, work_item.num_heads
     room = room_of(args, held, rows, heads, address)
     begin(args, held, work_item, room)
+    step = TOGETHER if rows <= 4 and not takes_fours(args, held) else AHEAD
     for first in range(work_item.first, work_item.last, CHUNK):
         count = min(CHUNK, work_item.last - first)
         next_chunk(args, held, work_item, first, room)
-        for k in range(0, count, AHEAD):
+        for k in range(0, count, step):
+            many = min(step, count - k)
             if by_token(held):
-                fetch_scales(args, held, work_item, room.slots + FOLLOWING + 8 * k)
+                fetch_scales(args, held, work_item, room.slots + FOLLOWING + 8 * k, many)
             for place in range(heads):
-                many = min(AHEAD, count - k)
                 multiply_keys(args, dtypes, held, work_item, queries, place, k, many, room)
         for place in range(heads):
             weigh(args, held, work_item, place, first, count, state, room)
@@ -247,12 +251,12 @@ def coming_of(args, work_item, place, room):
 
 
 @within
-def fetch_scales(args, held, work_item, slots):
-    """Asks for the scales of a chunk's keys and values."""
+def fetch_scales(args, held, work_item, slots, count):
+    """Asks for the scales of some keys and values."""
     heads = work_item.num_heads
     of_key = scale_bytes(args.head_dim, held)
     of_value = scale_bytes(args.value_columns, held)
-    for k in range(AHEAD):
+    for k in range(count):
         row = get_int64(slots, k) + work_item.kv_head
         fetch_row(args.key_scales + row * of_key, heads * of_key)
         fetch_row(args.value_scales + row * of_value, heads * of_value)

@@ -119,11 +119,11 @@ pv_1, pv_2, pv_4 = map(_pv, (1, 2, 4))
 
 
 @within
-def fetch_some(coming, count, dim, column):
+def fetch_share(args, coming, count, column):
     """A group's share of the rows to come: more at once keep loads waiting."""
-    end = min(count, (column + GROUP) * CHUNK // dim)
-    for k in range(column * CHUNK // dim, end):
-        fetch_row(coming.plane + get_int64(coming.offsets, k), dim // 2)
+    end = min(count, (column + GROUP) * CHUNK // args.value_dim)
+    for k in range(column * CHUNK // args.value_dim, end):
+        fetch_row(coming.plane + get_int64(coming.offsets, k), args.value_columns // 2)
 
 
 @within
@@ -144,7 +144,7 @@ def add_values(args, held, sums, plane, head, count, weights, coming, room):
         for first in range(0, args.value_dim, GROUP):
             factors = scales + 4 * CHUNK * (first // GROUP)
             if r == 0:
-                fetch_some(coming, count, dim, first)
+                fetch_share(args, coming, count, first)
             for i in range(many):
                 of_row = 4 * CHUNK * i
                 _set_weights(weights + 4 * CHUNK * r + of_row, factors, own + of_row)
