@@ -252,7 +252,7 @@ def coming_of(args, work_item, place, room):
 
 @within
 def fetch_scales(args, held, work_item, slots, count):
-    """Asks for the scales of some keys and values."""
+    """Asks for the scales of some slots of the chunk to come; behind the last one, of its own."""
     heads = work_item.num_heads
     of_key = scale_bytes(args.head_dim, held)
     of_value = scale_bytes(args.value_columns, held)

@@ -12,7 +12,7 @@ from numba.core import cgutils
 
 from .compiling import intrinsic, within
 from .dtypes import INT8, row_vector, widened
-from .fours_scales import set_scales
+from .fours_scales import set_value_scales
 from .memory import get_int64
 from .simd import (
     BYTE,
@@ -138,7 +138,7 @@ def add_values(args, held, sums, plane, head, count, weights, coming, room):
     own = scales + 4 * CHUNK * (dim // GROUP)
     for k in range(count):
         _set_bytes(plane + get_int64(room.values, k), values + k * dim, dim)
-    set_scales(args, head, UNIT, room, scales)
+    set_value_scales(args, head, UNIT, room, scales)
     while r < room.rows:
         many = 4 if r + 4 <= room.rows else 2 if r + 2 <= room.rows else 1
         for first in range(0, args.value_dim, GROUP):

@@ -14,7 +14,7 @@ from . import pv_matmul
 from .bf16_dot import are_pairs
 from .compiling import intrinsic, within
 from .dtypes import BFLOAT16, INT4, pair_of
-from .fours_scales import set_scales
+from .fours_scales import set_value_scales
 from .memory import get_int64
 from .simd import (
     BYTE,
@@ -195,7 +195,7 @@ def add_values(args, held, sums, plane, head, count, weights, coming, room):
     own, size = scales + 4 * CHUNK * groups, weight_bytes(held) * CHUNK
     for k in range(count):
         fetch_row(coming.plane + get_int64(coming.offsets, k), dim // 2)
-    set_scales(args, head, ONE, room, scales)
+    set_value_scales(args, head, ONE, room, scales)
     while r < room.rows:
         many = 4 if r + 4 <= room.rows else 2 if r + 2 <= room.rows else 1
         for group in range(groups):

@@ -8,14 +8,13 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from . import float16
 from .compiling import intrinsic, within
 from .dtypes import INT4
 from .fixed_point import NO_WORDS
+from .fours_scales import set_key_scales
 from .memory import get_int64
 from .qk_matmul import Words
 from .simd import (
-    INTEGERS,
     LANES,
     VECTOR,
     WORDS,
@@ -24,19 +23,19 @@ from .simd import (
     along,
     at,
     fused,
+    int64s_at,
     load,
     picks,
     spread,
     store,
     word,
-    words_at,
 )
 from .softmax import AHEAD, CHUNK
 from .unpack import GROUP, fetch_row
 from .unpack_chunk import rows_of
 
-NUMBER, SHORT = ir.IntType(32), ir.IntType(16)
-PAIRS = ir.VectorType(SHORT, 2 * LANES)  # of columns, of each key
+NUMBER = ir.IntType(32)
+PAIRS = ir.VectorType(ir.IntType(16), 2 * LANES)  # of columns, of each key
 SIZE = 4 * LANES  # bytes of a vector
 PIECE = 16  # bytes of a key that are transposed at once
 LOW_32, HIGH_32 = picks([0, 8, 1, 9, 4, 12, 5, 13]), picks([2, 10, 3, 11, 6, 14, 7, 15])
@@ -66,41 +65,12 @@ def _all(number):
     return ir.Constant(PAIRS, [number] * PAIRS.count)
 
 
-@intrinsic
-def _set_scales(typing, scales, slots, dim, out):
-    """The scales of LANES keys as float32, `[groups, LANES]`."""
-
-    def code(context, builder, signature, args):
-        scales, slots, dim, out = args
-        groups = builder.udiv(dim, word(GROUP))
-        row_bytes = builder.mul(groups, word(2))
-        places = [builder.mul(slot, row_bytes) for slot in words_at(builder, slots, LANES)]
-        rows = [builder.add(scales, place) for place in places]
-
-        def widen(group):
-            both = ir.Constant(INTEGERS, ir.Undefined)
-            for lane, row in enumerate(rows):
-                place = at(builder, row, builder.mul(group, word(2)), NUMBER)
-                both = builder.insert_element(both, load(builder, place, 2), NUMBER(lane))
-            halves = builder.bitcast(both, ir.VectorType(ir.HalfType(), 2 * LANES))
-            for g in range(2):
-                lanes = picks(range(g, 2 * LANES, 2))
-                numbers = float16.widened(builder, builder.shuffle_vector(halves, halves, lanes))
-                place = builder.mul(builder.add(group, word(g)), word(SIZE))
-                store(builder, numbers, at(builder, out, place, VECTOR), 4)
-
-        along(builder, 2, word(0), groups, widen)
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 4), code
-
-
 def _qk(rows):
     """Makes the products of `rows` queries and LANES keys."""
 
     @intrinsic
     def qk(typing, query, step, plane, offsets, scales, dim, scale, logits, width):
-        """Logits `[rows, LANES]`, `width` apart, of keys whose scales are by `_set_scales`."""
+        """Logits `[rows, LANES]`, `width` apart, of keys whose scales are by `set_key_scales`."""
 
         def code(context, builder, signature, args):
             if WORDS:
@@ -114,7 +84,7 @@ def _qk(rows):
 
 def _code(builder, rows, query, step, plane, offsets, scales, dim, scale, logits, width):
     starts = [builder.add(query, builder.mul(step, word(r))) for r in range(rows)]
-    keys = [builder.add(plane, number) for number in words_at(builder, offsets, LANES)]
+    keys = [builder.add(plane, number) for number in int64s_at(builder, offsets, LANES)]
     totals = [cgutils.alloca_once_value(builder, ZEROS) for _ in starts]
     half = builder.lshr(dim, word(1))
 
@@ -131,8 +101,7 @@ def _code(builder, rows, query, step, plane, offsets, scales, dim, scale, logits
     along(builder, GROUP, word(0), half, add)
     for r, (start, total) in enumerate(zip(starts, totals, strict=True)):
         unit = spread(builder, Words(INT4).factor(builder, start, dim, scale))
-        place = builder.mul(builder.mul(width, word(4)), word(r))
-        target = at(builder, logits, place, VECTOR)
+        target = at(builder, logits, builder.mul(width, word(4 * r)), VECTOR)
         store(builder, builder.fmul(builder.load(total), unit), target, 4)
 
 
@@ -173,7 +142,7 @@ def set_logits(args, queries, rows, plane, offsets, slots, head, count, scale, l
         fetch_row(plane + get_int64(offsets, k + AHEAD), dim // 2)
     for k in range(0, count, LANES):
         keys, row, out, r = offsets + 8 * k, queries, logits + 4 * k, 0
-        _set_scales(scales, slots + 8 * k, dim, factors)
+        set_key_scales(scales, slots + 8 * k, dim, factors)
         while r + 4 <= rows:
             qk_4(row, step, plane, keys, factors, dim, scale, out, CHUNK)
             r, row, out = r + 4, row + 4 * step, out + 16 * CHUNK

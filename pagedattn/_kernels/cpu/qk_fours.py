@@ -25,11 +25,11 @@ from .simd import (
     along,
     at,
     fused,
+    int64s_at,
     load,
     picks,
     spread,
     word,
-    words_at,
 )
 from .softmax import AHEAD, CHUNK
 from .unpack import GROUP, fetch_row
@@ -92,8 +92,8 @@ def _code(builder, rows, query, step, plane, offsets, scales, slots, dim, scale,
     half, groups = builder.lshr(dim, word(1)), builder.udiv(dim, word(GROUP))
     row_bytes = builder.mul(groups, word(2))
     starts = [builder.add(query, builder.mul(step, word(r))) for r in range(rows)]
-    keys = [builder.add(plane, place) for place in words_at(builder, offsets, KEYS)]
-    indices = words_at(builder, slots, KEYS)
+    keys = [builder.add(plane, place) for place in int64s_at(builder, offsets, KEYS)]
+    indices = int64s_at(builder, slots, KEYS)
     factors = [builder.add(scales, builder.mul(index, row_bytes)) for index in indices]
     totals = [[cgutils.alloca_once_value(builder, ZEROS) for _ in keys] for _ in starts]
     _multiply(builder, starts, half, groups, keys, factors, totals)

@@ -29,12 +29,12 @@ from .simd import (
     at,
     fetch,
     fused,
+    int64s_at,
     picks,
     spread,
     store,
     vectors_of,
     word,
-    words_at,
 )
 
 
@@ -133,7 +133,7 @@ def _code(builder, dtypes, rows, planes, arguments):
     products = products_of(*dtypes)
     tile = [(r, k) for r in range(rows) for k in range(KEYS)]
     totals = {at_: cgutils.alloca_once_value(builder, products.zeros) for at_ in tile}
-    places, later = (words_at(builder, held, KEYS) for held in (offsets, ahead))
+    places, later = (int64s_at(builder, held, KEYS) for held in (offsets, ahead))
     starts = [builder.add(query, builder.mul(step, word(r))) for r in range(rows)]
     scales = [products.factor(builder, start, dim, scale) for start in starts]
     apart = builder.udiv(step, word(len(planes)))

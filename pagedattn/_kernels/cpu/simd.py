@@ -83,7 +83,7 @@ def store(builder, value, pointer, align):
     builder.store(value, pointer).align = align
 
 
-def words_at(builder, address, count):
+def int64s_at(builder, address, count):
     """Some int64 that follow each other."""
     return [builder.load(at(builder, address, word(8 * i), WORD)) for i in range(count)]
 
