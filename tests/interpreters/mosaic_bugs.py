@@ -89,24 +89,28 @@ BUGS = {
     ),
     "keys released before their product is awaited": Bug(
         "            x = plgpu.wgmma_accumulator_load(x_ref, wait_n=1)\n"
-        "            x = walk.scaled(x, step)\n"
-        "            plgpu.barrier_arrive(self.barriers.key_free.at[walk.slot(step)])",
-        "            plgpu.barrier_arrive(self.barriers.key_free.at[walk.slot(step)])\n"
-        "            x = plgpu.wgmma_accumulator_load(x_ref, wait_n=1)\n"
-        "            x = walk.scaled(x, step)",
+        "            exponents = walk.release_keys(step)",
+        "            exponents = walk.release_keys(step)\n"
+        "            x = plgpu.wgmma_accumulator_load(x_ref, wait_n=1)",
         RACE,
     ),
     "a product awaited too late": Bug(
-        "            x = plgpu.wgmma_accumulator_load(x_ref, wait_n=1)\n            x = walk",
-        "            x = plgpu.wgmma_accumulator_load(x_ref, wait_n=2)\n            x = walk",
+        "            x = plgpu.wgmma_accumulator_load(x_ref, wait_n=1)\n            exp",
+        "            x = plgpu.wgmma_accumulator_load(x_ref, wait_n=2)\n            exp",
         RACE,
     ),
-    "scales of tokens: keys released before theirs are read": Bug(
-        "            x = walk.scaled(x, step)\n"
-        "            plgpu.barrier_arrive(self.barriers.key_free.at[walk.slot(step)])",
-        "            plgpu.barrier_arrive(self.barriers.key_free.at[walk.slot(step)])\n"
-        "            x = walk.scaled(x, step)",
+    "scales of tokens: keys released before their exponents are read": Bug(
+        "            exponents = Exponents(*(scales.exponents[i] for i in places))\n"
+        "        plgpu.barrier_arrive(self.barriers.key_free.at[slot])\n",
+        "            plgpu.barrier_arrive(self.barriers.key_free.at[slot])\n"
+        "            exponents = Exponents(*(scales.exponents[i] for i in places))\n",
         RACE,
+        "scales of tokens",
+    ),
+    "scales of tokens: sums that keep an earlier exponent": Bug(
+        "            kept = kept * jnp.exp2(before - exponent)\n",
+        "            pass\n",
+        NUMBERS,
         "scales of tokens",
     ),
     "results stored before they are committed": Bug(
@@ -148,8 +152,8 @@ BUGS = {
         "whole tiles",
     ),
     "eight bits: no wait for what is loaded": Bug(
-        "    plgpu.barrier_wait(held.full.at[source])\n    factor",
-        "    factor",
+        "    plgpu.barrier_wait(held.full.at[source])\n    numbers = load(",
+        "    numbers = load(",
         PHASE,
         "eight bits",
     ),
@@ -167,8 +171,8 @@ BUGS = {
         "eight bits",
     ),
     "eight bits: keys not committed": Bug(
-        "factor, wide.room.dtype)\n    plgpu.commit_smem()\n",
-        "factor, wide.room.dtype)\n",
+        "widened(numbers, factors)\n    plgpu.commit_smem()\n",
+        "widened(numbers, factors)\n",
         RACE,
         "eight bits",
     ),
@@ -193,19 +197,15 @@ BUGS = {
         DEADLOCK,
         "eight bits",
     ),
-    "scales of tokens: keys' written before there is room": Bug(
-        "        target = wide_keys.free_slot(task.done + step)\n"
-        "        if scales is not None:\n"
-        "            memory.scales.at[target][...] = scales.key\n",
-        "        if scales is not None:\n"
-        "            memory.scales.at[wide_keys.slot(task.done + step)][...] = scales.key\n"
-        "        wide_keys.free_slot(task.done + step)\n",
+    "scales of tokens: exponents written before there is room": Bug(
+        "        for place, exponent in zip(rows.places(slot), exponents, strict=True):\n",
+        "        for place, exponent in zip(rows.places(1 - slot), exponents, strict=True):\n",
         RACE,
         "scales of tokens",
     ),
     "scales of tokens: those of values of another step": Bug(
-        "            values_of(task, step - 1, before)\n",
-        "            values_of(task, step - 1, scales)\n",
+        "            values_of(task, step - 1, *before)\n",
+        "            values_of(task, step - 1, *new)\n",
         NUMBERS,
         "scales of tokens",
     ),
@@ -300,7 +300,7 @@ UNSEEN = (
 )
 # One of each kind, for every run: test-deep has them all.
 FEW = (
-    "scales of tokens: keys' written before there is room",
+    "scales of tokens: exponents written before there is room",
     "no wait for keys",
     "values not released",
     "keys released before their product is awaited",

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import lines, scores
-from .float16 import queries_in_float16, weight_exponent
+from .float16 import LEAST_UNIT, queries_in_float16, weight_exponent
 from .kernel_config import WARPGROUP, KernelConfig
-from .registers import LAYOUT, along_columns, load, row_vector, wide
+from .registers import LAYOUT, row_vector, wide
 from .results import join_or_leave, store
 from .scores import Softmax
 from .tiles import has_rows
+from .token_scales import Exponents
 
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]  (not private: its documents name it)
 
@@ -33,8 +34,10 @@ def compute(config: KernelConfig, arrays, memory, barriers, schedule, warpgroup)
     def walk_of(task):
         return Walk(config, arrays, memory, barriers, warpgroup, task)
 
-    def results(walk, out, state):
+    def results(walk, out, state, exponent):
         task, slot = walk.task, walk.query_slot
+        if exponent is not None:
+            out = out * jnp.exp2(exponent)
         where = config, arrays, memory, task.tile, task.head, slot, warpgroup
         if task.work_item is None:
             store(*where, out, state)
@@ -49,21 +52,22 @@ def compute(config: KernelConfig, arrays, memory, barriers, schedule, warpgroup)
     def tile_into_next(task, following, has_next, started):
         """The products of the next tile's first keys run beside those of this one's last values."""
         walk = walk_of(task)
-        out, state, weights = walk.middle(*started)
+        out, state, weights, exponent = walk.middle(*started)
 
         def with_next():
             return walk.last_beside(walk_of(following), out, weights)
 
-        out, started = lax.cond(
-            has_next, with_next, lambda: (walk.last(out, weights), (weights, state, walk.unit))
-        )
-        results(walk, out, state)
+        def without():
+            return walk.last(out, weights), (weights, state, exponent, walk.unit)
+
+        out, started = lax.cond(has_next, with_next, without)
+        results(walk, out, state, exponent)
         return started
 
     def tile_alone(task, following, has_next, started):
         walk = walk_of(task)
-        out, state, weights = walk.middle(*walk.first())
-        results(walk, walk.last(out, weights), state)
+        out, state, weights, exponent = walk.middle(*walk.first())
+        results(walk, walk.last(out, weights), state, exponent)
         walk.release(task.index)
         return started
 
@@ -93,11 +97,12 @@ class Walk:
             loaded = self.memory.results.at[self.query_slot, self.warpgroup]
             self.unit = queries_in_float16(loaded, self.query)
 
-    def middle(self, weights, state, unit):
-        """The results of all steps, but for the values of the last."""
+    def middle(self, weights, state, exponent, unit):
+        """The results of all steps, but for the values of the last, whose exponent is given too."""
         self.unit = unit
         size = (WARPGROUP, self.config.head_dim)
-        carry = plgpu.layout_cast(jnp.zeros(size, jnp.float32), LAYOUT), state, weights
+        out = plgpu.layout_cast(jnp.zeros(size, jnp.float32), LAYOUT)
+        carry = out, state, weights, exponent
         computes = has_rows(self.config, self.task.tile, self.warpgroup)
         begin = jnp.where(computes, jnp.int32(1), self.blocks.count)
         lax.fori_loop(jnp.int32(1), begin, self.leave_out, None)
@@ -159,26 +164,31 @@ class Walk:
         def products(x_ref):
             self.multiply_keys(x_ref, step)
             self.pass_turn()
-            return self.scaled(x_ref[...], step)
+            return x_ref[...]
 
         x = pl.run_scoped(products, ACC((WARPGROUP, self.config.keys)))
-        plgpu.barrier_arrive(self.barriers.key_free.at[self.slot(step)])
-        weights, state, _ = self.weigh(self.logits(keys, x, masked=True), no_weights())
-        return weights.astype(self.memory.value.dtype), state, self.unit
+        exponents = self.release_keys(step)
+        weights, state, _ = self.weigh(x, keys, True, exponents.key, no_weights())
+        weights = weights.astype(self.memory.value.dtype)
+        return weights, state, exponents.value, self.unit
 
     def step(self, step, carry, masked):
-        out, state, weights = carry
-        out, (weights, state, kept) = self.beside(self, step, state, masked, out, weights)
+        out, state, weights, before = carry
+        out, new, exponent = self.beside(self, step, state, masked, out, weights)
+        weights, state, kept = new
+        if exponent is not None:
+            kept = kept * jnp.exp2(before - exponent)
         self.end_of_step(step)
-        return out * wide(kept, out), state, weights.astype(self.memory.value.dtype)
+        return out * wide(kept, out), state, weights.astype(self.memory.value.dtype), exponent
 
     def last_beside(self, following, out, weights):
         """The results, and the weights of the first step of the tile that follows."""
         following.await_queries()
         count, step = self.blocks.count, jnp.int32(0)
-        new = self.beside(following, step, no_weights(), True, out, weights, count)
-        out, (weights, state, _) = new
-        return out, (weights.astype(self.memory.value.dtype), state, following.unit)
+        out, new, exponent = self.beside(following, step, no_weights(), True, out, weights, count)
+        weights, state, _ = new
+        weights = weights.astype(self.memory.value.dtype)
+        return out, (weights, state, exponent, following.unit)
 
     def beside(self, walk, step, state, masked, out, weights, position=None):
         """Weights times the values before a position, beside the weights of a step of a walk."""
@@ -192,10 +202,9 @@ class Walk:
             self.multiply_values(out_ref, weights, before)
             self.pass_turn()
             x = plgpu.wgmma_accumulator_load(x_ref, wait_n=1)
-            x = walk.scaled(x, step)
-            plgpu.barrier_arrive(self.barriers.key_free.at[walk.slot(step)])
-            new = walk.weigh(walk.logits(keys, x, masked), state)
-            return out_ref[...], lax.optimization_barrier(new)
+            exponents = walk.release_keys(step)
+            new = walk.weigh(x, keys, masked, exponents.key, state)
+            return out_ref[...], lax.optimization_barrier(new), exponents.value
 
         size = (WARPGROUP, self.config.head_dim)
         accumulators = ACC((WARPGROUP, self.config.keys)), ACC(size)
@@ -220,19 +229,24 @@ class Walk:
         tables = self.arrays.lines
         return lines.keys_in_lines(self.config, tables, self.task.tile, self.warpgroup, block)
 
-    def scaled(self, x, step):
-        """Products times the scales of the tokens' keys."""
-        if not self.config.token_scales:
-            return x
-        scales = load(self.memory.scales.at[self.slot(step)], LAYOUT.reduce(0))
-        return x * along_columns(scales, x)
+    def release_keys(self, step) -> Exponents:
+        """What the step leaves out of keys and values; its keys have been multiplied."""
+        slot, exponents = self.slot(step), Exponents(None, None)
+        if (scales := self.memory.scales) is not None:
+            places = scales.places(slot)
+            exponents = Exponents(*(scales.exponents[i] for i in places))
+        plgpu.barrier_arrive(self.barriers.key_free.at[slot])
+        return exponents
 
-    def logits(self, keys, x, masked):
-        x = scores.logits(self.config, self.rows, keys, x, self.unit)
-        return scores.only_visible(self.rows, keys, x) if masked else x
-
-    def weigh(self, x, state):
-        factor = scores.factor(self.config, self.unit)
+    def weigh(self, x, keys, masked, exponent, state):
+        """`scores.weigh` of products, whose keys leave out a power of two."""
+        unit = self.unit
+        if exponent is not None:
+            unit = jnp.maximum(unit * jnp.exp2(exponent), LEAST_UNIT)
+        x = scores.logits(self.config, self.rows, keys, x, unit)
+        if masked:
+            x = scores.only_visible(self.rows, keys, x)
+        factor = scores.factor(self.config, unit)
         return scores.weigh(x, state, factor, weight_exponent(self.memory.value.dtype))
 
     def await_keys_and_turn(self, step):

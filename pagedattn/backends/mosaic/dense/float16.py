@@ -20,6 +20,7 @@ from .registers import LAYOUT, NUMBERS, load, wide
 LARGEST_EXPONENT = 14  # of a row of queries, times its factor
 BIAS, MANTISSA = 127, 23  # of float32: what is added to exponents, and the bits behind them
 MOST = BIAS + 100  # of a factor, so that its reciprocal stays a normal number where it is scaled
+LEAST_UNIT = 2.0 ** (BIAS - MOST)  # what is hidden, -inf, times 0 would be NaN
 
 
 def queries_in_float16(source, target):

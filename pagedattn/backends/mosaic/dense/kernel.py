@@ -14,6 +14,7 @@ from jax import lax
 
 from ...._arrays.shard_map import traced_apart
 from ..in_place import unfused
+from . import token_scales
 from .compute import compute
 from .kernel_config import ROWS, UNIT, WARPGROUP, KernelConfig
 from .lines import Lines
@@ -53,8 +54,7 @@ class Memory(NamedTuple):
     value: Any
     value_rows: Any
     lse: Any
-    scales: Any  # of the keys of some steps
-    value_scales: Any
+    scales: Any  # of tokens: token_scales.Rows
 
 
 class Scratch(NamedTuple):
@@ -152,16 +152,15 @@ def memory_of(config: KernelConfig, dtype) -> Scratch:
     if not config.cache_dtype:
         return Scratch(plgpu.RefUnion(*views), *ring_of(config, dtype, dtype, config.stages))
     views = plgpu.RefUnion(*views, tiled(config, jnp.float16, *queries))
-    values = dtype if config.token_scales else jnp.float16
-    return Scratch(views, *ring_of(config, jnp.float16, values, config.stages))
+    return Scratch(views, *ring_of(config, jnp.float16, jnp.float16, config.stages))
 
 
 def numbers_of(config: KernelConfig):
-    """Memory for lse, scales of the keys of some steps, and of the values of one.
+    """Memory for lse, and for the scales of tokens.
 
     One array, since each begins at a multiple of 1024 bytes.
     """
-    rows = 1 + (config.stages + 1 if config.token_scales else 0)
+    rows = 1 + (len(token_scales.Rows._fields) if config.token_scales else 0)
     return plgpu.SMEM((rows, ROWS), jnp.float32)
 
 
@@ -243,10 +242,10 @@ def program(config: KernelConfig, programs: int, arrays: Arrays, scratch, barrie
 
 
 def with_numbers(config: KernelConfig, scratch: Scratch, numbers) -> Memory:
-    keys = values = None
+    lse, rows = numbers.at[0], len(token_scales.Rows._fields)
+    scales = None
     if config.token_scales:
-        keys, values = numbers.at[pl.ds(1, config.stages)], numbers.at[1 + config.stages]
+        scales = token_scales.Rows(*(numbers.at[1 + i] for i in range(rows)))
     results, units, *query = scratch.queries
     query = query[0] if query else results
-    tiles = query, results, units, scratch.key, *scratch.values
-    return Memory._make((*tiles, numbers.at[0], keys, values))
+    return Memory(query, results, units, scratch.key, *scratch.values, lse, scales)

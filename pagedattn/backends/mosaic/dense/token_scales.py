@@ -1,9 +1,10 @@
 """Scales of tokens, as the warpgroup that widens finds them: a factor for each key and each value.
 
-A key's scale is a factor on its logits. A value's is one on its columns, in float32 before they are
-rounded: an error of bfloat16, as that of the weights.
+Numbers times their scales are float16. So all scales of a step leave out a power of two that the
+largest has, and what is far below it loses bits: int8 from 2^-20 of it on, float8_e5m2 from 2^-12.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax.experimental.mosaic.gpu as mgpu
@@ -14,13 +15,23 @@ from jax import lax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, vector
 
+from ....cache.quantise import largest
+from .float16 import BIAS, LARGEST_EXPONENT, exponent_of
 from .kernel_config import KernelConfig
+from .registers import load
 from .tile_tasks import TileTask
 from .tiles import first_key
 
+LEAST = 1.0 - BIAS  # of an exponent: 1 over its power is a normal number
 THREADS = 128  # of a warpgroup: as many as a step has keys
 ONE_EACH = plgpu.Layout.TILED(
     plgpu.Tiling(((THREADS,), (32,), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+)
+ALL_IN_A_WARP = plgpu.Layout.TILED(
+    plgpu.Tiling(((THREADS,), (4,))),
+    warp_dims=(plgpu.Replicated(4),),
+    lane_dims=(-2,),
+    vector_dim=-1,
 )
 
 
@@ -34,20 +45,62 @@ class Scales(NamedTuple):
     value: Any = None
 
 
-def scales_of(config: KernelConfig, arrays, task: TileTask, step) -> Scales:
-    """Those of a step of a tile; 1 where no query sees the key, whatever is there."""
-    tile = task.tile
+class Tokens(NamedTuple):
+    """Of each key of a step: its position in its sequence, and whether a query sees it."""
+
+    position: Any
+    seen: Any
+
+
+class Exponents(NamedTuple):
+    """Of the powers of two that a step's keys and values leave out, as float32."""
+
+    key: Any
+    value: Any
+
+
+class Rows(NamedTuple):
+    """Memory for 128 numbers each: scales of a step's tokens, and the exponents of some steps."""
+
+    key: Any
+    value: Any
+    exponents: Any
+
+    def places(self, slot) -> Exponents:
+        """Where the exponents of a step are, of those whose keys are in memory."""
+        return Exponents(2 * slot, 2 * slot + 1)
+
+
+def exponents_of(config: KernelConfig, rows: Rows, before) -> Exponents:
+    """`before` is that of the values so far: it never falls, since their sums leave it out too."""
+    bits = math.ceil(math.log2(largest(config.cache_dtype)))
+    too_much = bits - LARGEST_EXPONENT - BIAS
+    scales = (load(row, ALL_IN_A_WARP) for row in (rows.key, rows.value))
+    largest_ones = (jnp.max(exponent_of(scale)) + too_much for scale in scales)
+    key, value = (exponent.astype(jnp.float32) for exponent in largest_ones)
+    return Exponents(jnp.maximum(key, LEAST), jnp.maximum(value, before))
+
+
+def tokens_of(config: KernelConfig, task: TileTask, step) -> Tokens:
+    """Those of a step of a tile."""
     keys = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=ONE_EACH)
     position = (task.blocks.last - step) * config.keys + keys
-    seen = (position >= first_key(config, tile)) & (position < tile.key_len)
-    position = jnp.maximum(position, 0)
-    index = jnp.minimum(lax.div(position, jnp.int32(config.block_size)), config.max_blocks - 1)
-    sequence = jnp.minimum(tile.sequence, config.num_seqs - 1)
-    block = gather(arrays.tables, constant(sequence), index)
-    block = jnp.where(seen, block, 0)
-    row, head = lax.rem(position, jnp.int32(config.block_size)), constant(task.head)
-    found = (gather(scales, block, row, head) for scales in arrays.scales)
-    return Scales(*(jnp.where(seen, scale, 1.0) for scale in found))
+    seen = (position >= first_key(config, task.tile)) & (position < task.tile.key_len)
+    return Tokens(jnp.maximum(position, 0), seen)
+
+
+def blocks_of(config, tables, sequence, tokens: Tokens):
+    """The entries of block tables."""
+    block = lax.div(tokens.position, jnp.int32(config.block_size))
+    sequence = constant(jnp.minimum(sequence, config.num_seqs - 1))
+    return gather(tables, sequence, jnp.minimum(block, config.max_blocks - 1))
+
+
+def scales_at(config, scales, head, tokens: Tokens, blocks):
+    """0 where no query sees the key, whatever is there."""
+    row = lax.rem(tokens.position, jnp.int32(config.block_size))
+    found = gather(scales, jnp.where(tokens.seen, blocks, 0), row, constant(head))
+    return jnp.where(tokens.seen, found, 0.0)
 
 
 def constant(value):

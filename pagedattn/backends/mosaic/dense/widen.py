@@ -1,7 +1,7 @@
 """The warpgroup that widens keys and values of eight bits to what the matrix unit takes.
 
 TMA loads them as they are held; this warpgroup makes float16 of them, in shared memory, for the
-warpgroups that multiply. Values with per-token scales become bfloat16, which has their range.
+warpgroups that multiply.
 """
 
 from typing import Any, NamedTuple
@@ -13,9 +13,9 @@ from jax import lax
 from ..ring import Ring
 from .float16 import float16_of
 from .kernel_config import KernelConfig
-from .registers import NUMBERS, load
+from .registers import NUMBERS, load, store
 from .registers import wide as wide_rows
-from .token_scales import scales_of
+from .token_scales import LEAST, Scales, blocks_of, exponents_of, scales_at, tokens_of
 
 REGISTERS = 72  # of a thread: room for what is loaded at once
 
@@ -41,63 +41,99 @@ def widen(config: KernelConfig, arrays, held, memory, barriers, schedule):
     `held` are the memory and the barriers of what is loaded.
     """
     plgpu.set_max_registers(REGISTERS, action="decrease")
-    loaded, signals = held
+    rows, (loaded, signals) = memory.scales, held
     keys = Ring(loaded.key, signals.key_full, signals.key_free)
     wide_keys = Ring(memory.key, barriers.key_full, barriers.key_free)
     values = Ring(loaded.value, signals.value_full, signals.value_free)
     wide_values = Ring(memory.value, barriers.value_full, barriers.value_free)
 
-    def keys_of(task, step, scales):
-        target = wide_keys.free_slot(task.done + step)
-        if scales is not None:
-            memory.scales.at[target][...] = scales.key
-        widen_step(keys, wide_keys, task.done + step)
+    def keys_of(task, step, scales, before):
+        """The scales of the step's values, and the exponent that they leave out."""
+        position = task.done + step
+        if scales is None:
+            numbers = take(keys, position)
+            put(wide_keys, wide_keys.free_slot(position), numbers)
+            return None, before
+        rows.key[...], rows.value[...] = scales
+        numbers = take(keys, position)  # and commits the scales, which other warps read
+        exponents = exponents_of(config, rows, before)
+        slot = wide_keys.free_slot(position)
+        for place, exponent in zip(rows.places(slot), exponents, strict=True):
+            store(rows.exponents.at[place], exponent)
+        put(wide_keys, slot, numbers, factors(rows.key, exponents.key))
+        return scales.value, exponents.value
 
-    def values_of(task, step, scales):
-        wide_values.free_slot(task.done + step)
-        if scales is not None:
-            memory.value_scales[...] = scales.value
-            plgpu.commit_smem()  # other threads read them
-        widen_step(values, wide_values, task.done + step, memory.value_scales)
+    def values_of(task, step, scales, exponent):
+        position = task.done + step
+        if scales is None:
+            numbers = take(values, position)
+            put(wide_values, wide_values.free_slot(position), numbers)
+            return
+        rows.value[...] = scales
+        numbers = take(values, position)
+        slot = wide_values.free_slot(position)
+        put(wide_values, slot, numbers, factors(rows.value, exponent))
 
     def widen_tile(task, following, has_next, started):
-        def found(step):
-            return scales_of(config, arrays, task, step) if config.token_scales else None
+        def look_up(step):
+            """The blocks of a step's tokens."""
+            if not config.token_scales:
+                return None
+            tokens = tokens_of(config, task, step)
+            return blocks_of(config, arrays.tables, task.tile.sequence, tokens)
+
+        def found(step, blocks):
+            if blocks is None:
+                return None
+            tokens = tokens_of(config, task, step)
+            scales = (scales_at(config, s, task.head, tokens, blocks) for s in arrays.scales)
+            return Scales(*scales)
 
         def step_of_both(step, carry):
-            """Scales are looked up a step ahead: two loads, one after the other, take long."""
-            before, scales = carry
-            ahead = found(step + 1)
-            keys_of(task, step, scales)
-            values_of(task, step - 1, before)
-            return scales, ahead
+            """Blocks are looked up two steps ahead, their scales one: each load takes long."""
+            *before, scales, blocks = carry
+            ahead, blocks = found(step + 1, blocks), look_up(step + 2)
+            new = keys_of(task, step, scales, before[1])
+            values_of(task, step - 1, *before)
+            return *new, ahead, blocks
 
-        first, second = found(jnp.int32(0)), found(jnp.int32(1))
-        keys_of(task, jnp.int32(0), first)
-        before, _ = lax.fori_loop(1, task.blocks.count, step_of_both, (first, second))
-        values_of(task, task.blocks.count - 1, before)
+        zero, one, two = (jnp.int32(step) for step in range(3))
+        blocks = look_up(one), look_up(two)
+        new = keys_of(task, zero, found(zero, look_up(zero)), jnp.float32(LEAST))
+        carry = *new, found(one, blocks[0]), blocks[1]
+        *last, _, _ = lax.fori_loop(1, task.blocks.count, step_of_both, carry)
+        values_of(task, task.blocks.count - 1, *last)
         return started
 
     schedule(lambda task: (), widen_tile)
 
 
-def widen_step(held: Ring, wide: Ring, step, scales=None):
-    """The keys or the values of a step. There is room for one that is loaded, or in registers."""
-    source, target = held.slot(step), wide.slot(step)
-    plgpu.barrier_wait(held.full.at[source])
-    factor = None if scales is None else load(scales, NUMBERS.reduce(1))
-    numbers = load(held.room.at[source], NUMBERS)
+def factors(row, exponent):
+    """The scales of a step's tokens without a power of two, in float16."""
+    scales = load(row, NUMBERS.reduce(1)) * jnp.exp2(-exponent)
+    return scales.astype(jnp.float16)
+
+
+def take(held: Ring, step):
+    """What is loaded, which makes room for more."""
+    slot = held.slot(step)
+    plgpu.barrier_wait(held.full.at[slot])
+    numbers = load(held.room.at[slot], NUMBERS)
     plgpu.commit_smem()  # all warps have read
-    plgpu.barrier_arrive(held.free.at[source])
-    wide.room.at[target][...] = widened(numbers, factor, wide.room.dtype)
+    plgpu.barrier_arrive(held.free.at[slot])
+    return numbers
+
+
+def put(wide: Ring, slot, numbers, factors=None):
+    """In a slot that is free."""
+    wide.room.at[slot][...] = widened(numbers, factors)
     plgpu.commit_smem()
-    plgpu.barrier_arrive(wide.full.at[target])
+    plgpu.barrier_arrive(wide.full.at[slot])
 
 
-def widened(numbers, factor, dtype):
+def widened(numbers, factors):
     numbers = float16_of(numbers)
-    if factor is None:
+    if factors is None:
         return numbers
     # JAX 0.10 finds no layout for what is broadcast.
-    factor = plgpu.layout_cast(wide_rows(factor, numbers), NUMBERS)
-    return (numbers.astype(jnp.float32) * factor).astype(dtype)
+    return numbers * plgpu.layout_cast(wide_rows(factors, numbers), NUMBERS)

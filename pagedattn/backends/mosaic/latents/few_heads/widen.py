@@ -11,7 +11,7 @@ from jax import lax
 
 from ...dense.float16 import float16_of
 from ...dense.registers import load
-from ...dense.token_scales import ONE_EACH, THREADS, constant, gather
+from ...dense.token_scales import ONE_EACH, THREADS, Tokens, blocks_of, scales_at
 from ...ring import Ring
 from ..kernel_config import KEYS, KernelConfig
 from .chunks import CHUNK, CHUNKS, PIECE
@@ -30,18 +30,26 @@ REGISTERS = 96  # of a thread: room for what is loaded at once
 def widen(config: KernelConfig, arrays, scales, rings: tuple[Ring, Ring], turn, work_items):
     """Fills the wide ring from the one of eight bits, in the order in which chunks are loaded.
 
-    Scales are looked up a step ahead: two loads, one after the other, take long. Both warpgroups do
+    Blocks are looked up two steps ahead, their scales one: each load takes long. Both warpgroups do
     so at each step, for either may have its first chunk.
     """
     plgpu.set_max_registers(REGISTERS, action="decrease")
     held, wide = rings
 
     def visit(work_item, index, _):
-        def found(step):
-            return scales_of(config, arrays, work_item, step) if config.token_scales else None
+        def look_up(step):
+            if not config.token_scales:
+                return None
+            return blocks_of(config, arrays.tables, work_item.sequence, tokens_of(work_item, step))
 
-        def step(i, of_tokens):
-            number, ahead = work_item.done + i, found(i + 1)
+        def found(step, blocks):
+            if blocks is None:
+                return None
+            return scales_at(config, arrays.scales, 0, tokens_of(work_item, step), blocks)
+
+        def step(i, carry):
+            of_tokens, blocks = carry
+            number, ahead, blocks = work_item.done + i, found(i + 1, blocks), look_up(i + 2)
             for chunk in range(CHUNKS):
 
                 @pl.when(lax.rem(number * CHUNKS + chunk, jnp.int32(WIDENING)) == turn)
@@ -51,9 +59,11 @@ def widen(config: KernelConfig, arrays, scales, rings: tuple[Ring, Ring], turn, 
                         scales.at[lax.rem(number, jnp.int32(scales.shape[0]))][...] = of_tokens
                     widen_chunk(held, wide, number * CHUNKS + chunk)
 
-            return ahead
+            return ahead, blocks
 
-        lax.fori_loop(0, work_item.steps, step, found(jnp.int32(0)))
+        zero, one = jnp.int32(0), jnp.int32(1)
+        blocks = look_up(one)
+        lax.fori_loop(0, work_item.steps, step, (found(zero, look_up(zero)), blocks))
         return ()
 
     work_items(visit, ())
@@ -74,13 +84,9 @@ def widen_chunk(held: Ring, wide: Ring, number):
     plgpu.barrier_arrive(wide.full.at[target])
 
 
-def scales_of(config: KernelConfig, arrays, work_item, step):
-    """Those of a step's 64 keys, twice; 0 where no query sees the key, whatever is there."""
+def tokens_of(work_item, step) -> Tokens:
+    """Those of a step's 64 keys, twice."""
     thread = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=ONE_EACH)
     position = (work_item.last - step) * KEYS + (thread & (KEYS - 1))
     seen = (position >= 0) & (position < work_item.limit)
-    position = jnp.maximum(position, 0)
-    index = jnp.minimum(lax.div(position, jnp.int32(config.block_size)), config.max_blocks - 1)
-    block = gather(arrays.tables, constant(work_item.sequence), index)
-    block, row = jnp.where(seen, block, 0), lax.rem(position, jnp.int32(config.block_size))
-    return jnp.where(seen, gather(arrays.scales, block, row, constant(0)), 0.0)
+    return Tokens(jnp.maximum(position, 0), seen)
