@@ -7,6 +7,7 @@ import pytest
 from cases import SPECS, mixed, run
 from hypothesis import given
 from hypothesis import strategies as st
+from int4_decodes import INT4_DECODES, int4_decodes
 
 from pagedattn import (
     AttentionSpec,
@@ -49,6 +50,12 @@ def test_any_dtype_of_queries_with_any_of_caches(backend, cache_dtype, dtype, la
         with pytest.raises(UnsupportedError, match="not of latents"):
             attend_with_lse(problem, backend, jit=True)
         return
+    assert_attention_close(*run(problem, backend), problem, name=backend)
+
+
+@pytest.mark.parametrize("name", INT4_DECODES)
+def test_decodes_of_four_bits(backend, name):
+    problem = int4_decodes(name)
     assert_attention_close(*run(problem, backend), problem, name=backend)
 
 

@@ -18,6 +18,7 @@ import triton.language as tl
 from cases import SIGNED, SPECS, grown, mixed
 from hypothesis import given
 from hypothesis import strategies as st
+from int4_decodes import INT4_DECODES, int4_decodes
 from rearranged import calls, differing, prompts
 from triton import knobs
 from triton.runtime import interpreter
@@ -26,8 +27,9 @@ from pagedattn import AttentionSpec, KVCache
 from pagedattn._dispatch import emulate
 from pagedattn._dispatch.call import call_of
 from pagedattn._dispatch.options import for_backends
+from pagedattn._kernels.triton import programs
 from pagedattn._kernels.triton.selection import choice_kernel, scores_kernel
-from pagedattn._kernels.triton.tiling import tiling
+from pagedattn._kernels.triton.tiling import Tiling, tiling
 from pagedattn._kernels.triton.widths import power_of_two
 from pagedattn.backends.triton.scores import constants_of
 from pagedattn.batch.packed import packed_batch
@@ -150,9 +152,13 @@ def check(problem: Problem, **changes):
     assert_attention_close(*solve(problem, **changes), problem, name="triton")
 
 
-def splits(problem: Problem) -> int:
+def tiled(problem: Problem) -> Tiling:
     arrays = arrays_of(problem)
-    return tiling(call_of(*arrays, problem.spec), backend._device(arrays[0].device)).splits
+    return tiling(call_of(*arrays, problem.spec), backend._device(arrays[0].device))
+
+
+def splits(problem: Problem) -> int:
+    return tiled(problem).splits
 
 
 @pytest.mark.parametrize("max_query_len", [8, 32])
@@ -351,6 +357,66 @@ def test_scales_of_groups_of_any_size(size):
     rng = np.random.default_rng(0)
     scale = np.exp2(rng.uniform(0, 1.9, problem.value_scale.shape)) * size
     check(problem.replace(value_scale=scale.astype(np.float16)))
+
+
+@pytest.fixture
+def few_keys(monkeypatch):
+    """By groups of columns, although there are few keys for each warp."""
+    monkeypatch.setattr(programs, "LEAST_BY_GROUPS", 0)
+
+
+@pytest.mark.usefixtures("few_keys")
+@pytest.mark.parametrize("name", INT4_DECODES)
+def test_decodes_by_groups_of_columns(name):
+    problem = int4_decodes(name)
+    assert tiled(problem).kv_heads in (1, 2)
+    check(problem)
+
+
+@pytest.mark.usefixtures("few_keys")
+def test_decodes_by_groups_share_programs_by_pairs_of_heads():
+    kv_heads = {name: tiled(int4_decodes(name)).kv_heads for name in INT4_DECODES}
+    alone = {"odd KV heads", "group of 8", "group of 5"}
+    assert {name for name in INT4_DECODES if kv_heads[name] == 1} == alone
+
+
+@pytest.mark.usefixtures("few_keys")
+@pytest.mark.parametrize("name", ["group of 4", "group of 8", "sinks, cap and window"])
+def test_decodes_by_groups_whose_keys_are_not_split(monkeypatch, name):
+    monkeypatch.setattr(programs, "WARPS_BY_GROUPS", 0)
+    problem = int4_decodes(name)
+    assert tiled(problem).splits == 1
+    check(problem)
+
+
+@pytest.mark.usefixtures("few_keys")
+@pytest.mark.parametrize("size", [2.0**-14, 1.0, 2.0**12])
+def test_decodes_by_groups_of_scales_far_apart(size):
+    """Of keys, groups and heads, also beside a sink."""
+    problem = int4_decodes("sinks")
+    rng = np.random.default_rng(0)
+    scale = np.exp2(rng.uniform(0, 4, problem.value_scale.shape)) * size
+    check(problem.replace(value_scale=scale.astype(np.float16)))
+
+
+@pytest.mark.usefixtures("few_keys")
+@pytest.mark.parametrize("size", [2.0**-60, 2.0**60])
+def test_decodes_by_groups_of_queries_of_any_size(size):
+    problem = int4_decodes("group of 4", spec=AttentionSpec(scale=0.1 / size))
+    query = problem.query.astype(np.float32) * size
+    check(problem.replace(query=query.astype(problem.query.dtype)))
+
+
+@pytest.mark.usefixtures("few_keys")
+@pytest.mark.parametrize(
+    "changes",
+    [{"max_query_len": 2}, {"num_heads": 18}, {"head_dim": 64}, {"dtype": np.float16}],
+    ids=str,
+)
+def test_other_calls_over_int4_are_not_by_groups(changes):
+    kwargs = {"head_dim": 128, "max_query_len": 1, "dtype": ml_dtypes.bfloat16} | changes
+    problem = random_problem([1, 1], [70, 33], PLAIN, cache_dtype="int4", **kwargs, **TOKENS)
+    assert tiled(problem).kv_heads == 0
 
 
 def read_by_it(problem: Problem) -> bool:

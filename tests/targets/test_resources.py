@@ -1,6 +1,7 @@
 """What the programs of the Triton kernels take of each GPU: `make test-targets`, without a GPU."""
 
 import re
+from dataclasses import replace
 
 import jax
 import pytest
@@ -50,6 +51,11 @@ CALLS = {
     "decodes of int8, scales of tokens": Attention(**TOKENS),
     "few keys of int8, scales of tokens": Attention(num_seqs=8, keys=512, **TOKENS),
     "chunks of int8, scales of tokens": Attention(**TOKENS, **CHUNKS),
+    "decodes of int4": Attention(**FOUR),
+    "decodes of int4, group of 8, all options": Attention(
+        num_heads=64, sinks=True, spec=replace(CAP, sliding_window=1000), **FOUR
+    ),
+    "few keys of int4": Attention(num_seqs=1, keys=512, **FOUR),
     "latents": Attention(**LATENT),
     "latents, prefill": Attention(**LATENT, **PREFILL),
     "latents of int8": Attention(**LATENT, **BYTES),

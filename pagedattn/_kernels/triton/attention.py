@@ -83,8 +83,10 @@ def attention_kernel(
     )
     cache = cache_of(arrays, scalars, place, config)
     formula = Formula(scale=scale, cap=cap, window=window)
-    if config.tiles_a_seq > 0:  # noqa: SIM102  (the kernel is compiled with or without it)
-        if place.seq == num_seqs:
+    if config.tiles_a_seq > 0:
+        if config.own_padding:
+            store_share_of_padding(arrays, results, scalars, place, config)
+        elif place.seq == num_seqs:
             store_padding(rows, task, place, num_seqs, config)
             return
     if task.first >= query_len:
@@ -237,3 +239,23 @@ def store_padding(rows, task, place, num_seqs, config: tl.constexpr):
             store_no_parts(rows, task, skipped, tile)
         else:
             store_rows(rows, task, nothing, nothing_seen(ROWS), skipped, config, tile)
+
+
+@triton.jit
+def store_share_of_padding(arrays, results, scalars, place, config: tl.constexpr):
+    """Stores rows of padding tokens, in turns with the programs of all other tiles."""
+    tile: tl.constexpr = config.tile
+    ROWS: tl.constexpr = tile.rows
+    COLUMNS: tl.constexpr = config.widths.value_dims
+    number = place.seq * config.tiles_a_seq + place.first // tile.tokens
+    padding = Place(
+        num_tiles=place.num_tiles, seq=scalars.num_seqs, first=0, kv_head=place.kv_head,
+        skipped_heads=place.skipped_heads, num_heads=place.num_heads,
+    )  # fmt: skip
+    start, length, _ = lengths_of(arrays, scalars, padding, config)
+    rows = rows_of(arrays, results, scalars, padding, start, config)
+    heads = config.group - place.skipped_heads
+    task = Task(first=0, query_len=length, seq_len=0, num_heads=heads, has_sinks=False)
+    nothing = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for skipped in range(number * tile.tokens, length, place.num_tiles * tile.tokens):
+        store_rows(rows, task, nothing, nothing_seen(ROWS), skipped, config, tile)

@@ -94,3 +94,71 @@ def quarters(pairs, low, high, DTYPE: tl.constexpr):
 def plain(bits, scale, DTYPE: tl.constexpr):
     """The numbers in the lowest four bits, times an eighth of a scale."""
     return (((bits & 15) ^ 8).to(DTYPE) - 8.0) * 0.125 * scale.to(DTYPE)
+
+
+def offset_numbers(constants: tuple[int, int], shift: int) -> Any:
+    """Assembly: two pairs of bytes as two numbers each of the even and odd columns of both halves.
+
+    `constants` are 16 bits of the low and of the high bits' result without those: with the number
+    0, whose sign bit is turned. Those of the high bits are taken `shift` places further down.
+    """
+    low, high = (f"0x{bits:04x}{bits:04x}" for bits in constants)
+    mask = f"0x{240 >> shift:04x}{240 >> shift:04x}"
+    return tl.constexpr(
+        f"""{{
+    .reg .b32 low, high;
+    shr.b32 high, $4, {shift};
+    lop3.b32 $0, $4, 0x000f000f, {low}, 0x6a;
+    lop3.b32 $1, high, {mask}, {high}, 0x6a;
+    shr.b32 low, $4, 8;
+    shr.b32 high, $4, {8 + shift};
+    lop3.b32 $2, low, 0x000f000f, {low}, 0x6a;
+    lop3.b32 $3, high, {mask}, {high}, 0x6a;
+    }}"""
+    )
+
+
+# 1024 + 8 and 64 + 8 in float16, 128 + 8 and 16 + 8 in bfloat16: of the low bits, of the high ones.
+IN_FLOAT16 = offset_numbers((0x6408, 0x5480), shift=0)
+IN_BFLOAT16 = offset_numbers((0x4308, 0x41C0), shift=1)
+LOW_IN_FLOAT16, HIGH_IN_FLOAT16 = tl.constexpr(1032.0), tl.constexpr(72.0)
+LOW_IN_BFLOAT16, HIGH_IN_BFLOAT16 = tl.constexpr(136.0), tl.constexpr(24.0)
+
+
+@triton.jit
+def offset_float16(pairs):
+    """Of pairs of bytes the even columns of both halves, then the odd ones, plus an offset each."""
+    if INTERPRETED:
+        tiles = offset_plain(pairs, LOW_IN_FLOAT16, HIGH_IN_FLOAT16, tl.float16)
+    else:
+        tiles = tl.inline_asm_elementwise(
+            IN_FLOAT16, "=r,=r,=r,=r,r", [pairs],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    return tiles
+
+
+@triton.jit
+def offset_bfloat16(pairs):
+    """As `offset_float16`, in bfloat16 and with other offsets."""
+    if INTERPRETED:
+        tiles = offset_plain(pairs, LOW_IN_BFLOAT16, HIGH_IN_BFLOAT16, tl.bfloat16)
+    else:
+        tiles = tl.inline_asm_elementwise(
+            IN_BFLOAT16, "=r,=r,=r,=r,r", [pairs],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    return tiles
+
+
+@triton.jit
+def offset_plain(pairs, low, high, DTYPE: tl.constexpr):
+    return (
+        offset(pairs, low, DTYPE), offset(pairs >> 4, high, DTYPE),
+        offset(pairs >> 8, low, DTYPE), offset(pairs >> 12, high, DTYPE),
+    )  # fmt: skip
+
+
+@triton.jit
+def offset(bits, by, DTYPE: tl.constexpr):
+    return (((bits & 15) ^ 8).to(tl.float32) + (by - 8.0)).to(DTYPE)

@@ -88,8 +88,9 @@ def attention_launch(call: Call, tiles: Tiling, table_stride: int) -> Launch:
     table_stride = table_stride if call.selection is None else call.num_listed
     unit = _stride_unit(call)
     constants = {"config": _config(call, tiles, unit)}
-    scalars = _scalars(call, table_stride, unit)._asdict()
-    grid = (tiles.num_tiles * tiles.head_tiles * call.num_kv_heads, tiles.splits, 1)
+    scalars = _scalars(call, tiles, table_stride, unit)._asdict()
+    programs = tiles.num_tiles * tiles.head_tiles * call.num_kv_heads // max(1, tiles.kv_heads)
+    grid = (programs, tiles.splits, 1)
     program = tiles.program
     # Three programs share a multiprocessor, as without segments, whose state takes registers.
     three = tiles.segment > 0 and program.rows == 16 and program.num_warps == 4
@@ -149,9 +150,11 @@ def _stride_unit(call: Call) -> int:
     return math.gcd(16, *_array_strides(call))
 
 
-def _scalars(call: Call, table_stride: int, unit: int) -> Scalars:
+def _scalars(call: Call, tiles: Tiling, table_stride: int, unit: int) -> Scalars:
+    """The numbers of a launch; KV heads that one program computes count as one."""
     scale, cap = _scale_and_cap(call)
-    return Scalars(
+    together = max(1, tiles.kv_heads)
+    scalars = Scalars(
         abs(scale),
         cap,
         call.window or 0,
@@ -162,6 +165,11 @@ def _scalars(call: Call, table_stride: int, unit: int) -> Scalars:
         call.max_blocks,
         table_stride,
         *(stride // unit for stride in _array_strides(call)),
+    )
+    return scalars._replace(
+        num_kv_heads=call.num_kv_heads // together,
+        head_stride=scalars.head_stride * together,
+        value_head_stride=scalars.value_head_stride * together,
     )
 
 
@@ -174,9 +182,11 @@ def _config(call: Call, tiles: Tiling, unit: int) -> Config:
         options=_options(call),
         tile=tile,
         few=few,
-        group=call.group,
+        group=call.group * max(1, tiles.kv_heads),
+        kv_heads=tiles.kv_heads,
         keys=tiles.program.keys,
         tiles_a_seq=tiles.tiles_a_seq,
+        own_padding=tiles.num_tiles == call.num_seqs * tiles.tiles_a_seq,
         split=tiles.splits > 1,
         min_steps=tiles.min_steps,
         segment=tiles.segment,

@@ -10,12 +10,15 @@ from ..._dispatch.call import Call
 from .device import Device
 from .programs import (
     Program,
+    by_groups,
     fitting,
     has_narrow_sums,
+    heads_by_groups,
     invariant_program,
     invariant_rows,
     is_short,
     long_program,
+    program_by_groups,
     short_program,
     wide_program,
 )
@@ -31,6 +34,7 @@ class Tiling(NamedTuple):
 
     program: Program
     heads: int  # query heads of a tile
+    kv_heads: int  # that a program computes by int4_decode.py; else 0
     head_tiles: int  # tiles that cover the heads of a group
     tokens: int  # tokens of a tile
     tiles_a_seq: int  # tiles given to each sequence; 0: tiles find their sequence by search
@@ -44,6 +48,8 @@ class Tiling(NamedTuple):
 
 def tiling(call: Call, device: Device) -> Tiling:
     """How a call is cut up for a device."""
+    if by_groups(call, device):
+        return _tiling_by_groups(call, device)
     rows = tile_rows(call, device)
     heads = min(call.group, rows)
     head_tiles = cdiv(call.group, heads)
@@ -51,8 +57,7 @@ def tiling(call: Call, device: Device) -> Tiling:
     if is_short(call):
         tiles_a_seq = cdiv(call.longest_query, tokens)
         busy = call.num_seqs * tiles_a_seq
-        # A few more tiles store the rows of the padding tokens.
-        num_tiles = busy + min(8, cdiv(call.num_tokens, tokens))
+        num_tiles = busy
     else:
         tiles_a_seq, busy = 0, cdiv(call.num_tokens, tokens)
         # `find_sequence` wastes at most one tile a sequence, and counts padding as a sequence.
@@ -65,12 +70,17 @@ def tiling(call: Call, device: Device) -> Tiling:
         part = _part(call, min(splits, cdiv(call.max_keys, min_keys)), program)
     else:
         program, segment, part = fitting(program, call, device), 0, 0
+    if is_short(call) and program.num_warps > 1:
+        # A few more tiles store the rows of the padding tokens. Where each program is one warp,
+        # those that end at once would leave some schedulers with a warp more than others.
+        num_tiles += min(8, cdiv(call.num_tokens, tokens))
     splits = min(splits, MAX_SPLITS, cdiv(call.max_keys, max(min_keys, part)))
     splits = without_empty(splits, cdiv(call.max_keys, part or program.keys))
     part = part if splits > 1 else segment
     return Tiling(
         program=program,
         heads=heads,
+        kv_heads=0,
         head_tiles=head_tiles,
         tokens=tokens,
         tiles_a_seq=tiles_a_seq,
@@ -81,6 +91,29 @@ def tiling(call: Call, device: Device) -> Tiling:
         part=part,
         # The first one is the state before any key.
         parts=1 + cdiv(call.capacity, part) if splits > 1 and part else splits,
+    )
+
+
+def _tiling_by_groups(call: Call, device: Device) -> Tiling:
+    """As `tiling`, of decodes by int4_decode.py."""
+    kv_heads = heads_by_groups(call)
+    pairs = call.num_seqs * call.num_kv_heads // kv_heads
+    program, splits, min_keys = program_by_groups(call, pairs, device)
+    splits = min(splits, MAX_SPLITS, cdiv(call.max_keys, min_keys))
+    splits = without_empty(splits, cdiv(call.max_keys, program.keys))
+    return Tiling(
+        program=program,
+        heads=call.group * kv_heads,
+        kv_heads=kv_heads,
+        head_tiles=1,
+        tokens=1,
+        tiles_a_seq=1,
+        num_tiles=call.num_seqs,
+        splits=splits,
+        min_steps=max(1, min_keys // program.keys),
+        segment=0,
+        part=0,
+        parts=splits,
     )
 
 

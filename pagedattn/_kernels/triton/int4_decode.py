@@ -1,0 +1,292 @@
+"""Decodes over keys and values of four bits, for two KV heads at a time.
+
+A row in the cache has 64 bytes, and those of two heads lie side by side: read by programs of their
+own they take half as long again. A warp has registers for both heads only if no products are of
+rows that hold nothing, as most of 16 rows of queries would. So queries are the columns of products,
+eight for a KV head, and their rows are keys, or columns of values.
+
+Four bits become a number by one instruction for two, without their scale and with an offset that is
+the same for all. Products of keys are multiplied by the scale of their group of columns, weights by
+that of the values' group, and what offsets add is a sum of queries or of weights. A half of a row
+has two groups: each has columns of its own in a product, `[group of the half, query]`, where those
+of the other group hold zeros or what is not read.
+"""
+
+# Constants are NamedTuples here, which the type `constexpr` does not say.
+# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .eight_bits import factors_of, halved, in_pairs
+from .four_bits import (
+    HIGH_IN_BFLOAT16,
+    HIGH_IN_FLOAT16,
+    LOW_IN_BFLOAT16,
+    LOW_IN_FLOAT16,
+    offset_bfloat16,
+    offset_float16,
+)
+from .online_softmax import Span, tanh
+from .pages import find_slots, value_offsets
+from .scales import row_of
+from .states import finished
+
+LOG2E = tl.constexpr(1.4426950408889634)
+PAIRS = tl.constexpr(32)  # of bytes, in a row of 128 columns
+HALF = tl.constexpr(64)  # columns
+GROUP = tl.constexpr(32)  # columns that share a scale
+
+
+class Queries(NamedTuple):
+    """Tiles `[KV heads, PAIRS, columns]` of even and odd columns of both halves, as float16."""
+
+    tiles: Any  # in the order of `offset_float16`
+    low: Any  # [KV heads, 1, columns]: what the offsets of the first half add to products
+    high: Any  # and those of the second one
+    scale: Any  # on products; [KV heads, columns]
+
+
+class State(NamedTuple):
+    """The online softmax of the keys so far, of each KV head and column."""
+
+    highest: Any  # logit
+    total: Any  # of the weights, of each place in a step: `[KV heads, keys, columns]`
+    sums: Any  # tiles `[KV heads, PAIRS, columns]` in the order of `offset_float16`
+
+
+@triton.jit
+def attend_by_groups(
+    rows, cache, task, span, middle, formula, config: tl.constexpr, tile: tl.constexpr
+):
+    """Computes one token of `config.kv_heads` KV heads; no mask is needed before `middle`."""
+    queries = load_queries(rows, formula, config, tile)
+    HEADS: tl.constexpr = config.kv_heads
+    KEYS: tl.constexpr = config.keys
+    COLUMNS: tl.constexpr = tile.rows
+    nothing = tl.zeros([HEADS, PAIRS, COLUMNS], tl.float32)
+    state = State(
+        highest=tl.full([HEADS, COLUMNS], float("-inf"), tl.float32),
+        total=tl.zeros([HEADS, KEYS, COLUMNS], tl.float32),
+        sums=(nothing, nothing, nothing, nothing),
+    )
+    if tile.unmasked:
+        unmasked = Span(begin=span.begin, end=span.end, start=span.start, stop=middle)
+        state = attend_keys(state, unmasked, queries, cache, formula, config, tile, False)
+        span = Span(begin=span.begin, end=span.end, start=middle, stop=span.stop)
+    state = attend_keys(state, span, queries, cache, formula, config, tile, True)
+    store_state(rows, task, state, config, tile)
+
+
+@triton.jit
+def load_queries(rows, formula, config: tl.constexpr, tile: tl.constexpr):
+    low_even, low_odd = load_query(rows, 0, config, tile), load_query(rows, 1, config, tile)
+    high_even = load_query(rows, HALF, config, tile)
+    high_odd = load_query(rows, HALF + 1, config, tile)
+    factors = factors_of(
+        tl.maximum(tl.abs(low_even), tl.abs(low_odd)),
+        tl.maximum(tl.abs(high_even), tl.abs(high_odd)),
+    )
+    tiles = (
+        of_own_group(low_even, factors, config, tile),
+        of_own_group(high_even, factors, config, tile),
+        of_own_group(low_odd, factors, config, tile),
+        of_own_group(high_odd, factors, config, tile),
+    )
+    return Queries(
+        tiles=tiles,
+        low=(column_sums(tiles[0]) + column_sums(tiles[2])) * -LOW_IN_FLOAT16,
+        high=(column_sums(tiles[1]) + column_sums(tiles[3])) * -HIGH_IN_FLOAT16,
+        scale=formula.scale * factors,
+    )
+
+
+@triton.jit
+def load_query(rows, FIRST: tl.constexpr, config: tl.constexpr, tile: tl.constexpr):
+    """Every other column of a half, from FIRST on."""
+    unit: tl.constexpr = config.layout.stride_unit
+    heads, exists = heads_of(config, tile)
+    dims = FIRST + 2 * tl.arange(0, PAIRS)
+    at = heads.to(tl.int64)[:, None, :] * (rows.query_head_stride * unit) + dims[None, :, None]
+    inside = exists[:, None, :] & (dims >= 0)[None, :, None]
+    return tl.load(rows.query + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def of_own_group(q, factors, config: tl.constexpr, tile: tl.constexpr):
+    """A tile of queries as float16, with zeros where a pair is not of its column's group."""
+    q = tl.where(own_pairs(tile)[None], halved(q, factors), 0.0)
+    return -q if config.options.negate else q
+
+
+@triton.jit
+def heads_of(config: tl.constexpr, tile: tl.constexpr):
+    """`[KV heads, columns]`: the query head of each column of a program, and whether it exists."""
+    QUERIES: tl.constexpr = config.group // config.kv_heads
+    place = tl.arange(0, tile.rows) % (tile.rows // 2)
+    kv_heads = tl.arange(0, config.kv_heads)
+    heads = kv_heads[:, None] * QUERIES + place[None, :]
+    return heads, (place < QUERIES)[None, :] & (kv_heads >= 0)[:, None]
+
+
+@triton.jit
+def own_pairs(tile: tl.constexpr):
+    """`[PAIRS, columns]`: whether a pair of bytes is of a column's group."""
+    group = tl.arange(0, PAIRS) // (GROUP // 2)
+    return group[:, None] == group_of_column(tile)[None, :]
+
+
+@triton.jit
+def group_of_column(tile: tl.constexpr):
+    return tl.arange(0, tile.rows) // (tile.rows // 2)
+
+
+@triton.jit
+def column_sums(tile):
+    return tl.sum(tile.to(tl.float32), 1)[:, None, :]
+
+
+@triton.jit
+def attend_keys(
+    state, span, queries, cache, formula, config: tl.constexpr, tile: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """The state after the keys of a span."""
+    highest, total, sums = state.highest, state.total, state.sums
+    for step in range(span.start, span.stop, config.keys):
+        keys = step + tl.arange(0, config.keys)
+        inside = (keys >= span.begin) & (keys < span.end)
+        slots = find_slots(cache, step, keys, inside, config, MASKED)
+        k = load_pairs(cache.key, slots.keys, inside, config, MASKED)
+        low, high = load_scales(cache.key_scale, cache, slots, config, tile, MASKED)
+        products = qk_matmul(offset_float16(k), low, high, queries)
+        weights, kept, highest = weigh(products, highest, inside, queries, formula, config, MASKED)
+        total = total * kept + weights
+        v = load_columns(cache.value, value_offsets(cache, slots, config), inside, config, MASKED)
+        low, high = load_scales(cache.value_scale, cache, slots, config, tile, MASKED)
+        sums = summed(sums, offset_bfloat16(v), weights, kept, low, high)
+    return State(highest=highest, total=total, sums=sums)
+
+
+@triton.jit
+def weigh(products, highest, inside, queries, formula, config: tl.constexpr, MASKED: tl.constexpr):
+    """A step of the online softmax: its weights, the factor on what was summed, the new highest."""
+    logits = products * queries.scale[:, None, :]
+    if config.options.soft_cap:
+        logits = formula.cap * tanh(logits)
+    if MASKED:
+        logits = tl.where(inside[None, :, None], logits, float("-inf"))
+    if MASKED or config.options.soft_cap:
+        new_highest = tl.maximum(highest, tl.max(logits, 1))
+    else:
+        # The same maximum, as scales are not negative, with fewer multiplications.
+        new_highest = tl.maximum(highest, tl.max(products, 1) * queries.scale)
+    shift = new_highest
+    if MASKED:
+        shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+    weights = tl.exp2(logits - shift[:, None, :])
+    return weights, tl.exp2(highest - shift)[:, None, :], new_highest
+
+
+@triton.jit
+def load_pairs(plane, offsets, inside, config: tl.constexpr, MASKED: tl.constexpr):
+    """`[KV heads, keys, PAIRS]` of uint16."""
+    pointers = pointers_of(plane, offsets, config)
+    mask = inside[None, :, None]
+    return tl.load(pointers, mask=mask, other=0) if MASKED else tl.load(pointers)
+
+
+@triton.jit
+def load_columns(plane, offsets, inside, config: tl.constexpr, MASKED: tl.constexpr):
+    """`[KV heads, PAIRS, keys]`: through a tile turned afterwards no load would be asynchronous."""
+    pointers = tl.permute(pointers_of(plane, offsets, config), (0, 2, 1))
+    mask = inside[None, None, :]
+    return tl.load(pointers, mask=mask, other=0) if MASKED else tl.load(pointers)
+
+
+@triton.jit
+def pointers_of(plane, offsets, config: tl.constexpr):
+    heads = tl.arange(0, config.kv_heads) * PAIRS
+    at = (offsets // 2)[None, :, None] + heads[:, None, None] + tl.arange(0, PAIRS)[None, None, :]
+    return in_pairs(plane) + at
+
+
+@triton.jit
+def load_scales(
+    scales, cache, slots, config: tl.constexpr, tile: tl.constexpr, MASKED: tl.constexpr
+):
+    """`[KV heads, keys, columns]`: of the first half's groups and of the second half's."""
+    at = (row_of(cache, slots, config) * config.kv_heads)[None, :]
+    pointers = scales.to(tl.pointer_type(tl.int64)) + at + tl.arange(0, config.kv_heads)[:, None]
+    four = tl.load(pointers, mask=slots.inside[None, :], other=0) if MASKED else tl.load(pointers)
+    return own_scale(four.to(tl.uint32), tile), own_scale((four >> 32).to(tl.uint32), tile)
+
+
+@triton.jit
+def own_scale(two, tile: tl.constexpr):
+    """Of two scales that of each column's group."""
+    bits = two[:, :, None] >> (group_of_column(tile) * 16)[None, None, :]
+    return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def qk_matmul(k, low, high, queries):
+    """`[KV heads, keys, columns]`, the same in the columns of both groups."""
+    products = tl.dot(k[0], queries.tiles[0], tl.broadcast_to(queries.low, low.shape))
+    of_low = tl.dot(k[2], queries.tiles[2], products)
+    products = tl.dot(k[1], queries.tiles[1], tl.broadcast_to(queries.high, high.shape))
+    of_high = tl.dot(k[3], queries.tiles[3], products)
+    return of_both_groups(of_low * low + of_high * high)
+
+
+@triton.jit
+def of_both_groups(products):
+    """The sums of what the columns of both groups hold, in both."""
+    HEADS: tl.constexpr = products.shape[0]
+    KEYS: tl.constexpr = products.shape[1]
+    COLUMNS: tl.constexpr = products.shape[2]
+    sums = tl.sum(tl.reshape(products, [HEADS, KEYS, 2, COLUMNS // 2]), 2)
+    both = tl.broadcast_to(sums[:, :, None, :], [HEADS, KEYS, 2, COLUMNS // 2])
+    return tl.reshape(both, [HEADS, KEYS, COLUMNS])
+
+
+@triton.jit
+def summed(sums, v, weights, kept, low, high):
+    """What is summed up after the values `v` of a step, `[KV heads, PAIRS, keys]` each."""
+    of_low = (weights * low).to(tl.bfloat16)
+    of_high = (weights * high).to(tl.bfloat16)
+    ones = tl.full(v[0].shape, 1.0, tl.float32)  # the interpreter has none of bfloat16
+    low_offset = tl.dot((ones * -LOW_IN_BFLOAT16).to(tl.bfloat16), of_low)
+    high_offset = tl.dot((ones * -HIGH_IN_BFLOAT16).to(tl.bfloat16), of_high)
+    return (
+        tl.dot(v[0], of_low, sums[0] * kept + low_offset),
+        tl.dot(v[1], of_high, sums[1] * kept + high_offset),
+        tl.dot(v[2], of_low, sums[2] * kept + low_offset),
+        tl.dot(v[3], of_high, sums[3] * kept + high_offset),
+    )
+
+
+@triton.jit
+def store_state(rows, task, state, config: tl.constexpr, tile: tl.constexpr):
+    heads, exists = heads_of(config, tile)
+    highest, total, factor = state.highest, tl.sum(state.total, 1), 1.0
+    if config.options.sinks:
+        mask = exists & task.has_sinks & (tl.program_id(1) == 0)
+        sinks = tl.load(rows.sinks + heads, mask=mask, other=float("-inf")) * LOG2E
+        highest = tl.maximum(highest, sinks)
+        shift = tl.where(highest == float("-inf"), 0.0, highest)
+        factor = tl.exp2(state.highest - shift)
+        total = total * factor + tl.exp2(sinks - shift)
+    over, log_total = finished(highest, total, False)
+    first = group_of_column(tile) == 0
+    tl.store(rows.lse + heads, log_total, mask=exists & first[None, :])
+    factor = (factor / over)[:, None, :]
+    FIRST: tl.constexpr = (0, 64, 1, 65)
+    pairs = tl.arange(0, PAIRS)
+    out = rows.out + heads[:, None, :] * config.widths.value_dim + (2 * pairs)[None, :, None]
+    for i in tl.static_range(4):
+        values = (state.sums[i] * factor).to(rows.out.dtype.element_ty)
+        tl.store(out + FIRST[i], values, mask=exists[:, None, :] & own_pairs(tile)[None])
