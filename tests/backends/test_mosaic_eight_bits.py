@@ -59,7 +59,6 @@ def test_short_queries_lower(scales):
 @pytest.mark.parametrize(
     ("bad", "named"),
     [
-        ({"cache_dtype": "int4"}, "int4"),
         ({"dtype": jnp.float16}, "bfloat16"),
         ({"head_dim": 64}, "head_dim 128"),
         ({"head_dim": 256}, "head_dim 128"),

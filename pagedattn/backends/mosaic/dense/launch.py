@@ -10,6 +10,7 @@ from ...._arrays.namespace import cdiv
 from ...._dispatch.call import Call
 from ....batch.draft_tree import num_words
 from . import split_kv, tiles
+from .dequantise import MOST_BYTES, dequantised_bytes, dequantised_call, is_dequantised
 from .kernel import attention
 from .kernel_config import ROWS, UNIT, UNITS, KernelConfig
 from .lines import Lines, lines_of
@@ -27,6 +28,7 @@ LONGEST_LINE = 8192  # tokens: the lines of so many take 36 MB for a group of 4 
 MEASURED_HEAD_DIM = 128
 MEASURED = ("scale", "return_lse", "cache_dtype", "token_scales")  # options
 LARGEST_DECODE_BLOCK = 64  # tokens
+MOST_INT4_KEYS = 128  # of which the tables have room, for each token
 
 
 def refusals(call: Call) -> list[str]:
@@ -41,6 +43,9 @@ def slower_because(call: Call) -> list[str]:
     reasons, least = [], call.crossings.mosaic_query_len
     if call.longest_query < least and not _is_ahead_with_short_queries(call):
         reasons.append(f"short queries: max_query_len is {call.longest_query}, below {least}")
+    room = call.num_seqs * call.capacity
+    if call.cache_dtype == "int4" and room > MOST_INT4_KEYS * call.num_tokens:
+        reasons.append(f"int4 is dequantised first: {room} keys for {call.num_tokens} tokens")
     if call.head_dim != MEASURED_HEAD_DIM:
         reasons.append(f"measured ahead with head_dim {MEASURED_HEAD_DIM}, got {call.head_dim}")
     options = [option for option in call.set_options if option not in MEASURED]
@@ -92,6 +97,13 @@ def _unsupported_bits(call) -> list[str]:
     if call.cache_dtype is None:
         return []
     reasons = []
+    if call.cache_dtype == "int4":
+        if (taken := dequantised_bytes(call)) > MOST_BYTES:
+            reasons.append(
+                f"cache_dtype: int4 is dequantised first, to at most {MOST_BYTES} bytes; the "
+                f"tables have room for {taken}"
+            )
+        return reasons
     if call.cache_dtype not in CACHE_DTYPES:
         reasons.append(f"cache_dtype: it widens {', '.join(CACHE_DTYPES)}, got {call.cache_dtype}")
     if call.dtype != "bfloat16":
@@ -136,6 +148,8 @@ def run(call: Call, query, cache, batch):
 @functools.partial(jax.jit, static_argnames=("call", "programs"))
 def attend(call: Call, query, cache, batch, programs):
     """`run` for a GPU of so many multiprocessors, wherever this is traced."""
+    if is_dequantised(call):
+        call, cache, batch = dequantised_call(call, cache, batch)
     config = config_of(call, programs)
     query = jnp.pad(query, ((0, config.num_tokens - call.num_tokens), (0, 0), (0, 0)))
     lengths = batch.query_start_loc, batch.seq_lens
