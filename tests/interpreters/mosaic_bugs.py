@@ -152,7 +152,7 @@ BUGS = {
         "whole tiles",
     ),
     "eight bits: no wait for what is loaded": Bug(
-        "    plgpu.barrier_wait(held.full.at[source])\n    numbers = load(",
+        "    plgpu.barrier_wait(held.full.at[slot])\n    numbers = load(",
         "    numbers = load(",
         PHASE,
         "eight bits",
@@ -165,8 +165,8 @@ BUGS = {
     ),
     "eight bits: room for loads released before it is read": Bug(
         "    plgpu.commit_smem()  # all warps have read\n"
-        "    plgpu.barrier_arrive(held.free.at[source])\n    wide.room",
-        "    plgpu.barrier_arrive(held.free.at[source])\n    wide.room",
+        "    plgpu.barrier_arrive(held.free.at[slot])\n    return numbers",
+        "    plgpu.barrier_arrive(held.free.at[slot])\n    return numbers",
         RACE,
         "eight bits",
     ),
