@@ -7,7 +7,7 @@ without keys.
 """
 
 # Constants are NamedTuples here, which the type `constexpr` does not say.
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 from typing import Any, NamedTuple
 

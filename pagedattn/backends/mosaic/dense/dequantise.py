@@ -40,9 +40,10 @@ def dequantised_call(
 ) -> tuple[Call, KVCache, Sequences]:
     """The same call of a cache in the query's dtype, which has a block for each of the tables'."""
     tables = batch.block_tables.clip(0, call.num_blocks - 1).reshape(-1)
+    scales = cache.key_scale, cache.value_scale
     key, value = (
         dequantised(plane[tables], None if scale is None else scale[tables], jnp.dtype(call.dtype))
-        for plane, scale in ((cache.key, cache.key_scale), (cache.value, cache.value_scale))
+        for plane, scale in zip(cache.planes, scales, strict=True)
     )
     blocks = jnp.arange(len(tables), dtype=jnp.int32).reshape(call.num_seqs, call.max_blocks)
     plain = replace(call, cache_dtype=None, token_scales=False, num_blocks=len(tables))

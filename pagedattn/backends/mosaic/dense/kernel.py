@@ -248,4 +248,4 @@ def with_numbers(config: KernelConfig, scratch: Scratch, numbers) -> Memory:
         scales = token_scales.Rows(*(numbers.at[1 + i] for i in range(rows)))
     results, units, *query = scratch.queries
     query = query[0] if query else results
-    return Memory(query, results, units, scratch.key, *scratch.values, lse, scales)
+    return Memory._make((query, results, units, scratch.key, *scratch.values, lse, scales))

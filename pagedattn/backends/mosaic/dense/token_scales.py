@@ -15,7 +15,7 @@ from jax import lax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, vector
 
-from ....cache.quantise import largest
+from ....cache.quantise import LARGEST
 from .float16 import BIAS, LARGEST_EXPONENT, exponent_of
 from .kernel_config import KernelConfig
 from .registers import load
@@ -73,7 +73,7 @@ class Rows(NamedTuple):
 
 def exponents_of(config: KernelConfig, rows: Rows, before) -> Exponents:
     """`before` is that of the values so far: it never falls, since their sums leave it out too."""
-    bits = math.ceil(math.log2(largest(config.cache_dtype)))
+    bits = math.ceil(math.log2(LARGEST[str(config.cache_dtype)]))
     too_much = bits - LARGEST_EXPONENT - BIAS
     scales = (load(row, ALL_IN_A_WARP) for row in (rows.key, rows.value))
     largest_ones = (jnp.max(exponent_of(scale)) + too_much for scale in scales)
