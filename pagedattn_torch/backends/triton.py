@@ -10,8 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pagedattn._arrays.namespace import arange
 from pagedattn._dispatch.backend import Backend
 from pagedattn._dispatch.call import Call
+from pagedattn._dispatch.dequantise import dequantised_cache, dequantised_call
 from pagedattn._kernels.triton import launch
 from pagedattn._kernels.triton.arguments import Arrays, Parts, Results
 from pagedattn._kernels.triton.attention import attention_kernel
@@ -22,6 +24,7 @@ from pagedattn._kernels.triton.merge import join_kernel, merge_kernel
 from pagedattn._kernels.triton.tiling import Tiling, tiling
 from pagedattn.cache.quantise import as_read, scale_of_values
 
+from ..arrays import bits
 from .bias import slopes_on
 
 
@@ -33,6 +36,7 @@ class Plan(NamedTuple):
     merge: Launch
     # block_tables, seq_lens, query_start_loc, slopes, and the tree's depths and ancestors
     tables: tuple[Tensor, ...]
+    dequantised: Tensor | None  # the block tables, if those above are of a dequantised cache
 
 
 def refusals(call: Call) -> list[str]:
@@ -52,13 +56,17 @@ def plan(call: Call, batch) -> Plan:
     lens, starts = batch.seq_lens.contiguous(), batch.query_start_loc.contiguous()
     slopes = call.spec.alibi_slopes
     slopes = lens if slopes is None else slopes_on(slopes, lens.device)
+    dequantised = None
+    if launch.is_dequantised(call):
+        dequantised, call = tables, dequantised_call(call)
+        tables = arange(call.num_blocks, tables).view(tables.shape)
     tiles = tiling(call, _device(lens.device))
     attention = launch.attention_launch(call, tiles, table_stride=tables.stride(0))
     merge = launch.merge_launch(call, tiles)
     lines = lens, lens
     if batch.tree is not None:
         lines = batch.tree.depths.contiguous(), batch.tree.ancestors.contiguous()
-    return Plan(tiles, attention, merge, (tables, lens, starts, slopes, *lines))
+    return Plan(tiles, attention, merge, (tables, lens, starts, slopes, *lines), dequantised)
 
 
 def run(
@@ -71,6 +79,9 @@ def run(
     selection: Tensor | None = None,
 ):
     """out and lse of a call; every element of both is written by the kernels."""
+    if plan.dequantised is not None:
+        cache = dequantised_cache(call, cache, plan.dequantised, query.dtype, take)
+        call = dequantised_call(call)
     sinks = plan.tables[-1] if sinks is None else sinks.float()
     value = cache.key if cache.value is None else cache.value
     tables, *others = plan.tables
@@ -96,6 +107,11 @@ def run(
     else:
         _start(merge_kernel, parts, plan.merge, outs)
     return outs
+
+
+def take(array: Tensor, indices: Tensor) -> Tensor:
+    """Rows of an array, which may be of eight-bit numbers that torch does not index."""
+    return bits(array).index_select(0, indices).view(array.dtype)
 
 
 BACKEND = Backend("triton", launch.SUPPORTS, run, refusals, plan=plan)

@@ -24,7 +24,7 @@ from triton import knobs
 from triton.runtime import interpreter
 
 from pagedattn import AttentionSpec, KVCache
-from pagedattn._dispatch import emulate
+from pagedattn._dispatch import dequantise, emulate
 from pagedattn._dispatch.call import call_of
 from pagedattn._dispatch.options import for_backends
 from pagedattn._kernels.triton import programs
@@ -357,6 +357,22 @@ def test_scales_of_groups_of_any_size(size):
     rng = np.random.default_rng(0)
     scale = np.exp2(rng.uniform(0, 1.9, problem.value_scale.shape)) * size
     check(problem.replace(value_scale=scale.astype(np.float16)))
+
+
+@pytest.mark.parametrize("cache_dtype", [*CACHE_DTYPES, "int4"])
+def test_caches_that_are_dequantised_first(monkeypatch, cache_dtype):
+    """As those of long prompts are, with per-token scales; not where bits may not depend on it."""
+    monkeypatch.setattr(dequantise, "LEAST_TOKENS", 0)
+    monkeypatch.setattr(dequantise, "MOST_KEYS", 1 << 20)
+    problem = mixed(SPECS["all"], cache_dtype=cache_dtype, dtype=ml_dtypes.bfloat16, **TOKENS)
+    query, cache, batch = arrays_of(problem)
+    for invariant in (False, True):
+        call = call_of(query, cache, batch, problem.spec, batch_invariant=invariant)
+        assert (backend.plan(call, batch).dequantised is None) == invariant
+        check(problem, batch_invariant=invariant)
+    plain = dequantise.dequantised_call(dataclasses.replace(call, batch_invariant=False))
+    held = dequantise.dequantised_cache(call, cache, batch.block_tables, query.dtype, backend.take)
+    assert plain == call_of(query, held, batch, problem.spec)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..._dispatch.call import Call
+from ..._dispatch.dequantise import is_faster_dequantised
 from ..._dispatch.options import SCALES
 from ...batch.draft_tree import num_words
 from ...batch.metadata import Sequences, nondecreasing_starts
@@ -72,6 +73,15 @@ def _unsupported_device(call: Call, capability: tuple[int, int]) -> list[str]:
             f"{least} bytes of shared memory, the device has {device.shared_bytes}"
         )
     return reasons
+
+
+def is_dequantised(call: Call) -> bool:
+    """Whether a call's cache is dequantised before the kernels read it.
+
+    Not where bits may not depend on the size of the batch.
+    """
+    allowed = call.token_scales and call.selection is None and not call.batch_invariant
+    return allowed and is_faster_dequantised(call)
 
 
 def starts_in_order(call: Call, batch: Sequences) -> Sequences:

@@ -18,6 +18,7 @@ from ..._kernels.triton.launch import (
     SUPPORTS,
     Launch,
     attention_launch,
+    is_dequantised,
     merge_launch,
     parts_of,
     refusals,
@@ -28,6 +29,7 @@ from ..._kernels.triton.lists import listed_blocks
 from ..._kernels.triton.merge import join_kernel, merge_kernel
 from ..._kernels.triton.tiling import tiling
 from ...cache.quantise import as_read, scale_of_values
+from ..dequantised import dequantised_first
 from ..gradient import with_xla_gradient
 from .program import missing, start
 
@@ -35,6 +37,8 @@ from .program import missing, start
 @functools.partial(jax.jit, static_argnames="call")
 def run(call: Call, query, cache, batch, *, sinks=None, selection=None):
     """out and lse of a call; every element of both is written by the kernels."""
+    if is_dequantised(call):
+        call, cache, batch = dequantised_first(call, cache, batch)
     tiles = tiling(call, _device())
     slopes = jnp.asarray(call.spec.alibi_slopes or (0.0,), jnp.float32)
     tables = batch.block_tables

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 
 from ...._arrays.namespace import cdiv
 from ...._dispatch.call import Call
+from ...._dispatch.dequantise import dequantised_bytes, is_faster_dequantised
 from ....batch.draft_tree import num_words
+from ...dequantised import dequantised_first
 from . import split_kv, tiles
-from .dequantise import MOST_BYTES, dequantised_bytes, dequantised_call, is_dequantised
 from .kernel import attention
 from .kernel_config import ROWS, UNIT, UNITS, KernelConfig
 from .lines import Lines, lines_of
@@ -29,6 +30,7 @@ MEASURED_HEAD_DIM = 128
 MEASURED = ("scale", "return_lse", "cache_dtype", "token_scales")  # options
 LARGEST_DECODE_BLOCK = 64  # tokens
 MOST_INT4_KEYS = 128  # of which the tables have room, for each token
+MOST_INT4_BYTES = 1 << 31  # of keys and values
 
 
 def refusals(call: Call) -> list[str]:
@@ -98,10 +100,10 @@ def _unsupported_bits(call) -> list[str]:
         return []
     reasons = []
     if call.cache_dtype == "int4":
-        if (taken := dequantised_bytes(call)) > MOST_BYTES:
+        if (taken := dequantised_bytes(call)) > MOST_INT4_BYTES:
             reasons.append(
-                f"cache_dtype: int4 is dequantised first, to at most {MOST_BYTES} bytes; the "
-                f"tables have room for {taken}"
+                f"cache_dtype: int4 is dequantised first, to at most {MOST_INT4_BYTES} bytes; "
+                f"the tables have room for {taken}"
             )
         return reasons
     if call.cache_dtype not in CACHE_DTYPES:
@@ -148,8 +150,8 @@ def run(call: Call, query, cache, batch):
 @functools.partial(jax.jit, static_argnames=("call", "programs"))
 def attend(call: Call, query, cache, batch, programs):
     """`run` for a GPU of so many multiprocessors, wherever this is traced."""
-    if is_dequantised(call):
-        call, cache, batch = dequantised_call(call, cache, batch)
+    if call.cache_dtype == "int4" or is_faster_dequantised(call):
+        call, cache, batch = dequantised_first(call, cache, batch)
     config = config_of(call, programs)
     query = jnp.pad(query, ((0, config.num_tokens - call.num_tokens), (0, 0), (0, 0)))
     lengths = batch.query_start_loc, batch.seq_lens
