@@ -12,11 +12,14 @@ from ..cache.quantise import dequantised
 from .call import ITEM_BYTES, Call
 
 MOST_BYTES = 1 << 30  # of dequantised keys and values
-# On an H200 `mosaic` takes 1 to 1.2 ns to widen and scale a key of 8 heads for 128 tokens, and XLA
-# 0.8 to dequantise it for all. Tables may have room for far more keys than there are, and room is
-# what is filled: for each token of the batch so much at most.
+# On an H200 `mosaic` takes 1 to 1.2 ns to widen and scale a key of 8 heads for 128 tokens, without
+# per-token scales 0.2 to 0.6. XLA takes 0.8 to dequantise it for all while the L2 cache holds what
+# it writes, and beyond it some 2.5, by the bandwidth.
 LEAST_TOKENS = 512  # of a sequence
-MOST_KEYS = 32
+LEAST_WITHOUT_SCALES = 2048
+# Tables may have room for far more keys than there are, and room is what is filled: at most so much
+# for each token of the batch.
+MOST_KEYS = 16
 
 
 def is_faster_dequantised(call: Call) -> bool:
@@ -24,7 +27,8 @@ def is_faster_dequantised(call: Call) -> bool:
     if call.cache_dtype is None or not call.strides.value:
         return False
     room = call.num_seqs * call.capacity
-    long = call.num_tokens >= LEAST_TOKENS * call.num_seqs
+    least = LEAST_TOKENS if call.token_scales else LEAST_WITHOUT_SCALES
+    long = call.num_tokens >= least * call.num_seqs
     return (
         long and 0 < room <= MOST_KEYS * call.num_tokens and dequantised_bytes(call) <= MOST_BYTES
     )

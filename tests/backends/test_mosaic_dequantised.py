@@ -21,7 +21,9 @@ KINDS = {
 }
 
 
-def a_call(cache_dtype: str | None = "int8", num_tokens=2048, num_seqs=2, room=1024) -> Call:
+def a_call(
+    cache_dtype: str | None = "int8", num_tokens=2048, num_seqs=2, room=1024, token_scales=True
+) -> Call:
     """`room` are the keys that a sequence's row of the tables has entries for."""
     return Call(
         num_tokens=num_tokens,
@@ -38,7 +40,7 @@ def a_call(cache_dtype: str | None = "int8", num_tokens=2048, num_seqs=2, room=1
         strides=Strides((), (1,), (1,)),
         spec=AttentionSpec(),
         cache_dtype=cache_dtype,
-        token_scales=cache_dtype is not None,
+        token_scales=token_scales and cache_dtype is not None,
     )
 
 
@@ -51,8 +53,10 @@ def a_call(cache_dtype: str | None = "int8", num_tokens=2048, num_seqs=2, room=1
         (a_call(), True),
         (a_call("float8_e4m3fn"), True),
         (a_call(num_tokens=1022), False),
-        (a_call(num_tokens=1024, room=1 << 14), True),
-        (a_call(num_tokens=1024, room=(1 << 14) + 16), False),
+        (a_call(num_tokens=1024, room=1 << 13), True),
+        (a_call(num_tokens=1024, room=(1 << 13) + 16), False),
+        (a_call(num_tokens=4096, token_scales=False), True),
+        (a_call(num_tokens=4094, token_scales=False), False),
         (a_call(num_tokens=1 << 17, room=1 << 17), True),
         (a_call(num_tokens=1 << 17, room=(1 << 17) + 16), False),
     ],
