@@ -6,32 +6,46 @@ into memory of its own with a block for each entry of the block tables.
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from ..cache.kv_cache import KVCache
 from ..cache.quantise import dequantised
 from .call import ITEM_BYTES, Call
 
 MOST_BYTES = 1 << 30  # of dequantised keys and values
-# On an H200 `mosaic` takes 1 to 1.2 ns to widen and scale a key of 8 heads for 128 tokens, without
-# per-token scales 0.2 to 0.6. XLA takes 0.8 to dequantise it for all while the L2 cache holds what
-# it writes, and beyond it some 2.5, by the bandwidth.
-LEAST_TOKENS = 512  # of a sequence
-LEAST_WITHOUT_SCALES = 2048
-# Tables may have room for far more keys than there are, and room is what is filled: at most so much
-# for each token of the batch.
-MOST_KEYS = 16
+
+
+class Rule(NamedTuple):
+    """From when on that is likely faster.
+
+    Fields:
+      tokens: of a sequence, at least.
+      keys: for each token of the batch at most. Tables may have room for far more keys than there
+        are, and room is what is filled.
+    """
+
+    tokens: int
+    keys: int
+
+
+# ns on an H200 for a key of 8 heads. To dequantise it for all queries takes XLA 0.8 while the L2
+# cache holds what it writes, and beyond it some 2.5, by the bandwidth. For 128 queries `triton`
+# takes 25 to read it from int4, from bfloat16 5; to widen and scale it takes `mosaic` 1.0 to 1.2,
+# and without per-token scales 0.2 to 0.6.
+INT4 = Rule(tokens=64, keys=128)
+SCALED = Rule(tokens=512, keys=16)
+UNSCALED = Rule(tokens=2048, keys=16)
 
 
 def is_faster_dequantised(call: Call) -> bool:
     """Whether a kernel that reads quantised caches is likely to read a dequantised one sooner."""
     if call.cache_dtype is None or not call.strides.value:
         return False
-    room = call.num_seqs * call.capacity
-    least = LEAST_TOKENS if call.token_scales else LEAST_WITHOUT_SCALES
-    long = call.num_tokens >= least * call.num_seqs
-    return (
-        long and 0 < room <= MOST_KEYS * call.num_tokens and dequantised_bytes(call) <= MOST_BYTES
-    )
+    rule = SCALED if call.token_scales else UNSCALED
+    rule = INT4 if call.cache_dtype == "int4" else rule
+    room, tokens = call.num_seqs * call.capacity, call.num_tokens
+    long = tokens >= rule.tokens * call.num_seqs and 0 < room <= rule.keys * tokens
+    return long and dequantised_bytes(call) <= MOST_BYTES
 
 
 def dequantised_bytes(call: Call) -> int:

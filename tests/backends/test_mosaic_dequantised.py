@@ -48,7 +48,10 @@ def a_call(
     ("call", "is_so"),
     [
         (a_call("int4", num_tokens=2), False),
-        (a_call("int4"), True),
+        (a_call("int4", num_tokens=126), False),
+        (a_call("int4", num_tokens=128), True),
+        (a_call("int4", num_tokens=128, room=1 << 13), True),
+        (a_call("int4", num_tokens=128, room=(1 << 13) + 16), False),
         (a_call(None), False),
         (a_call(), True),
         (a_call("float8_e4m3fn"), True),

@@ -362,8 +362,8 @@ def test_scales_of_groups_of_any_size(size):
 @pytest.mark.parametrize("cache_dtype", [*CACHE_DTYPES, "int4"])
 def test_caches_that_are_dequantised_first(monkeypatch, cache_dtype):
     """As those of long prompts are, with per-token scales; not where bits may not depend on it."""
-    monkeypatch.setattr(dequantise, "LEAST_TOKENS", 0)
-    monkeypatch.setattr(dequantise, "MOST_KEYS", 1 << 20)
+    for rule in ("INT4", "SCALED"):
+        monkeypatch.setattr(dequantise, rule, dequantise.Rule(tokens=0, keys=1 << 20))
     problem = mixed(SPECS["all"], cache_dtype=cache_dtype, dtype=ml_dtypes.bfloat16, **TOKENS)
     query, cache, batch = arrays_of(problem)
     for invariant in (False, True):
