@@ -12,11 +12,9 @@ from ..cache.kv_cache import KVCache
 from ..cache.quantise import dequantised
 from .call import ITEM_BYTES, Call
 
-MOST_BYTES = 1 << 30  # of dequantised keys and values
-
 
 class Rule(NamedTuple):
-    """From when on that is likely faster.
+    """From when on to dequantise keys and values first is likely faster.
 
     Fields:
       tokens: of a sequence, at least.
@@ -28,24 +26,41 @@ class Rule(NamedTuple):
     keys: int
 
 
-# ns on an H200 for a key of 8 heads. To dequantise it for all queries takes XLA 0.8 while the L2
-# cache holds what it writes, and beyond it some 2.5, by the bandwidth. For 128 queries `triton`
-# takes 25 to read it from int4, from bfloat16 5; to widen and scale it takes `mosaic` 1.0 to 1.2,
-# and without per-token scales 0.2 to 0.6.
-INT4 = Rule(tokens=64, keys=128)
-SCALED = Rule(tokens=512, keys=16)
-UNSCALED = Rule(tokens=2048, keys=16)
+NEVER = Rule(1 << 31, 0)
 
 
-def is_faster_dequantised(call: Call) -> bool:
-    """Whether a kernel that reads quantised caches is likely to read a dequantised one sooner."""
-    if call.cache_dtype is None or not call.strides.value:
+class Rules(NamedTuple):
+    """Those of caches by their kind, and the most bytes that keys and values may take."""
+
+    int4: Rule
+    token_scales: Rule
+    no_scales: Rule  # or per-head ones
+    most_bytes: int
+
+
+# ns on an H200 for a key of 8 heads. For 128 queries `triton` takes 25 to read it from int4 and 11
+# with per-token scales, from bfloat16 5; to widen and scale it takes `mosaic` 1.0 to 1.2, and
+# without per-token scales 0.2 to 0.6. To dequantise it for all queries XLA takes 0.8 while the L2
+# cache holds what it writes and beyond it, by the bandwidth, some 2.5.
+XLA = Rules(Rule(64, 128), Rule(512, 16), Rule(2048, 16), most_bytes=1 << 30)
+# torch takes some 18, by the bandwidth, in an operation after the other, of which some are in
+# float32: four times the bytes for a while.
+EAGER = Rules(Rule(256, 4), Rule(1024, 4), NEVER, most_bytes=1 << 28)
+
+
+def is_faster_dequantised(call: Call, rules: Rules = XLA) -> bool:
+    """Whether a kernel that reads quantised caches is likely to read a dequantised one sooner.
+
+    Not where windows hide keys: a kernel leaves those out.
+    """
+    if call.cache_dtype is None or not call.strides.value or call.window is not None:
         return False
-    rule = SCALED if call.token_scales else UNSCALED
-    rule = INT4 if call.cache_dtype == "int4" else rule
-    room, tokens = call.num_seqs * call.capacity, call.num_tokens
+    rule = rules.token_scales if call.token_scales else rules.no_scales
+    rule = rules.int4 if call.cache_dtype == "int4" else rule
+    tokens = min(call.num_tokens, call.num_seqs * call.longest_query)  # the others are padding
+    room = call.num_seqs * call.capacity
     long = tokens >= rule.tokens * call.num_seqs and 0 < room <= rule.keys * tokens
-    return long and dequantised_bytes(call) <= MOST_BYTES
+    return long and dequantised_bytes(call) <= rules.most_bytes
 
 
 def dequantised_bytes(call: Call) -> int:

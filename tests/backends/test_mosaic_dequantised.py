@@ -1,5 +1,7 @@
 """Quantised caches that are dequantised before the Mosaic kernel reads them."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -22,10 +24,15 @@ KINDS = {
 
 
 def a_call(
-    cache_dtype: str | None = "int8", num_tokens=2048, num_seqs=2, room=1024, token_scales=True
+    cache_dtype: str | None = "int8",
+    num_tokens=2048,
+    num_seqs=2,
+    room=1024,
+    token_scales=True,
+    **changes,
 ) -> Call:
     """`room` are the keys that a sequence's row of the tables has entries for."""
-    return Call(
+    call = Call(
         num_tokens=num_tokens,
         num_heads=32,
         num_kv_heads=8,
@@ -42,6 +49,7 @@ def a_call(
         cache_dtype=cache_dtype,
         token_scales=token_scales and cache_dtype is not None,
     )
+    return dataclasses.replace(call, **changes)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +68,8 @@ def a_call(
         (a_call(num_tokens=1024, room=(1 << 13) + 16), False),
         (a_call(num_tokens=4096, token_scales=False), True),
         (a_call(num_tokens=4094, token_scales=False), False),
+        (a_call(max_query_len=511), False),
+        (a_call(spec=AttentionSpec(sliding_window=100)), False),
         (a_call(num_tokens=1 << 17, room=1 << 17), True),
         (a_call(num_tokens=1 << 17, room=(1 << 17) + 16), False),
     ],

@@ -9,10 +9,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from cases import SPECS, mixed
+from cases import SPECS, mixed, run
+from int4_decodes import INT4_DECODES, int4_decodes
 
 import pagedattn_torch
 from pagedattn import AttentionSpec, KVCache, paged_attention
+from pagedattn._kernels.triton import programs
 from pagedattn._kernels.triton.device import device_of
 from pagedattn.testing import (
     Problem,
@@ -238,3 +240,13 @@ def test_new_sizes_do_not_recompile():
     decode([16] * 16 + [90])
     decode([101], num_blocks=1000)
     assert compiled() == before
+
+
+@pytest.mark.parametrize("name", INT4_DECODES)
+def test_int4_decodes_of_few_keys(monkeypatch, name):
+    """By the kernel that `backend=None` takes where there are keys for all its warps."""
+    monkeypatch.setattr(programs, "INT4_DECODE_KEYS", 0)
+    jax_backend.run.clear_cache()
+    problem = int4_decodes(name)
+    assert_attention_close(*run(problem, "triton"), problem, name="triton")
+    jax_backend.run.clear_cache()

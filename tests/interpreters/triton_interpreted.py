@@ -362,9 +362,10 @@ def test_scales_of_groups_of_any_size(size):
 @pytest.mark.parametrize("cache_dtype", [*CACHE_DTYPES, "int4"])
 def test_caches_that_are_dequantised_first(monkeypatch, cache_dtype):
     """As those of long prompts are, with per-token scales; not where bits may not depend on it."""
-    for rule in ("INT4", "SCALED"):
-        monkeypatch.setattr(dequantise, rule, dequantise.Rule(tokens=0, keys=1 << 20))
-    problem = mixed(SPECS["all"], cache_dtype=cache_dtype, dtype=ml_dtypes.bfloat16, **TOKENS)
+    rules = dequantise.Rules(*[dequantise.Rule(tokens=0, keys=1 << 20)] * 3, most_bytes=1 << 30)
+    monkeypatch.setattr(backend, "EAGER", rules)
+    kinds = {"cache_dtype": cache_dtype, "dtype": ml_dtypes.bfloat16, **TOKENS}
+    problem = mixed(AttentionSpec(logits_soft_cap=2.0), **kinds)
     query, cache, batch = arrays_of(problem)
     for invariant in (False, True):
         call = call_of(query, cache, batch, problem.spec, batch_invariant=invariant)
@@ -377,20 +378,20 @@ def test_caches_that_are_dequantised_first(monkeypatch, cache_dtype):
 
 @pytest.fixture
 def few_keys(monkeypatch):
-    """By groups of columns, although there are few keys for each warp."""
-    monkeypatch.setattr(programs, "LEAST_BY_GROUPS", 0)
+    """By int4_decode.py, although there are few keys for each warp."""
+    monkeypatch.setattr(programs, "INT4_DECODE_KEYS", 0)
 
 
 @pytest.mark.usefixtures("few_keys")
 @pytest.mark.parametrize("name", INT4_DECODES)
-def test_decodes_by_groups_of_columns(name):
+def test_int4_decodes(name):
     problem = int4_decodes(name)
     assert tiled(problem).kv_heads in (1, 2)
     check(problem)
 
 
 @pytest.mark.usefixtures("few_keys")
-def test_decodes_by_groups_share_programs_by_pairs_of_heads():
+def test_int4_decodes_share_programs_by_pairs_of_heads():
     kv_heads = {name: tiled(int4_decodes(name)).kv_heads for name in INT4_DECODES}
     alone = {"odd KV heads", "group of 8", "group of 5"}
     assert {name for name in INT4_DECODES if kv_heads[name] == 1} == alone
@@ -398,8 +399,8 @@ def test_decodes_by_groups_share_programs_by_pairs_of_heads():
 
 @pytest.mark.usefixtures("few_keys")
 @pytest.mark.parametrize("name", ["group of 4", "group of 8", "sinks, cap and window"])
-def test_decodes_by_groups_whose_keys_are_not_split(monkeypatch, name):
-    monkeypatch.setattr(programs, "WARPS_BY_GROUPS", 0)
+def test_int4_decodes_whose_keys_are_not_split(monkeypatch, name):
+    monkeypatch.setattr(programs, "INT4_DECODE_WARPS", 0)
     problem = int4_decodes(name)
     assert tiled(problem).splits == 1
     check(problem)
@@ -407,7 +408,7 @@ def test_decodes_by_groups_whose_keys_are_not_split(monkeypatch, name):
 
 @pytest.mark.usefixtures("few_keys")
 @pytest.mark.parametrize("size", [2.0**-14, 1.0, 2.0**12])
-def test_decodes_by_groups_of_scales_far_apart(size):
+def test_int4_decodes_of_scales_far_apart(size):
     """Of keys, groups and heads, also beside a sink."""
     problem = int4_decodes("sinks")
     rng = np.random.default_rng(0)
@@ -417,7 +418,7 @@ def test_decodes_by_groups_of_scales_far_apart(size):
 
 @pytest.mark.usefixtures("few_keys")
 @pytest.mark.parametrize("size", [2.0**-60, 2.0**60])
-def test_decodes_by_groups_of_queries_of_any_size(size):
+def test_int4_decodes_of_queries_of_any_size(size):
     problem = int4_decodes("group of 4", spec=AttentionSpec(scale=0.1 / size))
     query = problem.query.astype(np.float32) * size
     check(problem.replace(query=query.astype(problem.query.dtype)))
@@ -429,7 +430,7 @@ def test_decodes_by_groups_of_queries_of_any_size(size):
     [{"max_query_len": 2}, {"num_heads": 18}, {"head_dim": 64}, {"dtype": np.float16}],
     ids=str,
 )
-def test_other_calls_over_int4_are_not_by_groups(changes):
+def test_other_calls_over_int4_are_not_int4_decodes(changes):
     kwargs = {"head_dim": 128, "max_query_len": 1, "dtype": ml_dtypes.bfloat16} | changes
     problem = random_problem([1, 1], [70, 33], PLAIN, cache_dtype="int4", **kwargs, **TOKENS)
     assert tiled(problem).kv_heads == 0

@@ -121,10 +121,10 @@ class Config(NamedTuple):
     tile: TileShape
     few: TileShape | None  # for tiles with no more tokens than it has, as decodes in a mixed batch
     group: int  # query heads of a KV head, or of all that a program computes
-    kv_heads: int  # that a program computes by int4_decode.py; else 0
+    kv_heads: int  # a program's by int4_decode.py, which count as one elsewhere; 0: another way
     keys: int  # of one step
     tiles_a_seq: int  # tiles given to each sequence; 0 finds the sequence by search
-    own_padding: bool  # which store the rows of padding tokens, too: no other tiles do
+    own_padding: bool  # the sequences' tiles store the rows of padding tokens: no others do
     split: bool  # the grid's second axis splits the keys, for `merge_kernel` or `join_kernel`
     min_steps: int  # steps, or of segments parts, below which keys are not split further
     segment: int  # keys whose steps are joined in order, and then it to others; 0: all together

@@ -3,7 +3,8 @@
 A program computes a tile of rows for one KV head. Its rows are tokens x query heads of the group,
 so that a key is loaded once for the whole group. It attends to all keys that any of its rows sees
 or, where the keys are split, to its share of them. Padding tokens count as one more sequence,
-without keys.
+without keys, whose rows are stored by tiles of its own or by all. What int4_decode.py computes for
+two KV heads counts as one of them here.
 """
 
 # Constants are NamedTuples here, which the type `constexpr` does not say.
@@ -91,7 +92,7 @@ def attention_kernel(
             return
     if task.first >= query_len:
         return
-    if few is not None:  # noqa: SIM102  (as above)
+    if few is not None:  # noqa: SIM102  (the kernel is compiled with or without it)
         if query_len - task.first <= few.tokens:
             attend(rows, cache, task, formula, config, few)
             return

@@ -99,8 +99,9 @@ def plain(bits, scale, DTYPE: tl.constexpr):
 def offset_numbers(constants: tuple[int, int], shift: int) -> Any:
     """Assembly: two pairs of bytes as two numbers each of the even and odd columns of both halves.
 
-    `constants` are 16 bits of the low and of the high bits' result without those: with the number
-    0, whose sign bit is turned. Those of the high bits are taken `shift` places further down.
+    `constants` are the 16 bits of base + 8 for the low and for the high bits: an exclusive or with
+    them puts four bits, whose sign bit is turned, into the mantissa of base. The high bits are
+    taken `shift` places further down.
     """
     low, high = (f"0x{bits:04x}{bits:04x}" for bits in constants)
     mask = f"0x{240 >> shift:04x}{240 >> shift:04x}"

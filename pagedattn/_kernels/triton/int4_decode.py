@@ -1,15 +1,16 @@
-"""Decodes over keys and values of four bits, for two KV heads at a time.
+"""Decodes over keys and values of four bits, of two KV heads in a program where that fits.
 
 A row in the cache has 64 bytes, and those of two heads lie side by side: read by programs of their
 own they take half as long again. A warp has registers for both heads only if no products are of
 rows that hold nothing, as most of 16 rows of queries would. So queries are the columns of products,
-eight for a KV head, and their rows are keys, or columns of values.
+and their rows are keys, or columns of values.
 
 Four bits become a number by one instruction for two, without their scale and with an offset that is
 the same for all. Products of keys are multiplied by the scale of their group of columns, weights by
 that of the values' group, and what offsets add is a sum of queries or of weights. A half of a row
-has two groups: each has columns of its own in a product, `[group of the half, query]`, where those
-of the other group hold zeros or what is not read.
+has two such groups. Each has columns of its own in a product, `[group of the half, query]`, where
+those of the other group hold zeros or what is not read: 8 columns for up to 4 queries of a KV head,
+of which two fit into a program, or 16 for up to 8.
 """
 
 # Constants are NamedTuples here, which the type `constexpr` does not say.
@@ -38,7 +39,7 @@ from .states import finished
 LOG2E = tl.constexpr(1.4426950408889634)
 PAIRS = tl.constexpr(32)  # of bytes, in a row of 128 columns
 HALF = tl.constexpr(64)  # columns
-GROUP = tl.constexpr(32)  # columns that share a scale
+SCALE_GROUP = tl.constexpr(32)  # columns that share a scale
 
 
 class Queries(NamedTuple):
@@ -59,9 +60,7 @@ class State(NamedTuple):
 
 
 @triton.jit
-def attend_by_groups(
-    rows, cache, task, span, middle, formula, config: tl.constexpr, tile: tl.constexpr
-):
+def attend_int4(rows, cache, task, span, middle, formula, config: tl.constexpr, tile: tl.constexpr):
     """Computes one token of `config.kv_heads` KV heads; no mask is needed before `middle`."""
     queries = load_queries(rows, formula, config, tile)
     HEADS: tl.constexpr = config.kv_heads
@@ -135,7 +134,7 @@ def heads_of(config: tl.constexpr, tile: tl.constexpr):
 @triton.jit
 def own_pairs(tile: tl.constexpr):
     """`[PAIRS, columns]`: whether a pair of bytes is of a column's group."""
-    group = tl.arange(0, PAIRS) // (GROUP // 2)
+    group = tl.arange(0, PAIRS) // (SCALE_GROUP // 2)
     return group[:, None] == group_of_column(tile)[None, :]
 
 

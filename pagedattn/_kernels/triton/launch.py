@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..._dispatch.call import Call
-from ..._dispatch.dequantise import is_faster_dequantised
+from ..._dispatch.dequantise import Rules, is_faster_dequantised
 from ..._dispatch.options import SCALES
 from ...batch.draft_tree import num_words
 from ...batch.metadata import Sequences, nondecreasing_starts
@@ -75,13 +75,15 @@ def _unsupported_device(call: Call, capability: tuple[int, int]) -> list[str]:
     return reasons
 
 
-def is_dequantised(call: Call) -> bool:
+def is_dequantised(call: Call, rules: Rules) -> bool:
     """Whether a call's cache is dequantised before the kernels read it.
 
-    Not where bits may not depend on the size of the batch.
+    Other caches take half as long to read as those with per-token scales; of a selection blocks
+    would be filled that are not chosen; and bits may depend on the size of the batch nowhere that
+    it is forbidden.
     """
     allowed = call.token_scales and call.selection is None and not call.batch_invariant
-    return allowed and is_faster_dequantised(call)
+    return allowed and is_faster_dequantised(call, rules)
 
 
 def starts_in_order(call: Call, batch: Sequences) -> Sequences:
@@ -196,7 +198,7 @@ def _config(call: Call, tiles: Tiling, unit: int) -> Config:
         kv_heads=tiles.kv_heads,
         keys=tiles.program.keys,
         tiles_a_seq=tiles.tiles_a_seq,
-        own_padding=tiles.num_tiles == call.num_seqs * tiles.tiles_a_seq,
+        own_padding=tiles.own_padding,
         split=tiles.splits > 1,
         min_steps=tiles.min_steps,
         segment=tiles.segment,

@@ -26,7 +26,7 @@ class Program(NamedTuple):
 
 # Of int4_decode.py: warps on a multiprocessor, which has registers for as many, and fewer keys for
 # each of them than which `short_program` is faster.
-WARPS_BY_GROUPS, LEAST_BY_GROUPS = 8, 48
+INT4_DECODE_WARPS, INT4_DECODE_KEYS = 8, 48
 LONE_WARP = Program(16, keys=32, num_warps=1, num_stages=5)
 
 
@@ -109,28 +109,28 @@ def _of_lone_warps(call: Call, programs: int, rows: int, num_sms: int) -> bool:
     return integers and rows <= 16 and programs * call.max_keys >= 8 * 128 * num_sms
 
 
-def by_groups(call: Call, device: Device) -> bool:
+def takes_int4_decode(call: Call, device: Device) -> bool:
     """Whether int4_decode.py computes a call: decodes of bfloat16 with keys for all its warps."""
     columns = call.head_dim == call.out_dim == 128
     side_by_side = all(strides[2] == call.head_dim // 2 for strides in call.strides[1:] if strides)
     spec = call.spec
     plain = spec.alibi_slopes is None and call.selection is None and not call.batch_invariant
     tiled = in_four_bits(call) and columns and side_by_side and call.group <= 8
-    programs = call.num_seqs * call.num_kv_heads // heads_by_groups(call)
-    enough = programs * call.max_keys >= LEAST_BY_GROUPS * WARPS_BY_GROUPS * device.num_sms
+    programs = call.num_seqs * call.num_kv_heads // int4_decode_heads(call)
+    enough = programs * call.max_keys >= INT4_DECODE_KEYS * INT4_DECODE_WARPS * device.num_sms
     decodes = call.dtype == "bfloat16" and call.longest_query == 1 and not call.parents
     return decodes and tiled and plain and enough and programs > 0
 
 
-def heads_by_groups(call: Call) -> int:
+def int4_decode_heads(call: Call) -> int:
     """KV heads of a program by int4_decode.py: it has registers for 16 columns of products."""
     return 2 if call.group <= 4 and call.num_kv_heads % 2 == 0 else 1
 
 
-def program_by_groups(call: Call, programs: int, device: Device) -> tuple[Program, int, int]:
+def int4_decode_program(call: Call, programs: int, device: Device) -> tuple[Program, int, int]:
     """As `short_program`, for int4_decode.py."""
     columns = 8 if call.group <= 4 else 16
-    splits = max(1, WARPS_BY_GROUPS * device.num_sms // programs)
+    splits = max(1, INT4_DECODE_WARPS * device.num_sms // programs)
     return LONE_WARP._replace(rows=columns), splits, 128
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .eight_bits import factors_of, halved
-from .int4_decode import attend_by_groups
+from .int4_decode import attend_int4
 from .lines import Lines, standing
 from .lists import last_seen, most_listed, rank
 from .online_softmax import Formula, Queries, Span, State, attend_keys
@@ -83,7 +83,7 @@ def attend(rows, cache, task, formula, config: tl.constexpr, tile: tl.constexpr)
 
     if config.kv_heads > 0:
         middle = middle_of(span, task, cache, config)
-        attend_by_groups(rows, cache, task, span, middle, formula, config, tile)
+        attend_int4(rows, cache, task, span, middle, formula, config, tile)
         return
 
     queries, formula = load_queries(rows, places, cache, span, task, formula, config, tile)

@@ -10,16 +10,16 @@ from ..._dispatch.call import Call
 from .device import Device
 from .programs import (
     Program,
-    by_groups,
     fitting,
     has_narrow_sums,
-    heads_by_groups,
+    int4_decode_heads,
+    int4_decode_program,
     invariant_program,
     invariant_rows,
     is_short,
     long_program,
-    program_by_groups,
     short_program,
+    takes_int4_decode,
     wide_program,
 )
 from .widths import is_wide, power_of_two
@@ -39,6 +39,7 @@ class Tiling(NamedTuple):
     tokens: int  # tokens of a tile
     tiles_a_seq: int  # tiles given to each sequence; 0: tiles find their sequence by search
     num_tiles: int
+    own_padding: bool  # the sequences' tiles store the rows of padding tokens: no others do
     splits: int
     min_steps: int  # steps of keys below which a split is not split further
     segment: int  # keys whose sums are joined in order; 0 where bits may follow from the splits
@@ -48,8 +49,8 @@ class Tiling(NamedTuple):
 
 def tiling(call: Call, device: Device) -> Tiling:
     """How a call is cut up for a device."""
-    if by_groups(call, device):
-        return _tiling_by_groups(call, device)
+    if takes_int4_decode(call, device):
+        return _int4_decode_tiling(call, device)
     rows = tile_rows(call, device)
     heads = min(call.group, rows)
     head_tiles = cdiv(call.group, heads)
@@ -70,10 +71,11 @@ def tiling(call: Call, device: Device) -> Tiling:
         part = _part(call, min(splits, cdiv(call.max_keys, min_keys)), program)
     else:
         program, segment, part = fitting(program, call, device), 0, 0
-    if is_short(call) and program.num_warps > 1:
-        # A few more tiles store the rows of the padding tokens. Where each program is one warp,
-        # those that end at once would leave some schedulers with a warp more than others.
-        num_tiles += min(8, cdiv(call.num_tokens, tokens))
+    # Where each program is one warp, some that end at once would leave some schedulers with a warp
+    # more than others.
+    own_padding = is_short(call) and program.num_warps == 1
+    if is_short(call) and not own_padding:
+        num_tiles += min(8, cdiv(call.num_tokens, tokens))  # for the rows of padding tokens
     splits = min(splits, MAX_SPLITS, cdiv(call.max_keys, max(min_keys, part)))
     splits = without_empty(splits, cdiv(call.max_keys, part or program.keys))
     part = part if splits > 1 else segment
@@ -85,6 +87,7 @@ def tiling(call: Call, device: Device) -> Tiling:
         tokens=tokens,
         tiles_a_seq=tiles_a_seq,
         num_tiles=num_tiles,
+        own_padding=own_padding,
         splits=splits,
         min_steps=max(1, min_keys // (part or program.keys)),
         segment=segment,
@@ -94,11 +97,11 @@ def tiling(call: Call, device: Device) -> Tiling:
     )
 
 
-def _tiling_by_groups(call: Call, device: Device) -> Tiling:
+def _int4_decode_tiling(call: Call, device: Device) -> Tiling:
     """As `tiling`, of decodes by int4_decode.py."""
-    kv_heads = heads_by_groups(call)
-    pairs = call.num_seqs * call.num_kv_heads // kv_heads
-    program, splits, min_keys = program_by_groups(call, pairs, device)
+    kv_heads = int4_decode_heads(call)
+    programs = call.num_seqs * call.num_kv_heads // kv_heads
+    program, splits, min_keys = int4_decode_program(call, programs, device)
     splits = min(splits, MAX_SPLITS, cdiv(call.max_keys, min_keys))
     splits = without_empty(splits, cdiv(call.max_keys, program.keys))
     return Tiling(
@@ -109,6 +112,7 @@ def _tiling_by_groups(call: Call, device: Device) -> Tiling:
         tokens=1,
         tiles_a_seq=1,
         num_tiles=call.num_seqs,
+        own_padding=True,
         splits=splits,
         min_steps=max(1, min_keys // program.keys),
         segment=0,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ..._dispatch.backend import Backend
 from ..._dispatch.call import Call
+from ..._dispatch.dequantise import XLA
 from ..._kernels.triton.arguments import Arrays, Parts, Results
 from ..._kernels.triton.attention import attention_kernel
 from ..._kernels.triton.device import device_of
@@ -37,7 +38,7 @@ from .program import missing, start
 @functools.partial(jax.jit, static_argnames="call")
 def run(call: Call, query, cache, batch, *, sinks=None, selection=None):
     """out and lse of a call; every element of both is written by the kernels."""
-    if is_dequantised(call):
+    if is_dequantised(call, XLA):
         call, cache, batch = dequantised_first(call, cache, batch)
     tiles = tiling(call, _device())
     slopes = jnp.asarray(call.spec.alibi_slopes or (0.0,), jnp.float32)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ...._arrays.namespace import cdiv
 from ...._dispatch.call import Call
-from ...._dispatch.dequantise import INT4, dequantised_bytes, is_faster_dequantised
+from ...._dispatch.dequantise import XLA, dequantised_bytes, is_faster_dequantised
 from ....batch.draft_tree import num_words
 from ...dequantised import dequantised_first
 from . import split_kv, tiles
@@ -45,7 +45,7 @@ def slower_because(call: Call) -> list[str]:
     if call.longest_query < least and not _is_ahead_with_short_queries(call):
         reasons.append(f"short queries: max_query_len is {call.longest_query}, below {least}")
     room = call.num_seqs * call.capacity
-    if call.cache_dtype == "int4" and room > INT4.keys * call.num_tokens:
+    if call.cache_dtype == "int4" and room > XLA.int4.keys * call.num_tokens:
         reasons.append(f"int4 is dequantised first: {room} keys for {call.num_tokens} tokens")
     if call.head_dim != MEASURED_HEAD_DIM:
         reasons.append(f"measured ahead with head_dim {MEASURED_HEAD_DIM}, got {call.head_dim}")
