@@ -167,7 +167,8 @@ def test_the_choice_loads_no_backend():
     assert not [name for name in reached if name.startswith("pagedattn.backends")]
 
 
-SHARED = {"__init__", "gradient", "triton_call", "gather", "bias"}  # of several backends
+# Of several backends.
+SHARED = {"__init__", "dequantised", "gradient", "triton_call", "gather", "bias"}
 
 
 def backend_files(package: str) -> dict[str, Path]:
