@@ -14,7 +14,7 @@ from .call import ITEM_BYTES, Call
 
 
 class Rule(NamedTuple):
-    """From when on to dequantise keys and values first is likely faster.
+    """From which sizes on it is likely faster to dequantise keys and values first.
 
     Fields:
       tokens: of a sequence, at least.

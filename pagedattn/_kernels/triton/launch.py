@@ -78,9 +78,9 @@ def _unsupported_device(call: Call, capability: tuple[int, int]) -> list[str]:
 def is_dequantised(call: Call, rules: Rules) -> bool:
     """Whether a call's cache is dequantised before the kernels read it.
 
-    Other caches take half as long to read as those with per-token scales; of a selection blocks
-    would be filled that are not chosen; and bits may depend on the size of the batch nowhere that
-    it is forbidden.
+    Only those with per-token scales, which take twice as long to read as others. Not with a
+    selection, since blocks that are not chosen would be filled too, nor with `batch_invariant`,
+    since the choice follows from the size of the batch, and rounding from the choice.
     """
     allowed = call.token_scales and call.selection is None and not call.batch_invariant
     return allowed and is_faster_dequantised(call, rules)
