@@ -39,8 +39,14 @@ EVEN_AND_ODD_OF_INT8 = from_int8("0x4240", "0x4341")  # bytes 0 and 2; bytes 1 a
 @triton.jit
 def factors_of(q, q_rest):
     """What each row's products are to be multiplied by, where queries are `halved`: powers of 2."""
-    size = tl.maximum(sizes_of(q), sizes_of(q_rest))
-    return tl.exp2(tl.floor(tl.log2(tl.where(size > 0, tl.minimum(size, 1e38), 1.0))))
+    return power_below(tl.maximum(sizes_of(q), sizes_of(q_rest)))
+
+
+@triton.jit
+def power_below(size):
+    """The power of 2 below a positive size, from 2**-126 to 2**126."""
+    exponent = size.to(tl.int32, bitcast=True) & 0x7F800000
+    return tl.minimum(tl.maximum(exponent, 1 << 23), 253 << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit

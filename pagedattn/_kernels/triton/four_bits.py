@@ -119,11 +119,11 @@ def offset_numbers(constants: tuple[int, int], shift: int) -> Any:
     )
 
 
-# 1024 + 8 and 64 + 8 in float16, 128 + 8 and 16 + 8 in bfloat16: of the low bits, of the high ones.
+# 1024 + 8 and 64 + 8 in float16, of the low bits and of the high ones; 128 + 8 in bfloat16.
 IN_FLOAT16 = offset_numbers((0x6408, 0x5480), shift=0)
-IN_BFLOAT16 = offset_numbers((0x4308, 0x41C0), shift=1)
+IN_BFLOAT16 = offset_numbers((0x4308, 0x4308), shift=4)
 LOW_IN_FLOAT16, HIGH_IN_FLOAT16 = tl.constexpr(1032.0), tl.constexpr(72.0)
-LOW_IN_BFLOAT16, HIGH_IN_BFLOAT16 = tl.constexpr(136.0), tl.constexpr(24.0)
+OFFSET_IN_BFLOAT16 = tl.constexpr(136.0)
 
 
 @triton.jit
@@ -141,9 +141,9 @@ def offset_float16(pairs):
 
 @triton.jit
 def offset_bfloat16(pairs):
-    """As `offset_float16`, in bfloat16 and with other offsets."""
+    """As `offset_float16`, in bfloat16 and with one offset for all."""
     if INTERPRETED:
-        tiles = offset_plain(pairs, LOW_IN_BFLOAT16, HIGH_IN_BFLOAT16, tl.bfloat16)
+        tiles = offset_plain(pairs, OFFSET_IN_BFLOAT16, OFFSET_IN_BFLOAT16, tl.bfloat16)
     else:
         tiles = tl.inline_asm_elementwise(
             IN_BFLOAT16, "=r,=r,=r,=r,r", [pairs],

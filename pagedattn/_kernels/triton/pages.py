@@ -47,8 +47,13 @@ class Slots(NamedTuple):
 def find_slots(cache, step, keys, inside, config: tl.constexpr, MASKED: tl.constexpr):
     """The slots of a step's keys, the first of which is `step`."""
     layout: tl.constexpr = config.layout
-    blocks = load_blocks(cache, step, keys, inside, layout.block_size, config.keys, MASKED)
-    slots = keys % layout.block_size
+    few: tl.constexpr = layout.halves or layout.nibbles
+    if few and not MASKED and config.keys % layout.block_size == 0:
+        blocks = load_each_block(cache, step, layout.block_size, config.keys)
+        slots = tl.arange(0, config.keys) % layout.block_size
+    else:
+        blocks = load_blocks(cache, step, keys, inside, layout.block_size, config.keys, MASKED)
+        slots = keys % layout.block_size
     if not layout.small:
         blocks, slots = blocks.to(tl.int64), slots.to(tl.int64)
     unit: tl.constexpr = layout.stride_unit
@@ -68,6 +73,15 @@ def load_blocks(
     else:
         blocks = tl.load(cache.table + keys // BLOCK_SIZE)
     return tl.minimum(tl.maximum(blocks, 0), cache.num_blocks - 1)
+
+
+@triton.jit
+def load_each_block(cache, step, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
+    """As `load_blocks`, of whole blocks: in fewer instructions, but from 16 bits more registers."""
+    COUNT: tl.constexpr = KEYS // BLOCK_SIZE
+    blocks = tl.load(cache.table + step // BLOCK_SIZE + tl.arange(0, COUNT))
+    blocks = tl.minimum(tl.maximum(blocks, 0), cache.num_blocks - 1)
+    return tl.reshape(tl.broadcast_to(blocks[:, None], [COUNT, BLOCK_SIZE]), [KEYS])
 
 
 @triton.jit
