@@ -5,9 +5,9 @@
 A contender is a function that takes a `CpuCase` and returns a function that computes it. If it
 raises, its cell stays empty and the error is printed. Contenders take turns in a random order, one
 call each; a figure is the median of a contender's calls. In decode a sum of as many bytes as keys
-and values have takes its turn with them: what the machine reads at best just then. The report is
-written after every case; figures on fewer threads are added to that of a run on all. To add a
-contender, see peers/.
+and values have takes its turn with them, in the rest as many multiplications of float32: what the
+machine reads, and computes without AMX, at best just then. The report is written after every case;
+figures on fewer threads are added to that of a run on all. To add a contender, see peers/.
 """
 
 import argparse
@@ -28,8 +28,9 @@ from benchmarks.case import HEADS_SAID, CpuCase
 from benchmarks.chosen import chosen
 from benchmarks.peers import installed, ipex
 from benchmarks.peers.cpu import PEERS
+from benchmarks.peers.multiplications import multiplications
 from benchmarks.plot import cpu_figure, draw
-from benchmarks.report import SUM, Report, reason_of
+from benchmarks.report import MULTIPLICATIONS, SUM, Report, reason_of
 from pagedattn import KVCache, paged_attention
 
 SHAPES = {
@@ -58,13 +59,14 @@ AIMS = {
     "numba / vLLM": ("numba, jax.jit", "vLLM"),
     "numba / IPEX": ("numba, jax.jit", "IPEX"),
     "numba / sum": ("numba, jax.jit", SUM),
+    "numba / multiplications": ("numba, jax.jit", MULTIPLICATIONS),
     "numba / sdpa": ("numba, jax.jit", "sdpa, jax.jit"),
     "numba / dense": ("numba, jax.jit", "torch SDPA, dense"),
     "sdpa / dense": ("sdpa, jax.jit", "torch SDPA, dense"),
     "xla / gather": ("xla, jax.jit", "JAX gather + einsum"),
     "xla / sdpa": ("xla, jax.jit", "sdpa, jax.jit"),
 }
-LEAST_ROUNDS, MOST_ROUNDS = 3, 25  # calls of each contender
+LEAST_ROUNDS, MOST_ROUNDS = 7, 25  # calls of each contender
 SECONDS = 0.8  # between these bounds, a contender is called until its calls took so long
 PAUSE = 0.01  # seconds in which the last contender's threads stop waiting for more work
 
@@ -129,6 +131,8 @@ def measure(report: Report, case: CpuCase, contenders: dict[str, Callable]) -> N
             report.add(row, name, reason_of(error))
     if case.decode:
         calls[SUM] = clocked(torch.ones(case.kv_bytes // 4).sum)
+    else:
+        calls[MULTIPLICATIONS] = clocked(multiplications(case, torch.get_num_threads()))
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(MOST_ROUNDS):
         for name in random.sample(list(times), len(times)):

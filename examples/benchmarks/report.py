@@ -8,6 +8,7 @@ from benchmarks.machine import write
 
 # Ceilings on a CPU, as contenders.
 SUM = "a sum of as many bytes"
+MULTIPLICATIONS = "as many multiplications"
 SUM_OR_PRODUCT = "a sum of as many bytes, or a product of as many operations"
 
 
