@@ -115,7 +115,8 @@ def decode_in_graph(*kind) -> Timed:
 
     import pagedattn_torch
 
-    layers = decodes(*kind)
+    # What JAX still had to do, on another thread, would end the recording.
+    layers = jax.block_until_ready(decodes(*kind))
     query, operands = pagedattn_interop.to_torch((layers.query, layers.operands))
 
     def call(index):

@@ -213,6 +213,7 @@ TABLES = {
     "h100_whole_step.json": steps_table,
     "h200_options.json": options_table,
     "h200_caches.json": options_table,
+    "h200_caches_prompts.json": options_table,
     "h200_latents.json": latents_table,
     "h200_whole_step.json": steps_table,
     "h200_devices.json": devices_table,
