@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from llvmlite import binding, ir
 from numba import cfunc, types
@@ -21,8 +22,7 @@ def _numbers() -> ir.Constant:
     return ir.Constant(VECTOR, [random.uniform(-1, 1) for _ in range(LANES)])
 
 
-@intrinsic
-def _multiply(typing, turns):
+def _products(typing, turns):
     """A number that follows from all of `turns` times SUMS multiplications of vectors."""
 
     def code(context, builder, signature, args):
@@ -40,6 +40,9 @@ def _multiply(typing, turns):
         return builder.extract_element(joined, ir.IntType(32)(0))
 
     return types.float32(types.intp), code
+
+
+_multiply: Any = intrinsic(_products)
 
 
 @cfunc(types.float32(types.intp))
