@@ -40,6 +40,9 @@ PAIRS = tl.constexpr(32)  # of bytes, in a row of 128 columns
 HALF = tl.constexpr(64)  # columns
 SCALE_GROUP = tl.constexpr(32)  # columns that share a scale
 EIGHT = tl.constexpr(8)  # rows and columns of what lies in the threads of a warp
+# How results lie in the threads of a warp, which tests/targets looks at in all versions tested.
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+LAYOUT_IS_KNOWN = tl.constexpr(VERSION < (3, 10))
 
 
 class Queries(NamedTuple):
@@ -276,7 +279,7 @@ def of_threads(weights):
 @triton.jit
 def as_operand(weights):
     """The same weights, in the threads that multiply them: Triton would move them one by one."""
-    if INTERPRETED:
+    if INTERPRETED or not LAYOUT_IS_KNOWN:
         return weights
     HEADS: tl.constexpr = weights.shape[0]
     KEYS: tl.constexpr = weights.shape[1]
