@@ -18,7 +18,7 @@ VECTOR = ir.VectorType(ir.FloatType(), LANES)
 
 
 def _numbers() -> ir.Constant:
-    """A vector: of numbers that are all alike a CPU multiplies 8 % faster, at a higher clock."""
+    """A vector: of numbers that are all alike, an EPYC multiplied 8 % more a second."""
     return ir.Constant(VECTOR, [random.uniform(-1, 1) for _ in range(LANES)])
 
 

@@ -92,21 +92,25 @@ def load_queries(rows, formula, config: tl.constexpr, tile: tl.constexpr):
     q = tl.load(rows.query + at, mask=exists[:, :, None], other=0.0).to(tl.float32)
     factors = power_below(tl.max(tl.where(q == q, tl.abs(q), 0.0), 2))  # NaN has no size
     q = (q * (1.0 / factors)[:, :, None]).to(tl.float16)
-    q = -q if config.options.negate else q
-    q = tl.reshape(q, [config.kv_heads, tile.rows // 2, 2, PAIRS, 2])
-    even, odd = tl.split(tl.permute(q, (0, 3, 1, 2, 4)))
-    low_even, high_even = tl.split(even)
-    low_odd, high_odd = tl.split(odd)
-    tiles = (
-        of_own_group(low_even, tile), of_own_group(high_even, tile),
-        of_own_group(low_odd, tile), of_own_group(high_odd, tile),
-    )  # fmt: skip
+    tiles = tiles_of(-q if config.options.negate else q, config, tile)
     return Queries(
         tiles=tiles,
         low=column_sums(tiles[0], tiles[2]) * -LOW_IN_FLOAT16,
         high=column_sums(tiles[1], tiles[3]) * -HIGH_IN_FLOAT16,
         scale=formula.scale * factors,
     )
+
+
+@triton.jit
+def tiles_of(q, config: tl.constexpr, tile: tl.constexpr):
+    q = tl.reshape(q, [config.kv_heads, tile.rows // 2, 2, PAIRS, 2])
+    even, odd = tl.split(tl.permute(q, (0, 3, 1, 2, 4)))
+    low_even, high_even = tl.split(even)
+    low_odd, high_odd = tl.split(odd)
+    return (
+        of_own_group(low_even, tile), of_own_group(high_even, tile),
+        of_own_group(low_odd, tile), of_own_group(high_odd, tile),
+    )  # fmt: skip
 
 
 @triton.jit

@@ -47,8 +47,9 @@ class Slots(NamedTuple):
 def find_slots(cache, step, keys, inside, config: tl.constexpr, MASKED: tl.constexpr):
     """The slots of a step's keys, the first of which is `step`."""
     layout: tl.constexpr = config.layout
-    few: tl.constexpr = layout.halves or layout.nibbles
-    if few and not MASKED and config.keys % layout.block_size == 0:
+    few_bits: tl.constexpr = layout.halves or layout.nibbles
+    whole: tl.constexpr = config.keys > layout.block_size and config.keys % layout.block_size == 0
+    if few_bits and whole and not MASKED:
         blocks = load_each_block(cache, step, layout.block_size, config.keys)
         slots = tl.arange(0, config.keys) % layout.block_size
     else:
@@ -77,7 +78,7 @@ def load_blocks(
 
 @triton.jit
 def load_each_block(cache, step, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
-    """As `load_blocks`, of whole blocks: in fewer instructions, but from 16 bits more registers."""
+    """As `load_blocks`, of several whole blocks: fewer instructions, in 16 bits more registers."""
     COUNT: tl.constexpr = KEYS // BLOCK_SIZE
     blocks = tl.load(cache.table + step // BLOCK_SIZE + tl.arange(0, COUNT))
     blocks = tl.minimum(tl.maximum(blocks, 0), cache.num_blocks - 1)
