@@ -94,12 +94,14 @@ def split_prefix(batch: BatchMetadata) -> tuple[BatchMetadata, BatchMetadata]:
     blocks, count = _shared_blocks(sequences, batch.block_size)
     length = count * batch.block_size
     num_tokens = sequences.query_start_loc[-1:]
+    positions = int32(batch.positions)
     prefix = replace(
         batch,
         block_tables=blocks[None],
         seq_lens=length[None],
         query_start_loc=jnp.concatenate([jnp.zeros_like(num_tokens), num_tokens]),
         slot_mapping=jnp.full(batch.slot_mapping.shape, PAD_SLOT, jnp.int32),
+        positions=positions,
         max_query_len=max(1, batch.num_tokens),
         tree=None,
     )
@@ -107,7 +109,10 @@ def split_prefix(batch: BatchMetadata) -> tuple[BatchMetadata, BatchMetadata]:
         batch,
         block_tables=jnp.roll(sequences.block_tables, -count, axis=1),
         seq_lens=jnp.maximum(sequences.seq_lens - length, 0),
-        positions=jnp.maximum(int32(batch.positions) - length, 0),
+        query_start_loc=sequences.query_start_loc,
+        slot_mapping=int32(batch.slot_mapping),
+        positions=jnp.maximum(positions - length, 0),
+        tree=sequences.tree,
     )
     return prefix, rest
 

@@ -41,7 +41,7 @@ def attention(query, cache, batch, spec, return_lse, batch_invariant=False) -> N
 
 
 def ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens) -> tuple[int, int]:
-    """The bounds as Python's integers."""
+    """The bounds as Python's integers, no larger than there are queries and keys."""
     longest_query = count("max_query_len", max_lens[0], 0)
     longest_key = count("max_key_len", max_lens[1], 0)
     an_array("key", key)
@@ -76,7 +76,7 @@ def ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens) ->
             "query_start_loc and key_start_loc must be [num_seqs + 1] both, got "
             f"{tuple(query_start_loc.shape)} and {tuple(key_start_loc.shape)}"
         )
-    return longest_query, longest_key
+    return min(longest_query, query.shape[0]), min(longest_key, key.shape[0])
 
 
 def parents(array, query, query_start_loc) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Integer
 
 from .._arrays.checks import distinct_slots
+from ..errors import InvalidInputError
 from . import validate
 from .draft_tree import DraftTree, draft_tree, tree_positions
 from .indices import PAD_SLOT, sequence_ids, token_positions
@@ -98,6 +99,9 @@ def make_batch(
 
 
 def _seq_lens(query_lens, context_lens, key_lens):
+    if (context_lens is None) == (key_lens is None):
+        given = "neither" if key_lens is None else "both"
+        raise InvalidInputError(f"context_lens or key_lens must be None, and not both, got {given}")
     if key_lens is not None:
         return validate.lengths("key_lens", key_lens, like=query_lens)
     return query_lens + validate.lengths("context_lens", context_lens, like=query_lens)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -149,8 +148,11 @@ def _read(name: str, array) -> np.ndarray:
         )
     if is_torch(array):
         require_memory(name, array)
-        array = jax.dlpack.from_dlpack(array.detach().cpu().contiguous())
-    return np.asarray(jnp.asarray(array))
+        array = array.detach().cpu().contiguous()
+        # NumPy has no bfloat16, and JAX by default nothing of 64 bits.
+        wide = dtype_name(array.dtype).endswith("64")
+        array = (np if wide else jax.dlpack).from_dlpack(array)
+    return np.asarray(array)
 
 
 def _explained(explanation: select.Explanation) -> dict[str, Any]:

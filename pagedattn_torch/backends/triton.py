@@ -82,7 +82,7 @@ def run(
     if plan.dequantised is not None:
         cache = dequantised_cache(call, cache, plan.dequantised, query.dtype, take)
         call = dequantised_call(call)
-    sinks = plan.tables[-1] if sinks is None else sinks.float()
+    sinks = plan.tables[-1] if sinks is None else sinks.float().contiguous()
     value = cache.key if cache.value is None else cache.value
     tables, *others = plan.tables
     chosen = tables if selection is None else selection.contiguous()

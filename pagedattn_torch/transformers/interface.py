@@ -1,5 +1,8 @@
 """The calls of users: attention of a model by this library, dense and over pages."""
 
+import functools
+import itertools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -54,7 +57,8 @@ def use(
 def register(*, backend: str | None = None, batch_invariant: bool = False) -> str:
     """Registers attention by this library with transformers; returns the name.
 
-    For `attn_implementation="pagedattn"` when a model is loaded. A model that computes its
+    For `attn_implementation="pagedattn"` when a model is loaded; with options it is another name,
+    for each of their values. A model that computes its
     attention by itself goes on to do so: `use` refuses it, and `model.set_attn_implementation` only
     logs a warning.
 
@@ -64,10 +68,7 @@ def register(*, backend: str | None = None, batch_invariant: bool = False) -> st
     >>> register()
     'pagedattn'
     """
-    function = partial(attend, backend=backend, batch_invariant=batch_invariant)
-    AttentionInterface.register(NAME, function)
-    AttentionMaskInterface.register(NAME, mask)
-    return NAME
+    return _registered(NAME, attend, mask, backend=backend, batch_invariant=batch_invariant)
 
 
 def use_pages(
@@ -88,11 +89,27 @@ def use_pages(
     """
     require_version("5.19", "use_pages")
     require_interface(model)
+    options = {"backend": backend, "batch_invariant": batch_invariant}
     # Not by set_attn_implementation: the word in the name would make it look for a flash kernel.
-    function = partial(attend_in_pages, backend=backend, batch_invariant=batch_invariant)
-    AttentionInterface.register(PAGED_NAME, function)
-    AttentionMaskInterface.register(PAGED_NAME, no_mask)
-    model.config._attn_implementation = PAGED_NAME
+    name = _registered(PAGED_NAME, attend_in_pages, no_mask, **options)
+    model.config._attn_implementation = name
+
+
+def _registered(name: str, function: Callable, make_mask: Callable, **options: Any) -> str:
+    """Registers a function with some options, by a name that no others have: models share it."""
+    name += _suffix(*options.values())
+    AttentionInterface.register(name, partial(function, **options))
+    AttentionMaskInterface.register(name, make_mask)
+    return name
+
+
+@functools.cache
+def _suffix(backend: str | None, batch_invariant: bool) -> str:
+    """Of options that are not the defaults a number: transformers looks for words in names."""
+    return f"_{next(_numbers)}" if backend is not None or batch_invariant else ""
+
+
+_numbers = itertools.count(1)
 
 
 def attend(

@@ -261,6 +261,29 @@ saved = serialize_executable.deserialize_and_load(*pickle.load(open(FILE, "rb"))
 assert (saved(*arrays("bfloat16")) == 0).all()
 """
 
+TOGETHER = """
+import threading
+barrier, failed = threading.Barrier(8), []
+def first_call(query, cache, batch):
+    barrier.wait()
+    try:
+        attend(query, cache, batch)
+    except Exception as error:
+        failed.append(error)
+def given(dtype, num_blocks):
+    query, _, batch = arrays(dtype)
+    return query, init_kv_cache(num_blocks, 4, 1, 8, dtype), batch
+threads = [
+    threading.Thread(target=first_call, args=given(dtype, num_blocks))
+    for dtype in ("float32", "bfloat16") for num_blocks in range(3, 7)
+]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert not failed, failed
+"""
+
 
 HALVES = """
 from pagedattn import KVCache
@@ -308,6 +331,10 @@ def in_a_process(code):
 
 def test_several_devices():
     in_a_process("jax.config.update('jax_num_cpu_devices', 2)\n" + USE + TWO_DEVICES)
+
+
+def test_first_calls_in_several_threads():
+    in_a_process(CALL + TOGETHER)
 
 
 def test_a_process_that_was_forked():

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import as_numpy, good_call, random_cache, rows
+from public_calls import CORE
+from selection_calls import SELECTION
 
 import pagedattn
 from pagedattn import InvalidInputError, KVCache
@@ -165,6 +167,25 @@ def test_results_are_ready_when_foreign_memory_was_read():
     call(array).block_until_ready()
     assert not takes_any_array(call)(array).is_ready()
     assert takes_any_array(call)(torch.from_dlpack(array).clone()).is_ready()
+
+
+def on_host(leaf):
+    """Integers that are no plane of a cache as an engine's own, which it fills anew each step."""
+    integers = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.integer)
+    return np.array(leaf) if integers and leaf.ndim < 4 else leaf
+
+
+@pytest.mark.parametrize("name", CORE | SELECTION)
+def test_results_hold_nothing_of_the_callers_integers(name):
+    function, arguments = (CORE | SELECTION)[name]()
+    given = jax.tree.map(on_host, arguments)
+    results = [leaf for leaf in jax.tree.leaves(function(**given)) if hasattr(leaf, "dtype")]
+    before = [*map(_numbers, results)]
+    for leaf in jax.tree.leaves(given):
+        if isinstance(leaf, np.ndarray):
+            leaf[...] = 77
+    for result, held in zip(results, before, strict=True):
+        np.testing.assert_array_equal(_numbers(result), held)
 
 
 def strided(x):

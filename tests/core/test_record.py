@@ -80,6 +80,26 @@ def test_values_are_kept_bit_for_bit_when_asked_for(file, data):
             assert getattr(kept, field.name).tobytes() == value.tobytes()
 
 
+@pytest.mark.parametrize("wide", ["float64", "int64"])
+def test_values_of_64_bits_are_kept(file, wide):
+    """Torch's own dtype of indices, and one that JAX has only when asked."""
+    torch = pytest.importorskip("torch")
+    problem = random_problem([1, 2], [9, 5], AttentionSpec(), arrays=["selection"])
+    query, cache, batch, spec = arrays_of(problem)
+    arrays = query, cache, problem.arrays["selection"]
+    query, cache, selection = tensors(jax.tree.map(jnp.asarray, arrays))
+    if wide == "int64":
+        selection = jax.tree.map(torch.Tensor.long, selection)
+    else:
+        query, cache = jax.tree.map(lambda rows: rows.double() / 3, (query, cache))
+    record(file, query, cache, batch, spec, values=True, selection=selection)
+    kept = read_record(file).problem
+    held = kept.selection if wide == "int64" else kept.query
+    given = selection.blocks if wide == "int64" else query
+    assert held.dtype == wide
+    np.testing.assert_array_equal(held, given.numpy())
+
+
 def test_no_values_are_kept_unasked(file):
     problem = random_problem([3], [9], AttentionSpec())
     keep(file, problem)

@@ -251,11 +251,20 @@ def test_pages_are_for_continuous_batching_alone():
 def test_batch_invariant_is_asked_for_in_forward():
     made = copy.deepcopy(model("Qwen3"))
     ours.use(made, backend="sdpa", batch_invariant=True)
-    try:
-        with pytest.raises(UnsupportedError, match="batch_invariant: sdpa"), torch.no_grad():
-            made(IDS)
-    finally:
-        ours.register()
+    with pytest.raises(UnsupportedError, match="batch_invariant: sdpa"), torch.no_grad():
+        made(IDS)
+
+
+@pytest.mark.parametrize("use", [ours.use, ours.use_pages])
+def test_models_keep_their_own_options(use):
+    """Whatever others of the process are given, before or after."""
+    asked = [{"backend": "sdpa"}, {"batch_invariant": True}, {}, {"backend": "sdpa"}]
+    models = [copy.deepcopy(model("Qwen3")) for _ in asked]
+    for made, options in zip(models, asked, strict=True):
+        use(made, **options)
+    for made, options in zip(models, asked, strict=True):
+        function = transformers.AttentionInterface()[made.config._attn_implementation]
+        assert function.keywords == {"backend": None, "batch_invariant": False} | options
 
 
 def test_batch_invariant_is_asked_for_over_pages(monkeypatch):
@@ -281,11 +290,8 @@ def test_batch_invariant_is_refused_where_caches_drop_keys(use):
     """What is left has other positions, and so other chunks."""
     made = copy.deepcopy(model("Mistral", **MODELS["Mistral"]))
     use(made, batch_invariant=True)
-    try:
-        with pytest.raises(UnsupportedError, match="sliding_window=7"), torch.no_grad():
-            made(IDS)
-    finally:
-        ours.register()
+    with pytest.raises(UnsupportedError, match="sliding_window=7"), torch.no_grad():
+        made(IDS)
 
 
 @pytest.mark.parametrize("family", ["Qwen3", "Gemma2"])  # without and with sliding layers

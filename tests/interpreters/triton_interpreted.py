@@ -52,6 +52,7 @@ assert knobs.runtime.interpret, "set TRITON_INTERPRET=1"
 
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
 PLAIN = AttentionSpec()
+PLANES = "key", "value"
 CAUSAL = [name for name, spec in SPECS.items() if spec.causal]
 # By another name: the backend of the name "triton" is held to CUDA.
 INTERPRETED = dataclasses.replace(backend.BACKEND, name="interpreted")
@@ -697,6 +698,23 @@ def test_strides_and_index_types():
     batch = dataclasses.replace(batch, query_start_loc=batch.query_start_loc.long(), **wide)
     got = paged_attention(turned, sliced, batch, spec=problem.spec, **BY_TRITON)
     assert_attention_close(*got, problem)
+
+
+def apart(array):
+    """The same numbers, with others between them in memory."""
+    return torch.stack([array, torch.full_like(array, 77)], -1)[..., 0]
+
+
+@pytest.mark.parametrize("cache_dtype", [None, "int8", "int4"])
+def test_options_of_any_strides(cache_dtype):
+    kinds = {} if cache_dtype is None else {"cache_dtype": cache_dtype, **TOKENS}
+    problem = mixed(arrays=["sinks", "selection"], **kinds)
+    query, cache, batch = arrays_of(problem)
+    if cache_dtype is not None:
+        scales = {f"{name}_scale": apart(getattr(cache, f"{name}_scale")) for name in PLANES}
+        cache = dataclasses.replace(cache, **scales)
+    options = jax.tree.map(lambda array: apart(tensor(array)), problem.arrays)
+    assert_attention_close(*run(query, cache, batch, problem.spec, **options), problem)
 
 
 def test_packed_keys():

@@ -1,15 +1,24 @@
 """Rows may have any strides, whichever backend runs."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from tensors import tensors
 from test_torch_states import BY_TORCH, DEVICE
 from torch_layers import normal, step_of
 
-from pagedattn import AttentionSpec
-from pagedattn.testing import random_problem
-from pagedattn_torch import AttentionImpl, TorchSDPABackendImpl, ragged_attention
+from pagedattn import AttentionSpec, UnsupportedError
+from pagedattn.testing import batch_of, cache_of, random_problem
+from pagedattn.testing.features import ARRAYS
+from pagedattn_torch import (
+    AttentionImpl,
+    TorchSDPABackendImpl,
+    paged_attention,
+    ragged_attention,
+)
 
 STRIDES = {
     "dense": torch.Tensor.contiguous,
@@ -49,3 +58,25 @@ def test_packed_keys_of_any_strides(backend, strides):
     rows = [x.contiguous() for x in rows]
     want = ragged_attention(*rows, starts, starts, **lens, backend="sdpa")
     torch.testing.assert_close(got, want, atol=2e-5, rtol=0)
+
+
+def apart(array):
+    """The same numbers, with others between them in memory."""
+    return torch.stack([array, torch.full_like(array, 77)], -1)[..., 0]
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+@pytest.mark.parametrize("backend", BY_TORCH)
+def test_options_of_any_strides(backend, name):
+    problem = random_problem(*LENGTHS["mixed"], AttentionSpec(), arrays=[name])
+    call = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
+    call, option = tensors((call, jax.tree.map(jnp.asarray, problem.arrays[name])))
+    try:
+        want, got = (
+            paged_attention(*call, backend=backend, **{name: given})
+            for given in (option, jax.tree.map(apart, option))
+        )
+    except UnsupportedError as error:
+        assert name in str(error)
+        pytest.skip(f"{backend} has no {name}")
+    torch.testing.assert_close(got, want, atol=0, rtol=0)

@@ -20,7 +20,7 @@ from ...cache.quantise import LARGEST
 from . import block_choice, block_scores, workers
 from .bf16_dot import are_pairs
 from .call_args import args_at
-from .compiling import MODE
+from .compiling import MODE, once
 from .compiling_faster import compiling_faster
 from .dtypes import BFLOAT16, DTYPES, FLOAT16, FLOAT32, INT4, TOKENS, Dtype
 from .prefill import tile
@@ -84,7 +84,7 @@ def _version(products: object) -> int:
     return _number(f"{sources()} {products}".encode())
 
 
-@functools.cache
+@once
 def task(*names: str):
     """`void task(args)`: works on a call as long as there is work.
 
@@ -105,7 +105,7 @@ def task(*names: str):
     return compiled
 
 
-@functools.cache
+@once
 def prefill(*names: str):
     """`void prefill(args, item, scratch)`: computes a work item of a long sequence."""
     held = tuple(DTYPES[name] for name in names)
@@ -122,7 +122,7 @@ def prefill(*names: str):
     return compiled
 
 
-@functools.cache
+@once
 def score(query: str, held: str):
     """`void score(args)`: works on scores of blocks as long as there is work."""
     dtypes = DTYPES[query], DTYPES[held]
@@ -138,7 +138,7 @@ def score(query: str, held: str):
     return compiled
 
 
-@functools.cache
+@once
 def choose():
     """`void choose(args)`: works on the choice of blocks as long as there is work."""
     version = sources()

@@ -4,7 +4,6 @@ POSIX threads, started when first invited; between invitations they sleep. A pro
 has none of its parent's threads, and makes a pool of its own.
 """
 
-import functools
 import os
 
 import numpy as np
@@ -13,7 +12,7 @@ from numba import from_dtype, types
 from . import schedule, workers
 from .call_args import APART, args_at, record_at, struct
 from .compiled import NUMBER, machine_code, sources
-from .compiling import fast
+from .compiling import fast, once
 from .memory import aligned_alloc, call_at, free, get_int64, malloc, memset, put_int64, system
 
 POOL = struct(
@@ -147,7 +146,7 @@ def attend(pool, call, task):
     workers.end(address)
 
 
-@functools.cache
+@once
 def attention():
     """`void attention(pool, call, task)`: see `attend`."""
     version = sources()
@@ -159,7 +158,7 @@ def attention():
     return machine_code(types.void(NUMBER, NUMBER, NUMBER), attention, "attention")
 
 
-@functools.cache
+@once
 def worker():
     """`worker(pool)`: what a thread runs."""
     version = sources()
@@ -172,7 +171,7 @@ def worker():
     return machine_code(NUMBER(NUMBER), worker, "worker")
 
 
-@functools.cache
+@once
 def pool() -> int:
     """The address of this process's pool."""
     return new_pool(worker().address, np.int64(os.cpu_count() or 1))

@@ -25,7 +25,7 @@ def scores_kernel(
     ROWS_AT_ONCE: tl.constexpr,
 ):
     """The greatest product of any row with each block: the sum of those with its planes."""
-    seq = tl.program_id(0) // KV_HEADS
+    seq = (tl.program_id(0) // KV_HEADS).to(tl.int64)
     head = tl.program_id(0) % KV_HEADS
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     dims = tl.arange(0, DIMS)

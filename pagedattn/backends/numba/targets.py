@@ -4,19 +4,18 @@ Each compares the frame's address with `version`, which it never is: so the clos
 of the sources, by which Numba finds out that code on disk is of other ones (`compiled.py`).
 """
 
-import functools
-
 import jax
 from numba import types
 
 from ..._kernels.cpu.compiled import CODES, choose, machine_code, score, sources, task
+from ..._kernels.cpu.compiling import once
 from . import handlers
 
 SET_ROWS = "pagedattn_numba_set_rows"
 CHOOSE_BEST = "pagedattn_numba_choose_best"
 
 
-@functools.cache
+@once
 def register_attention(*names: str) -> str:
     """The target for dtypes of query and cache, as `task` takes them, compiled or taken from disk.
 
@@ -34,7 +33,7 @@ def register_attention(*names: str) -> str:
     return name
 
 
-@functools.cache
+@once
 def register_scores(query: str, held: str) -> str:
     """The target for scores of blocks by queries and summaries of two dtypes."""
     score(query, held)
@@ -48,7 +47,7 @@ def register_scores(query: str, held: str) -> str:
     return name
 
 
-@functools.cache
+@once
 def register_set_rows() -> None:
     version = sources()
 
@@ -58,7 +57,7 @@ def register_set_rows() -> None:
     _register(SET_ROWS, set_rows)
 
 
-@functools.cache
+@once
 def register_choice() -> None:
     choose()
     version = sources()

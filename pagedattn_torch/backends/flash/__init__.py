@@ -163,7 +163,7 @@ def run(
         softcap=call.spec.logits_soft_cap,
         window_size_left=reach,
         window_size_right=0 if call.spec.causal else reach,
-        learnable_sink=None if sinks is None else sinks.float(),
+        learnable_sink=None if sinks is None else sinks.float().contiguous(),
         return_lse=call.return_lse,
         out=result,
         lse=lse,
