@@ -166,7 +166,7 @@ bench-cpu: $(VENV)/ready $(IPEX_VENV)/ready
 	PYTHONPATH=examples $(BIN)/python -m benchmarks.cpu_threads -o docs/results
 
 bench-gpu:
-	PYTHONPATH=examples:examples/serving:. XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m benchmarks.gpu -o docs/results
+	PYTHONPATH=examples:examples/serving:.:interop XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m benchmarks.gpu -o docs/results
 
 # xformers' own requirements would replace torch; on a CPU only its masks are used.
 $(VENV)/ready: pyproject.toml examples/serving/pyproject.toml constraints.txt

@@ -14,7 +14,7 @@ from pagedattn import KVCache, init_kv_cache, make_batch, paged_attention, write
 from pagedattn.extend import cdiv
 
 SEQS, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 64, 4096, 32, 8, 128
-TOKENS = ", scales of tokens"
+TOKENS = ", per-token scales"
 KINDS = {
     "": (jnp.bfloat16, "head"),
     ", float8_e4m3fn": (jnp.float8_e4m3fn, "head"),

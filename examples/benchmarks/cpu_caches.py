@@ -26,7 +26,7 @@ from pagedattn import KVCache, init_kv_cache, make_batch, paged_attention, write
 BLOCK, CALLS = 16, 4  # tokens of a block; calls of a turn
 DTYPES = "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"
 KINDS: dict[str, tuple[str, Literal["head", "token"]]] = {name: (name, "head") for name in DTYPES}
-KINDS |= {f"{name}, scales of tokens": (name, "token") for name in DTYPES[1:]}
+KINDS |= {f"{name}, per-token scales": (name, "token") for name in DTYPES[1:]}
 KINDS["int4"] = ("int4", "token")
 SHAPES = {
     "decode 8x4096": ([1] * 8, [4096] * 8),

@@ -151,6 +151,13 @@ def options_table(data: dict) -> list[str]:
     return lines
 
 
+def prompts_table(data: dict) -> list[str]:
+    """us of prompts, and their rate as a share of the first one's, over a bfloat16 cache."""
+    work = {name: row["microseconds"] for name, row in data["work"].items()}
+    lines, first = _head(["us", "of bfloat16's rate"]), next(iter(work.values()))
+    return lines + [_line([name, f"{us:.0f}", f"{first / us:.2f}"]) for name, us in work.items()]
+
+
 def bits_table(data: dict) -> list[str]:
     """us from caches of fewer bits: decodes, and long queries by what is chosen and by Triton."""
     work = data["work"]
@@ -213,7 +220,7 @@ TABLES = {
     "h100_whole_step.json": steps_table,
     "h200_options.json": options_table,
     "h200_caches.json": options_table,
-    "h200_caches_prompts.json": options_table,
+    "h200_caches_prompts.json": prompts_table,
     "h200_latents.json": latents_table,
     "h200_whole_step.json": steps_table,
     "h200_devices.json": devices_table,

@@ -39,7 +39,7 @@ def select_blocks(
         tokens) a sequence always attends to; static.
 
     Returns:
-      a Selection of `min(num_blocks, max_blocks)` blocks in ascending order, then -1.
+      a Selection of `min(num_blocks, max_blocks)` blocks, 1 at least, in ascending order, then -1.
 
     Raises:
       InvalidInputError: scores that do not fit the batch, or less blocks than first and last ones.
@@ -57,6 +57,9 @@ def select_blocks(
         raise InvalidInputError(
             f"num_blocks must be at least first + last = {first + last}, got {num_blocks}"
         )
+    taken = max(1, min(num_blocks, batch.max_blocks))
+    if 0 in scores.shape:
+        return Selection(jnp.full((*scores.shape[:2], taken), NONE, jnp.int32), ascending=True)
     columns = jnp.arange(batch.max_blocks, dtype=jnp.int32)[None, None]
     ends = cdiv(sequences_of(batch).seq_lens, batch.block_size)[:, None, None]
     always = (columns < first) | (columns >= ends - last)
@@ -64,7 +67,7 @@ def select_blocks(
     scores = jnp.where(scores == 0, 0.0, scores)  # -0 is no less
     scores = jnp.where(always, jnp.inf, scores)
     scores = jnp.where((columns < ends) & (scores > -jnp.inf), scores, -jnp.inf)
-    return Selection(best(scores, min(num_blocks, batch.max_blocks)), ascending=True)
+    return Selection(best(scores, taken), ascending=True)
 
 
 def _require_scores(scores, num_seqs, max_blocks):

@@ -15,7 +15,7 @@ from ..batch import validate as validate_batch
 from ..batch.metadata import BatchMetadata, Sequences, nondecreasing_starts, sequences_of
 from ..errors import InvalidInputError
 from .kernels import kernels_for
-from .summaries import BlockSummaries, require_summaries
+from .summaries import BlockSummaries, is_empty, require_summaries
 
 CHUNK = 256  # blocks at a time: their summaries stay in a CPU's cache
 
@@ -57,6 +57,9 @@ def score_blocks(
     validate_batch.shapes(batch)
     require_summaries(summaries)
     _require_query(query, summaries, batch)
+    if is_empty(summaries.num_blocks, batch):
+        shape = batch.num_seqs, summaries.num_kv_heads, batch.max_blocks
+        return jnp.full(shape, -jnp.inf, jnp.float32)
     sequences = nondecreasing_starts(sequences_of(batch))
     rows, num_rows = _rows(jnp.asarray(query), sequences, batch, summaries.num_kv_heads)
     planes, parts = tuple(map(jnp.asarray, summaries.planes)), (rows,)

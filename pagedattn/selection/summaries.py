@@ -118,12 +118,19 @@ def update_summaries(
             f"[{cache.num_blocks}, {cache.num_kv_heads}, {cache.head_dim}], got "
             f"{tuple(summaries.planes[0].shape)}"
         )
+    if is_empty(cache.num_blocks, batch):
+        return replace(summaries, planes=tuple(map(jnp.asarray, summaries.planes)))
     blocks, filled = _written(nondecreasing_starts(sequences_of(batch)), batch)
     reduce = KINDS["range" if len(summaries.planes) == 2 else "mean"]
     dtype = summaries.planes[0].dtype
     rows = _summaries(_keys(cache, blocks), filled, reduce, dtype)
     planes = zip(summaries.planes, rows, strict=True)
     return replace(summaries, planes=tuple(set_rows(plane, blocks, new) for plane, new in planes))
+
+
+def is_empty(num_blocks: int, batch: BatchMetadata) -> bool:
+    """Whether the shapes leave no token that could have a block."""
+    return 0 in (num_blocks, batch.num_tokens, batch.num_seqs, batch.max_blocks)
 
 
 def require_summaries(summaries) -> None:

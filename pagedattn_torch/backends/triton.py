@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pagedattn import UnsupportedError
 from pagedattn._arrays.namespace import arange
 from pagedattn._dispatch.backend import Backend
 from pagedattn._dispatch.call import Call
@@ -82,6 +83,8 @@ def run(
     if plan.dequantised is not None:
         cache = dequantised_cache(call, cache, plan.dequantised, query.dtype, take)
         call = dequantised_call(call)
+    elif call.cache_dtype is not None:
+        require_pairs(cache)
     sinks = plan.tables[-1] if sinks is None else sinks.float().contiguous()
     value = cache.key if cache.value is None else cache.value
     tables, *others = plan.tables
@@ -107,6 +110,15 @@ def run(
     else:
         _start(merge_kernel, parts, plan.merge, outs)
     return outs
+
+
+def require_pairs(cache) -> None:
+    """Requires planes of fewer bits to begin where two bytes can be read at once."""
+    for name, plane in zip(("key", "value"), cache.planes, strict=False):
+        if plane.data_ptr() % 2:
+            raise UnsupportedError(
+                f"backend 'triton' cannot run this call: cache.{name} must begin at an even address"
+            )
 
 
 def aligned(scale: Tensor) -> Tensor:

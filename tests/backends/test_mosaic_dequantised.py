@@ -17,8 +17,8 @@ from pagedattn.testing import assert_attention_close, batch_of, cache_of, random
 
 KINDS = {
     "int4": {"cache_dtype": "int4", "token_scales": True},
-    "int8, scales of tokens": {"cache_dtype": "int8", "token_scales": True},
-    "float8_e4m3fn, scales of tokens": {"cache_dtype": "float8_e4m3fn", "token_scales": True},
+    "int8, per-token scales": {"cache_dtype": "int8", "token_scales": True},
+    "float8_e4m3fn, per-token scales": {"cache_dtype": "float8_e4m3fn", "token_scales": True},
     "float8_e5m2": {"cache_dtype": "float8_e5m2"},
 }
 

@@ -35,7 +35,7 @@ def make(request):
 def a_call(make, blocks):
     cache = make(blocks)
     dtype = cache.dtype if cache.key_scale is None else jnp.float32
-    batch = make_batch([1, 2], [0, 0], [[], []], key_lens=[0, 0], block_size=4, pad_blocks=2)
+    batch = make_batch([1, 2], None, [[], []], key_lens=[0, 0], block_size=4, pad_blocks=2)
     return jnp.ones((3, 2, 8), dtype), cache, batch
 
 

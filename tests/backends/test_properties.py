@@ -529,6 +529,19 @@ def test_one_backend_does_not_stand_in_for_another():
     assert "ffi_call" not in program("xla")
 
 
+def test_bounds_on_packed_lengths_take_no_memory(backend):
+    """As of a model's longest context: tables are no wider than all keys."""
+    rows = [jnp.ones((5, heads, 16)) * jnp.arange(5.0)[:, None, None] for heads in (4, 2, 2)]
+    starts = jnp.array([0, 3, 5])
+    got, want = (
+        ragged_attention(
+            *rows, starts, starts, max_query_len=most, max_key_len=most, backend=backend
+        )
+        for most in (1 << 30, 3)
+    )
+    np.testing.assert_array_equal(got, want)
+
+
 def test_no_keys_at_all_give_nothing():
     query, none = jnp.ones((3, 4, 8)), jnp.zeros((0, 2, 8))
     starts = jnp.array([0, 3])

@@ -1,4 +1,4 @@
-"""Attention over caches with scales of tokens, by the oracle, which is given what they hold."""
+"""Attention over caches with per-token scales, by the oracle, which is given what they hold."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2", "int4")
 def backend(backend):
     """Those that read such caches."""
     if "token_scales" not in load(backend, Framework.JAX).supports:
-        pytest.skip(f"{backend} refuses scales of tokens")
+        pytest.skip(f"{backend} refuses per-token scales")
     return backend
 
 

@@ -84,7 +84,7 @@ def ids():
 
 BY = {"crossings": pa.Crossings()}
 OPTIONS = {
-    "init_kv_cache with scales of tokens": fixed(
+    "init_kv_cache with per-token scales": fixed(
         pa.init_kv_cache,
         num_blocks=3,
         block_size=4,
@@ -93,7 +93,7 @@ OPTIONS = {
         dtype="int4",
         scales="token",
     ),
-    "init_latent_cache with scales of tokens": fixed(
+    "init_latent_cache with per-token scales": fixed(
         pa.init_latent_cache,
         num_blocks=3,
         block_size=4,

@@ -144,6 +144,13 @@ def test_cross_attention_takes_the_key_lengths():
     assert batch.positions.tolist() == [-1, 0, 1, 6]  # bottom-right: context_len is -1 and 6
 
 
+@pytest.mark.parametrize("given", [{}, {"context_lens": [1], "key_lens": [2]}])
+def test_lengths_are_given_once(given):
+    lens = {"context_lens": None, **given}
+    with pytest.raises(InvalidInputError, match="context_lens or key_lens"):
+        make_batch([1], block_tables=[[0]], block_size=4, **lens)
+
+
 def test_empty_batch():
     batch = make_batch([], [], [], block_size=4, pad_tokens=3, pad_seqs=2, pad_blocks=5)
     assert batch.query_start_loc.tolist() == [0, 0, 0]

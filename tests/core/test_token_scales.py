@@ -1,4 +1,4 @@
-"""Caches with scales of tokens, and of int4: what is written, what goes along with the blocks."""
+"""Caches with per-token scales, and of int4: what is written, what goes along with the blocks."""
 
 import math
 

@@ -187,7 +187,7 @@ def test_eight_bits_on_gpus():
     us, text = work("h100_caches.json"), page("h100.md")
     plain = us["decode, float8_e4m3fn"]
     kinds = "float8_e4m3fn", "int8"
-    one, other = (f"{us[f'decode, {kind}, scales of tokens'] / plain:.2f}" for kind in kinds)
+    one, other = (f"{us[f'decode, {kind}, per-token scales'] / plain:.2f}" for kind in kinds)
     assert f"with per-token scales takes {one} to {other} times as long" in text
     assert f"from int4 {us['decode, int4'] / plain:.2f}" in text
 
@@ -273,7 +273,7 @@ def test_a_cpu_with_amx():
 def test_int8_on_a_cpu():
     decodes = [us for case, us in report("cpu_caches.json")["us"].items() if "decode" in case]
     plain = span((us["bfloat16"] / us["int8"] for us in decodes), ".1f")
-    scaled = span((us["bfloat16"] / us["int8, scales of tokens"] for us in decodes), ".1f")
+    scaled = span((us["bfloat16"] / us["int8, per-token scales"] for us in decodes), ".1f")
     text = page("performance.md")
     assert f"[{plain} times](#caches-of-fewer-bits), with per-token scales {scaled} times" in text
 

@@ -99,19 +99,19 @@ BUGS = {
         "            x = plgpu.wgmma_accumulator_load(x_ref, wait_n=2)\n            exp",
         RACE,
     ),
-    "scales of tokens: keys released before their exponents are read": Bug(
+    "per-token scales: keys released before their exponents are read": Bug(
         "            exponents = Exponents(*(scales.exponents[i] for i in places))\n"
         "        plgpu.barrier_arrive(self.barriers.key_free.at[slot])\n",
         "            plgpu.barrier_arrive(self.barriers.key_free.at[slot])\n"
         "            exponents = Exponents(*(scales.exponents[i] for i in places))\n",
         RACE,
-        "scales of tokens",
+        "per-token scales",
     ),
-    "scales of tokens: sums that keep an earlier exponent": Bug(
+    "per-token scales: sums that keep an earlier exponent": Bug(
         "            kept = kept * jnp.exp2(before - exponent)\n",
         "            pass\n",
         NUMBERS,
-        "scales of tokens",
+        "per-token scales",
     ),
     "results stored before they are committed": Bug(
         "    memory.results.at[slot, warpgroup][...] = out\n    plgpu.commit_smem()\n",
@@ -197,17 +197,17 @@ BUGS = {
         DEADLOCK,
         "eight bits",
     ),
-    "scales of tokens: exponents written before there is room": Bug(
+    "per-token scales: exponents written before there is room": Bug(
         "        for place, exponent in zip(rows.places(slot), exponents, strict=True):\n",
         "        for place, exponent in zip(rows.places(1 - slot), exponents, strict=True):\n",
         RACE,
-        "scales of tokens",
+        "per-token scales",
     ),
-    "scales of tokens: those of values of another step": Bug(
+    "per-token scales: those of values of another step": Bug(
         "            values_of(task, step - 1, *before)\n",
         "            values_of(task, step - 1, *new)\n",
         NUMBERS,
-        "scales of tokens",
+        "per-token scales",
     ),
     "latents: keys released before their product is awaited": Bug(
         "            summed = plgpu.wgmma_accumulator_load(out_ref, wait_n=1)\n"
@@ -251,7 +251,7 @@ BUGS = {
         "plgpu.SMEM((WIDENED, THREADS), jnp.float32)",
         "plgpu.SMEM((1, THREADS), jnp.float32)",
         RACE,
-        "latents of eight bits, scales of tokens",
+        "latents of eight bits, per-token scales",
     ),
     "latents of eight bits: no wait for what is loaded": Bug(
         "    plgpu.barrier_wait(held.full.at[source])\n    numbers = [",
@@ -269,7 +269,7 @@ BUGS = {
         "[...] = of_tokens\n",
         "[...] = ahead\n",
         NUMBERS,
-        "latents of eight bits, scales of tokens",
+        "latents of eight bits, per-token scales",
     ),
     "latents of eight bits: an odd number of places, whose phases two warpgroups await": Bug(
         "left // chunk // WIDENING * WIDENING",
@@ -300,7 +300,7 @@ UNSEEN = (
 )
 # One of each kind, for every run: test-deep has them all.
 FEW = (
-    "scales of tokens: exponents written before there is room",
+    "per-token scales: exponents written before there is room",
     "no wait for keys",
     "values not released",
     "keys released before their product is awaited",

@@ -180,7 +180,7 @@ CASES = {
         programs=5,
         cache_dtype="float8_e5m2",
     ),
-    "scales of tokens": Case(
+    "per-token scales": Case(
         "whole tiles",
         (([136, 3, 0, 20], [400, 70, 12, 20]), ([137, 0, 1, 0], [150, 0, 1, 0])),
         sizes(160, 144, 32, 13, head_dim=128, num_heads=2, num_kv_heads=2),
@@ -189,7 +189,7 @@ CASES = {
         token_scales=True,
         harder=(with_scales_apart,),
     ),
-    "scales of tokens, window, pages of 256": Case(
+    "per-token scales, window, pages of 256": Case(
         "whole tiles",
         (([40, 1, 9], [150, 33, 9]),),
         sizes(52, 40, 256, 1, num_heads=8, num_kv_heads=2, head_dim=128),
@@ -198,7 +198,7 @@ CASES = {
         cache_dtype="float8_e4m3fn",
         token_scales=True,
     ),
-    "scales of tokens, cut keys": Case(
+    "per-token scales, cut keys": Case(
         "cut keys",
         (([1, 0, 12], [300, 5, 530]), ([8, 1, 1], [140, 130, 300])),
         sizes(22, 12, 16, 34, num_heads=4, num_kv_heads=2, head_dim=128),
@@ -294,7 +294,7 @@ CASES = {
         programs=7,
         spec=AttentionSpec(scale=0.07),
     ),
-    "latents of eight bits, scales of tokens": Case(
+    "latents of eight bits, per-token scales": Case(
         "latents",
         (([1, 0, 1, 2], [300, 0, 5, 700]),),
         latent_sizes(6, 2, 16, 44, num_heads=16),
@@ -303,7 +303,7 @@ CASES = {
         cache_dtype="float8_e4m3fn",
         token_scales=True,
     ),
-    "latents of int8, scales of tokens, 32 heads": Case(
+    "latents of int8, per-token scales, 32 heads": Case(
         "latents",
         (([1, 1], [700, 90]),),
         latent_sizes(3, 1, 64, 11, num_heads=32),

@@ -23,7 +23,7 @@ from rearranged import calls, differing, prompts
 from triton import knobs
 from triton.runtime import interpreter
 
-from pagedattn import AttentionSpec, KVCache
+from pagedattn import AttentionSpec, KVCache, UnsupportedError
 from pagedattn._dispatch import dequantise, emulate
 from pagedattn._dispatch.call import call_of
 from pagedattn._dispatch.options import for_backends
@@ -715,6 +715,16 @@ def test_options_of_any_strides(cache_dtype):
         cache = dataclasses.replace(cache, **scales)
     options = jax.tree.map(lambda array: apart(tensor(array)), problem.arrays)
     assert_attention_close(*run(query, cache, batch, problem.spec, **options), problem)
+
+
+@pytest.mark.parametrize("cache_dtype", ["int8", "int4"])
+def test_planes_at_odd_addresses_are_refused(cache_dtype):
+    """A GPU would not go on after one read of a pair of bytes there."""
+    problem = mixed(cache_dtype=cache_dtype, **TOKENS)
+    query, cache, batch = arrays_of(problem)
+    odd = torch.empty(cache.value.numel() + 1, dtype=cache.value.dtype)[1:].view(cache.value.shape)
+    with pytest.raises(UnsupportedError, match=r"cache\.value must begin at an even address"):
+        run(query, dataclasses.replace(cache, value=odd), batch, problem.spec)
 
 
 def test_packed_keys():

@@ -5,6 +5,7 @@ import itertools
 import os
 import subprocess
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,9 @@ from hypothesis import strategies as st
 
 from pagedattn import (
     AttentionSpec,
+    BatchMetadata,
     InvalidInputError,
+    KVCache,
     Selection,
     UnsupportedError,
     available_backends,
@@ -25,9 +28,14 @@ from pagedattn import (
     merge_states,
     paged_attention,
     ragged_attention,
+    score_blocks,
+    select_blocks,
+    summarise_blocks,
+    update_summaries,
 )
 from pagedattn._dispatch import registry
 from pagedattn._dispatch.registry import Framework, load
+from pagedattn.selection.summaries import KINDS
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
 from pagedattn.testing.running import attend
 from pagedattn.testing.strategies import BUCKETS, Options, options_table, problems, seeds
@@ -199,6 +207,34 @@ def test_a_window_without_a_chosen_block_is_empty(backend):
     problem = random_problem([40], [200], AttentionSpec(sliding_window=4))
     out, lse = solve(problem.replace(selection=blocks), backend)
     assert np.isneginf(lse).all()
+    assert not out.any()
+
+
+@pytest.mark.parametrize("wrap", [lambda function: function, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", [s for s in itertools.product([0, 3], repeat=4) if not all(s)])
+def test_nothing_to_choose_from(sizes, kind, wrap):
+    """Without tokens, sequences, columns of tables or blocks, by all calls of a step."""
+    num_tokens, num_seqs, max_blocks, num_blocks = sizes
+    plane, query = jnp.ones((num_blocks, 4, 2, 8)), jnp.ones((num_tokens, 4, 8))
+    cache, none = KVCache(plane, plane), partial(jnp.zeros, dtype=jnp.int32)
+    batch = BatchMetadata(
+        block_tables=none((num_seqs, max_blocks)),
+        seq_lens=none(num_seqs),
+        query_start_loc=none(num_seqs + 1),
+        slot_mapping=none(num_tokens) - 1,
+        positions=none(num_tokens),
+        block_size=4,
+        max_query_len=2,
+    )
+    summaries = wrap(partial(summarise_blocks, kind=kind))(cache, batch)
+    summaries = wrap(update_summaries)(summaries, cache, batch)
+    scores = wrap(score_blocks)(query, summaries, batch)
+    assert scores.shape == (num_seqs, 2, max_blocks)
+    assert np.isneginf(scores).all()
+    selection = wrap(partial(select_blocks, num_blocks=2))(scores, batch)
+    out = wrap(partial(paged_attention, selection=selection))(query, cache, batch)
+    assert out.shape == query.shape
     assert not out.any()
 
 

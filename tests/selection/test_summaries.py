@@ -29,7 +29,7 @@ SIZE = 4
 CACHES = {
     "plain": {},
     "scales of heads": {"cache_dtype": "int8"},
-    "scales of tokens": {"cache_dtype": "int8", "token_scales": True},
+    "per-token scales": {"cache_dtype": "int8", "token_scales": True},
     "int4": {"cache_dtype": "int4", "token_scales": True},
 }
 WAYS = {"as here": kernels.BACKENDS, "by XLA": {}}

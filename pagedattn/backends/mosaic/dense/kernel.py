@@ -156,7 +156,7 @@ def memory_of(config: KernelConfig, dtype) -> Scratch:
 
 
 def numbers_of(config: KernelConfig):
-    """Memory for lse, and for the scales of tokens.
+    """Memory for lse, and for the per-token scales.
 
     One array, since each begins at a multiple of 1024 bytes.
     """
