@@ -3,6 +3,7 @@
 from ._dispatch.backend import Backend
 from ._dispatch.crossings import Crossings
 from ._dispatch.registry import available_backends
+from ._dispatch.select import Explanation
 from .attention import explain, paged_attention, ragged_attention, select_backend
 from .batch.check_batch import check_batch
 from .batch.draft_tree import DraftTree
@@ -44,6 +45,7 @@ __all__ = [
     "BlockSummaries",
     "Crossings",
     "DraftTree",
+    "Explanation",
     "Growth",
     "InvalidInputError",
     "KVCache",

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Integer
 
-from .._arrays.checks import distinct_slots
+from .._arrays.checks import count, distinct_slots
 from ..errors import InvalidInputError
 from . import validate
 from .draft_tree import DraftTree, draft_tree, tree_positions
@@ -72,7 +72,7 @@ def make_batch(
     """
     query_lens = validate.lengths("query_lens", query_lens)
     seq_lens = _seq_lens(query_lens, context_lens, key_lens)
-    block_size = validate.block_size(block_size)
+    block_size = count("block_size", block_size)
     tables = validate.tables(block_tables, seq_lens, block_size)
     starts = np.append(0, np.cumsum(query_lens))
     seq_ids = sequence_ids(starts, int(starts[-1]))

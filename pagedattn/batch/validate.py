@@ -8,7 +8,6 @@ from jax.core import Tracer
 
 from .._arrays.checks import (
     MAX_SLOTS,
-    count,
     ids,
     int_array,
     integers,
@@ -168,10 +167,6 @@ def require_parents(parents, starts) -> None:
             "a parent must be the index, among its sequence's new tokens, of one before the token, "
             f"or -1, got {parents[token]} for the one of index {own[token]} (token {token})"
         )
-
-
-def block_size(size) -> int:
-    return count("block_size", size)
 
 
 def tables(block_tables, seq_lens, block_size) -> np.ndarray:

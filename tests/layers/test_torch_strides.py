@@ -10,12 +10,13 @@ from tensors import tensors
 from test_torch_states import BY_TORCH, DEVICE
 from torch_layers import normal, step_of
 
-from pagedattn import AttentionSpec, UnsupportedError
+from pagedattn import AttentionSpec
 from pagedattn.testing import batch_of, cache_of, random_problem
 from pagedattn.testing.features import ARRAYS
 from pagedattn_torch import (
     AttentionImpl,
     TorchSDPABackendImpl,
+    explain,
     paged_attention,
     ragged_attention,
 )
@@ -71,12 +72,10 @@ def test_options_of_any_strides(backend, name):
     problem = random_problem(*LENGTHS["mixed"], AttentionSpec(), arrays=[name])
     call = jnp.asarray(problem.query), cache_of(problem), batch_of(problem)
     call, option = tensors((call, jax.tree.map(jnp.asarray, problem.arrays[name])))
-    try:
-        want, got = (
-            paged_attention(*call, backend=backend, **{name: given})
-            for given in (option, jax.tree.map(apart, option))
-        )
-    except UnsupportedError as error:
-        assert name in str(error)
-        pytest.skip(f"{backend} has no {name}")
+    if why := explain(*call, **{name: option})[backend]:
+        pytest.skip("; ".join(why))
+    want, got = (
+        paged_attention(*call, backend=backend, **{name: given})
+        for given in (option, jax.tree.map(apart, option))
+    )
     torch.testing.assert_close(got, want, atol=0, rtol=0)

@@ -58,7 +58,7 @@ def position_of(args, item, i):
 
 
 @fast
-def drafts_of(args, item, i, first, count):
+def drafts_of(item, i, first, count):
     """Which keys from `first` on are those of drafts, up to query i's: a range of indices."""
     end = max(min(count, item.position + i + 1 - first), 0)
     return min(max(item.context - first, 0), end), end
@@ -77,7 +77,7 @@ def add_alibi_of_query(args, item, slope, logits, i, first, count):
     if args.depths == 0:
         add_alibi(slope, logits, position, first, count)
         return
-    begin, end = drafts_of(args, item, i, first, count)
+    begin, end = drafts_of(item, i, first, count)
     add_alibi(slope, logits, position, first, begin)
     depths, away = depths_at(args, item, first), np.int32(position - item.context)
     for k in range(begin, end):
@@ -88,7 +88,7 @@ def add_alibi_of_query(args, item, slope, logits, i, first, count):
 @fast
 def hide_other_lines(args, item, logits, i, first, count):
     """-inf at the keys of drafts, up to query i's, that are of other lines or behind its window."""
-    begin, end = drafts_of(args, item, i, first, count)
+    begin, end = drafts_of(item, i, first, count)
     line, key = args.ancestors + 4 * args.words * (item.token + i), begin
     while key < end:
         own = first + key - item.context

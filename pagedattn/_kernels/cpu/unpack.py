@@ -152,13 +152,13 @@ def unpack_four(typing, source, shift, scale, out, count, held):
         factor = float16.widened(builder, spread(builder, half))
         up, down = spread(builder, shift), ir.Constant(words, [28] * LANES)
 
-        def numbers_at(index, take):
+        def widened_four(take):
             bits = builder.shl(builder.zext(take(source), words), up)
             return builder.sitofp(builder.ashr(bits, down), ir.VectorType(FLOAT, LANES))
 
         def put(index, take):
             whole = builder.icmp_signed("<=", builder.add(index, word(LANES)), count)
-            numbers = numbers_at(index, take)
+            numbers = widened_four(take)
             with builder.if_else(whole, likely=True) as (then, otherwise):
                 with then:
                     _put(builder, numbers, factor, out, index, None, query)

@@ -125,7 +125,7 @@ def sort_items(first, count):
     size, highest = count * ITEM_BYTES, np.int64(1)
     for i in range(count):
         highest = max(highest, cost(first + i * ITEM_BYTES))
-    given = aligned_alloc(128, size + 8 * LEVELS)
+    given = aligned_alloc(APART, size + 8 * LEVELS)
     memcpy(given, first, size)
     begins = given + size
     memset(begins, 0, 8 * LEVELS)

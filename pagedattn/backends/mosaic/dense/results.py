@@ -34,7 +34,7 @@ def store(config: KernelConfig, arrays, memory, tile: Tile, head, slot, warpgrou
         _store_rows(config, arrays, tile, head, warpgroup, staged)
 
     if config.with_lse:
-        _store_lse(config, arrays, memory, tile, head, warpgroup, state)
+        _store_lse(arrays, memory, tile, head, warpgroup, state)
 
 
 def _place(config, tile, head, unit):
@@ -70,7 +70,7 @@ def _store_rows(config, arrays, tile, head, warpgroup, staged):
     lax.fori_loop(0, count * tile.query_len, row, None)
 
 
-def _store_lse(config, arrays, memory, tile, head, warpgroup, state):
+def _store_lse(arrays, memory, tile, head, warpgroup, state):
     staged = memory.lse.at[pl.ds(warpgroup * WARPGROUP, WARPGROUP)]
     top = state.top - weight_exponent(memory.value.dtype)
     staged[...] = (top + jnp.log2(state.total)) * math.log(2)

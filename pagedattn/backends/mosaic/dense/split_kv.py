@@ -13,7 +13,7 @@ from jax import lax
 
 from .kernel_config import KernelConfig
 from .tile_tasks import TileTask, TileTasks, WorkItem
-from .tiles import Tile, cdiv, key_blocks, num_units
+from .tiles import Tile, key_blocks, num_units, unsigned_cdiv
 
 OVERHEAD = 1  # what a work item costs beside its steps, in steps
 FEWEST = 2  # steps that are worth a work item of their own
@@ -113,7 +113,7 @@ def cut_tiles(config: KernelConfig, me, schedule: Schedule) -> TileTasks:
 
 def share_of(config: KernelConfig, total):
     """The cost of a part."""
-    return jnp.maximum(cdiv(total, config.parts), OVERHEAD + FEWEST)
+    return jnp.maximum(unsigned_cdiv(total, config.parts), OVERHEAD + FEWEST)
 
 
 def item_of(config: KernelConfig, part, share, tile: Tile, start):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .kernel_config import KernelConfig
-from .tiles import KeyBlocks, Tile, cdiv, key_blocks
+from .tiles import KeyBlocks, Tile, key_blocks, unsigned_cdiv
 
 
 class WorkItem(NamedTuple):
@@ -75,7 +75,7 @@ def whole_tiles(config: KernelConfig, programs: int, me, schedule) -> TileTasks:
         column = jnp.where(lax.rem(index, 2) == 0, me, programs - 1 - me)
         return index * programs + column
 
-    rounds = cdiv(total, programs)
+    rounds = unsigned_cdiv(total, programs)
     rounds = jnp.where(nth(rounds - 1) < total, rounds, rounds - 1)
 
     def look_up(index):

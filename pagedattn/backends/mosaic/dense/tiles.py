@@ -35,8 +35,8 @@ class Table(NamedTuple):
     count: Any  # [1]: how many there are
 
 
-def cdiv(a, b: int):
-    """`ragged.cdiv` of numbers from 0 on, as one division: `//` adds operations for signs."""
+def unsigned_cdiv(a, b: int):
+    """`cdiv` of numbers from 0 on, as one division: `//` adds operations for signs."""
     return lax.div(a + (b - 1), jnp.int32(b))
 
 
@@ -65,7 +65,7 @@ def tiles_of(config: KernelConfig, query_start_loc, seq_lens) -> Tile:
 
 def counts_of(config: KernelConfig, query_lens):
     """Tiles of each sequence, for each head of keys."""
-    return cdiv(num_units(config, query_lens), config.units)
+    return unsigned_cdiv(num_units(config, query_lens), config.units)
 
 
 def sequences(config: KernelConfig, query_start_loc, seq_lens):
@@ -107,7 +107,7 @@ def token_at(config: KernelConfig, tile: Tile, row):
 
 
 def num_units(config: KernelConfig, query_len):
-    return cdiv(query_len, UNIT) * config.group
+    return unsigned_cdiv(query_len, UNIT) * config.group
 
 
 def has_rows(config: KernelConfig, tile: Tile, warpgroup):
@@ -127,10 +127,12 @@ def key_blocks(config: KernelConfig, tile: Tile) -> KeyBlocks:
     last = jnp.minimum(last, tile.key_len - 1)
     begin, end = reach(config, first, last, tile.key_len)
     block = lax.div(begin, jnp.int32(config.keys))
-    last_block = jnp.maximum(cdiv(end, config.keys) - 1, block)
+    last_block = jnp.maximum(unsigned_cdiv(end, config.keys) - 1, block)
     full_begin, full_end = common(config, first, last, tile.key_len)
     full_end = lax.div(full_end, jnp.int32(config.keys))
-    return KeyBlocks(last_block, last_block - block + 1, cdiv(full_begin, config.keys), full_end)
+    return KeyBlocks(
+        last_block, last_block - block + 1, unsigned_cdiv(full_begin, config.keys), full_end
+    )
 
 
 def reach(config: KernelConfig, first, last, key_len):
