@@ -89,8 +89,8 @@ def _array_to_torch(array, *, copy):
 
 def _shared_tensor(array):
     try:
-        # On the CPU DLPack has no stream that orders reads after writes: wait for the value.
-        return torch.from_dlpack(jax.block_until_ready(array))
+        # The export has torch's stream wait for the value, or on a CPU, without one, the caller.
+        return torch.from_dlpack(array)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise InvalidInputError(f"torch cannot share this array's memory: {error}") from error
 
