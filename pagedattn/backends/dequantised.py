@@ -1,6 +1,5 @@
 """Calls over a cache that is dequantised first, by XLA."""
 
-import operator
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -16,6 +15,6 @@ def dequantised_first(
 ) -> tuple[Call, KVCache, Sequences]:
     """The same call over a cache of the query's dtype: a block for each entry of the tables."""
     dtype, plain = jnp.dtype(call.dtype), dequantised_call(call)
-    cache = dequantised_cache(call, cache, batch.block_tables, dtype, operator.getitem)
+    cache = dequantised_cache(call, cache, batch.block_tables, dtype)
     blocks = jnp.arange(plain.num_blocks, dtype=jnp.int32).reshape(call.num_seqs, call.max_blocks)
     return plain, cache, replace(batch, block_tables=blocks)

@@ -14,18 +14,19 @@ from pagedattn import UnsupportedError
 from pagedattn._arrays.namespace import arange
 from pagedattn._dispatch.backend import Backend
 from pagedattn._dispatch.call import Call
-from pagedattn._dispatch.dequantise import EAGER, dequantised_cache, dequantised_call
+from pagedattn._dispatch.dequantise import TRITON, dequantised_call
 from pagedattn._kernels.triton import launch
 from pagedattn._kernels.triton.arguments import Arrays, Parts, Results
 from pagedattn._kernels.triton.attention import attention_kernel
+from pagedattn._kernels.triton.dequantise import Held, dequantise_kernel, dequantise_launch
 from pagedattn._kernels.triton.device import Device, device_of
 from pagedattn._kernels.triton.launch import Launch
 from pagedattn._kernels.triton.lists import listed_blocks
 from pagedattn._kernels.triton.merge import join_kernel, merge_kernel
 from pagedattn._kernels.triton.tiling import Tiling, tiling
+from pagedattn.cache.kv_cache import KVCache
 from pagedattn.cache.quantise import as_read, scale_of_values
 
-from ..arrays import bits
 from .bias import slopes_on
 
 
@@ -58,7 +59,7 @@ def plan(call: Call, batch) -> Plan:
     slopes = call.spec.alibi_slopes
     slopes = lens if slopes is None else slopes_on(slopes, lens.device)
     dequantised = None
-    if launch.is_dequantised(call, EAGER):
+    if launch.is_dequantised(call, TRITON):
         dequantised, call = tables, dequantised_call(call)
         tables = arange(call.num_blocks, tables).view(tables.shape)
     tiles = tiling(call, _device(lens.device))
@@ -81,7 +82,7 @@ def run(
 ):
     """out and lse of a call; every element of both is written by the kernels."""
     if plan.dequantised is not None:
-        cache = dequantised_cache(call, cache, plan.dequantised, query.dtype, take)
+        cache = dequantised(call, query, cache, plan)
         call = dequantised_call(call)
     elif call.cache_dtype is not None:
         require_pairs(cache)
@@ -127,9 +128,18 @@ def aligned(scale: Tensor) -> Tensor:
     return scale.clone() if scale.data_ptr() % 8 else scale
 
 
-def take(array: Tensor, indices: Tensor) -> Tensor:
-    """Rows of an array, which may be of eight-bit numbers that torch does not index."""
-    return bits(array).index_select(0, indices).view(array.dtype)
+def dequantised(call: Call, query: Tensor, cache: KVCache, plan: Plan) -> KVCache:
+    """The keys and values in the query's dtype, a block for each entry of the tables."""
+    tables, lens = plan.dequantised, plan.tables[1]
+    rows = {"key": call.head_dim, "value": call.out_dim}
+    made = {}
+    for name, columns in rows.items():
+        plane, scale = getattr(cache, name), getattr(cache, f"{name}_scale").contiguous()
+        shape = call.num_seqs * call.max_blocks, *plane.shape[1:3], columns
+        made[name] = query.new_empty(shape)
+        started = dequantise_launch(call, name, tables.stride(0))
+        _start(dequantise_kernel, Held(plane, scale, tables, lens), started, made[name])
+    return KVCache(**made)
 
 
 BACKEND = Backend("triton", launch.SUPPORTS, run, refusals, plan=plan)

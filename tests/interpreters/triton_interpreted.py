@@ -39,6 +39,7 @@ from pagedattn.testing import (
     Problem,
     assert_attention_close,
     batch_of,
+    cache_of,
     random_problem,
     reference_attention,
 )
@@ -52,7 +53,7 @@ assert knobs.runtime.interpret, "set TRITON_INTERPRET=1"
 
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
 PLAIN = AttentionSpec()
-PLANES = "key", "value"
+SCALES = "key_scale", "value_scale"
 CAUSAL = [name for name, spec in SPECS.items() if spec.causal]
 # By another name: the backend of the name "triton" is held to CUDA.
 INTERPRETED = dataclasses.replace(backend.BACKEND, name="interpreted")
@@ -60,8 +61,8 @@ BY_TRITON = {"backend": INTERPRETED, "return_lse": True}
 
 
 # Shortcomings of Triton 3.6's interpreter: it asks arrays of one element for an int, which NumPy
-# 2.4 refuses, multiplies bfloat16 by its bits, takes the bits of integers for it, and patches its
-# language anew for each call of a function by another.
+# 2.4 refuses, multiplies bfloat16 by its bits, takes the bits of integers for it, rounds to it
+# towards 0, and patches its language anew for each call of a function by another.
 
 
 def patch_lang_tensor(tensor, scope, original=interpreter._patch_lang_tensor):
@@ -76,6 +77,9 @@ def create_dot(self, a, b, d, *precision):
 def cast_impl(self, source, target, original=interpreter.InterpreterBuilder.cast_impl):
     if target.scalar == tl.bfloat16 and source.dtype.scalar.is_int():
         source = interpreter.TensorHandle(source.data.astype(np.float32), tl.float32)
+    if target.scalar == tl.bfloat16 and source.dtype.scalar == tl.float32:
+        rounded = source.data.astype(ml_dtypes.bfloat16).view(np.uint16)
+        return interpreter.TensorHandle(rounded, tl.bfloat16)
     return original(self, source, target)
 
 
@@ -118,6 +122,11 @@ def arrays_of(problem: Problem, **changes):
     cache = KVCache(*planes, *scales, value_dim=problem.value_dim)
     batch = dataclasses.replace(batch_on(batch_of(problem), "cpu"), **changes)
     return tensor(problem.query), cache, batch
+
+
+def apart(array):
+    """The same numbers, with others between them in memory."""
+    return torch.stack([array, torch.full_like(array, 77)], -1)[..., 0]
 
 
 def run(query, cache, batch, spec, batch_invariant=False, **arrays):
@@ -360,11 +369,17 @@ def test_scales_of_groups_of_any_size(size):
     check(problem.replace(value_scale=scale.astype(np.float16)))
 
 
-@pytest.mark.parametrize("cache_dtype", [*CACHE_DTYPES, "int4"])
-def test_caches_that_are_dequantised_first(monkeypatch, cache_dtype):
-    """As those of long prompts are, with per-token scales; not where bits may not depend on it."""
+@pytest.fixture
+def dequantised_first(monkeypatch):
+    """As the keys and values of long prompts are, with per-token scales."""
     rules = dequantise.Rules(*[dequantise.Rule(tokens=0, keys=1 << 20)] * 3, most_bytes=1 << 30)
-    monkeypatch.setattr(backend, "EAGER", rules)
+    monkeypatch.setattr(backend, "TRITON", rules)
+
+
+@pytest.mark.usefixtures("dequantised_first")
+@pytest.mark.parametrize("cache_dtype", [*CACHE_DTYPES, "int4"])
+def test_caches_that_are_dequantised_first(cache_dtype):
+    """Not where bits may not depend on it."""
     kinds = {"cache_dtype": cache_dtype, "dtype": ml_dtypes.bfloat16, **TOKENS}
     problem = mixed(AttentionSpec(logits_soft_cap=2.0), **kinds)
     query, cache, batch = arrays_of(problem)
@@ -372,9 +387,32 @@ def test_caches_that_are_dequantised_first(monkeypatch, cache_dtype):
         call = call_of(query, cache, batch, problem.spec, batch_invariant=invariant)
         assert (backend.plan(call, batch).dequantised is None) == invariant
         check(problem, batch_invariant=invariant)
-    plain = dequantise.dequantised_call(dataclasses.replace(call, batch_invariant=False))
-    held = dequantise.dequantised_cache(call, cache, batch.block_tables, query.dtype, backend.take)
-    assert plain == call_of(query, held, batch, problem.spec)
+    call = dataclasses.replace(call, batch_invariant=False)
+    held = backend.dequantised(call, query, cache, backend.plan(call, batch))
+    assert dequantise.dequantised_call(call) == call_of(query, held, batch, problem.spec)
+
+
+@pytest.mark.usefixtures("dequantised_first")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cache_dtype", [*CACHE_DTYPES, "int4"])
+@pytest.mark.parametrize("sizes", [(64, 48, 16), (20, 40, 4), (128, 128, 128)])
+def test_what_is_dequantised(cache_dtype, dtype, sizes):
+    """The bits that XLA makes of each block in use, and nothing elsewhere."""
+    head_dim, value_dim, block_size = sizes
+    columns = {"head_dim": head_dim, "value_dim": value_dim, "block_size": block_size}
+    problem = mixed(cache_dtype=cache_dtype, dtype=dtype, **columns, **TOKENS)
+    query, cache, batch = arrays_of(problem)
+    cache = dataclasses.replace(cache, **{name: apart(getattr(cache, name)) for name in SCALES})
+    call = call_of(query, cache, batch, problem.spec)
+    got = backend.dequantised(call, query, cache, backend.plan(call, batch))
+    tables, every = batch_of(problem).block_tables, cache_of(problem)
+    want = dequantise.dequantised_cache(call, every, tables, jnp.dtype(dtype))
+    ends = -(-np.asarray(problem.seq_lens) // block_size)
+    used = (np.arange(tables.shape[1])[None] < ends[:, None]).reshape(-1)
+    for plane, other in zip(got.planes, want.planes, strict=True):
+        numbers = plane.float().numpy()
+        np.testing.assert_array_equal(numbers[used], np.asarray(other, np.float32)[used])
+        assert np.isnan(numbers[~used]).all()
 
 
 @pytest.fixture
@@ -700,19 +738,13 @@ def test_strides_and_index_types():
     assert_attention_close(*got, problem)
 
 
-def apart(array):
-    """The same numbers, with others between them in memory."""
-    return torch.stack([array, torch.full_like(array, 77)], -1)[..., 0]
-
-
 @pytest.mark.parametrize("cache_dtype", [None, "int8", "int4"])
 def test_options_of_any_strides(cache_dtype):
     kinds = {} if cache_dtype is None else {"cache_dtype": cache_dtype, **TOKENS}
     problem = mixed(arrays=["sinks", "selection"], **kinds)
     query, cache, batch = arrays_of(problem)
     if cache_dtype is not None:
-        scales = {f"{name}_scale": apart(getattr(cache, f"{name}_scale")) for name in PLANES}
-        cache = dataclasses.replace(cache, **scales)
+        cache = dataclasses.replace(cache, **{name: apart(getattr(cache, name)) for name in SCALES})
     options = jax.tree.map(lambda array: apart(tensor(array)), problem.arrays)
     assert_attention_close(*run(query, cache, batch, problem.spec, **options), problem)
 

@@ -11,6 +11,9 @@ from calls import Attention, on, started, started_by
 from gpus import A_THREAD, GPUS, REGISTERS, taken
 
 from pagedattn import AttentionSpec, BlockSummaries, score_blocks, select_blocks
+from pagedattn._dispatch.call import call_of
+from pagedattn._kernels.triton.dequantise import Held, dequantise_kernel, dequantise_launch
+from pagedattn.backends.triton.program import start
 
 pytestmark = pytest.mark.targets
 
@@ -151,6 +154,31 @@ def test_the_choice_of_blocks_fits(gpu, few, dtype):
         assert took.shared <= GPUS[gpu].kilobytes << 10
         assert took.registers * took.threads <= REGISTERS
         assert took.spilled <= spills(gpu, Attention(dtype=dtype))
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("cache_dtype", ["int4", "int8", "float8_e4m3fn"])
+def test_what_dequantises_fits(gpu, cache_dtype):
+    """With loads and stores of several elements, and nothing spilled."""
+    if cache_dtype == "float8_e4m3fn" and GPUS[gpu].capability < (8, 9):
+        pytest.skip("has no instruction for it")
+    query, cache, batch, *_ = Attention(cache_dtype=cache_dtype, token_scales=True).arrays()
+
+    def dequantise(query, cache, batch):
+        call = call_of(query, cache, batch, AttentionSpec())
+        launch = dequantise_launch(call, "key", batch.max_blocks)
+        held = Held(cache.key, cache.key_scale, batch.block_tables, batch.seq_lens)
+        out = jax.ShapeDtypeStruct((call.num_seqs * call.max_blocks, 16, 8, 128), query.dtype)
+        return start(dequantise_kernel, (held,), launch, (out,))
+
+    with on(GPUS[gpu]):
+        (program,) = started_by(dequantise, query, cache, batch)
+    took = taken(program)
+    assert took.registers * took.threads <= REGISTERS
+    assert took.spilled == 0
+    wide = r"st\.global\.v4\.b32" if cache_dtype != "int4" else r"st\.global\.v\d\.b"
+    assert re.search(r"ld\.global\.v\d\.b32", program.asm["ptx"])
+    assert re.search(wide, program.asm["ptx"])
 
 
 @pytest.mark.parametrize(("gpu", "name"), RUN)
