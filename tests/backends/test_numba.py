@@ -303,7 +303,7 @@ from pagedattn.testing import assert_attention_close, attend, random_problem
 from pagedattn import AttentionSpec
 kinds = [{"dtype": jnp.dtype("bfloat16")}]
 of_tokens = {"dtype": jnp.dtype("bfloat16"), "head_dim": 64, "token_scales": True}
-kinds += [of_tokens | {"cache_dtype": held} for held in ("int8", "float8_e4m3fn", "int4")]
+kinds += [of_tokens | {"cache_dtype": held} for held in ("int8", "int4")]
 fours = of_tokens | {"cache_dtype": "int4"}
 latents = {"head_dim": 128, "value_dim": 100, "latent": True, "num_kv_heads": 1}
 kinds += [fours | more for more in ({"head_dim": 192}, {"arrays": ["bias"]}, latents)]

@@ -17,6 +17,6 @@ def test_kernels_by_the_interpreter():
     # The plugins would warn of xdist, or write while others do.
     plugins = ["-p", "no:cacheprovider", "-p", "no:benchmark"]
     command = [sys.executable, "-m", "pytest", "-q", "-x", *plugins, str(path)]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    environment = os.environ | {"TRITON_INTERPRET": "1", "HYPOTHESIS_PROFILE": "few"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
