@@ -44,6 +44,15 @@ def ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens) ->
     """The bounds as Python's integers, no larger than there are queries and keys."""
     longest_query = count("max_query_len", max_lens[0], 0)
     longest_key = count("max_key_len", max_lens[1], 0)
+    _packed_keys(key, value)
+    require_spec(spec)
+    _query(query, key.dtype, key.shape[1], key.shape[2], spec)
+    starts = {"query_start_loc": query_start_loc, "key_start_loc": key_start_loc}
+    _packed_starts(starts, (query.shape[0], longest_query), (key.shape[0], longest_key))
+    return min(longest_query, query.shape[0]), min(longest_key, key.shape[0])
+
+
+def _packed_keys(key, value) -> None:
     an_array("key", key)
     an_array("value", value)
     known_sizes("key", key)
@@ -60,10 +69,10 @@ def ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens) ->
         )
     if not is_floating(key.dtype):
         raise InvalidInputError(f"key must be floating, got {key.dtype}")
-    require_spec(spec)
-    _query(query, key.dtype, key.shape[1], key.shape[2], spec)
-    arrays = {"query_start_loc": query_start_loc, "key_start_loc": key_start_loc}
-    bounds = ((query.shape[0], longest_query), (key.shape[0], longest_key))
+
+
+def _packed_starts(arrays, *bounds) -> None:
+    """`bounds` are, of queries and of keys, how many there are and the longest sequence's."""
     for (name, starts), (tokens, longest) in zip(arrays.items(), bounds, strict=True):
         int_array(name, starts, 1)
         known_sizes(name, starts)
@@ -71,12 +80,12 @@ def ragged(query, key, value, query_start_loc, key_start_loc, spec, max_lens) ->
             raise InvalidInputError(f"{name} must be [num_seqs + 1], got no entry")
         if known(starts) is not None:
             start_locs(name, known(starts), tokens, longest)
-    if query_start_loc.shape != key_start_loc.shape:
+    queries, keys = (tuple(starts.shape) for starts in arrays.values())
+    if queries != keys:
         raise InvalidInputError(
             "query_start_loc and key_start_loc must be [num_seqs + 1] both, got "
-            f"{tuple(query_start_loc.shape)} and {tuple(key_start_loc.shape)}"
+            f"{queries} and {keys}"
         )
-    return min(longest_query, query.shape[0]), min(longest_key, key.shape[0])
 
 
 def parents(array, query, query_start_loc) -> None:
