@@ -82,7 +82,7 @@ def run(
 ):
     """out and lse of a call; every element of both is written by the kernels."""
     if plan.dequantised is not None:
-        cache = dequantised(call, query, cache, plan)
+        cache = dequantised(call, query, cache, plan.dequantised, plan.tables[1])
         call = dequantised_call(call)
     elif call.cache_dtype is not None:
         require_pairs(cache)
@@ -128,9 +128,8 @@ def aligned(scale: Tensor) -> Tensor:
     return scale.clone() if scale.data_ptr() % 8 else scale
 
 
-def dequantised(call: Call, query: Tensor, cache: KVCache, plan: Plan) -> KVCache:
+def dequantised(call: Call, query: Tensor, cache: KVCache, tables: Tensor, lens: Tensor) -> KVCache:
     """The keys and values in the query's dtype, a block for each entry of the tables."""
-    tables, lens = plan.dequantised, plan.tables[1]
     rows = {"key": call.head_dim, "value": call.out_dim}
     made = {}
     for name, columns in rows.items():

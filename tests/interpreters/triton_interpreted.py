@@ -388,7 +388,7 @@ def test_caches_that_are_dequantised_first(cache_dtype):
         assert (backend.plan(call, batch).dequantised is None) == invariant
         check(problem, batch_invariant=invariant)
     call = dataclasses.replace(call, batch_invariant=False)
-    held = backend.dequantised(call, query, cache, backend.plan(call, batch))
+    held = backend.dequantised(call, query, cache, batch.block_tables, batch.seq_lens)
     assert dequantise.dequantised_call(call) == call_of(query, held, batch, problem.spec)
 
 
@@ -404,7 +404,7 @@ def test_what_is_dequantised(cache_dtype, dtype, sizes):
     query, cache, batch = arrays_of(problem)
     cache = dataclasses.replace(cache, **{name: apart(getattr(cache, name)) for name in SCALES})
     call = call_of(query, cache, batch, problem.spec)
-    got = backend.dequantised(call, query, cache, backend.plan(call, batch))
+    got = backend.dequantised(call, query, cache, batch.block_tables, batch.seq_lens)
     tables, every = batch_of(problem).block_tables, cache_of(problem)
     want = dequantise.dequantised_cache(call, every, tables, jnp.dtype(dtype))
     ends = -(-np.asarray(problem.seq_lens) // block_size)
