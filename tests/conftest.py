@@ -53,7 +53,7 @@ def _expects_an_error(item):
     return hasattr(item, "function") and "raises(" in inspect.getsource(item.function)
 
 
-PROFILES = {"few": 5, "dev": 20, "ci": 25, "deep": 500}  # examples a test
+PROFILES = {"few": 5, "ci": 15, "dev": 20, "deep": 500}  # examples a test
 for name, examples in PROFILES.items():
     hypothesis.settings.register_profile(
         name,
@@ -68,7 +68,10 @@ for name, examples in PROFILES.items():
     )
 # A mutant has to be noticed, not to be shrunk to its least example.
 hypothesis.settings.register_profile(
-    "mutants", hypothesis.settings.get_profile("ci"), phases=[hypothesis.Phase.generate]
+    "mutants",
+    hypothesis.settings.get_profile("ci"),
+    max_examples=25,
+    phases=[hypothesis.Phase.generate],
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
