@@ -175,9 +175,16 @@ def on_host(leaf):
     return np.array(leaf) if integers and leaf.ndim < 4 else leaf
 
 
-@pytest.mark.parametrize("name", CORE | SELECTION)
+GOOD_CALLS = {
+    name: call
+    for name, call in (CORE | SELECTION).items()
+    if hasattr(pagedattn, name.split()[0])  # functions of JAX arrays, by their names
+}
+
+
+@pytest.mark.parametrize("name", GOOD_CALLS)
 def test_results_hold_nothing_of_the_callers_integers(name):
-    function, arguments = (CORE | SELECTION)[name]()
+    function, arguments = GOOD_CALLS[name]()
     given = jax.tree.map(on_host, arguments)
     results = [leaf for leaf in jax.tree.leaves(function(**given)) if hasattr(leaf, "dtype")]
     before = [*map(_numbers, results)]
