@@ -393,9 +393,15 @@ def test_caches_that_are_dequantised_first(cache_dtype):
 
 
 @pytest.mark.usefixtures("dequantised_first")
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cache_dtype", [*CACHE_DTYPES, "int4"])
-@pytest.mark.parametrize("sizes", [(64, 48, 16), (20, 40, 4), (128, 128, 128)])
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [
+        *(((64, 48, 16), dtype) for dtype in DTYPES),
+        ((20, 40, 4), ml_dtypes.bfloat16),
+        ((128, 128, 128), ml_dtypes.bfloat16),
+    ],
+)
 def test_what_is_dequantised(cache_dtype, dtype, sizes):
     """The bits that XLA makes of each block in use, and nothing elsewhere."""
     head_dim, value_dim, block_size = sizes
