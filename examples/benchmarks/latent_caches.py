@@ -72,6 +72,7 @@ WORK: dict[str, Callable[[], Timed]] = {
     "latent cache, FlashInfer": partial(latent_by_peer, "FlashInfer"),
     "latent cache, FlashMLA": partial(latent_by_peer, "FlashMLA"),
     "latent cache, mosaic": partial(latent, "mosaic"),
+    "latent cache, mosaic, float8_e4m3fn": partial(latent, "mosaic", jnp.float8_e4m3fn),
     "latent cache, triton, float8_e4m3fn": partial(latent, "triton", jnp.float8_e4m3fn),
     "latent cache, triton, int8": partial(latent, "triton", jnp.int8),
     **{
@@ -83,6 +84,7 @@ WORK: dict[str, Callable[[], Timed]] = {
 RATIOS = {
     "latent cache, triton, float8_e4m3fn": ("latent cache, triton", "latent cache, mosaic"),
     "latent cache, triton, int8": ("latent cache, triton", "latent cache, mosaic"),
+    "latent cache, mosaic, float8_e4m3fn": ("latent cache, mosaic",),
     **{
         f"latent cache, {seqs} x {length}, {heads} heads, mosaic, float8_e4m3fn": (
             f"latent cache, {seqs} x {length}, {heads} heads, mosaic",

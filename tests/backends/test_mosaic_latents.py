@@ -143,7 +143,6 @@ def refusals(**sizes):
         ({"block_size": 12}, "block_size"),
         ({"block_size": 96}, "block_size"),
         ({"dtype": jnp.float16}, "float16"),
-        ({"cache_dtype": "int8"}, "a multiple of 64"),
         ({"cache_dtype": "int4", "num_heads": 16}, "int4"),
         ({"sliding_window": 4}, "sliding_window"),
         ({"logits_soft_cap": 4.0}, "logits_soft_cap"),
@@ -280,7 +279,7 @@ def test_one_long_sequence(num_heads):
 @hopper
 @pytest.mark.parametrize("token_scales", [True, False])
 @pytest.mark.parametrize("cache_dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
-@pytest.mark.parametrize("num_heads", [8, 16, 32])
+@pytest.mark.parametrize("num_heads", [8, 16, 32, 128])
 def test_eight_bits(num_heads, cache_dtype, token_scales):
     sizes = {"cache_dtype": cache_dtype, "num_heads": num_heads, "pad_tokens": 12}
     sizes |= {"token_scales": True} if token_scales else {}

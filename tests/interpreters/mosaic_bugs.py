@@ -247,34 +247,52 @@ BUGS = {
         RACE,
         "latents, 16 heads",
     ),
-    "latents of eight bits: scales written while they are read": Bug(
-        "plgpu.SMEM((WIDENED, THREADS), jnp.float32)",
-        "plgpu.SMEM((1, THREADS), jnp.float32)",
-        RACE,
-        "latents of eight bits, per-token scales",
-    ),
-    "latents of eight bits: no wait for what is loaded": Bug(
-        "    plgpu.barrier_wait(held.full.at[source])\n    numbers = [",
-        "    numbers = [",
+    "latents of eight bits: no wait for keys": Bug(
+        "        plgpu.barrier_wait(ring.full.at[ring.slot(number)])\n        return",
+        "        return",
         PHASE,
         "latents of eight bits, 8 heads",
     ),
-    "latents of eight bits: keys not committed": Bug(
-        "exact.astype(wide.room.dtype)\n    plgpu.commit_smem()\n",
-        "exact.astype(wide.room.dtype)\n",
+    "latents of eight bits: phases of the other warpgroup's keys skipped": Bug(
+        "for ahead in reversed(range(1, each)):",
+        "for ahead in reversed(range(2, each)):",
+        "in all phases",
+        "latents of eight bits, 8 heads",
+    ),
+    "latents of eight bits: values released while they are read": Bug(
+        "        plgpu.commit_smem()  # the values have been read\n",
+        "",
         RACE,
         "latents of eight bits, 8 heads",
     ),
-    "latents of eight bits: scales of another step": Bug(
-        "[...] = of_tokens\n",
-        "[...] = ahead\n",
+    "latents of eight bits: weights not committed": Bug(
+        "        plgpu.commit_smem()  # the step's keys have been read, too\n",
+        "",
+        RACE,
+        "latents of eight bits, 8 heads",
+    ),
+    "latents of eight bits: no wait for the other warpgroup's tops": Bug(
+        "            plgpu.barrier_wait(self.rings.tops.full.at[other])\n",
+        "            pass\n",
+        PHASE,
+        "latents of eight bits, 8 heads",
+    ),
+    "latents of eight bits: sums shrink by a warpgroup's own tops": Bug(
+        "scaled(weights, scale), kept(before, top))",
+        "scaled(weights, scale), kept(state.top, top))",
         NUMBERS,
         "latents of eight bits, per-token scales",
     ),
-    "latents of eight bits: an odd number of places, whose phases two warpgroups await": Bug(
-        "left // chunk // WIDENING * WIDENING",
-        "left // chunk // WIDENING * WIDENING - 1",
-        PHASE,
+    "latents of eight bits: scales of another step": Bug(
+        "self.work_item.done + i, found.scales, self.scales.next(i, found)",
+        "self.work_item.done + i, self.scales.next(i, found).scales, found",
+        NUMBERS,
+        "latents of eight bits, per-token scales",
+    ),
+    "latents of eight bits: queries overwritten while the other warpgroup reads them": Bug(
+        "    slot = ring.free_slot(index)\n    for number",
+        "    slot = ring.slot(index)\n    for number",
+        RACE,
         "latents of eight bits, 8 heads",
     ),
     "cut tokens: sums of others not awaited": Bug(

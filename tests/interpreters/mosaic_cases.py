@@ -303,10 +303,10 @@ CASES = {
         cache_dtype="float8_e4m3fn",
         token_scales=True,
     ),
-    "latents of int8, per-token scales, 32 heads": Case(
+    "latents of int8, per-token scales, 64 heads": Case(
         "latents",
         (([1, 1], [700, 90]),),
-        latent_sizes(3, 1, 64, 11, num_heads=32),
+        latent_sizes(3, 1, 64, 11, num_heads=64),
         programs=3,
         spec=AttentionSpec(scale=-0.07),
         cache_dtype="int8",

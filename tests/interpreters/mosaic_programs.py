@@ -82,25 +82,55 @@ def await_signal(shared, thread, name, place, value, decrement):
         del sent[: int(value)]
 
 
+def keys_as_rows(numbers):
+    """Row `8 i + 2 j + k` of a product is key `8 i + 4 (j // 2) + 2 k + j % 2` of a step."""
+    few = numbers.reshape(-1, 2, 2, 2, 4, 8, 2).astype(jnp.float16)  # 16 columns to each thread
+    return few.transpose(0, 1, 3, 2, 5, 4, 6).reshape(numbers.shape)
+
+
+def values_as_rows(numbers):
+    """Matrix `i` has columns `i` and `i + 4` of every eight, of half the values."""
+    keys = numbers.reshape(2, 2, 2, 2, -1).transpose(0, 1, 3, 2, 4)
+    columns = keys.reshape(len(numbers), 4, 8, 2, 4).transpose(4, 1, 3, 2, 0)
+    return tuple(columns.reshape(4, 64, len(numbers)).astype(jnp.float16))
+
+
+def columns_in_order(*matrices):
+    columns = jnp.stack(matrices).reshape(4, 4, 2, 8, -1).transpose(4, 1, 3, 2, 0)
+    return columns.reshape(columns.shape[0], -1)
+
+
+def masked(numbers, seen):
+    return jnp.where(jnp.repeat(seen, 8, axis=1) != 0, numbers, jnp.zeros_like(numbers))
+
+
 INLINE = {  # what the functions in MLIR compute
     "together": lambda: (),
-    "if_any_row": lambda sums, kept: sums * kept[:, None],
-    "if_any_column": lambda sums, kept: sums * kept,
+    "if_any_row": lambda sums, kept: tuple(x * kept[:, None] for x in sums),
+    "if_any_column": lambda sums, kept: tuple(x * kept for x in sums),
     "gathered": lambda array, *indices: array[indices],
     "from_int8": lambda numbers: numbers.astype(jnp.float16),
+    "keys_as_rows": keys_as_rows,
+    "values_as_rows": values_as_rows,
+    "masked": masked,
+    "columns_of_keys": lambda queries: (
+        queries.reshape(-1, 4, 8, 2).swapaxes(1, 2).reshape(queries.shape)
+    ),
+    "columns_in_order": columns_in_order,
+    "largest_of_rows": lambda matrix, scratch: matrix.max(axis=0),
+    "total_of_rows": lambda matrix, scratch: matrix.sum(axis=0),
 }
 
 
 def inline_mgpu(interpreter, eqn, token, *operands):
     """MLIR cannot be interpreted: it is not tested here."""
-    arguments = []
-    for var, value in zip(
-        eqn.invars, operands[: eqn.params["pytree_args"].num_leaves], strict=False
-    ):
+    arguments, structure = [], eqn.params["pytree_args"]
+    for var, value in zip(eqn.invars, operands[: structure.num_leaves], strict=False):
         if isinstance(var.aval, AbstractRef):
             token, value = all_of(interpreter, eqn, token, var.aval, value)
         arguments.append(value)
-    return token, jax.tree.leaves(INLINE[eqn.params["mgpu_fn"].__name__](*arguments))
+    function = INLINE[eqn.params["mgpu_fn"].__name__]
+    return token, jax.tree.leaves(function(*jax.tree.unflatten(structure, arguments)))
 
 
 def all_of(interpreter, eqn, token, aval, ref):

@@ -89,28 +89,29 @@ def tokens_of(config: KernelConfig, task: TileTask, step) -> Tokens:
     return Tokens(jnp.maximum(position, 0), seen)
 
 
-def blocks_of(config, tables, sequence, tokens: Tokens):
+def blocks_of(config, tables, sequence, tokens: Tokens, layout: Any = ONE_EACH):
     """The entries of block tables."""
     block = lax.div(tokens.position, jnp.int32(config.block_size))
-    sequence = constant(jnp.minimum(sequence, config.num_seqs - 1))
-    return gather(tables, sequence, jnp.minimum(block, config.max_blocks - 1))
+    sequence = constant(jnp.minimum(sequence, config.num_seqs - 1), block.shape, layout)
+    return gather(tables, sequence, jnp.minimum(block, config.max_blocks - 1), layout=layout)
 
 
-def scales_at(config, scales, head, tokens: Tokens, blocks):
+def scales_at(config, scales, head, tokens: Tokens, blocks, layout: Any = ONE_EACH):
     """0 where no query sees the key, whatever is there."""
     row = lax.rem(tokens.position, jnp.int32(config.block_size))
-    found = gather(scales, jnp.where(tokens.seen, blocks, 0), row, constant(head))
+    head = constant(head, row.shape, layout)
+    found = gather(scales, jnp.where(tokens.seen, blocks, 0), row, head, layout=layout)
     return jnp.where(tokens.seen, found, 0.0)
 
 
-def constant(value):
-    return plgpu.layout_cast(jnp.full((THREADS,), value, jnp.int32), ONE_EACH)
+def constant(value, shape, layout):
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.int32), layout)
 
 
-def gather(ref, *indices):
-    """Elements of an array in the device's memory: each thread reads the one at its indices."""
-    result = plgpu.ShapeDtypeStruct((THREADS,), ref.dtype, layout=ONE_EACH)
-    types = plgpu.RefType(), *[ONE_EACH] * len(indices)
+def gather(ref, *indices, layout):
+    """Elements of an array in the device's memory: each thread reads those at its indices."""
+    result = plgpu.ShapeDtypeStruct(indices[0].shape, ref.dtype, layout=layout)
+    types = plgpu.RefType(), *[layout] * len(indices)
     return plgpu.inline_mgpu(arg_types=types, return_type=result)(gathered)(ref, *indices)
 
 

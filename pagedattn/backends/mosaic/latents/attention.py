@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from ...._arrays.shard_map import traced_apart
 from ..in_place import unfused
+from .eight_bits import kernel as eight_bits
 from .few_heads import kernel as few_heads
 from .kernel_config import ROWS, VALUE_DIM, KernelConfig
 from .many_heads import kernel as many_heads
@@ -32,10 +33,15 @@ class Arrays(NamedTuple):
     finished: Any = None  # semaphores: whether the two are there
 
 
+def program_of(config: KernelConfig):
+    if config.cache_dtype:
+        return eight_bits
+    return many_heads if config.rows == ROWS else few_heads
+
+
 def attention(config: KernelConfig, query, latents, scales, tables, schedule: Schedule):
     """out `[num_tokens, num_heads, 512]` and lse `f32[num_tokens, tiles, rows]`."""
-    program = many_heads if config.rows == ROWS else few_heads
-
+    program = program_of(config)
     operands, structure = jax.tree.flatten((query, latents, scales, tables, *schedule))
 
     def body(*refs):

@@ -32,7 +32,7 @@ class KernelConfig:
     @property
     def rows(self) -> int:
         """Query heads of one token that are multiplied at once."""
-        return math.gcd(self.num_heads, ROWS)
+        return math.gcd(self.num_heads, ROWS // 2 if self.cache_dtype else ROWS)
 
     @property
     def tiles(self) -> int:
@@ -48,9 +48,9 @@ class KernelConfig:
     def cluster(self) -> int:
         """Programs that load the same keys for each other, half of them each.
 
-        Tiles of fewer than 64 heads are an odd number: they have none.
+        Only tiles of 64 heads do.
         """
-        return 2 if self.tiles % 2 == 0 and self.block_size > 8 else 1
+        return 2 if self.rows == ROWS and self.tiles % 2 == 0 and self.block_size > 8 else 1
 
     @property
     def parts(self) -> int:
@@ -60,7 +60,7 @@ class KernelConfig:
     @property
     def overhead(self) -> int:
         """What a work item costs beside its steps, in steps."""
-        return 4 if self.rows == ROWS else 2
+        return 4 if self.rows == ROWS else 1
 
     @property
     def pages(self) -> int:

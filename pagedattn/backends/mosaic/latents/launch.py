@@ -67,8 +67,6 @@ def unsupported_bits(call) -> list[str]:
     reasons = []
     if call.cache_dtype not in CACHE_DTYPES:
         reasons.append(f"cache_dtype: it widens {', '.join(CACHE_DTYPES)}, got {call.cache_dtype}")
-    if call.num_heads % ROWS == 0:
-        reasons.append(f"cache_dtype: not with {call.num_heads} query heads, a multiple of {ROWS}")
     return reasons
 
 

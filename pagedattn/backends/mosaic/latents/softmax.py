@@ -62,17 +62,18 @@ VOTE = "{.reg .pred p; vote.sync.any.pred p, $1, 0xffffffff; selp.b32 $0, 1, 0, 
 
 def shrink(sums, kept):
     """`sums f32[rows, columns]` times `kept f32[rows]`."""
-    return inline(if_any_row, sums, kept, LAYOUT.reduce(1))
+    return inline(if_any_row, (sums,), kept, LAYOUT.reduce(1))[0]
 
 
-def shrink_columns(sums, kept):
-    """`sums f32[rows, columns]` times `kept f32[columns]`."""
+def shrink_columns(sums: tuple, kept):
+    """Some matrices `f32[rows, columns]` times `kept f32[columns]`."""
     return inline(if_any_column, sums, kept, LAYOUT.reduce(0))
 
 
-def inline(function, sums, kept, layout):
-    result = plgpu.ShapeDtypeStruct(sums.shape, sums.dtype, layout=LAYOUT)
-    return plgpu.inline_mgpu(arg_types=(LAYOUT, layout), return_type=result)(function)(sums, kept)
+def inline(function, sums: tuple, kept, layout):
+    results = tuple(plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=LAYOUT) for x in sums)
+    layouts = (LAYOUT,) * len(sums), layout
+    return plgpu.inline_mgpu(arg_types=layouts, return_type=results)(function)(sums, kept)
 
 
 def if_any_row(_, sums, kept):
@@ -84,15 +85,23 @@ def if_any_column(_, sums, kept):
 
 
 def if_any(sums, kept, axis: int):
-    registers = list(sums.registers.flat)
+    registers = [x for matrix in sums for x in matrix.registers.flat]
     branch = scf.IfOp(voted(changed(kept)), [x.type for x in registers], has_else=True)
     with ir.InsertionPoint(branch.then_block):
-        product = sums * kept.broadcast_in_dim(sums.shape, (axis,), sums.layout)
-        scf.yield_(list(product.registers.flat))
+        wide_ones = (kept.broadcast_in_dim(x.shape, (axis,), x.layout) for x in sums)
+        products = [x * factor for x, factor in zip(sums, wide_ones, strict=True)]
+        scf.yield_([x for matrix in products for x in matrix.registers.flat])
     with ir.InsertionPoint(branch.else_block):  # pyright: ignore
         scf.yield_(registers)
-    results = np.array(list(branch.results), dtype=object).reshape(sums.registers.shape)
-    return mgpu.FragmentedArray(_registers=results, _layout=sums.layout, _is_signed=None)
+    results = iter(branch.results)
+    return tuple(of_registers(matrix, results) for matrix in sums)
+
+
+def of_registers(like, registers):
+    """A matrix like another one, of the next registers."""
+    own = [next(registers) for _ in like.registers.flat]
+    own = np.array(own, dtype=object).reshape(like.registers.shape)
+    return mgpu.FragmentedArray(_registers=own, _layout=like.layout, _is_signed=None)
 
 
 def changed(kept):

@@ -11,7 +11,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ...dense.registers import load
 from ...ring import Ring
 from .. import softmax
 from ..cut_tokens import Sums, finish
@@ -23,7 +22,6 @@ from .results import HEADS_AXIS, places, store
 
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]  (not private: its documents name it)
 TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED
-REGISTERS = 240  # of a thread, where others need less
 
 
 class State(NamedTuple):
@@ -41,9 +39,6 @@ class State(NamedTuple):
 
 
 def compute(config: KernelConfig, arrays, memory, queries, ring: Ring, work_items, tile):
-    if config.cache_dtype:
-        plgpu.set_max_registers(REGISTERS, action="increase")
-
     def visit(work_item, index, _):
         load_queries(config, arrays, memory, queries, work_item.token, tile)
         walk = Walk(config, memory, ring, work_item)
@@ -74,11 +69,6 @@ def nothing(config: KernelConfig) -> State:
     return State(tuple(zeros(value_columns(i)) for i in range(CHUNKS)), top, zeros(KEYS))
 
 
-def scaled(matrix, scale):
-    """`matrix f32[keys, heads]` times a number for each key, if there are any."""
-    return matrix if scale is None else matrix * softmax.wide(scale, matrix)
-
-
 class Walk:
     """The steps of one work item, one after the other."""
 
@@ -87,11 +77,9 @@ class Walk:
 
     def step(self, i, state: State) -> State:
         slots = [self.ring.slot((self.work_item.done + i) * CHUNKS + n) for n in range(CHUNKS)]
-        x = self.logits(slots)
-        scale = self.scale(i)
-        x = self.visible(i, scaled(x, scale))
+        x = self.visible(i, self.logits(slots))
         weights, top, shrunk = softmax.weigh(self.config, x, state.top, HEADS_AXIS)
-        rounded = scaled(weights, scale).astype(self.memory.weights.dtype)
+        rounded = weights.astype(self.memory.weights.dtype)
         rounded = plgpu.layout_cast(rounded, TRANSPOSED)
         self.memory.weights.at[0].transpose((1, 0))[...] = rounded
         self.hide_values(i, slots)
@@ -115,13 +103,6 @@ class Walk:
 
         return pl.run_scoped(products, *[ACC((KEYS, self.config.rows))] * 2)
 
-    def scale(self, i):
-        """Those of the keys of a step, which are there when the keys are; None without such."""
-        if not self.config.token_scales:
-            return None
-        slot = lax.rem(self.work_item.done + i, jnp.int32(self.memory.scales.shape[0]))
-        return load(self.memory.scales.at[slot, pl.ds(0, KEYS)], LAYOUT.reduce(1))
-
     def visible(self, i, x):
         row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=LAYOUT)
         return jnp.where(row < self.inside(i), x, -jnp.inf)
@@ -135,8 +116,9 @@ class Walk:
 
         def products(*refs):
             weights = self.memory.weights.at[0].transpose((1, 0))
+            kept = softmax.shrink_columns(sums, shrunk)
             for chunk, (slot, ref) in enumerate(zip(slots, refs, strict=True)):
-                ref[...] = softmax.shrink_columns(sums[chunk], shrunk)
+                ref[...] = kept[chunk]
                 values = self.ring.room.at[slot, :, pl.ds(0, value_columns(chunk))]
                 plgpu.wgmma(ref, values.transpose((1, 0)), weights)
             for behind, slot in zip(reversed(range(CHUNKS)), slots, strict=True):

@@ -14,13 +14,9 @@ from ..pages import block_ids, source
 from .chunks import CHUNK, CHUNKS
 
 WARPS = 4
-REGISTERS = 40  # of a thread, where others need more
 
 
 def load(config: KernelConfig, arrays, ring: Ring, work_items):
-    if config.cache_dtype:
-        plgpu.set_max_registers(REGISTERS, action="decrease")
-
     @plgpu.warp_map
     def warps(warp):
         for number in range(min(WARPS, config.pages)):
