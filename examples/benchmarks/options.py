@@ -73,12 +73,12 @@ def main() -> None:
         except Exception as error:
             rows[name] = {"refused": str(error).partition("\n")[0]}
         print(f"{name:44}{rows[name]}", flush=True)
+        write(arguments.out, {"machine": about, "work": rows})
     for name, others in RATIOS.items():
         times = {each: rows.get(each, {}).get("microseconds") for each in (name, *others)}
         for other in others:
             if other != name and times[name] and times[other]:
                 print(f"{name:44}{times[name] / times[other]:6.2f} of the time of {other}")
-    write(arguments.out, {"machine": about, "work": rows})
 
 
 if __name__ == "__main__":

@@ -176,7 +176,7 @@ def bits_table(data: dict) -> list[str]:
 def latents_table(data: dict) -> list[str]:
     """us of decodes over latent caches, by contender."""
     work = data["work"]
-    shapes = [name.removesuffix(", FlashMLA") for name in work if name.endswith("FlashMLA")]
+    shapes = [name.removesuffix(", mosaic") for name in work if name.endswith(", mosaic")]
     contenders = [name for name in LATENTS if any(f"{shape}, {name}" in work for shape in shapes)]
     lines = _head([LATENTS[name] for name in contenders])
     for shape in shapes:
@@ -222,6 +222,7 @@ TABLES = {
     "h200_caches.json": options_table,
     "h200_caches_prompts.json": prompts_table,
     "h200_latents.json": latents_table,
+    "h200_latents_float8.json": latents_table,
     "h200_whole_step.json": steps_table,
     "h200_devices.json": devices_table,
     "cpu.json": cpu_table,

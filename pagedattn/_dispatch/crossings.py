@@ -25,7 +25,7 @@ class Crossings:
         both included, `mosaic` is ahead in tables with room for more than `mosaic_decode_keys`
         keys a row.
       latent_keys: keys a sequence from which `mosaic` is ahead in decodes over latents; with a
-        multiple of 64 heads only from `latent_work` on, which is tokens x query heads x keys.
+        multiple of 64 heads, in 16 bits, only from `latent_work` on: tokens x query heads x keys.
       cudnn_query_len: the longest query from which `cudnn` is ahead of `triton`, if tokens x keys
         are `cudnn_work` at least.
       sdpa_work: tokens x query heads x head_dim x keys from which `sdpa` is ahead of `xla` on a

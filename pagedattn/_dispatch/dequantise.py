@@ -43,8 +43,8 @@ class Rules(NamedTuple):
 # without per-token scales 0.2 to 0.6. To dequantise it for all queries XLA takes 0.8 while the L2
 # cache holds what it writes and beyond it, by the bandwidth, some 2.5.
 XLA = Rules(Rule(64, 128), Rule(512, 16), Rule(2048, 16), most_bytes=1 << 30)
-# The kernel of torch's side reads and writes what sequences have: 1.5 by the bandwidth.
-TRITON = Rules(Rule(64, ANY), Rule(256, ANY), NEVER, most_bytes=1 << 30)
+# The kernel of torch's side reads and writes what sequences have: 1.4.
+TRITON = Rules(Rule(32, ANY), Rule(64, ANY), NEVER, most_bytes=1 << 30)
 
 
 def is_faster_dequantised(call: Call, rules: Rules = XLA) -> bool:

@@ -177,6 +177,14 @@ def test_one_sequence_of_few_heads_is_taken(other):
     assert launch.slower_because(dataclasses.replace(call, num_heads=16, **other)) == []
 
 
+def test_one_sequence_of_many_heads_in_eight_bits_is_taken():
+    """By programs of 32 heads: `triton`, which takes it from 16 bits, takes longer from these."""
+    call = dataclasses.replace(call_with(), num_tokens=1, num_seqs=1, max_blocks=64, num_heads=128)
+    assert launch.slower_because(call)
+    bits = {"cache_dtype": "float8_e4m3fn", "token_scales": True}
+    assert launch.slower_because(dataclasses.replace(call, **bits)) == []
+
+
 def test_values_in_a_plane_of_their_own_are_refused():
     cache = init_kv_cache(4, 16, 1, 576, jnp.bfloat16, value_dim=512)
     query, batch = jnp.zeros((1, 64, 576), jnp.bfloat16), make_batch([1], [0], [[1]], block_size=16)

@@ -28,7 +28,8 @@ def slower_because(call: Call) -> list[str]:
     if call.max_keys < by.latent_keys:
         reasons.append(f"short sequences: at most {call.max_keys} keys, below {by.latent_keys}")
     work = call.num_tokens * call.num_heads * call.max_keys
-    if call.num_heads % ROWS == 0 and work < by.latent_work:
+    many_heads = call.num_heads % ROWS == 0 and not call.cache_dtype
+    if many_heads and work < by.latent_work:
         reasons.append(f"little work: {work} products of a query and a key, below {by.latent_work}")
     if call.num_heads not in MEASURED_HEADS:
         reasons.append(f"measured with 8, 16, 32, 64 and 128 heads, got {call.num_heads}")
