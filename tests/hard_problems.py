@@ -49,13 +49,17 @@ def beside_a_sink(problem: Problem, logit: float) -> Problem:
 
 
 def with_scales_apart(problem: Problem) -> Problem:
-    """Per-token scales of values that are larger in some steps of keys than before and after."""
-    values = problem.value_scale.copy()
+    """Per-token scales of values that are larger in some steps of keys than before and after.
+
+    Those of latents are the keys', too.
+    """
+    name = "key_scale" if problem.value_scale is None else "value_scale"
+    scales = np.array(getattr(problem, name))
     for table in map(np.asarray, problem.block_tables):
         for i, block in enumerate(table[table >= 0]):
             power = POWERS[i * problem.block_size // STEP % len(POWERS)]
-            values[block] *= np.float32(4.0**power)
-    return problem.replace(value_scale=values)
+            scales[block] *= np.float32(4.0**power)
+    return problem.replace(**{name: scales})
 
 
 HARDER = {

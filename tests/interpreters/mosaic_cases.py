@@ -302,6 +302,7 @@ CASES = {
         spec=AttentionSpec(scale=0.07),
         cache_dtype="float8_e4m3fn",
         token_scales=True,
+        harder=(with_scales_apart,),
     ),
     "latents of int8, per-token scales, 64 heads": Case(
         "latents",
@@ -319,6 +320,7 @@ CASES = {
         programs=3,
         spec=AttentionSpec(scale=0.07),
         cache_dtype="float8_e5m2",
+        harder=tuple(HARDER[name] for name in ("great column", "great queries", "tiny queries")),
     ),
     "latents, pages of 256": Case(
         "latents",
