@@ -1,9 +1,9 @@
 """Latents of eight bits as operands of products, in registers: no 16-bit copy of them is in memory.
 
 The rows of a left operand are keys where logits are computed, and columns of the values where these
-are added up. Which key or column a row is, is free: rows are those of the numbers that a thread can
-load 16 at once. Within each eight, keys are in an order for which threads that load values meet in
-no bank.
+are added up. A thread loads 16 numbers of a key at once, or eight values: they are what it has of
+the operand, so rows and columns are in an order of their own. Of each eight keys it is that in
+which the threads that load values meet in no bank of shared memory.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ PIECE = 64  # columns, of a product over all that a row of a swizzled tile holds
 FEW_KEYS = 16  # of a product over keys
 COLUMNS = VALUE_DIM // HALVES
 MATRICES = COLUMNS // PIECE
-# In dimensions of two, where several of them are of an axis: bits 2, 1 and 0 of a key's number.
+# Lanes have bits 2, 0 and 1 of a key's number among eight, as `position_of_row` has it.
 KEY_NUMBERS = plgpu.Layout.TILED(
     plgpu.Tiling(((KEYS, PIECE), (16, PIECE), (8, PIECE), (4, PIECE), (2, PIECE), (16,))),
     warp_dims=(-11,),
