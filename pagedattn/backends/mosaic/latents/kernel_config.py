@@ -60,7 +60,7 @@ class KernelConfig:
     @property
     def overhead(self) -> int:
         """What a work item costs beside its steps, in steps."""
-        return 4 if self.rows == ROWS else 1
+        return 4 if self.rows == ROWS else 2
 
     @property
     def pages(self) -> int:
