@@ -1,10 +1,27 @@
 """Where the keys of a step lie in the cache."""
 
+from collections.abc import Callable
+
 import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 from .kernel_config import KEYS, KernelConfig
+
+WARPS = 4  # of a warpgroup
+
+
+def by_warps(config: KernelConfig, load_pages: Callable[[range], None]) -> None:
+    """Has each warp of a warpgroup load some pages of every step."""
+
+    @plgpu.warp_map
+    def warps(warp):
+        for number in range(min(WARPS, config.pages)):
+
+            @pl.when(warp == number)
+            def some_pages(number=number):
+                load_pages(range(number, config.pages, WARPS))
 
 
 def source(config: KernelConfig, work_item, step, block):

@@ -1,5 +1,7 @@
 """The warpgroup that loads: step after step, each warp some pages of it."""
 
+import functools
+
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -7,23 +9,13 @@ from jax import lax
 
 from ...ring import Ring
 from ..kernel_config import KEYS, KernelConfig
-from ..pages import block_ids, source
+from ..pages import block_ids, by_warps, source
 from .warpgroups import registers
-
-WARPS = 4
 
 
 def load(config: KernelConfig, arrays, ring: Ring, work_items):
     plgpu.set_max_registers(registers(config).loads, action="decrease")
-
-    @plgpu.warp_map
-    def warps(warp):
-        for number in range(min(WARPS, config.pages)):
-
-            @pl.when(warp == number)
-            def some_pages(number=number):
-                pages = range(number, config.pages, WARPS)
-                load_pages(config, arrays, ring, work_items, pages)
+    by_warps(config, functools.partial(load_pages, config, arrays, ring, work_items))
 
 
 def load_pages(config: KernelConfig, arrays, ring: Ring, work_items, pages):

@@ -3,6 +3,8 @@
 One warp takes a microsecond for the twelve loads of a step in pages of 16: too long for memory.
 """
 
+import functools
+
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -10,21 +12,12 @@ from jax import lax
 
 from ...ring import Ring
 from ..kernel_config import KEYS, KernelConfig
-from ..pages import block_ids, source
+from ..pages import block_ids, by_warps, source
 from .chunks import CHUNK, CHUNKS
-
-WARPS = 4
 
 
 def load(config: KernelConfig, arrays, ring: Ring, work_items):
-    @plgpu.warp_map
-    def warps(warp):
-        for number in range(min(WARPS, config.pages)):
-
-            @pl.when(warp == number)
-            def some_pages(number=number):
-                pages = range(number, config.pages, WARPS)
-                load_pages(config, arrays, ring, work_items, pages)
+    by_warps(config, functools.partial(load_pages, config, arrays, ring, work_items))
 
 
 def load_pages(config: KernelConfig, arrays, ring: Ring, work_items, pages):
