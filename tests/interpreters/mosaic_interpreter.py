@@ -75,12 +75,18 @@ class Patient(threading.Condition):
     """In place of conditions that wait for ever, those of barriers: gives up when all threads wait.
 
     Some may still be compiling their part, for half a minute on a busy machine: the process is then
-    at work.
+    at work. Python's condition does not say whether it was notified while a look came to its end.
     """
 
+    notified = 0
+
+    def notify(self, n=1):
+        self.notified += 1
+        super().notify(n)
+
     def wait(self, timeout=None):
-        looks, worked = 0, time.process_time()
-        while not super().wait(1):
+        notified, looks, worked = self.notified, 0, time.process_time()
+        while not super().wait(1) and self.notified == notified:
             looks += 1  # not seconds: a machine may stand still for a while
             if time.process_time() - worked > AT_WORK:
                 looks, worked = 0, time.process_time()
