@@ -210,6 +210,14 @@ def test_latent_caches():
     assert f"takes {one} of its time from bfloat16" in text
     assert f"{long} for 16 x 8192, and {more} for 64 x 4096 with 32 heads" in text
 
+    us, text = work("h200_latents_16_heads.json"), page("performance.md")
+    names = [
+        f"latent cache, {keys}, 16 heads, mosaic"
+        for keys in ("64 x 4096", "128 x 1024", "16 x 8192")
+    ]
+    one, short, long = (f"{us[f'{name}, float8_e4m3fn'] / us[name]:.2f}" for name in names)
+    assert f"it took {one}, {short} for 128 x 1024 and {long} for 16 x 8192" in text
+
 
 def test_the_rate_of_matmuls_over_latents():
     """The matmuls with keys and with values, beside a large one under load."""
