@@ -63,7 +63,7 @@ def select_blocks(
     columns = jnp.arange(batch.max_blocks, dtype=jnp.int32)[None, None]
     ends = cdiv(sequences_of(batch).seq_lens, batch.block_size)[:, None, None]
     always = (columns < first) | (columns >= ends - last)
-    scores = jnp.asarray(scores, jnp.float32)
+    scores = jax.lax.stop_gradient(jnp.asarray(scores, jnp.float32))  # into kernels
     scores = jnp.where(scores == 0, 0.0, scores)  # -0 is no less
     scores = jnp.where(always, jnp.inf, scores)
     scores = jnp.where((columns < ends) & (scores > -jnp.inf), scores, -jnp.inf)

@@ -1,5 +1,6 @@
 """How large the logits of each block may be, for the queries of a step."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -107,8 +108,20 @@ def _kernel(query, planes) -> Callable:
     """What computes the scores: a kernel of the device's own, if it takes the dtypes, or XLA."""
     kernels = kernels_for(query)
     if kernels is not None and kernels.takes(str(query.dtype), str(planes[0].dtype)):
-        return kernels.scores
+        return functools.partial(by_kernel, kernels.scores)
     return by_xla
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def by_kernel(kernel: Callable, parts, num_rows, planes, blocks) -> Scores:
+    """By a kernel, which XLA cannot differentiate."""
+    return kernel(parts, num_rows, planes, blocks)
+
+
+@by_kernel.defjvp
+def by_kernel_jvp(kernel: Callable, primals, tangents):
+    _, tangent = jax.jvp(by_xla, primals, tangents)
+    return kernel(*primals), tangent
 
 
 @jax.jit

@@ -237,6 +237,20 @@ def test_scores_of_long_tables(max_blocks):
     np.testing.assert_allclose(got[0, 0], want, rtol=1e-5, atol=1e-5)
 
 
+def test_scores_have_the_gradients_of_what_they_are_the_sums_of(way):
+    """`max(q * least, q * greatest)` of the row whose sum is the largest."""
+    least, greatest = (
+        np.float32([[[-1, 2, -3]], [[1, -5, -2]]]),
+        np.float32([[[2, 3, -1]], [[4, 1, 5]]]),
+    )
+    summaries = BlockSummaries((jnp.asarray(least), jnp.asarray(greatest)))
+    batch = make_batch([1], [7], [[1, 0]], block_size=4)
+    query = jnp.float32([[[1.5, -0.5, 2]]])
+    found = jax.jacobian(lambda query: score_blocks(query, summaries, batch)[0, 0])(query)
+    wanted = np.where(np.asarray(query[0]) > 0, greatest, least)[[1, 0]]
+    np.testing.assert_allclose(found[:, 0], wanted)
+
+
 def test_what_does_not_fit_is_refused():
     cache, batch = KVCache(*jnp.ones((2, 3, 4, 2, 8))), make_batch([1], [4], [[0, 2]], block_size=4)
     summaries, query = summarise_blocks(cache, batch), jnp.ones((1, 4, 8))
