@@ -13,6 +13,7 @@ from ..batch import validate as validate_batch
 from ..batch.metadata import BatchMetadata, sequences_of
 from ..errors import InvalidInputError
 from .kernels import kernels_for
+from .scores import constant
 from .selection import LAST, NONE, Selection
 
 
@@ -63,7 +64,7 @@ def select_blocks(
     columns = jnp.arange(batch.max_blocks, dtype=jnp.int32)[None, None]
     ends = cdiv(sequences_of(batch).seq_lens, batch.block_size)[:, None, None]
     always = (columns < first) | (columns >= ends - last)
-    scores = jax.lax.stop_gradient(jnp.asarray(scores, jnp.float32))  # into kernels
+    scores = constant(scores).astype(jnp.float32)
     scores = jnp.where(scores == 0, 0.0, scores)  # -0 is no less
     scores = jnp.where(always, jnp.inf, scores)
     scores = jnp.where((columns < ends) & (scores > -jnp.inf), scores, -jnp.inf)

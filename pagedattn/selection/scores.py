@@ -1,6 +1,5 @@
 """How large the logits of each block may be, for the queries of a step."""
 
-import functools
 from collections.abc import Callable
 
 import jax
@@ -40,7 +39,7 @@ def score_blocks(
 
     before the spec's scale, and the greatest of those of all query heads of a KV head's group, and
     of all the sequence's queries. Meant for decode and short queries: its work grows with
-    `max_query_len`.
+    `max_query_len`. Scores have no gradients.
 
     Returns:
       float32 `[num_seqs, num_kv_heads, max_blocks]`, -inf for columns of the block tables without
@@ -62,13 +61,19 @@ def score_blocks(
         shape = batch.num_seqs, summaries.num_kv_heads, batch.max_blocks
         return jnp.full(shape, -jnp.inf, jnp.float32)
     sequences = nondecreasing_starts(sequences_of(batch))
-    rows, num_rows = _rows(jnp.asarray(query), sequences, batch, summaries.num_kv_heads)
-    planes, parts = tuple(map(jnp.asarray, summaries.planes)), (rows,)
+    query, *planes = (constant(x) for x in (query, *summaries.planes))
+    rows, num_rows = _rows(query, sequences, batch, summaries.num_kv_heads)
+    planes, parts = tuple(planes), (rows,)
     if len(planes) == 2:
         # max(q * least, q * greatest) is q * greatest for q above 0, and q * least below.
         parts = jnp.minimum(rows, 0), jnp.maximum(rows, 0)
     blocks = _blocks(sequences, batch, summaries.num_blocks)
     return _kernel(query, planes)(parts, num_rows, planes, blocks)
+
+
+def constant(array):
+    """As a JAX array, for kernels that have no gradients."""
+    return jax.lax.stop_gradient(jnp.asarray(array))
 
 
 def _require_query(query, summaries, batch):
@@ -108,20 +113,8 @@ def _kernel(query, planes) -> Callable:
     """What computes the scores: a kernel of the device's own, if it takes the dtypes, or XLA."""
     kernels = kernels_for(query)
     if kernels is not None and kernels.takes(str(query.dtype), str(planes[0].dtype)):
-        return functools.partial(by_kernel, kernels.scores)
+        return kernels.scores
     return by_xla
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def by_kernel(kernel: Callable, parts, num_rows, planes, blocks) -> Scores:
-    """By a kernel, which XLA cannot differentiate."""
-    return kernel(parts, num_rows, planes, blocks)
-
-
-@by_kernel.defjvp
-def by_kernel_jvp(kernel: Callable, primals, tangents):
-    _, tangent = jax.jvp(by_xla, primals, tangents)
-    return kernel(*primals), tangent
 
 
 @jax.jit
