@@ -17,7 +17,7 @@ from pagedattn.cache import validate_writes
 from ..arrays import tensor
 from ..cache import copy_blocks_, require_planes, swap_blocks_
 from ..layout import kv_cache_shape, planes
-from ..uncompiled import require_eager
+from ..uncompiled import uncompiled
 from .builder import MetadataBuilder
 from .impl import AttentionImpl
 from .metadata import AttentionMetadata
@@ -114,6 +114,7 @@ class AttentionBackend:
         return (0, 1, 2, 3, 4)
 
     @staticmethod
+    @uncompiled
     def swap_blocks(
         src_kv_cache: Tensor | KVCache, dst_kv_cache: Tensor | KVCache, src_to_dst: Pairs
     ) -> None:
@@ -133,6 +134,7 @@ class AttentionBackend:
         swap_blocks_(planes(src_kv_cache), planes(dst_kv_cache), *_columns(src_to_dst))
 
     @staticmethod
+    @uncompiled
     def copy_blocks(kv_caches: Sequence[Tensor | KVCache], src_to_dists: Pairs) -> None:
         """Copies blocks within the cache of every layer, in place.
 
@@ -150,7 +152,6 @@ class AttentionBackend:
         >>> cache[0].flatten()
         tensor([0., 0., 1.])
         """
-        require_eager()
         caches, (src, dst) = _planes(kv_caches), _columns(src_to_dists)
         for cache in caches:  # check all before writing to the first
             validate_writes.block_copies(cache, cache, src, dst)

@@ -13,7 +13,7 @@ from pagedattn._arrays.memory import require_alike, require_memory
 
 from ..arrays import require_no_grad, require_tensors, require_writable, with_dense_rows
 from ..cache import require_planes
-from ..uncompiled import require_eager
+from ..uncompiled import uncompiled
 from .attention_type import AttentionType
 from .metadata import AttentionMetadata, batches
 
@@ -25,9 +25,9 @@ def takes_layer(forward):
     only the scales of a quantised cache are used.
     """
 
+    @uncompiled
     @functools.wraps(forward)
     def method(self, *args, layer=None, **options):
-        require_eager()
         if args and _is_layer(args[0]):
             layer, args, output = args[0], args[1:6], args[6:]
             options |= dict(zip(("output",), output, strict=False))
