@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int, Integer, Shaped
 from torch import Tensor
 
 from pagedattn import KVCache
-from pagedattn._arrays.memory import require_alike, require_memory
+from pagedattn._arrays.memory import is_fake, require_alike, require_memory
 from pagedattn.cache import validate_writes as validate
 from pagedattn.cache.quantise import held
 
@@ -125,7 +125,8 @@ def write_kv_(
     """Writes the keys and values of new tokens into the cache, in place; slot -1 writes nothing.
 
     Gradients are not tracked: the cache gets values only, even of tensors that require gradients.
-    A quantised cache gets them as `pagedattn.write_kv` writes them.
+    A quantised cache gets them as `pagedattn.write_kv` writes them. Rows that are views of the
+    cache are read as they were before.
 
     Args:
       value: None for a latent cache.
@@ -150,8 +151,17 @@ def write_kv_(
     require_beside("cache", cache.key, key=key, value=value)
     slots = tensor("slot_mapping", slots, cache.key.device)
     require_planes(cache, key=key, value=value)
-    write_rows_(cache, key, value, slot_index(slots, cache.num_slots, cache.block_size))
+    rows = _apart(cache, key), None if value is None else _apart(cache, value)
+    write_rows_(cache, *rows, slot_index(slots, cache.num_slots, cache.block_size))
     return cache
+
+
+def _apart(cache: KVCache, rows: Tensor) -> Tensor:
+    """The rows, or a copy of them if they lie in the cache's memory."""
+    if is_fake(rows):
+        return rows
+    storages = {array.untyped_storage().data_ptr() for array in cache.by_slot.values()}
+    return rows.clone() if rows.untyped_storage().data_ptr() in storages else rows
 
 
 def write_rows_(
