@@ -8,6 +8,8 @@ from pagedattn import AttentionSpec, UnsupportedError
 REFUSED = {
     "position_bias": "a bias on positions",
     "output_attentions": "the weights as a result",
+    "block_indices": "blocks of keys that a query chooses",
+    "indices": "keys that a query chooses",
 }
 
 

@@ -172,6 +172,11 @@ REFUSED = {
     ),
     "a mask of four dimensions": ({"attention_mask": torch.ones(3, 1, 12, 12) > 0}, "dimensions"),
     "weights": ({"output_attentions": True}, "output_attentions"),
+    "chosen blocks": (
+        {"block_indices": torch.zeros(3, 2, 12, 1, dtype=torch.int64)},
+        "block_indices",
+    ),
+    "chosen keys": ({"indices": torch.zeros(3, 12, 1, dtype=torch.int64)}, "indices"),
 }
 
 
