@@ -96,6 +96,15 @@ def test_an_id_in_use_is_refused():
         engine.submit(tiny_requests((3,))[0])
 
 
+@pytest.mark.parametrize("token", [-1, TINY.vocab_size, 2**40])
+def test_a_token_that_the_model_lacks_is_refused(token):
+    """It was served as another one, or ended every later step."""
+    engine = engine_with(tiny_requests((5,)), LIMITS)
+    with pytest.raises(ValueError, match=f"tokens from 0 to .* of request 7, got {token}"):
+        engine.submit(replace(tiny_requests((3,))[0], id=7, prompt=(1, token)))
+    assert len(drained(engine)) > 0
+
+
 def test_the_end_of_each_sample_is_told():
     requests = requests_with(Sampling(0.9, 2, seed=1))
     requests[1] = replace(requests[1], decoding=Beam(2))

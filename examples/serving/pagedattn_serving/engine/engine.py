@@ -110,13 +110,25 @@ class Engine:
         self.memory = Memory(limits, model, dtype)
         self.prefixes = PrefixCache(self.memory)
         self.scheduler = Scheduler(self.memory, self.prefixes, preemption(self.memory))
-        self.submit = self.scheduler.submit
         self.completions: dict[int, list[list[int]]] = {}
         self._flight: Flight | None = None
 
     @property
     def idle(self) -> bool:
         return not (self.scheduler.waiting or self.scheduler.running)
+
+    def submit(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises ValueError if it could never run, has tokens that the model lacks, or an id in use.
+        """
+        lacking = [token for token in request.prompt if not 0 <= token < self.model.vocab_size]
+        if lacking:
+            raise ValueError(
+                f"expected tokens from 0 to {self.model.vocab_size - 1} in the prompt of request "
+                f"{request.id}, got {lacking[0]}"
+            )
+        self.scheduler.submit(request)
 
     def update_weights(self, params: dict) -> None:
         """Goes on with other parameters of the same shapes, which are not copied.
