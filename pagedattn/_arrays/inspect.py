@@ -1,5 +1,6 @@
 """What an array or a dtype is: facts that checks ask for, and others too."""
 
+import dataclasses
 import functools
 from collections.abc import Hashable
 
@@ -18,6 +19,12 @@ def is_floating(dtype: Hashable) -> bool:
     """Whether JAX has this floating dtype; NumPy's long double is one that it has not."""
     dtype = dtype_of(dtype)
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 8
+
+
+@functools.cache
+def is_computed(dtype: Hashable) -> bool:
+    """Whether it is a floating dtype of 16 bits or more: of fewer bits are caches with scales."""
+    return is_floating(dtype) and dtype_of(dtype).itemsize > 1
 
 
 @functools.cache
@@ -51,7 +58,7 @@ def describe(array) -> str:
 
 def shown(value) -> str:
     """A value for an error's text; of arrays only dtype and shape: their values may be unknown."""
-    if isinstance(value, jax.Array | np.ndarray) or is_torch(value):
+    if is_array(value):
         return describe(value)
     if type(value) is list:
         return f"[{', '.join(map(shown, value))}]"
@@ -59,7 +66,17 @@ def shown(value) -> str:
         return f"({', '.join(map(shown, value))}{',' * (len(value) == 1)})"
     if type(value) is dict:
         return f"{{{', '.join(f'{key!r}: {shown(item)}' for key, item in value.items())}}}"
-    return repr(value)
+    return type(value).__name__ if _holds_arrays(value) else repr(value)
+
+
+def _holds_arrays(value) -> bool:
+    if isinstance(value, type) or not dataclasses.is_dataclass(value):
+        return False
+    return any(is_array(getattr(value, field.name, None)) for field in dataclasses.fields(value))
+
+
+def is_array(value) -> bool:
+    return isinstance(value, jax.Array | np.ndarray) or is_torch(value)
 
 
 def known(array) -> np.ndarray | None:

@@ -90,7 +90,8 @@ def require_alike(**tensors: Any) -> None:
 def is_fake(tensor: Any) -> bool:
     """Whether a torch tensor has elements, but no memory."""
     try:
-        return not tensor.data_ptr() and tensor.numel() > 0
+        # Views on the meta device have their offset as an address.
+        return (not tensor.data_ptr() or tensor.is_meta) and tensor.numel() > 0
     except RuntimeError:  # as fake tensors while torch.compile traces, and those of torch.vmap
         return tensor.numel() > 0
 

@@ -15,7 +15,7 @@ from .._arrays.checks import (
     is_count,
     known_sizes,
 )
-from .._arrays.inspect import describe, dtype_name, is_floating, known, shown
+from .._arrays.inspect import describe, dtype_name, is_computed, is_floating, known, shown
 from ..errors import InvalidInputError
 from .packing import PACKED, columns, is_packed, meant_dtype, name_of
 from .quantise import LARGEST, largest, of_tokens, scale_dtype, scale_shape
@@ -30,11 +30,11 @@ def cache_shape(shape, dtype) -> tuple[int, ...]:
             "num_blocks must be an integer of at least 0, block_size, num_kv_heads and head_dim "
             f"above 0, and num_blocks * block_size must fit int32, got {[*map(shown, shape)]}"
         )
-    known_dtype = isinstance(dtype, Hashable) and (is_floating(dtype) or largest(dtype) is not None)
+    known_dtype = isinstance(dtype, Hashable) and (is_computed(dtype) or largest(dtype) is not None)
     if not known_dtype:
         raise InvalidInputError(
-            "a cache's dtype must be floating, int8 or int4, such as jnp.bfloat16 or "
-            f"'float8_e4m3fn', got {shown(dtype)}"
+            "a cache's dtype must be floating of 16 bits or more, float8_e4m3fn, float8_e5m2, "
+            f"int8 or int4, got {shown(dtype)}"
         )
     return tuple(map(operator.index, shape))
 
@@ -176,7 +176,7 @@ def goes_with(dtype, cache_dtype) -> bool:
     """Whether queries, keys and values of a dtype go with a cache: its own, or if quantised any."""
     if largest(cache_dtype) is None:
         return dtype == cache_dtype
-    return is_floating(dtype) and largest(dtype) is None
+    return is_computed(dtype)
 
 
 def dtypes_for(cache_dtype) -> str:

@@ -17,7 +17,7 @@ from tensors import by_torch, tensors
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from pagedattn import InvalidInputError, KVCache, UnsupportedError
+from pagedattn import InvalidInputError, KVCache, UnsupportedError, make_batch
 from pagedattn._dispatch.registry import Framework, can_load, order
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
 from pagedattn_torch import (
@@ -276,3 +276,11 @@ def test_options_of_a_call_without_queries(backend, names, num_seqs):
         pytest.skip("triton has no biases")
     results = by_torch(problem, backend) if backend != "xla" else run(problem, backend)
     assert_attention_close(*results, problem, name=backend)
+
+
+def test_meta_tensors_may_be_views():
+    """Their address is their offset."""
+    batch = make_batch([1], [4], [[1, 0]], block_size=4)
+    planes = torch.zeros(2, 2, 4, 1, 8, device="meta")
+    query = torch.zeros(3, 1, 2, 8, device="meta")[2]
+    assert paged_attention(query, KVCache(*planes), batch).shape == (1, 2, 8)

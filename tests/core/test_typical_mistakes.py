@@ -63,9 +63,13 @@ MISTAKES = {
     "cache must be a KVCache, got Param, a variable that holds": lambda: pa.write_kv(
         nnx().Param(CACHE), KEY, KEY, [0, 1]
     ),
-    "a cache's dtype must be floating, int8 or int4, such as jnp.bfloat16": lambda: (
-        pa.init_kv_cache(8, 4, 2, 16, "bf16")
+    "a cache's dtype must be floating of 16 bits or more": lambda: pa.init_kv_cache(
+        8, 4, 2, 16, "bf16"
     ),
+    "float8_e5m2, int8 or int4, got 'float8_e4m3'": lambda: pa.init_kv_cache(
+        8, 4, 2, 16, "float8_e4m3"
+    ),
+    "summaries must be BlockSummaries, got KVCache": lambda: pa.score_blocks(QUERY, CACHE, BATCH),
 }
 
 
