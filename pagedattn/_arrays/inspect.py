@@ -24,7 +24,8 @@ def is_floating(dtype: Hashable) -> bool:
 @functools.cache
 def is_computed(dtype: Hashable) -> bool:
     """Whether it is a floating dtype of 16 bits or more: of fewer bits are caches with scales."""
-    return is_floating(dtype) and dtype_of(dtype).itemsize > 1
+    dtype = dtype_of(dtype)
+    return dtype is not None and is_floating(dtype) and dtype.itemsize > 1
 
 
 @functools.cache
