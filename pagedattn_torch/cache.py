@@ -151,17 +151,21 @@ def write_kv_(
     require_beside("cache", cache.key, key=key, value=value)
     slots = tensor("slot_mapping", slots, cache.key.device)
     require_planes(cache, key=key, value=value)
-    rows = _apart(cache, key), None if value is None else _apart(cache, value)
-    write_rows_(cache, *rows, slot_index(slots, cache.num_slots, cache.block_size))
+    key, value = _apart(cache, key, value)
+    write_rows_(cache, key, value, slot_index(slots, cache.num_slots, cache.block_size))
     return cache
 
 
-def _apart(cache: KVCache, rows: Tensor) -> Tensor:
-    """The rows, or a copy of them if they lie in the cache's memory."""
-    if is_fake(rows):
-        return rows
+def _apart(cache: KVCache, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The rows, or copies of those that lie in the cache's memory."""
+    if is_fake(key):
+        return key, value
     storages = {array.untyped_storage().data_ptr() for array in cache.by_slot.values()}
-    return rows.clone() if rows.untyped_storage().data_ptr() in storages else rows
+
+    def apart(rows: Tensor) -> Tensor:
+        return rows.clone() if rows.untyped_storage().data_ptr() in storages else rows
+
+    return apart(key), None if value is None else apart(value)
 
 
 def write_rows_(

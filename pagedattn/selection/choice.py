@@ -12,8 +12,7 @@ from .._arrays.namespace import cdiv
 from ..batch import validate as validate_batch
 from ..batch.metadata import BatchMetadata, sequences_of
 from ..errors import InvalidInputError
-from .kernels import kernels_for
-from .scores import constant
+from .kernels import constant, kernels_for
 from .selection import LAST, NONE, Selection
 
 

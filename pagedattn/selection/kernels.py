@@ -3,6 +3,9 @@
 from importlib import import_module
 from types import ModuleType
 
+import jax
+import jax.numpy as jnp
+
 from .._arrays.devices import device_of
 from .._dispatch.registry import can_load
 
@@ -15,3 +18,8 @@ def kernels_for(array) -> ModuleType | None:
     if name is None or not can_load(name):
         return None
     return import_module(f"pagedattn.backends.{name}.scores")
+
+
+def constant(array) -> jax.Array:
+    """As a JAX array, for kernels that have no gradients."""
+    return jax.lax.stop_gradient(jnp.asarray(array))

@@ -14,7 +14,7 @@ from .._arrays.namespace import cdiv, in_range
 from ..batch import validate as validate_batch
 from ..batch.metadata import BatchMetadata, Sequences, nondecreasing_starts, sequences_of
 from ..errors import InvalidInputError
-from .kernels import kernels_for
+from .kernels import constant, kernels_for
 from .summaries import BlockSummaries, is_empty, require_summaries
 
 CHUNK = 256  # blocks at a time: their summaries stay in a CPU's cache
@@ -69,11 +69,6 @@ def score_blocks(
         parts = jnp.minimum(rows, 0), jnp.maximum(rows, 0)
     blocks = _blocks(sequences, batch, summaries.num_blocks)
     return _kernel(query, planes)(parts, num_rows, planes, blocks)
-
-
-def constant(array):
-    """As a JAX array, for kernels that have no gradients."""
-    return jax.lax.stop_gradient(jnp.asarray(array))
 
 
 def _require_query(query, summaries, batch):

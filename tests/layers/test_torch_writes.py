@@ -7,9 +7,9 @@ from pagedattn import KVCache
 from pagedattn_torch import write_kv_
 
 PLANES = {
-    "two tensors": lambda kv: KVCache(*kv.transpose(0, 1).contiguous()),
+    "two tensors": lambda kv: KVCache(kv[:, 0].contiguous(), kv[:, 1].contiguous()),
     "one tensor, blocks first": lambda kv: KVCache(kv[:, 0], kv[:, 1]),
-    "one tensor, planes first": lambda kv: KVCache(*kv.transpose(0, 1).clone()),
+    "one tensor, planes first": lambda kv: KVCache(*kv.transpose(0, 1).contiguous()),
 }
 
 
