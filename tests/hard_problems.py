@@ -62,9 +62,16 @@ def with_scales_apart(problem: Problem) -> Problem:
     return problem.replace(**{name: scales})
 
 
+def with_negative_scales(problem: Problem) -> Problem:
+    """Which turn every logit and every value round: scales are factors, whatever their sign."""
+    names = [name for name in ("key_scale", "value_scale") if getattr(problem, name) is not None]
+    return problem.replace(**{name: -np.asarray(getattr(problem, name)) for name in names})
+
+
 HARDER = {
     "great column": partial(with_a_great_column, power=20),
     "sink": partial(beside_a_sink, logit=20.0),
     "great queries": partial(magnified, power=90),
     "tiny queries": partial(magnified, power=-60),
+    "negative scales": with_negative_scales,
 }

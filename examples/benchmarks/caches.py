@@ -27,7 +27,11 @@ KINDS = {
 FEW_KINDS = "", ", int8", f", int8{TOKENS}", ", int4"
 EIGHT_BITS = ", float8_e4m3fn", ", int8", f", float8_e4m3fn{TOKENS}", f", int8{TOKENS}"
 SMALL = {"decode, 1 x 1024": (1, 1024), "decode, 8 x 1024": (8, 1024)}
-LONG = {"prompts, 2 x 8192": (2, 8192, 0), "chunks, 128 on 4096": (64, 128, 4096)}
+LONG = {
+    "prompts, 2 x 8192": (2, 8192, 0),
+    "chunks, 128 on 4096": (64, 128, 4096),
+    "chunks, 1024 on 8192": (8, 1024, 8192),
+}
 
 
 class Timed(NamedTuple):

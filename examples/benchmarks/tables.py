@@ -151,11 +151,18 @@ def options_table(data: dict) -> list[str]:
     return lines
 
 
-def prompts_table(data: dict) -> list[str]:
-    """us of prompts, and their rate as a share of the first one's, over a bfloat16 cache."""
+def long_queries_table(data: dict) -> list[str]:
+    """us of long queries by what a cache holds, and their rate as a share of bfloat16's."""
     work = {name: row["microseconds"] for name, row in data["work"].items()}
-    lines, first = _head(["us", "of bfloat16's rate"]), next(iter(work.values()))
-    return lines + [_line([name, f"{us:.0f}", f"{first / us:.2f}"]) for name, us in work.items()]
+    shapes = [name for name in work if not any(name.startswith(f"{other}, ") for other in work)]
+    kinds = [name.removeprefix(shapes[0]) for name in work if name.startswith(shapes[0])]
+    lines = _head([column for shape in shapes for column in (shape, "of bfloat16's rate")])
+    for kind in kinds:
+        times = {shape: work[f"{shape}{kind}"] for shape in shapes}
+        cells = [(f"{us:.0f}", f"{work[shape] / us:.2f}") for shape, us in times.items()]
+        title = kind.removeprefix(", ").replace("triton", "`triton`") or "bfloat16"
+        lines.append(_line([title, *(cell for pair in cells for cell in pair)]))
+    return lines
 
 
 def bits_table(data: dict) -> list[str]:
@@ -220,7 +227,8 @@ TABLES = {
     "h100_whole_step.json": steps_table,
     "h200_options.json": options_table,
     "h200_caches.json": options_table,
-    "h200_caches_prompts.json": prompts_table,
+    "h200_caches_prompts.json": long_queries_table,
+    "h200_caches_chunks.json": long_queries_table,
     "h200_latents.json": latents_table,
     "h200_latents_float8.json": latents_table,
     "h200_whole_step.json": steps_table,

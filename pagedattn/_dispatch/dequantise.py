@@ -39,8 +39,8 @@ class Rules(NamedTuple):
 
 
 # ns on an H200 for a key of 8 heads. For 128 queries `triton` takes 25 to read it from int4 and 11
-# with per-token scales, from bfloat16 5; to widen and scale it takes `mosaic` 1.0 to 1.2, and
-# without per-token scales 0.2 to 0.6. To dequantise it for all queries XLA takes 0.8 while the L2
+# with per-token scales, from bfloat16 5; to widen and scale it takes `mosaic` 0.9 to 1.2, and
+# without per-token scales 0.1 to 0.2. To dequantise it for all queries XLA takes 0.8 while the L2
 # cache holds what it writes and beyond it, by the bandwidth, some 2.5.
 XLA = Rules(Rule(64, 128), Rule(512, 16), Rule(2048, 16), most_bytes=1 << 30)
 # The kernel of torch's side reads and writes what sequences have: 1.4.
@@ -80,9 +80,9 @@ def dequantised_call(call: Call) -> Call:
 
 
 def dequantised_cache(call: Call, cache: KVCache, tables, dtype) -> KVCache:
-    """What the blocks of tables hold, with per-token scales or none, a block for each entry."""
+    """What the blocks of tables hold, a block for each entry, without per-head scales."""
     blocks = tables.clip(0, call.num_blocks - 1).reshape(-1)
-    scales = cache.key_scale, cache.value_scale
+    scales = (cache.key_scale, cache.value_scale) if call.token_scales else (None, None)
     return KVCache(
         *(
             dequantised(plane[blocks], None if scale is None else scale[blocks], dtype)

@@ -197,6 +197,12 @@ BUGS = {
         DEADLOCK,
         "eight bits",
     ),
+    "eight bits: scales of another head": Bug(
+        "return Scales(*(scale[self.task.head] for scale in self.arrays.scales))",
+        "return Scales(*(scale[1 - self.task.head] for scale in self.arrays.scales))",
+        NUMBERS,
+        "eight bits, window, group of 4",
+    ),
     "per-token scales: exponents written before there is room": Bug(
         "        for place, exponent in zip(rows.places(slot), exponents, strict=True):\n",
         "        for place, exponent in zip(rows.places(1 - slot), exponents, strict=True):\n",

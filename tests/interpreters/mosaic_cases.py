@@ -11,7 +11,7 @@ import hypothesis
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from hard_problems import HARDER, with_scales_apart
+from hard_problems import HARDER, with_negative_scales, with_scales_apart
 from hypothesis import strategies as st
 
 from pagedattn import AttentionSpec
@@ -187,7 +187,7 @@ CASES = {
         programs=1,
         cache_dtype="int8",
         token_scales=True,
-        harder=(with_scales_apart,),
+        harder=(with_scales_apart, with_negative_scales),
     ),
     "per-token scales, window, pages of 256": Case(
         "whole tiles",

@@ -18,7 +18,7 @@ from .registers import LAYOUT, row_vector, wide
 from .results import join_or_leave, store
 from .scores import Softmax
 from .tiles import has_rows
-from .token_scales import Exponents
+from .token_scales import Exponents, Scales
 
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]  (not private: its documents name it)
 
@@ -38,13 +38,13 @@ def compute(config: KernelConfig, arrays, memory, barriers, schedule, warpgroup)
         task, slot = walk.task, walk.query_slot
         if exponent is not None:
             out = out * jnp.exp2(exponent)
+        state = state._replace(total=state.total.sum(axis=1))
         where = config, arrays, memory, task.tile, task.head, slot, warpgroup
+        put = functools.partial(store, *where, walk.scales().value)
         if task.work_item is None:
-            store(*where, out, state)
+            put(out, state)
         else:
-            join_or_leave(
-                config, arrays, task, warpgroup, out, state, functools.partial(store, *where)
-            )
+            join_or_leave(config, arrays, task, warpgroup, out, state, put)
 
     def begin(task):
         return walk_of(task).first() if config.query_slots > 1 else ()
@@ -95,7 +95,13 @@ class Walk:
         plgpu.barrier_wait(self.barriers.query_full.at[self.query_slot])
         if self.config.cache_dtype:
             loaded = self.memory.results.at[self.query_slot, self.warpgroup]
-            self.unit = queries_in_float16(loaded, self.query)
+            self.unit = queries_in_float16(loaded, self.query, self.scales().key)
+
+    def scales(self) -> Scales:
+        """Those of the tile's head of keys and values, as factors on all products."""
+        if self.config.token_scales or not self.config.cache_dtype:
+            return Scales(1.0, 1.0)
+        return Scales(*(scale[self.task.head] for scale in self.arrays.scales))
 
     def middle(self, weights, state, exponent, unit):
         """The results of all steps, but for the values of the last, whose exponent is given too."""
@@ -267,4 +273,5 @@ class Walk:
 
 
 def no_weights():
-    return Softmax(row_vector(-jnp.inf), row_vector(0.0))
+    total = plgpu.layout_cast(jnp.zeros((WARPGROUP, scores.COLUMNS), jnp.float32), LAYOUT)
+    return Softmax(row_vector(-jnp.inf), total)

@@ -23,13 +23,13 @@ MOST = BIAS + 100  # of a factor, so that its reciprocal stays a normal number w
 LEAST_UNIT = 2.0 ** (BIAS - MOST)  # what is hidden, -inf, times 0 would be NaN
 
 
-def queries_in_float16(source, target):
-    """Rewrites a warpgroup's queries in their memory; the factor that each row's products need.
+def queries_in_float16(source, target, scale):
+    """Rewrites a warpgroup's queries times a scale; the factor that each row's products need.
 
-    `source` and `target` are views of it, `bfloat16[64, head_dim]` and `float16[64, head_dim]`.
-    What of a row is below its largest number by more than 2^28 loses bits.
+    `source` and `target` are views of their memory, `bfloat16[64, head_dim]` and
+    `float16[64, head_dim]`. What of a row is below its largest number by more than 2^28 loses bits.
     """
-    rows = load(source, LAYOUT).astype(jnp.float32)
+    rows = load(source, LAYOUT).astype(jnp.float32) * scale
     up, down = factors(jnp.abs(rows).max(axis=1))
     target[...] = (rows * wide(up, rows)).astype(jnp.float16)
     plgpu.commit_smem()  # all warps have written

@@ -10,6 +10,7 @@ from ...._arrays.namespace import cdiv
 from ...._dispatch.call import Call
 from ...._dispatch.dequantise import XLA, dequantised_bytes, is_faster_dequantised
 from ....batch.draft_tree import num_words
+from ....cache.quantise import as_read, scaled
 from ...dequantised import dequantised_first
 from . import split_kv, tiles
 from .kernel import attention
@@ -19,7 +20,7 @@ from .results import by_token
 from .token_scales import Scales
 
 SUPPORTS = frozenset(
-    {"scale", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes", "return_lse"}
+    {"scale", "scales", "causal", "sliding_window", "logits_soft_cap", "alibi_slopes", "return_lse"}
     | {"parents", "cache_dtype", "token_scales"}
 )
 DTYPES = ("bfloat16", "float16")
@@ -150,7 +151,7 @@ def run(call: Call, query, cache, batch):
 def attend(call: Call, query, cache, batch, programs):
     """`run` for a GPU of so many multiprocessors, wherever this is traced."""
     if call.cache_dtype == "int4" or is_faster_dequantised(call):
-        call, cache, batch = dequantised_first(call, cache, batch)
+        return attend_dequantised(call, query, cache, batch, programs)
     config = config_of(call, programs)
     query = jnp.pad(query, ((0, config.num_tokens - call.num_tokens), (0, 0), (0, 0)))
     lengths = batch.query_start_loc, batch.seq_lens
@@ -159,11 +160,30 @@ def attend(call: Call, query, cache, batch, programs):
     if batch.tree is not None:
         lines = lines_of(config, batch.tree, dealt.tiles_of(config, *lengths))
     slopes = jnp.asarray(call.spec.alibi_slopes or (0.0,), jnp.float32)
-    scales = Scales(cache.key_scale, cache.value_scale) if call.token_scales else Scales()
-    arrays = query, cache.key, cache.value, scales, batch.block_tables
+    arrays = query, cache.key, cache.value, scales_of(call, cache), batch.block_tables
     out, lse = attention(config, programs, *arrays, schedule, lines, slopes)
     tokens = slice(call.num_tokens)
     return out[tokens], by_token(config, *lengths, lse)[tokens] if call.return_lse else None
+
+
+def attend_dequantised(call: Call, query, cache, batch, programs):
+    """Per-head scales are factors on queries and results; others, on keys and values."""
+    plain, dequantised, batch = dequantised_first(call, cache, batch)
+    scales = Scales() if call.token_scales else Scales(cache.key_scale, cache.value_scale)
+    query = scaled(query, scales.key, call.num_kv_heads)
+    out, lse = attend(plain, query, dequantised, batch, programs)
+    return scaled(out, scales.value, call.num_kv_heads), lse
+
+
+def scales_of(call: Call, cache) -> Scales:
+    """Those of tokens, or one for each KV head; None where nothing is held in eight bits."""
+    scales = Scales(cache.key_scale, cache.value_scale)
+    if call.cache_dtype is None or call.token_scales:
+        return scales
+    ones = jnp.ones(call.num_kv_heads, jnp.float32)
+    return Scales(
+        *(ones if scale is None else ones * as_read(scale).reshape(-1) for scale in scales)
+    )
 
 
 def config_of(call: Call, programs: int) -> KernelConfig:

@@ -14,10 +14,12 @@ from .scores import Softmax
 from .tiles import Tile, counts_of, has_rows, num_units, sequences, token_of
 
 
-def store(config: KernelConfig, arrays, memory, tile: Tile, head, slot, warpgroup, out, state):
-    """Results pass through the memory of the tile's queries, which is free by then."""
+def store(
+    config: KernelConfig, arrays, memory, tile: Tile, head, slot, warpgroup, scale, out, state
+):
+    """Results, times a scale, pass through the memory of the tile's queries, free by then."""
     some = state.total > 0
-    share = jnp.where(some, 1 / jnp.where(some, state.total, 1.0), 0.0)
+    share = jnp.where(some, scale / jnp.where(some, state.total, 1.0), 0.0)
     out = (out * wide(share, out)).astype(memory.results.dtype)
     plgpu.commit_smem()  # all warps have read their queries
     memory.results.at[slot, warpgroup][...] = out

@@ -36,9 +36,9 @@ ALL_IN_A_WARP = plgpu.Layout.TILED(
 
 
 class Scales(NamedTuple):
-    """`[num_blocks, block_size, num_kv_heads]`, in the device's memory; None without such.
+    """`[num_blocks, block_size, num_kv_heads]` or `f32[num_kv_heads]`, in the device's memory.
 
-    Or those of the keys of a step.
+    Or those of the keys of a step, or of a head.
     """
 
     key: Any = None

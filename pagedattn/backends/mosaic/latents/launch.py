@@ -5,6 +5,7 @@ import functools
 import jax
 
 from ...._dispatch.call import Call
+from ....cache.quantise import scaled
 from ..dense.launch import CACHE_DTYPES, unsupported_device
 from .attention import attention
 from .kernel_config import FEWEST_ROWS, HEAD_DIM, KEYS, ROWS, VALUE_DIM, KernelConfig
@@ -81,9 +82,10 @@ def attend(call: Call, query, cache, batch, programs):
     """`run` for a GPU of so many multiprocessors, wherever this is traced."""
     config = config_of(call, programs)
     schedule = schedule_of(config, batch.query_start_loc, batch.seq_lens)
-    scales = cache.key_scale if call.token_scales else None
-    out, lse = attention(config, query, cache.key, scales, batch.block_tables, schedule)
-    return out, lse.reshape(call.lse_shape) if call.return_lse else None
+    of_tokens, of_all = (cache.key_scale, None) if call.token_scales else (None, cache.key_scale)
+    query = scaled(query, of_all, 1)
+    out, lse = attention(config, query, cache.key, of_tokens, batch.block_tables, schedule)
+    return scaled(out, of_all, 1), lse.reshape(call.lse_shape) if call.return_lse else None
 
 
 def config_of(call: Call, programs: int) -> KernelConfig:
