@@ -7,7 +7,7 @@ keys some keys ahead, values a head ahead.
 
 from typing import NamedTuple
 
-from . import pv_bytes, pv_fours, qk_by_lanes, qk_fours
+from . import pv_bytes, pv_fours, qk_fours
 from .chunk import set_offsets, set_shown_values
 from .compiling import fast, within
 from .masking import mask_and_soften
@@ -37,7 +37,6 @@ AT_ONCE = 16 if LANES == 8 else CHUNK
 # Keys that are multiplied head by head, for one tile of rows: with AVX2 one tile of keys is faster,
 # as measured, for memory is read in its order. More rows would be loaded anew for each such tile.
 TOGETHER = KEYS if LANES == 8 else AHEAD
-set_logits_of_fours = (qk_fours if LANES == 16 else qk_by_lanes).set_logits
 # Values of four bits, by AVX-512's tables or as bytes.
 add_fours = (pv_fours if LANES == 16 else pv_bytes).add_values
 
@@ -184,7 +183,7 @@ def multiply_keys(args, dtypes, held, work_item, queries, place, k, count, room)
     plane, offsets, slots = args.key + head * args.key_head, room.keys + 8 * k, room.slots + 8 * k
     scale = args.scale * factor(args.key_scale, args.key_scale_head, head)
     if takes_fours(args, held):
-        set_logits_of_fours(args, row, rows, plane, offsets, slots, head, count, scale, out, room)
+        qk_fours.set_logits(args, row, rows, plane, offsets, slots, head, count, scale, out, room)
     else:
         if is_packed(held):
             unpack_keys(args, held, plane, offsets, slots, head, count, room.tokens)

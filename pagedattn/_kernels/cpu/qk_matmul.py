@@ -155,7 +155,7 @@ def _code(builder, dtypes, rows, planes, arguments):
         each(builder, products.dtype, dim, products.counts, add)
         starts = [builder.add(start, apart) for start in starts]
     found = [products.floats(builder, builder.load(totals[at_])) for at_ in tile]
-    store_tile(builder, found, scales, logits, width)
+    _store_tile(builder, found, scales, logits, width)
 
 
 def _qk(rows):
@@ -209,7 +209,7 @@ def fetch_rows(builder, rows, row_bytes):
     along(builder, LINE, word(0), row_bytes, fetch_line)
 
 
-def store_tile(builder, found, scales, logits, width):
+def _store_tile(builder, found, scales, logits, width):
     """Writes the sums of vectors `[rows, KEYS]`, those of a row times its scale, `width` apart."""
     at_once = min(len(scales), LANES // KEYS)
     for first in range(0, len(scales), at_once):
