@@ -61,10 +61,10 @@ def require_eager() -> None:
 
 
 def require_unrecorded() -> None:
-    """Refuses to run a kernel inside torch's make_fx, whose graph would lack it, in silence."""
+    """Refuses what torch's make_fx cannot record: its graph would lack a kernel, in silence."""
     proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
     if proxies is not None and proxies.get_proxy_mode() is not None:
         raise UnsupportedError(
-            "make_fx records torch's operations, and this kernel is none: call it outside, or name "
-            "backend='sdpa'"
+            "make_fx records torch's operations, and this call runs a kernel or reads what they "
+            "give: call it outside"
         )

@@ -149,17 +149,18 @@ def test_lazy_negations_are_refused_by_name(name, backend):
         paged_attention(query, cache, batch, backend=backend, **given)
 
 
-@pytest.mark.skipif(
-    jax.default_backend() != "cpu" or not can_load("numba"), reason="needs numba, and a CPU"
-)
-def test_a_recorded_graph_does_not_lack_the_kernel():
-    """make_fx gave a graph that returned uninitialised memory."""
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="needs a CPU")
+@pytest.mark.parametrize("backend", ["numba", "sdpa"])
+def test_a_recorded_graph_does_not_lack_the_kernel(backend):
+    """make_fx gave a graph that returned uninitialised memory, and for sdpa torch's own error."""
+    if not can_load(backend):
+        pytest.skip(f"needs {backend}")
     query, cache, batch, _ = call()
     cache = KVCache(*(torch.ones_like(plane, dtype=query.dtype) for plane in cache.planes))
-    step = prepare(query, cache, batch, backend="numba")
+    step = prepare(query, cache, batch, backend=backend)
     for record in (
         lambda x: step.attend(x, cache)[0],
-        lambda x: paged_attention(x, cache, batch, backend="numba"),
+        lambda x: paged_attention(x, cache, batch, backend=backend),
     ):
         with pytest.raises(UnsupportedError, match="make_fx"):
             make_fx(record)(query)

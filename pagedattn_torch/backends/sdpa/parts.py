@@ -16,6 +16,7 @@ from pagedattn.batch.metadata import Sequences
 from pagedattn.masks import additive, visible_mask
 
 from ...cache import run_of
+from ...uncompiled import require_unrecorded
 from ..bias import alibi
 from ..gather import fold_bias
 from .buckets import Bucket, Span
@@ -125,7 +126,7 @@ def _rectangle(bucket: Bucket, keeps_masks: bool) -> Rectangle:
 def _tile(bucket: Bucket, tokens) -> Tile:
     num_tokens = bucket.call.num_tokens
     live = tokens < num_tokens
-    padded = tokens.device.type == "cpu" and not live.all()
+    padded = tokens.device.type == "cpu" and not _read(live.all())
     run = None if padded else run_of(tokens)
     return Tile(tokens, tokens.clamp(max=num_tokens - 1), run, live if padded else None)
 
@@ -163,9 +164,14 @@ def _hidden(bucket: Bucket, begin: int, end: int, seen: Span) -> Hidden:
     if visible is None:
         return Hidden(folded, None)
     blind = ~visible.any(dim=2)
-    if bucket.call.device == "cpu" and not blind.any():
+    if bucket.call.device == "cpu" and not _read(blind.any()):
         return Hidden(folded, None)
     return Hidden(folded, blind.repeat(1, bucket.call.group)[:, None])
+
+
+def _read(flag: Tensor) -> bool:
+    require_unrecorded()
+    return bool(flag)
 
 
 def _added(
