@@ -193,6 +193,19 @@ def require_planes(cache: KVCache, **rows: Tensor | None) -> None:
     require_alike(**arrays, **{name: array for name, array in rows.items() if array is not None})
 
 
+def require_copies(src_cache: KVCache, dst_cache: KVCache, src: Tensor, dst: Tensor) -> None:
+    """Requires that blocks can be copied: ids are read, to leave out those of -1.
+
+    Raises:
+      InvalidInputError: wrong shapes or ids, or what has no memory.
+    """
+    validate.block_copies(src_cache, dst_cache, src, dst)
+    require_planes(dst_cache, source=src_cache.key, source_value=src_cache.value)
+    arrays = {f"the cache's {name}": array for name, array in dst_cache.by_slot.items()}
+    for name, array in {"src": src, "dst": dst, **arrays}.items():
+        require_memory(name, array)
+
+
 @torch.no_grad()
 def set_rows_(
     array: Shaped[Tensor, "*shape"],
@@ -245,10 +258,7 @@ def swap_blocks_(
     require_cache(src_cache)
     require_cache(dst_cache)
     src, dst = tensor("src", src), tensor("dst", dst)
-    validate.block_copies(src_cache, dst_cache, src, dst)
-    require_planes(dst_cache, source=src_cache.key, source_value=src_cache.value)
-    for name, ids in (("src", src), ("dst", dst)):  # they are read, to leave out those of -1
-        require_memory(name, ids)
+    require_copies(src_cache, dst_cache, src, dst)
     src, dst = src.to(torch.int64), dst.to(src.device, torch.int64)
     copied = (src >= 0) & (dst >= 0)
     src, dst = src[copied], dst[copied]

@@ -39,10 +39,7 @@ def require_dense(name: str, tensor: Any) -> int:
             f"{name} needs {needed} bytes of memory, its storage has {held}: it was freed or cut "
             "by untyped_storage().resize_; give a tensor whose memory is there"
         )
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:  # as fake tensors while torch.compile traces
-        return 0
+    return _place(tensor)
 
 
 def address(name: str, tensor: Any) -> int:
@@ -89,11 +86,17 @@ def require_alike(**tensors: Any) -> None:
 
 def is_fake(tensor: Any) -> bool:
     """Whether a torch tensor has elements, but no memory."""
+    return not _place(tensor) and tensor.numel() > 0
+
+
+def _place(tensor: Any) -> int:
+    """Where the first element lies; 0 for nowhere."""
     try:
-        # Views on the meta device have their offset as an address.
-        return (not tensor.data_ptr() or tensor.is_meta) and tensor.numel() > 0
+        place = tensor.data_ptr()
     except RuntimeError:  # as fake tensors while torch.compile traces, and those of torch.vmap
-        return tensor.numel() > 0
+        return 0
+    # Without memory a view has its offset as an address.
+    return place if place != tensor.storage_offset() * tensor.element_size() else 0
 
 
 def _may_hold(kind: type) -> bool:

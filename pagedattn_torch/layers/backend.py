@@ -12,10 +12,9 @@ from pagedattn import InvalidInputError, KVCache
 from pagedattn._arrays.checks import int_array
 from pagedattn._arrays.inspect import shown
 from pagedattn._arrays.memory import require_memory
-from pagedattn.cache import validate_writes
 
 from ..arrays import tensor
-from ..cache import copy_blocks_, require_planes, swap_blocks_
+from ..cache import copy_blocks_, require_copies, swap_blocks_
 from ..layout import kv_cache_shape, planes
 from ..uncompiled import uncompiled
 from .builder import MetadataBuilder
@@ -154,8 +153,7 @@ class AttentionBackend:
         """
         caches, (src, dst) = _planes(kv_caches), _columns(src_to_dists)
         for cache in caches:  # check all before writing to the first
-            validate_writes.block_copies(cache, cache, src, dst)
-            require_planes(cache)
+            require_copies(cache, cache, src, dst)
         for cache in caches:
             copy_blocks_(cache, src, dst)
 

@@ -79,6 +79,8 @@ FREED = {
 FAKE = {
     "fake": FakeTensorMode().from_tensor,
     "on meta": lambda t: t.to("meta"),
+    "a fake view": lambda t: FakeTensorMode().from_tensor(torch.stack([t, t]))[1],
+    "a view on meta": lambda t: torch.stack([t, t]).to("meta")[1],
     "functional": torch._to_functional_tensor,
     "wrapping": Wrapping,
     "nested": lambda t: nested(t, torch.strided),
