@@ -13,6 +13,8 @@ from typing import Any
 from ..errors import InvalidInputError
 from .typing import TorchTensor
 
+FAR = 1 << 40  # no view begins so many bytes behind another tensor's begin
+
 
 def require_dense(name: str, tensor: Any) -> int:
     """Requires a torch tensor of shape and strides, whose storage holds all of its elements.
@@ -39,7 +41,11 @@ def require_dense(name: str, tensor: Any) -> int:
             f"{name} needs {needed} bytes of memory, its storage has {held}: it was freed or cut "
             "by untyped_storage().resize_; give a tensor whose memory is there"
         )
-    return _place(tensor)
+    try:
+        place = tensor.data_ptr()
+    except RuntimeError:  # as fake tensors while torch.compile traces
+        return 0
+    return place if place >= FAR else _known(tensor, place)
 
 
 def address(name: str, tensor: Any) -> int:
@@ -86,17 +92,16 @@ def require_alike(**tensors: Any) -> None:
 
 def is_fake(tensor: Any) -> bool:
     """Whether a torch tensor has elements, but no memory."""
-    return not _place(tensor) and tensor.numel() > 0
-
-
-def _place(tensor: Any) -> int:
-    """Where the first element lies; 0 for nowhere."""
     try:
         place = tensor.data_ptr()
     except RuntimeError:  # as fake tensors while torch.compile traces, and those of torch.vmap
-        return 0
-    # Without memory a view has its offset as an address.
-    return place if place != tensor.storage_offset() * tensor.element_size() else 0
+        return tensor.numel() > 0
+    return place < FAR and not _known(tensor, place) and tensor.numel() > 0
+
+
+def _known(tensor: Any, place: int) -> int:
+    """The place of a tensor's first element; 0 for nowhere, where views have their offset."""
+    return 0 if place == tensor.storage_offset() * tensor.element_size() else place
 
 
 def _may_hold(kind: type) -> bool:

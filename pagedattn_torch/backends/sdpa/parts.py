@@ -97,6 +97,8 @@ class Rectangle(NamedTuple):
 
 def rectangles(call: Call, batch: Sequences, keys_at_once: int) -> list[Rectangle]:
     """The rectangles of a batch; about `keys_at_once` keys are gathered at a time."""
+    if call.device == "cpu":
+        require_unrecorded()
     left, made = KEPT_BYTES, []
     for bucket in make_buckets(call, batch, keys_at_once):
         num_bytes = _mask_bytes(bucket)
@@ -126,7 +128,7 @@ def _rectangle(bucket: Bucket, keeps_masks: bool) -> Rectangle:
 def _tile(bucket: Bucket, tokens) -> Tile:
     num_tokens = bucket.call.num_tokens
     live = tokens < num_tokens
-    padded = tokens.device.type == "cpu" and not _read(live.all())
+    padded = tokens.device.type == "cpu" and not live.all()
     run = None if padded else run_of(tokens)
     return Tile(tokens, tokens.clamp(max=num_tokens - 1), run, live if padded else None)
 
@@ -164,14 +166,11 @@ def _hidden(bucket: Bucket, begin: int, end: int, seen: Span) -> Hidden:
     if visible is None:
         return Hidden(folded, None)
     blind = ~visible.any(dim=2)
-    if bucket.call.device == "cpu" and not _read(blind.any()):
-        return Hidden(folded, None)
+    if bucket.call.device == "cpu":
+        require_unrecorded()
+        if not blind.any():
+            return Hidden(folded, None)
     return Hidden(folded, blind.repeat(1, bucket.call.group)[:, None])
-
-
-def _read(flag: Tensor) -> bool:
-    require_unrecorded()
-    return bool(flag)
 
 
 def _added(
