@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import InvalidInputError
 from .typing import TorchTensor
 
-FAR = 1 << 40  # no view begins so many bytes behind another tensor's begin
+FAR = 1 << 40  # bytes: no view begins so far behind its storage. Few addresses need a second look
 
 
 def require_dense(name: str, tensor: Any) -> int:
@@ -45,7 +45,7 @@ def require_dense(name: str, tensor: Any) -> int:
         place = tensor.data_ptr()
     except RuntimeError:  # as fake tensors while torch.compile traces
         return 0
-    return place if place >= FAR else _known(tensor, place)
+    return place if place >= FAR else _unless_offset(tensor, place)
 
 
 def address(name: str, tensor: Any) -> int:
@@ -96,11 +96,11 @@ def is_fake(tensor: Any) -> bool:
         place = tensor.data_ptr()
     except RuntimeError:  # as fake tensors while torch.compile traces, and those of torch.vmap
         return tensor.numel() > 0
-    return place < FAR and not _known(tensor, place) and tensor.numel() > 0
+    return place < FAR and not _unless_offset(tensor, place) and tensor.numel() > 0
 
 
-def _known(tensor: Any, place: int) -> int:
-    """The place of a tensor's first element; 0 for nowhere, where views have their offset."""
+def _unless_offset(tensor: Any, place: int) -> int:
+    """The address of a tensor; 0 if it is but the offset, as of views without memory."""
     return 0 if place == tensor.storage_offset() * tensor.element_size() else place
 
 

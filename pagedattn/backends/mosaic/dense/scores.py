@@ -115,8 +115,8 @@ def factor(config: KernelConfig, unit):
 class Softmax(NamedTuple):
     """Of each row: the largest logit so far, in base 2, and the sum of the weights.
 
-    The sum is in eight columns until the end. A sum across threads waits behind all that those who
-    widen write to shared memory: chunks of float8 took 1.04 of the time.
+    The sum is in eight columns until the end. A sum across threads waits behind what others widen
+    and write to shared memory: chunks of float8 took 1.04 of the time.
     """
 
     top: Any
