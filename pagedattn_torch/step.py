@@ -23,7 +23,7 @@ from pagedattn import (
     Selection,
     UnsupportedError,
 )
-from pagedattn._arrays.memory import is_fake, require_alike, require_dense
+from pagedattn._arrays.memory import require_alike, require_dense
 from pagedattn._dispatch import emulate, select, validate
 from pagedattn._dispatch.call import Call, call_of, layer_of
 from pagedattn._dispatch.options import (
@@ -180,7 +180,7 @@ def computed(
 ) -> tuple[Out, Lse | None]:
     """`Step.run` for the arrays that it was prepared for a moment ago, the query `as_loaded`."""
     backend = _EMPTY if step.call.is_empty else step.backend
-    errors = _refused() if is_fake(query) else contextlib.nullcontext()
+    errors = _refused() if step.call.fake_tensors else contextlib.nullcontext()
     # Triton's and xFormers' kernels start on the current device.
     with on_device_of(query), without_autocast(query.device), errors:
         if options:

@@ -52,8 +52,9 @@ class Layer(NamedTuple):
 def layer_of(query, cache) -> Layer:
     """The facts of a layer's arrays, which may be traced."""
     dtype, cache_dtype = dtype_name(query.dtype), dtype_name(meant_dtype(cache.key.dtype))
-    planes, value = cache.planes, cache.value
-    strides = *map(strides_of, (query, *planes)), ()
+    value = cache.value
+    strides = *map(strides_of, (query, *cache.planes)), ()
+    with_elements = cache.key if 0 in query.shape else query  # all have memory, or none
     held = None
     if value is not None:
         held = (*value.shape[:3], columns(value)), dtype_name(meant_dtype(value.dtype))
@@ -67,7 +68,7 @@ def layer_of(query, cache) -> Layer:
         cache_dtype=None if cache_dtype == dtype else cache_dtype,
         token_scales=of_tokens(cache.key_scale),
         value_dim=value_dim_of(cache),
-        fake_tensors=isinstance(query, TorchTensor) and any(map(is_fake, (query, *planes))),
+        fake_tensors=isinstance(query, TorchTensor) and is_fake(with_elements),
     )
 
 
