@@ -204,14 +204,14 @@ BUGS = {
         "eight bits, window, group of 4",
     ),
     "per-token scales: exponents written before there is room": Bug(
-        "        for place, exponent in zip(rows.places(slot), exponents, strict=True):\n",
-        "        for place, exponent in zip(rows.places(1 - slot), exponents, strict=True):\n",
+        "        for place, exponent in zip(self.rows.places(slot), exponents, strict=True):\n",
+        "        for place, exponent in zip(self.rows.places(1 - slot), exponents, strict=True):\n",
         RACE,
         "per-token scales",
     ),
     "per-token scales: those of values of another step": Bug(
-        "            values_of(task, step - 1, *before)\n",
-        "            values_of(task, step - 1, *new)\n",
+        "        self.widen_values(step - 1, waiting)\n",
+        "        self.widen_values(step - 1, new)\n",
         NUMBERS,
         "per-token scales",
     ),

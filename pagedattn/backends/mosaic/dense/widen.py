@@ -35,77 +35,113 @@ class HeldBarriers(NamedTuple):
     value_free: Any
 
 
+class Rings(NamedTuple):
+    """Of keys or values: what is loaded, and what the others multiply."""
+
+    held: Ring
+    wide: Ring
+
+
+class Waiting(NamedTuple):
+    """What a step leaves to the next one, behind whose keys its values are widened.
+
+    Fields:
+      scales: those of its values; None without per-token scales.
+      exponent: of the power of two that these leave out.
+    """
+
+    scales: Any
+    exponent: Any
+
+
 def widen(config: KernelConfig, arrays, held, memory, barriers, schedule):
     """Fills the rings of those that multiply, in the order in which pages are loaded.
 
     `held` are the memory and the barriers of what is loaded.
     """
     plgpu.set_max_registers(REGISTERS, action="decrease")
-    rows, (loaded, signals) = memory.scales, held
-    keys = Ring(loaded.key, signals.key_full, signals.key_free)
-    wide_keys = Ring(memory.key, barriers.key_full, barriers.key_free)
-    values = Ring(loaded.value, signals.value_full, signals.value_free)
-    wide_values = Ring(memory.value, barriers.value_full, barriers.value_free)
-
-    def keys_of(task, step, scales, before):
-        """The scales of the step's values, and the exponent that they leave out."""
-        position = task.done + step
-        if scales is None:
-            numbers = take(keys, position)
-            put(wide_keys, wide_keys.free_slot(position), numbers)
-            return None, before
-        rows.key[...], rows.value[...] = scales
-        numbers = take(keys, position)  # and commits the scales, which other warps read
-        exponents = exponents_of(config, rows, before)
-        slot = wide_keys.free_slot(position)
-        for place, exponent in zip(rows.places(slot), exponents, strict=True):
-            store(rows.exponents.at[place], exponent)
-        put(wide_keys, slot, numbers, factors(rows.key, exponents.key))
-        return scales.value, exponents.value
-
-    def values_of(task, step, scales, exponent):
-        position = task.done + step
-        if scales is None:
-            numbers = take(values, position)
-            put(wide_values, wide_values.free_slot(position), numbers)
-            return
-        rows.value[...] = scales
-        numbers = take(values, position)
-        slot = wide_values.free_slot(position)
-        put(wide_values, slot, numbers, factors(rows.value, exponent))
+    loaded, signals = held
+    keys = Rings(
+        Ring(loaded.key, signals.key_full, signals.key_free),
+        Ring(memory.key, barriers.key_full, barriers.key_free),
+    )
+    values = Rings(
+        Ring(loaded.value, signals.value_full, signals.value_free),
+        Ring(memory.value, barriers.value_full, barriers.value_free),
+    )
 
     def widen_tile(task, following, has_next, started):
-        def look_up(step):
-            """The blocks of a step's tokens."""
-            if not config.token_scales:
-                return None
-            tokens = tokens_of(config, task, step)
-            return blocks_of(config, arrays.tables, task.tile.sequence, tokens)
-
-        def found(step, blocks):
-            if blocks is None:
-                return None
-            tokens = tokens_of(config, task, step)
-            scales = (scales_at(config, s, task.head, tokens, blocks) for s in arrays.scales)
-            return Scales(*scales)
-
-        def step_of_both(step, carry):
-            """Blocks are looked up two steps ahead, their scales one: each load takes long."""
-            *before, scales, blocks = carry
-            ahead, blocks = found(step + 1, blocks), look_up(step + 2)
-            new = keys_of(task, step, scales, before[1])
-            values_of(task, step - 1, *before)
-            return *new, ahead, blocks
-
-        zero, one, two = (jnp.int32(step) for step in range(3))
-        blocks = look_up(one), look_up(two)
-        new = keys_of(task, zero, found(zero, look_up(zero)), jnp.float32(LEAST))
-        carry = *new, found(one, blocks[0]), blocks[1]
-        *last, _, _ = lax.fori_loop(1, task.blocks.count, step_of_both, carry)
-        values_of(task, task.blocks.count - 1, *last)
+        Walk(config, arrays, memory.scales, keys, values, task).widen()
         return started
 
     schedule(lambda task: (), widen_tile)
+
+
+class Walk:
+    """The steps of one tile."""
+
+    def __init__(self, config, arrays, rows, keys, values, task):
+        self.config, self.arrays, self.rows, self.task = config, arrays, rows, task
+        self.keys, self.values = keys, values
+
+    def widen(self):
+        zero, one, two = (jnp.int32(step) for step in range(3))
+        blocks = self.blocks(one), self.blocks(two)
+        scales = self.scales(zero, self.blocks(zero))
+        waiting = self.widen_keys(zero, scales, jnp.float32(LEAST))
+        carry = waiting, self.scales(one, blocks[0]), blocks[1]
+        last, _, _ = lax.fori_loop(1, self.task.blocks.count, self.step, carry)
+        self.widen_values(self.task.blocks.count - 1, last)
+
+    def step(self, step, carry):
+        """Blocks are looked up two steps ahead, their scales one: each load takes long."""
+        waiting, scales, blocks = carry
+        ahead, blocks = self.scales(step + 1, blocks), self.blocks(step + 2)
+        new = self.widen_keys(step, scales, waiting.exponent)
+        self.widen_values(step - 1, waiting)
+        return new, ahead, blocks
+
+    def blocks(self, step):
+        """The blocks of a step's tokens, as far as their scales are needed."""
+        if not self.config.token_scales:
+            return None
+        tokens = tokens_of(self.config, self.task, step)
+        return blocks_of(self.config, self.arrays.tables, self.task.tile.sequence, tokens)
+
+    def scales(self, step, blocks):
+        """The scales of a step's tokens, in these blocks."""
+        if blocks is None:
+            return None
+        tokens = tokens_of(self.config, self.task, step)
+        where = self.task.head, tokens, blocks
+        return Scales(*(scales_at(self.config, scales, *where) for scales in self.arrays.scales))
+
+    def widen_keys(self, step, scales, before) -> Waiting:
+        """`before` is the exponent of the values so far."""
+        position, (held, wide) = self.task.done + step, self.keys
+        if scales is None:
+            numbers = take(held, position)
+            put(wide, wide.free_slot(position), numbers)
+            return Waiting(None, before)
+        self.rows.key[...], self.rows.value[...] = scales
+        numbers = take(held, position)  # and commits the scales, which other warps read
+        exponents = exponents_of(self.config, self.rows, before)
+        slot = wide.free_slot(position)
+        for place, exponent in zip(self.rows.places(slot), exponents, strict=True):
+            store(self.rows.exponents.at[place], exponent)
+        put(wide, slot, numbers, factors(self.rows.key, exponents.key))
+        return Waiting(scales.value, exponents.value)
+
+    def widen_values(self, step, waiting: Waiting):
+        position, (held, wide) = self.task.done + step, self.values
+        if waiting.scales is None:
+            numbers = take(held, position)
+            put(wide, wide.free_slot(position), numbers)
+            return
+        self.rows.value[...] = waiting.scales
+        numbers = take(held, position)
+        slot = wide.free_slot(position)
+        put(wide, slot, numbers, factors(self.rows.value, waiting.exponent))
 
 
 def factors(row, exponent):
