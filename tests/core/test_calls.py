@@ -1,6 +1,7 @@
 """How many functions of the library an eager call runs: of each Python takes its share."""
 
 import functools
+import gc
 import importlib.util
 import sys
 from collections import Counter
@@ -32,6 +33,7 @@ def folders() -> dict[str, str]:
 def calls_of(fn) -> Counter[str]:
     """The calls of functions of the library while `fn` runs, by file."""
     fn()  # what happens once only: imports, caches
+    gc.collect()  # a generator that earlier tests left half-way is entered once more to be closed
     entered = Counter()
 
     def count(frame, event, _):
@@ -39,11 +41,13 @@ def calls_of(fn) -> Counter[str]:
             entered[frame.f_code.co_filename] += 1
 
     before = sys.getprofile()
+    gc.disable()
     sys.setprofile(count)
     try:
         fn()
     finally:
         sys.setprofile(before)
+        gc.enable()
     return Counter(
         {
             path.replace(folder, f"{name}/"): calls
