@@ -67,8 +67,9 @@ def paged_attention(
     is read without a copy, or an InvalidInputError says why it cannot be.
 
     Several devices: call it inside `jax.shard_map`, with the heads of query and cache spread over
-    them, or with a cache and a batch for each. ALiBi slopes and sinks are then those of a device's
-    own heads. Where each has some keys of every sequence, `merge_across` joins the results.
+    them, or with a cache and a batch for each. Sinks and a bias are then those of a device's own
+    heads; ALiBi slopes are static, the same for all devices, so give their terms as a bias. Where
+    each has some keys of every sequence, `merge_across` joins the results.
 
     Args:
       query: the new tokens of all sequences, of the cache's dtype.

@@ -6,6 +6,7 @@ the facts of a call that are known before its values. `examples/own_backend.py` 
 
 from ._arrays.namespace import cdiv
 from ._dispatch.backend import Backend, Call, Plan, Run, Sequences
+from ._dispatch.call import Strides
 from .backends.gradient import with_xla_gradient
 from .backends.triton_call import triton_call
 from .batch.indices import positions, sequence_ids
@@ -17,6 +18,7 @@ __all__ = [
     "Plan",
     "Run",
     "Sequences",
+    "Strides",
     "cdiv",
     "key_range",
     "positions",

@@ -12,6 +12,19 @@ from jaxtyping import Array, Int
 
 from pagedattn import BatchMetadata
 
+Ids = Int[Array, "*shape"]
+
+
+def ids_of_layer(ids: Ids, layer: Int[Array, ""], count: int) -> Ids:
+    """Ids of blocks or slots, `count` for each layer, shifted to those of layer `layer`; -1 stays.
+
+    For the copies of a step, in each layer, as `pagedattn.next_batch` says which:
+
+        ids = (ids_of_layer(x, layer, num_blocks) for x in (growth.copy_src, growth.copy_dst))
+        cache = copy_blocks(cache, *ids)
+    """
+    return jnp.where(ids < 0, -1, ids + layer * count)
+
 
 def batch_of_layer(batch: BatchMetadata, layer: Int[Array, ""], num_blocks: int) -> BatchMetadata:
     """The batch with the blocks of layer `layer`: its block 0 is block `layer * num_blocks`.
@@ -21,9 +34,9 @@ def batch_of_layer(batch: BatchMetadata, layer: Int[Array, ""], num_blocks: int)
     >>> batch.block_tables.tolist(), batch.slot_mapping.tolist()
     ([[20, 24]], [83, 96, -1])
     """
-    first, slots = layer * num_blocks, batch.slot_mapping
+    num_slots = num_blocks * batch.block_size
     return replace(
         batch,
-        block_tables=batch.block_tables + first,
-        slot_mapping=jnp.where(slots < 0, slots, slots + first * batch.block_size),
+        block_tables=ids_of_layer(batch.block_tables, layer, num_blocks),
+        slot_mapping=ids_of_layer(batch.slot_mapping, layer, num_slots),
     )

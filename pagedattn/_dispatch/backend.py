@@ -60,8 +60,9 @@ class Backend:
     Fields:
       name: how callers ask for it.
       supports: the options it knows, by the names of `AttentionSpec`'s fields and of the keywords
-        of `paged_attention`. A call that asks for any other is refused before anything here runs,
-        unless the library can do it around the backend, by what the backend does support.
+        of `paged_attention`; "causal" is also to attend without causality. A call that asks for
+        any other is refused before anything here runs, unless the library can do it around the
+        backend, by what the backend does support.
         With `scales`, `run` is given the cache with its `key_scale` and `value_scale`; without,
         queries and results are multiplied by them around it, float16 ones as float32.
       run: `run(call, query, cache, plan)` gives `(out, lse)`, as `Run` says. Options that are
@@ -85,8 +86,9 @@ class Backend:
     Raises:
       InvalidInputError: a field is of another kind.
 
-    >>> from pagedattn.backends.xla import BACKEND as XLA
-    >>> mine = Backend("mine", supports=frozenset({"scale"}), run=XLA.run, plan=XLA.plan)
+    >>> def run(call, query, cache, batch):
+    ...     return query, None  # attention that nobody would want
+    >>> mine = Backend("mine", supports=frozenset({"scale"}), run=run)
     >>> str(mine), "alibi_slopes" in mine.supports
     ('mine', False)
     """

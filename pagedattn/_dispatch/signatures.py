@@ -56,10 +56,17 @@ def _of_spec(field: str) -> str:
 
 OTHER_NAMES = {
     **{field.name: _of_spec(field.name) for field in fields(AttentionSpec)},
-    **dict.fromkeys(("softmax_scale", "sm_scale"), _of_spec("scale")),
+    **dict.fromkeys(("softmax_scale", "sm_scale", "scaling"), _of_spec("scale")),
     **dict.fromkeys(("is_causal",), _of_spec("causal")),
-    **dict.fromkeys(("window_size", "local_window_size", "window"), _of_spec("sliding_window")),
-    **dict.fromkeys(("softcap", "soft_cap", "logits_soft_capping"), _of_spec("logits_soft_cap")),
+    "window": _of_spec("sliding_window"),
+    **dict.fromkeys(
+        ("window_size", "window_left", "local_window_size"),
+        f"{_of_spec('sliding_window')}, left + 1, since the token itself counts here",
+    ),
+    **dict.fromkeys(
+        ("softcap", "soft_cap", "logits_soft_capping", "attn_logits_soft_cap"),
+        _of_spec("logits_soft_cap"),
+    ),
     **dict.fromkeys(("return_softmax_lse", "save_residuals"), "return_lse=True gives the lse too"),
 }
 for _option in ARRAYS.values():

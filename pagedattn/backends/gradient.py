@@ -19,8 +19,9 @@ def with_xla_gradient(run: Run) -> Run:
     Raises:
       InvalidInputError: when the result runs with another plan.
 
-    >>> from pagedattn.backends.xla import BACKEND
-    >>> differentiable = with_xla_gradient(BACKEND.run)
+    >>> def run(call, query, cache, batch):  # by a kernel without gradients
+    ...     return jax.lax.stop_gradient(query), None
+    >>> differentiable = with_xla_gradient(run)
     """
 
     def differentiable(call, query, cache, batch: Any, /, **options):

@@ -128,10 +128,11 @@ def init_kv_cache(
       dtype: floating, or quantised: float8_e4m3fn, float8_e5m2, int8, int4.
       scales: of a quantised cache: "head", those that are given, or "token", one for each token
         and KV head (in int4 for each group of columns), which `write_kv` computes. None is "head",
-        for which int8 needs key_scale and value_scale, and "token" for int4, which has no others.
+        and "token" for int4, which has no others.
       key_scale, value_scale: what quantised keys and values are multiplied by when they are read;
         a number, or one for each KV head. About the largest key or value, over the largest that
-        the dtype holds (448, 57344, 127).
+        the dtype holds (448, 57344, 127). None is 1; int8 needs both, unless scales are asked for.
+        They are copied: the cache can be donated.
       value_dim: the last axis of the value, where it is not head_dim. For one array with the
         values among the keys' columns there is `init_latent_cache`.
 
@@ -213,4 +214,6 @@ def _full(shape, number, dtype):
 
 
 def _scale(scale):
+    if isinstance(scale, jax.Array):
+        return jnp.array(scale)  # a copy: a cache may be donated, and other caches may have it too
     return jnp.asarray(scale, jnp.float32) if isinstance(scale, float | int) else scale

@@ -49,7 +49,8 @@ def next_batch(
     Raises:
       InvalidInputError: arrays of wrong shapes; outside jit also negative numbers of tokens, or
         more than `num_tokens` or `max_query_len`, or parents that do not come before their tokens.
-        Inside jit no sequence from the first of the former on grows, and such parents are none.
+        Inside jit, where a number of tokens is wrong, its sequence and all behind it do not grow,
+        and a wrong parent is taken for -1, none.
 
     >>> from pagedattn import init_block_pool
     >>> pool, sizes = init_block_pool(2, 4, max_seqs=2, max_blocks=2), {"max_query_len": 4}
@@ -126,8 +127,8 @@ def batch_from_pool(
     Raises:
       InvalidInputError: arrays of wrong shapes; outside jit also lengths that the sequences do not
         have, or that exceed `num_tokens` or `max_query_len`, or parents as in `next_batch`. Inside
-        jit the tokens of the former, and of all sequences from the first that exceeds on, have slot
-        -1 and see no key.
+        jit the tokens of a sequence that is shorter have slot -1 and see no key; so have those of
+        the first sequence that exceeds a bound, and of all behind it.
 
     >>> from pagedattn import append_tokens, init_block_pool
     >>> pool, _ = append_tokens(init_block_pool(4, 4, max_seqs=2, max_blocks=2), jnp.array([5, 0]))

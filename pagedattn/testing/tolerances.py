@@ -46,7 +46,7 @@ def expect(problem: Problem) -> Expected:
       scores, probabilities and results rounded to the precision of the input dtype (`rounded`),
       the softmax in float32; or, of quantised caches, exactly but from what is so rounded: queries
       times the scale of the keys, or keys and values times the scales of their tokens;
-    - one spacing of the dtype at the row's largest value (lse: a sixteenth of one, absolutely);
+    - the row's largest value times the dtype's spacing at 1 (lse: a sixteenth of that spacing);
     - four float32 roundings of each term of the sums behind it (`float32_error`).
 
     Example:

@@ -16,6 +16,7 @@ from pagedattn import (
     copy_blocks,
     fill_blocks,
     init_kv_cache,
+    init_latent_cache,
     paged_attention,
     swap_blocks,
     write_kv,
@@ -142,6 +143,19 @@ def test_writes_are_in_place_under_donation(cache_dtype):
     assert program.memory_analysis().temp_size_in_bytes < 1 << 16
     before = cache.key.unsafe_buffer_pointer()
     assert write(cache, row, row, slots).key.unsafe_buffer_pointer() == before
+
+
+def test_caches_of_the_same_scales_are_donated_one_by_one():
+    """Each has scales of its own, and the caller keeps what it gave."""
+    scale, row, slots = jnp.full(2, 0.5), jnp.ones((1, 2, 64)), jnp.array([3])
+    layers = [empty("int8", scale, scale) for _ in range(2)]
+    layers.append(init_latent_cache(3, 4, 64, 64, "int8", num_kv_heads=2, key_scale=scale))
+    for cache in layers:
+        value = None if cache.value is None else row
+        written = jax.jit(write_kv, donate_argnums=0)(cache, row, value, slots)
+        assert cache.key_scale.is_deleted()
+        assert written.key[0, 3].tolist() == np.full((2, 64), 2).tolist()
+    assert scale.tolist() == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)

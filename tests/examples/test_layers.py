@@ -2,15 +2,28 @@
 
 import doctest
 import importlib
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import pytest
 from layers import judge, stacked
 from layers.sizes import NUM_BLOCKS, NUM_LAYERS, SPECS
-from layers.stacked import batch_of_layer
+from layers.stacked import batch_of_layer, ids_of_layer
 
-from pagedattn import KVCache, init_kv_cache, make_batch, paged_attention, write_kv
+from pagedattn import (
+    AttentionSpec,
+    KVCache,
+    copy_blocks,
+    fork,
+    init_block_pool,
+    init_kv_cache,
+    make_batch,
+    next_batch,
+    paged_attention,
+    release_behind,
+    write_kv,
+)
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 
@@ -40,6 +53,49 @@ def test_layers_equal_float64_in_two_programs(example, monkeypatch, capsys):
 
 def test_the_example_in_a_docstring_runs():
     assert doctest.testmod(stacked) == (0, 3)
+
+
+def test_layers_in_one_cache_equal_caches_of_their_own():
+    """With sequences that fork, and blocks behind a window given back."""
+    num_blocks, spec = 12, AttentionSpec(sliding_window=5)
+    rows = jax.random.normal(jax.random.key(0), (6, 3, 8, 2, 16))  # steps, layers, tokens
+    sizes = {"num_tokens": 8, "max_query_len": 8}
+
+    def own(cache, batch, growth, x):
+        cache = copy_blocks(cache, growth.copy_src, growth.copy_dst)
+        cache = write_kv(cache, x, x, batch.slot_mapping)
+        return cache, paged_attention(x, cache, batch, spec, backend="xla")
+
+    @jax.jit
+    def in_one(cache, batch, growth, xs):
+        def through(cache, layer):
+            copies = (
+                ids_of_layer(x, layer, num_blocks) for x in (growth.copy_src, growth.copy_dst)
+            )
+            here = replace(growth, **dict(zip(("copy_src", "copy_dst"), copies, strict=True)))
+            return own(cache, batch_of_layer(batch, layer, num_blocks), here, xs[layer])
+
+        return jax.lax.scan(through, cache, jnp.arange(len(xs)))
+
+    pool = init_block_pool(num_blocks, 4, max_seqs=2, max_blocks=8)
+    caches = [init_kv_cache(num_blocks, 4, 2, 16, jnp.float32)] * 3
+    shared = init_kv_cache(3 * num_blocks, 4, 2, 16, jnp.float32)
+    copied = freed = 0
+    for step, xs in enumerate(rows):
+        if step == 1:
+            pool, _ = fork(pool, jnp.array([0]), jnp.array([1]))
+        new = jnp.array([6, 0] if step == 0 else [2, 3])
+        pool, batch, growth = next_batch(pool, new, **sizes)
+        each = [own(cache, batch, growth, x) for cache, x in zip(caches, xs, strict=True)]
+        caches, want = zip(*each, strict=True)
+        shared, outs = in_one(shared, batch, growth, xs)
+        assert jnp.array_equal(outs, jnp.stack(want))
+        pool, gone = release_behind(pool, 5, max_new_tokens=8)
+        copied, freed = copied + (growth.copy_src >= 0).sum(), freed + (gone >= 0).sum()
+    assert min(copied, freed) > 0
+    assert growth.ok.all()
+    planes = [jnp.concatenate(planes) for planes in zip(*(c.planes for c in caches), strict=True)]
+    assert all(map(jnp.array_equal, shared.planes, planes))
 
 
 @pytest.mark.usefixtures("on_cpu")

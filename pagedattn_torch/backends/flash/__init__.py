@@ -84,7 +84,7 @@ def page_size(call: Call) -> int:
     """The slots of a page as the kernels see it, which divide a block.
 
     >>> from pagedattn import AttentionSpec
-    >>> from pagedattn._dispatch.call import Strides
+    >>> from pagedattn.extend import Strides
     >>> call = Call(num_tokens=5, num_heads=8, num_kv_heads=2, head_dim=64, num_blocks=9,
     ...             block_size=128, num_seqs=2, max_blocks=3, max_query_len=4, dtype="bfloat16",
     ...             device="cuda", strides=Strides((), (), ()), spec=AttentionSpec())
