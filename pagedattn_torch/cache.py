@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int, Integer, Shaped
 from torch import Tensor
 
 from pagedattn import KVCache
-from pagedattn._arrays.memory import is_fake, require_alike, require_memory
+from pagedattn._arrays.memory import bytes_spanned, is_fake, require_alike, require_memory
 from pagedattn.cache import validate_writes as validate
 from pagedattn.cache.quantise import held
 
@@ -151,21 +151,9 @@ def write_kv_(
     require_beside("cache", cache.key, key=key, value=value)
     slots = tensor("slot_mapping", slots, cache.key.device)
     require_planes(cache, key=key, value=value)
-    key, value = _apart(cache, key, value)
+    key, value = apart(cache, key, value)
     write_rows_(cache, key, value, slot_index(slots, cache.num_slots, cache.block_size))
     return cache
-
-
-def _apart(cache: KVCache, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The rows, or copies of those that lie in the cache's memory."""
-    if is_fake(key):
-        return key, value
-    storages = {array.untyped_storage().data_ptr() for array in cache.by_slot.values()}
-
-    def apart(rows: Tensor) -> Tensor:
-        return rows.clone() if rows.untyped_storage().data_ptr() in storages else rows
-
-    return apart(key), None if value is None else apart(value)
 
 
 def write_rows_(
@@ -178,6 +166,25 @@ def write_rows_(
     with on_device_of(cache.key):
         for name, tokens in held(cache, (key, value)).items():
             rows.put_(bits(getattr(cache, name)), bits(tokens))
+
+
+def apart(cache: KVCache, *rows: Tensor | None) -> list[Tensor | None]:
+    """Rows to write, or copies of those that lie in the cache's memory, as views by anyone do."""
+    if is_fake(cache.key):
+        return [*rows]
+    taken = [_memory(array) for array in cache.by_slot.values()]
+    return [new if new is None or not _overlaps(new, taken) else new.clone() for new in rows]
+
+
+def _overlaps(rows: Tensor, taken: list[tuple[int, int]]) -> bool:
+    start, stop = _memory(rows)
+    return any(start < end and begin < stop for begin, end in taken)
+
+
+def _memory(array: Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first byte, and of the one behind its last."""
+    start = array.data_ptr()
+    return start, start + bytes_spanned(array)
 
 
 def require_planes(cache: KVCache, **rows: Tensor | None) -> None:

@@ -131,8 +131,7 @@ class _Attend:
             plan = self.backend.plan(self.call, plan)
         if out is not None:
             options["out"] = (*out, None)[:2]
-        with without_autocast(query.device):  # XLA may call on the caller's thread
-            out, lse = self.backend.run(self.call, query, cache, plan, **options)
+        out, lse = self.backend.run(self.call, query, cache, plan, **options)
         return (out, lse) if self.call.return_lse else out
 
 

@@ -61,8 +61,8 @@ def torch_call(
 
     Args:
       fn: takes one tensor for each array argument; returns a tensor, or a tuple or list of them,
-        of the shapes and dtypes of `out`. Runs without gradients, on XLA's stream. It must keep
-        no argument: the memory is XLA's, and may be another array's after the call.
+        of the shapes and dtypes of `out`. Runs without gradients and autocast, on XLA's stream.
+        It must keep no argument: the memory is XLA's, and may be another array's after the call.
       out: shape and dtype of each result; a sequence makes the JAX function return a tuple.
       aliases: `{argument: result}`, the buffers that are updated in place: `fn` writes into the
         argument and returns it (or None, when every result is aliased). XLA copies the argument

@@ -1,9 +1,12 @@
 """Runs a torch function and puts what it returns into XLA's output buffers."""
 
+import contextlib
+
 import torch
 
 from pagedattn import InvalidInputError
 from pagedattn._arrays.memory import require_memory
+from pagedattn_torch.arrays import without_autocast
 
 from .functions import Form, Function
 
@@ -11,7 +14,8 @@ from .functions import Form, Function
 def run(function: Function, arguments, outs):
     """Runs a function and fills `outs`, where it has not written to them itself."""
     fn, form = function.fn, function.form
-    with torch.no_grad():
+    # XLA calls on the caller's thread, or on one of its own.
+    with torch.no_grad(), _without_autocast([*outs, *arguments]):
         results = fn(*arguments, **_given(form, outs))
         if results is None and form.writes:
             return
@@ -24,6 +28,10 @@ def run(function: Function, arguments, outs):
         for result, out in zip(results, outs, strict=True):
             if not _same(result, out):
                 out.copy_(result)
+
+
+def _without_autocast(tensors):
+    return without_autocast(tensors[0].device) if tensors else contextlib.nullcontext()
 
 
 def _given(form: Form, outs):

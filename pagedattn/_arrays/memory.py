@@ -35,7 +35,7 @@ def require_dense(name: str, tensor: Any) -> int:
     except NotImplementedError:  # inside torch.vmap and torch.func.grad they have no storage
         return 0
     plain = tensor.is_contiguous() and not tensor.storage_offset()
-    needed = tensor.nbytes if plain else _bytes_spanned(tensor)
+    needed = tensor.nbytes if plain else _bytes_needed(tensor)
     if isinstance(held, int) and held < needed:  # it may be a symbol, while torch traces
         raise InvalidInputError(
             f"{name} needs {needed} bytes of memory, its storage has {held}: it was freed or cut "
@@ -108,12 +108,16 @@ def _may_hold(kind: type) -> bool:
     return kind in (list, tuple) or issubclass(kind, TorchTensor)
 
 
-def _bytes_spanned(tensor) -> int:
+def bytes_spanned(tensor: Any) -> int:
+    """From the first byte of a tensor's first element to the last one of its last element."""
+    if tensor.is_contiguous() or not tensor.nbytes:
+        return tensor.nbytes
+    strides = tensor.stride()
+    gaps = sum(map(operator.mul, tensor.shape, strides)) - sum(strides)
+    return (1 + gaps) * tensor.element_size()
+
+
+def _bytes_needed(tensor) -> int:
     """From the start of the storage to the end of the tensor's last element."""
-    spanned = tensor.nbytes
-    if spanned and not tensor.is_contiguous():
-        strides = tensor.stride()
-        gaps = sum(map(operator.mul, tensor.shape, strides)) - sum(strides)
-        spanned = (1 + gaps) * tensor.element_size()
-    offset = tensor.storage_offset()
+    spanned, offset = bytes_spanned(tensor), tensor.storage_offset()
     return spanned + offset * tensor.element_size() if offset and spanned else spanned

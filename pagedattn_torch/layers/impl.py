@@ -241,6 +241,7 @@ class AttentionImpl:
         if self.cache_dtype is None:
             return cache
         cache = as_quantised(cache, self.cache_dtype, *scales)
+        require_no_grad(cache.key_scale, cache.value_scale)
         validate_cache.scales(cache)
         return cache
 

@@ -5,15 +5,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pagedattn import BatchMetadata, KVCache
-from pagedattn.batch.indices import token_positions
+from pagedattn import BatchMetadata, InvalidInputError, KVCache
+from pagedattn._arrays.inspect import shown
 
-from ..arrays import int32, tensor
+from ..arrays import int32, require_tensors, tensor
 from ..attention import paged_attention
 from ..cache import write_kv_
 from ..layout import kv_cache_shape, split_kv_cache
 from .attention_type import AttentionType
 from .backend import AttentionBackend, Pairs
+from .inputs import require_unit_scales
 from .quantised import as_quantised, cache_dtype
 from .settings import specs_by_type
 
@@ -69,7 +70,7 @@ class PagedAttention:
           InvalidInputError, UnsupportedError: as `write_kv_`, and another kv_cache_dtype.
         """
         cache = _cache(key_cache, value_cache, kv_cache_dtype, k_scale, v_scale)
-        write_kv_(cache, key, value, slot_mapping.flatten())
+        write_kv_(cache, key, value, tensor("slot_mapping", slot_mapping).flatten())
 
     @staticmethod
     def forward_decode(
@@ -92,6 +93,11 @@ class PagedAttention:
           max_seq_len: not needed, since the width of `block_tables` is a bound, too.
         """
         cache = _cache(key_cache, value_cache, kv_cache_dtype, k_scale, v_scale)
+        if num_kv_heads != cache.num_kv_heads:
+            raise InvalidInputError(
+                f"num_kv_heads must be the cache's {cache.num_kv_heads}, got {shown(num_kv_heads)}"
+            )
+        require_tensors(query=query)
         starts = torch.arange(len(query) + 1, dtype=torch.int32, device=query.device)
         return _attend(query, cache, block_tables, seq_lens, starts, 1, scale, alibi_slopes, None)
 
@@ -139,17 +145,22 @@ class PagedAttention:
 
 def _cache(key_cache, value_cache, kv_cache_dtype, k_scale, v_scale) -> KVCache:
     cache, dtype = KVCache(key_cache, value_cache), cache_dtype(kv_cache_dtype)
-    return cache if dtype is None else as_quantised(cache, dtype, k_scale, v_scale)
+    require_tensors(key_cache=key_cache, value_cache=value_cache)
+    if dtype is not None:
+        return as_quantised(cache, dtype, k_scale, v_scale)
+    require_unit_scales(k_scale=k_scale, v_scale=v_scale)
+    return cache
 
 
 def _attend(query, cache, tables, seq_lens, starts, longest, scale, slopes, window) -> Tensor:
-    seq_lens = int32(tensor("seq_lens", seq_lens))
+    require_tensors(query=query)
+    unread = torch.full((len(query),), -1, dtype=torch.int32, device=starts.device)
     batch = BatchMetadata(
         block_tables=tables,
-        seq_lens=seq_lens,
+        seq_lens=int32(tensor("seq_lens", seq_lens)),
         query_start_loc=starts,
-        slot_mapping=torch.full_like(starts[:1].expand(len(query)), -1),
-        positions=token_positions(starts, seq_lens, len(query)),
+        slot_mapping=unread,
+        positions=unread,
         block_size=cache.block_size,
         max_query_len=longest,
     )

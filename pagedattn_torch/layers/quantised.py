@@ -1,6 +1,5 @@
 """Quantised caches of layers: what engines call their dtypes, and the scales of a call."""
 
-import functools
 import math
 from dataclasses import replace
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from pagedattn import InvalidInputError, KVCache, UnsupportedError
 from pagedattn._arrays.checks import whole
 from pagedattn._arrays.inspect import shown
-from pagedattn._arrays.memory import require_memory
+from pagedattn._arrays.memory import is_fake, require_memory
 from pagedattn._dispatch.registry import Framework, record
 from pagedattn.cache.quantise import held
 
@@ -88,7 +87,13 @@ def _scale(name, scale, device) -> Tensor:
     return _on_device(float(scale), device)
 
 
-@functools.cache
-def _on_device(scale: float, device) -> Tensor:
+_kept: dict[tuple[float, torch.device], Tensor] = {}
+
+
+def _on_device(scale: float, device: torch.device) -> Tensor:
     """A scale on a device, made once: copying it to a GPU waits, and no CUDA graph may do so."""
-    return torch.tensor(scale, dtype=torch.float32, device=device)
+    if (made := _kept.get((scale, device))) is None:
+        made = torch.tensor(scale, dtype=torch.float32, device=device)
+        if not is_fake(made):  # as where torch.export calls: later ones could not read it
+            _kept[scale, device] = made
+    return made

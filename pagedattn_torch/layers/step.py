@@ -8,11 +8,11 @@ from torch import Tensor
 
 from pagedattn import KVCache
 
-from ..cache import DeviceRows, HostRows, write_rows_
+from ..cache import DeviceRows, HostRows, apart, write_rows_
 from ..step import Step
 from ..uncompiled import uncompiled
 from .inputs import Fresh
-from .metadata.derived import held, notices_changes
+from .metadata import derived
 from .plans import Part
 
 # The place of a step that its caller prepared: wherever layers run.
@@ -34,6 +34,8 @@ class LayerStep(NamedTuple):
         The result is the sum of the parts'. The first has all tokens; others may have only the
         first ones.
         """
+        if fresh is not None and cache is not None:
+            fresh = Fresh(*apart(cache, *fresh))
         # Before the write: it may replace keys behind the window, which first tokens still see.
         arrays = [part.arrays(query, fresh, cache) for part, _ in self.parts]
         if self.rows is not None and fresh is not None and cache is not None:
@@ -49,8 +51,8 @@ class LayerStep(NamedTuple):
 
 def likeness(layer: Any, kind, query: Tensor, fresh: Fresh | None, cache: KVCache | None):
     """All that two calls of a step must have in common to share what was prepared: a key."""
-    planes = () if cache is None else cache.planes
-    arrays = (query, *(fresh or ()), *planes)
+    held = () if cache is None else cache.by_slot.values()
+    arrays = (query, *(fresh or ()), *held)
     facts = tuple((x.shape, x.stride(), x.dtype, x.device) for x in arrays)
     formula = type(layer), layer.backend, kind, layer.specs[kind], layer.batch_invariant
     return *formula, fresh is None, cache is None, facts
@@ -58,11 +60,11 @@ def likeness(layer: Any, kind, query: Tensor, fresh: Fresh | None, cache: KVCach
 
 def shared(meta, key, device: torch.device, make: Callable[[], LayerStep]) -> LayerStep:
     """The step of layers that are alike: prepared, left by the first of them, or made now."""
-    places = held(meta).setdefault(key, {})
+    places = derived.held(meta).setdefault(key, {})
     if ANYWHERE in places:
         return places[ANYWHERE]
     place = _place(device)
-    if place is None or not notices_changes(meta):
+    if place is None or not derived.notices_changes(meta):
         return make()
     if place not in places:
         places[place] = make()

@@ -6,6 +6,7 @@ they attend to the last keys of their contexts, copied from it, and then to thei
 are given.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -28,11 +29,11 @@ class Contexts(NamedTuple):
 
     def before(self, packed: KVCache, cache: KVCache) -> KVCache:
         """A cache of blocks of one token: these keys of `cache`, copied, and then `packed`."""
-        planes = (
-            torch.cat([bits(plane)[self.blocks, self.offsets][:, None], bits(new)]).view(new.dtype)
-            for plane, new in zip(cache.planes, packed.planes, strict=True)
-        )
-        return packed.with_planes(*planes)
+        joined = {}
+        for name, array in cache.by_slot.items():
+            old = bits(array)[self.blocks, self.offsets][:, None]
+            joined[name] = torch.cat([old, bits(getattr(packed, name))]).view(array.dtype)
+        return replace(packed, **joined)
 
 
 def reach(batch: BatchMetadata, num_prefills: int, window: int | None) -> int | None:

@@ -1,6 +1,7 @@
 """What vLLM's model runners ask a backend for besides layers: builders, the next step, writes."""
 
 from types import SimpleNamespace as Of
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from test_engine_callers import BLOCK, PAIRS, TIGHT, cut_by_gpu, rows_of, slots_of
 from torch_layers import assert_close, assert_same, layer_of, reference, step_of
 
-from pagedattn import AttentionSpec, InvalidInputError
+from pagedattn import AttentionSpec, InvalidInputError, PagedAttentionError, UnsupportedError
 from pagedattn.testing import random_problem
 from pagedattn.testing.strategies import seeds
 from pagedattn_torch import (
@@ -211,6 +212,43 @@ def test_a_step_that_cannot_be_made_changes_nothing():
         assert model.input_tokens.tolist() == [0]
 
 
+TWO = {"input_tokens": [1, 2], "input_positions": [2, 3]}
+# What is wrong with a step of two sequences, the first of which needs the second block next.
+NOT_ADVANCED: dict[str, dict[str, Any]] = {
+    "one sampled token": {"sampled": torch.tensor([5])},
+    "sampled tokens in a list": {"sampled": [5, 6]},
+    "a block that is missing": {"block_tables": torch.tensor([[0, -1], [1, 3]])},
+    "a row that is missing": {"block_tables": torch.tensor([[0, 2]])},
+    "tables without axes": {"block_tables": torch.tensor([])},
+    "few positions": {"input_positions": torch.tensor([2])},
+    "no positions": {"input_positions": None},
+    "positions in one place": {"input_positions": torch.tensor([2]).expand(2)},
+    "lengths of inference": {"seq_lens_tensor": None},
+}
+
+
+@pytest.mark.parametrize("case", NOT_ADVANCED)
+def test_what_cannot_be_written_is_refused_before_anything_is(case):
+    wrong = NOT_ADVANCED[case]
+    fields = {
+        "slot_mapping": torch.tensor([3, 6]),
+        "seq_lens_tensor": torch.tensor([4, 3]),
+        "block_tables": torch.tensor([[0, 2], [1, 3]]),
+    }
+    if "seq_lens_tensor" in wrong:
+        with torch.inference_mode():
+            wrong = {"seq_lens_tensor": torch.tensor([4, 3])}
+    fields |= {name: value for name, value in wrong.items() if name in fields}
+    fields |= {"num_prefills": 0, "num_prefill_tokens": 0, "num_decode_tokens": 2}
+    meta = TorchSDPAMetadata(seq_lens=[4, 3], **fields)
+    model = Of(**{name: wrong.get(name, torch.tensor(TWO[name])) for name in TWO})
+    with pytest.raises(InvalidInputError):
+        meta.advance_step(model, wrong.get("sampled", torch.tensor([[5], [6]])), 4, 2, 2)
+    assert meta.seq_lens == meta.seq_lens_tensor.tolist() == [4, 3]
+    assert meta.slot_mapping.tolist() == [3, 6]
+    assert model.input_tokens.tolist() == [1, 2]
+
+
 @pytest.mark.parametrize("window", [None, 3])
 @given(lens=st.lists(PAIRS, min_size=1, max_size=3), seed=seeds())
 def test_writes_and_reads_without_a_layer(window, lens, seed):
@@ -234,6 +272,59 @@ def test_writes_and_reads_without_a_layer(window, lens, seed):
             torch.tensor(slopes), 1.0, 1.0,
         )  # fmt: skip
         assert_close(got, reference(problem)[last.numpy()], **TIGHT)
+
+
+# Arguments of a decode of one sequence without a layer, and what the error says of them.
+NOT_TAKEN: dict[str, tuple[dict[str, Any], str]] = {
+    "a scale of a cache without": ({"k_scale": 2.0}, "k_scale must be 1.0"),
+    "another number of heads": ({"num_kv_heads": 3}, "num_kv_heads must be the cache's 2"),
+    "two lengths": ({"seq_lens": torch.tensor([1, 1])}, "query_start_loc"),
+    "lengths of two axes": ({"seq_lens": torch.tensor([[1]])}, "seq_lens"),
+    "lengths in a list": ({"seq_lens": [1]}, "seq_lens must be an array"),
+    "no cache": ({"key_cache": None}, "key_cache must be a torch tensor"),
+    "no query": ({"query": None}, "query must be a torch tensor"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_TAKEN)
+def test_nothing_that_is_given_without_a_layer_is_ignored(case):
+    wrong, text = NOT_TAKEN[case]
+    planes = {name: torch.ones(1, 4, 2, 8) for name in ("key_cache", "value_cache")}
+    given = {"query": torch.ones(1, 6, 8), "block_tables": torch.tensor([[0]])} | planes
+    given |= {"seq_lens": torch.tensor([1]), "max_seq_len": 1, "scale": 1.0}
+    given |= {"kv_cache_dtype": "auto", "num_kv_heads": 2}
+    assert PagedAttention.forward_decode(**given).shape == (1, 6, 8)
+    with pytest.raises(PagedAttentionError, match=text):
+        PagedAttention.forward_decode(**given | wrong)
+
+
+def test_slots_in_a_list_are_refused_without_a_layer():
+    plane, row = torch.zeros(1, 4, 2, 8), torch.ones(1, 2, 8)
+    with pytest.raises(InvalidInputError, match="slot_mapping must be an array"):
+        PagedAttention.write_to_paged_cache(row, row, plane, plane.clone(), [0])
+    with pytest.raises(UnsupportedError, match=r"k_scale must be 1\.0"):
+        PagedAttention.write_to_paged_cache(
+            row, row, plane, plane.clone(), torch.tensor([0]), "auto", 2.0
+        )
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_captured_step_is_padded_with_sequences_of_no_tokens(cached):
+    """Whose tokens num_decode_tokens counts: they see nothing, and nothing is missing of them."""
+    layer, rows = TorchSDPABackend.get_impl_cls()(4, 8, num_kv_heads=2), torch.randn(3, 4, 8)
+    kv_cache = torch.randn(2, 2, 4, 2, 8) if cached else None
+    meta = TorchSDPAMetadata(
+        num_prefills=0,
+        num_prefill_tokens=0,
+        num_decode_tokens=3,
+        slot_mapping=torch.tensor([0, -1, -1]),
+        seq_lens=[1, 0, 0],
+        block_tables=torch.zeros(3, 1, dtype=torch.int32) if cached else None,
+        query_start_loc=torch.tensor([0, 1]),
+        use_cuda_graph=True,
+    )
+    out = layer.forward(rows, rows[:, :2], rows[:, 2:], kv_cache, meta).view(3, 4, 8)
+    assert_close(out[0], rows[0, [2, 2, 3, 3]].double().numpy(), atol=1e-6)
 
 
 def test_blocks_are_moved_by_either_name():

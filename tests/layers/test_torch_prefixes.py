@@ -11,12 +11,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from test_torch_bias import lists_of
-from torch_layers import assert_close, assert_same, hide_values, layer_of, reference, step_of
+from torch_layers import (
+    assert_close,
+    assert_same,
+    hide_values,
+    layer_of,
+    new_layer,
+    normal,
+    reference,
+    step_of,
+)
 
 from pagedattn import AttentionSpec, InvalidInputError
 from pagedattn.testing import assert_attention_close, random_problem
 from pagedattn.testing.strategies import seeds
-from pagedattn_torch import AttentionMetadata, TorchSDPABackendImpl, XFormersImpl
+from pagedattn_torch import (
+    AttentionMetadata,
+    TorchSDPABackendImpl,
+    XFormersImpl,
+    init_kv_cache,
+    write_kv_,
+)
 
 pytestmark = pytest.mark.usefixtures("layers")
 TIGHT = {"atol": 2e-5, "rtol": 2e-5}
@@ -275,3 +290,25 @@ def test_a_block_that_is_used_again_is_read_first():
     meta = metadata(step.attn_metadata, slot_mapping=torch.tensor(slots), block_tables=tables)
     out = layer_of(problem).forward(*step[:3], kv_cache, meta)
     assert_close(out, reference(problem), **TIGHT)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("scales", [{"scales": "token"}, {"key_scale": 0.03, "value_scale": 0.03}])
+def test_tokens_without_slots_beside_a_quantised_cache(scales):
+    """They see each other as the cache would hold them, and the context with its scales."""
+    context, new = 6, 9
+    outs = []
+    for lacking in (0, 5):
+        rows = normal(0, 2, context + new, 2, 16)
+        cache = write_kv_(
+            init_kv_cache(4, BLOCK, 2, 16, "int8", **scales),
+            *rows[:, :context], torch.arange(context),
+        )  # fmt: skip
+        slots = torch.tensor([-1] * lacking + [*range(context + lacking, context + new)])
+        meta = AttentionMetadata.from_lists([new], [context], [[0, 1, 2, 3]], block_size=BLOCK)
+        layer = new_layer(4, 16, num_kv_heads=2)
+        query = normal(1, new, 4, 16)
+        outs.append(
+            layer.forward(query, *rows[:, context:], cache, metadata(meta, slot_mapping=slots))
+        )
+    torch.testing.assert_close(*outs, atol=1e-5, rtol=1e-5)

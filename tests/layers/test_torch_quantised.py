@@ -6,15 +6,23 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from cases import SPECS
+from torch._subclasses import FakeTensorMode
 from torch_layers import Step, layer_of, step_of
 
-from pagedattn import AttentionSpec, InvalidInputError, KVCache, UnsupportedError
+from pagedattn import (
+    AttentionSpec,
+    InvalidInputError,
+    KVCache,
+    PagedAttentionError,
+    UnsupportedError,
+)
 from pagedattn._dispatch.call import call_of
 from pagedattn._dispatch.registry import Framework, record
 from pagedattn.testing import assert_attention_close, batch_of, random_problem
 from pagedattn_torch import (
     AttentionMetadata,
     IpexAttnBackendImpl,
+    PagedAttention,
     TorchSDPABackend,
     TorchSDPABackendImpl,
     XFormersImpl,
@@ -139,3 +147,48 @@ def test_a_layer_that_is_made_is_not_refused_for_its_cache(cls, name):
             cls(4, 16, num_kv_heads=2, kv_cache_dtype=name)
     else:
         assert cls(4, 16, num_kv_heads=2, kv_cache_dtype=name).cache_dtype is DTYPES[name]
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("attempt", ["export", "fake"])
+def test_an_attempt_without_memory_leaves_no_scale_behind(attempt):
+    """torch.export and fake tensors meet a layer's scale first; then real ones come."""
+    scale = 0.61 if attempt == "export" else 0.67  # no other test has made them
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = TorchSDPABackendImpl(4, 16, num_kv_heads=2, kv_cache_dtype="fp8")
+            self.register_buffer("cache", torch.zeros(2, 4, 4, 2, 16, dtype=torch.uint8))
+
+        def forward(self, query, key, value):
+            meta = AttentionMetadata.from_lists([3], [0], [[0]], block_size=4)
+            return self.layer.forward(query, key, value, self.cache, meta, scale, scale)
+
+    model, rows = Model(), (torch.randn(3, 4, 16), torch.randn(3, 2, 16), torch.randn(3, 2, 16))
+    if attempt == "export":
+        with pytest.raises(PagedAttentionError):
+            torch.export.export(model, rows)
+    else:
+        real = rows[1], model.cache[0], torch.arange(3)
+        with FakeTensorMode() as mode:
+            row, plane, slots = map(mode.from_tensor, real)
+            planes = plane, plane.clone()
+            PagedAttention.write_to_paged_cache(row, row, *planes, slots, "fp8", scale, scale)
+    assert model(*rows).shape == (3, 4, 16)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_gradient_of_a_scale_is_refused_in_every_layer():
+    layer = TorchSDPABackendImpl(4, 16, num_kv_heads=2, kv_cache_dtype="int8")
+    cache, meta = torch.zeros(2, 1, 4, 2, 16, dtype=torch.int8), None
+    rows = torch.randn(3, 4, 16), torch.randn(3, 2, 16), torch.randn(3, 2, 16)
+    meta = AttentionMetadata.from_lists([3], [0], [[0]], block_size=4)
+    scale = torch.tensor(0.5, requires_grad=True)
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="gradients"):
+            layer.forward(*rows, cache, meta, scale, 0.5)
+        layer.forward(*rows, cache, meta, 0.5, 0.5)  # and leaves a prepared step
+    with torch.no_grad():
+        layer.forward(*rows, cache, meta, scale, 0.5)

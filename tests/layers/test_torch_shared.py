@@ -6,6 +6,7 @@ import dataclasses
 import pickle
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -13,9 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch_layers import assert_same, normal
 
-from pagedattn import PagedAttentionError
+from pagedattn import KVCache, PagedAttentionError
 from pagedattn._dispatch.registry import Framework, can_load
-from pagedattn_torch import AttentionImpl, TorchSDPABackendImpl, TorchSDPAMetadata
+from pagedattn_torch import (
+    AttentionImpl,
+    TorchSDPABackendImpl,
+    TorchSDPAMetadata,
+    init_kv_cache,
+    write_kv_,
+)
 from pagedattn_torch.layers import impl, step
 from pagedattn_torch.layers.metadata.contents import watch
 
@@ -28,6 +35,13 @@ STEPS = {
     "mixed": ([5, 2, 1], [[0, 7, 20], [3, 0, 4], [7, 9, 11]]),
     "prompts": ([5, 2, 3], [[0, 0, 0], [0, 0, 0], [4, 0, 0]]),
 }
+
+
+def quantised(planes, **scales) -> KVCache:
+    """Planes as a cache in eight bits that comes with its scales."""
+    cache = init_kv_cache(*planes.shape[1:], dtype="int8", **scales)
+    rows = planes.float().flatten(1, 2)
+    return write_kv_(cache, *rows, torch.arange(rows.shape[1]))
 
 
 class NumbaImpl(AttentionImpl):
@@ -52,6 +66,8 @@ CACHES = {
     "heads before slots": lambda cache: cache.transpose(2, 3).contiguous().transpose(2, 3),
     "blocks of two": lambda cache: cache.clone().unflatten(2, (2, 2)).flatten(1, 2),
     "too few blocks": lambda cache: cache[:, :3].clone(),
+    "per-head scales": lambda cache: quantised(cache, key_scale=0.02, value_scale=0.03),
+    "per-token scales": lambda cache: quantised(cache, scales="token"),
 }
 # Ways to change a tensor, of which torch counts the first alone.
 WRITES = {
@@ -152,7 +168,7 @@ def assert_same_outcome(got, want):
     if isinstance(want[1], str):
         assert got == want
     else:
-        for one, other in zip(got, want, strict=True):
+        for one, other in zip(*map(jax.tree.leaves, (got, want)), strict=True):
             assert_same(one, other)
 
 

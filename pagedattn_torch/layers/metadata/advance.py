@@ -7,7 +7,9 @@ from torch import Tensor
 
 from pagedattn import InvalidInputError
 from pagedattn._arrays.checks import count
-from pagedattn._arrays.inspect import known
+from pagedattn._arrays.inspect import known, shown
+
+from ...arrays import require_tensors, require_writable
 
 # What is derived anew from the lengths.
 DERIVED = ("context_lens_tensor", "seq_start_loc", "max_decode_seq_len", "max_prefill_seq_len",
@@ -21,13 +23,18 @@ def advance(
     lens, size = meta.seq_lens_tensor, count("block_size", block_size)
     slots, listed = meta.slot_mapping[:num_seqs], meta.seq_lens
     positions = lens[:num_queries].clone()
-    found = _slots(meta.block_tables[:num_queries], positions, size)
+    found = _slots(meta.block_tables, positions, size)
+    inputs = {"input_positions": positions}
+    if sampled is not None:
+        require_tensors(sampled_token_ids=sampled)
+        inputs["input_tokens"] = sampled.flatten()[:num_queries]
+    _require_room(model_input, inputs, num_queries)
+    require_writable(seq_lens_tensor=lens, slot_mapping=slots)
     lens[:num_queries] += 1
     slots[:num_queries] = found
     slots[num_queries:] = -1
-    model_input.input_positions[:num_queries] = positions
-    if sampled is not None:
-        model_input.input_tokens[:num_queries] = sampled.flatten()[:num_queries]
+    for name, values in inputs.items():
+        getattr(model_input, name)[:num_queries] = values
     if meta.num_prefills:
         meta.query_start_loc = torch.arange(num_queries + 1, dtype=torch.int32, device=lens.device)
     for name in DERIVED:
@@ -57,14 +64,36 @@ def check(meta, num_seqs: int, num_queries: int, turn_prefills_into_decodes: boo
         raise InvalidInputError(f"advance_step needs {', '.join(missing)}, got None")
 
 
+def _require_room(model_input, inputs: dict[str, Tensor], num_queries: int) -> None:
+    """Requires a value for each query, and tensors of the model's input that hold them."""
+    for name, values in inputs.items():
+        held = getattr(model_input, name, None)
+        if len(values) < num_queries or not isinstance(held, Tensor) or len(held) < num_queries:
+            raise InvalidInputError(
+                f"advance_step writes {num_queries} values to the model's {name}, got "
+                f"{len(values)} for {shown(held)}"
+            )
+        require_writable(**{f"the model's {name}": held})
+
+
 def _slots(tables: Tensor, positions: Tensor, block_size: int) -> Tensor:
+    if tables.ndim != 2 or len(tables) < len(positions):
+        raise InvalidInputError(
+            f"block_tables must be [{len(positions)}, max_blocks], a row for each sequence, got "
+            f"{list(tables.shape)}"
+        )
     columns = (positions // block_size).long()
     values = known(columns)
     if values is not None and len(values) and not int(values.max()) < tables.shape[1]:
         raise InvalidInputError(
             f"block_tables must hold the blocks of the next tokens, but have {tables.shape[1]} "
-            f"columns of {block_size} tokens for positions "
-            f"{None if values is None else positions.tolist()}"
+            f"columns of {block_size} tokens for positions {positions.tolist()}"
         )
-    blocks = tables.gather(1, columns[:, None])[:, 0].long()
+    blocks = tables[: len(columns)].gather(1, columns[:, None])[:, 0].long()
+    values = known(blocks)
+    if values is not None and (values < 0).any():
+        raise InvalidInputError(
+            "block_tables must hold the blocks of the next tokens, got "
+            f"{values.tolist()} for positions {positions.tolist()}"
+        )
     return blocks * block_size + positions % block_size

@@ -74,8 +74,12 @@ def cached_tokens(meta, attn_type: AttentionType) -> int | None:
     """How many keys of the call are not new; None if the host does not know."""
     own = attn_type in (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
     lens = meta.seq_lens if own else meta.encoder_seq_lens
-    new = meta.num_prefill_tokens + meta.num_decode_tokens if own else meta.num_encoder_tokens
-    return None if lens is None or new is None else sum(lens) - new
+    new = meta.num_encoder_tokens
+    if own:
+        new = meta.num_prefill_tokens + meta.num_decode_tokens
+        if (starts := known(meta.query_start_loc)) is not None:
+            new = int(starts.max(initial=0))  # without a captured graph's padding tokens
+    return None if lens is None or new is None else max(0, sum(lens) - new)
 
 
 def _require_keys(meta, attn_type):
