@@ -151,7 +151,8 @@ def write_kv_(
     require_beside("cache", cache.key, key=key, value=value)
     slots = tensor("slot_mapping", slots, cache.key.device)
     require_planes(cache, key=key, value=value)
-    key, value = apart(cache, key, value)
+    key, *values = apart(cache, key, *([] if value is None else [value]))
+    value = values[0] if values else None
     write_rows_(cache, key, value, slot_index(slots, cache.num_slots, cache.block_size))
     return cache
 
@@ -168,12 +169,12 @@ def write_rows_(
             rows.put_(bits(getattr(cache, name)), bits(tokens))
 
 
-def apart(cache: KVCache, *rows: Tensor | None) -> list[Tensor | None]:
+def apart(cache: KVCache, *rows: Tensor) -> list[Tensor]:
     """Rows to write, or copies of those that lie in the cache's memory, as views by anyone do."""
     if is_fake(cache.key):
         return [*rows]
     taken = [_memory(array) for array in cache.by_slot.values()]
-    return [new if new is None or not _overlaps(new, taken) else new.clone() for new in rows]
+    return [new.clone() if _overlaps(new, taken) else new for new in rows]
 
 
 def _overlaps(rows: Tensor, taken: list[tuple[int, int]]) -> bool:

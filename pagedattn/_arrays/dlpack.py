@@ -138,6 +138,9 @@ def as_jax(name: str, value: Any):
         return value
     if isinstance(value, np.ndarray):
         return _of_numpy(value)
+    if isinstance(value, tuple) and type(value) is tuple:  # of a record's arrays
+        taken = tuple(as_jax(f"{name}[{i}]", item) for i, item in enumerate(value))
+        return value if _same(taken, value) else taken
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _record(name, value)
     foreign = hasattr(value, "__dlpack_device__") and hasattr(value, "dtype")

@@ -18,7 +18,13 @@ from .._arrays.typing import is_torch
 from ..cache.kv_cache import KVCache
 from ..cache.quantise import scale_of_values, scaled
 from ..errors import InvalidInputError
-from ..selection.selection import Selection, in_order, require_fit, require_selection
+from ..selection.selection import (
+    Selection,
+    in_order,
+    require_ascending,
+    require_fit,
+    require_selection,
+)
 
 A = TypeVar("A")  # the arrays of a framework
 
@@ -199,6 +205,8 @@ def _columns(bias, _cache, batch):
 
 def _fits(selection, cache, batch):
     require_fit(selection, batch.num_seqs, cache.num_kv_heads)
+    if selection.ascending:
+        require_ascending(known(selection.blocks))
 
 
 def _in_order(selection, batch, block_size):

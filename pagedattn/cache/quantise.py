@@ -51,6 +51,8 @@ def quantised(
         return rows
     xp, name = namespace(rows), name_of(dtype)
     wide = as_dtype(rows, xp.float32)
+    if xp is jnp:  # a cotangent would be rounded to the cache's dtype, and no other dtype has one
+        wide = jax.lax.stop_gradient(wide)
     if scale is not None:
         divide = _divided if xp is jnp else operator.truediv
         wide = divide(wide, _of_columns(as_dtype(scale, xp.float32), wide.shape))

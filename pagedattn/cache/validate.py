@@ -20,6 +20,8 @@ from ..errors import InvalidInputError
 from .packing import PACKED, columns, is_packed, meant_dtype, name_of
 from .quantise import LARGEST, largest, of_tokens, scale_dtype, scale_shape
 
+LEAST = float(np.finfo(np.float32).tiny)  # of a scale: XLA takes smaller numbers for 0
+
 
 def cache_shape(shape, dtype) -> tuple[int, ...]:
     """The sizes as Python's integers."""
@@ -150,8 +152,8 @@ def _scale(name, scale, cache, of_quantised):
             f"{describe(scale)}"
         )
     values = known(scale)
-    if values is not None and not bool((np.isfinite(values) & (values > 0)).all()):
-        raise InvalidInputError(f"{name} must be above 0, got {values}")
+    if values is not None and not bool((np.isfinite(values) & (values >= LEAST)).all()):
+        raise InvalidInputError(f"{name} must be above 0 (at least {LEAST:.2g}), got {values}")
 
 
 def _of_tokens(cache):

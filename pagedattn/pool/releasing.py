@@ -9,6 +9,7 @@ from jaxtyping import Array, Int, Integer
 
 from .._arrays.devices import on_one_device
 from .._arrays.namespace import add_at, in_range, set_at
+from .._arrays.shard_map import varying_alike
 from . import checks as validate
 from .block_pool import BlockPool
 
@@ -32,7 +33,7 @@ def drop_blocks(pool: BlockPool, blocks: Integer[Any, "n"]) -> tuple[BlockPool, 
     """
     pool = validate.pool(pool)
     blocks = validate.ids_or_none("blocks", blocks, pool.num_blocks)
-    return jax.lax.scan(_drop_one, pool, blocks)
+    return jax.lax.scan(_drop_one, *varying_alike((pool, blocks)))
 
 
 @on_one_device
@@ -58,7 +59,7 @@ def release(
     """
     pool = validate.pool(pool)
     (seqs,) = validate.rows(pool.max_seqs, seqs=seqs)
-    return jax.lax.scan(_release_one, pool, seqs)
+    return jax.lax.scan(_release_one, *varying_alike((pool, seqs)))
 
 
 # Not inside the functions that scan them: outside jit a new body would be a new program.

@@ -65,6 +65,7 @@ def select_blocks(
     always = (columns < first) | (columns >= ends - last)
     scores = constant(scores).astype(jnp.float32)
     scores = jnp.where(scores == 0, 0.0, scores)  # -0 is no less
+    scores = jnp.minimum(scores, jnp.finfo(jnp.float32).max)  # those of `always` are greater
     scores = jnp.where(always, jnp.inf, scores)
     scores = jnp.where((columns < ends) & (scores > -jnp.inf), scores, -jnp.inf)
     return Selection(best(scores, taken), ascending=True)

@@ -106,3 +106,15 @@ def require_fit(selection: Selection, num_seqs: int, num_kv_heads: int) -> None:
             "selection.blocks must be [num_seqs, num_kv_heads, num_selected] = "
             f"[{num_seqs}, {num_kv_heads}, at least 1], got {describe(selection.blocks)}"
         )
+
+
+def require_ascending(blocks: np.ndarray | None) -> None:
+    """Requires rows that rise, then -1, of values that are known."""
+    if blocks is None:
+        return
+    before, after = blocks[..., :-1], blocks[..., 1:]
+    if not ((after < 0) | ((before >= 0) & (before < after))).all():
+        raise InvalidInputError(
+            "selection.blocks must rise, with -1 behind them, where selection.ascending says so; "
+            "without it they are put in order"
+        )

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
+from .._arrays.checks import an_array, known_sizes
 from .._arrays.devices import on_one_device
 from .._arrays.dlpack import takes_any_array
-from .._arrays.inspect import shown
+from .._arrays.inspect import describe, is_floating, shown
 from .._arrays.namespace import cdiv
 from .._arrays.typing import ArrayT
 from ..batch import validate as validate_batch
@@ -135,12 +136,21 @@ def is_empty(num_blocks: int, batch: BatchMetadata) -> bool:
 
 def require_summaries(summaries) -> None:
     """Requires one plane, or two alike."""
-    planes = getattr(summaries, "planes", None)
-    alike = isinstance(planes, tuple) and len({(p.shape, str(p.dtype)) for p in planes}) == 1
-    if not (isinstance(summaries, BlockSummaries) and alike and len(summaries.planes) <= 2):
+    planes = summaries.planes if isinstance(summaries, BlockSummaries) else None
+    if not (isinstance(planes, tuple) and len(planes) in (1, 2)):
         raise InvalidInputError(
             f"summaries must be BlockSummaries, got {shown(summaries)}: summarise_blocks makes them"
         )
+    for plane in planes:
+        an_array("a plane of summaries", plane)
+        known_sizes("a plane of summaries", plane)
+        if plane.ndim != 3 or 0 in plane.shape[1:] or not is_floating(plane.dtype):
+            raise InvalidInputError(
+                "a plane of summaries must be floating [num_blocks, num_kv_heads, head_dim], got "
+                f"{describe(plane)}"
+            )
+    if len({(plane.shape, str(plane.dtype)) for plane in planes}) > 1:
+        raise InvalidInputError(f"planes of summaries must be alike, got {shown(planes)}")
 
 
 def _require(cache, batch):
@@ -162,7 +172,10 @@ def _written(batch: Sequences, step: BatchMetadata) -> tuple[Filled, Filled]:
     """The blocks that a step wrote to, -1 for none, and how many keys each of them holds."""
     size, num_seqs = step.block_size, batch.num_seqs
     first = jnp.maximum(batch.context_lens, 0) // size
-    counts = jnp.where(batch.query_lens > 0, cdiv(batch.seq_lens, size) - first, 0)
+    # Of a sequence's new tokens the last one is written, if any is: windows leave out first ones.
+    last = jnp.asarray(step.slot_mapping).at[batch.query_start_loc[1:] - 1].get(mode="clip")
+    writes = (batch.query_lens > 0) & (last >= 0)
+    counts = jnp.where(writes, cdiv(batch.seq_lens, size) - first, 0)
     counts = jnp.cumsum(jnp.maximum(counts, 0)).astype(jnp.int32)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), counts])
     most = min(step.num_tokens, step.num_tokens // size + 2 * num_seqs)

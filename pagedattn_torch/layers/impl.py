@@ -11,7 +11,7 @@ from pagedattn import AttentionSpec, KVCache, UnsupportedError
 from pagedattn._dispatch.call import Call, call_of
 from pagedattn.cache import validate as validate_cache
 
-from ..arrays import require_no_grad
+from ..arrays import arrays_of, require_no_grad
 from ..layout import is_empty, split_heads
 from ..step import Step, prepare
 from .attention_type import AttentionType
@@ -237,12 +237,10 @@ class AttentionImpl:
         if not kind.cached or is_empty(kv_cache):
             return None
         cache = split_heads(kv_cache, self.num_kv_heads, self.head_size)
-        require_no_grad(*cache.planes)
-        if self.cache_dtype is None:
-            return cache
-        cache = as_quantised(cache, self.cache_dtype, *scales)
-        require_no_grad(cache.key_scale, cache.value_scale)
-        validate_cache.scales(cache)
+        if self.cache_dtype is not None:
+            cache = as_quantised(cache, self.cache_dtype, *scales)
+            validate_cache.scales(cache)
+        require_no_grad(*arrays_of(cache).values())
         return cache
 
     def _step(self, call: LayerCall, attn_metadata) -> LayerStep:

@@ -35,7 +35,8 @@ class LayerStep(NamedTuple):
         first ones.
         """
         if fresh is not None and cache is not None:
-            fresh = Fresh(*apart(cache, *fresh))
+            key, value = apart(cache, *fresh)
+            fresh = Fresh(key, value)
         # Before the write: it may replace keys behind the window, which first tokens still see.
         arrays = [part.arrays(query, fresh, cache) for part, _ in self.parts]
         if self.rows is not None and fresh is not None and cache is not None:

@@ -17,6 +17,7 @@ from pagedattn import (
     fill_blocks,
     init_kv_cache,
     init_latent_cache,
+    make_batch,
     paged_attention,
     swap_blocks,
     write_kv,
@@ -143,6 +144,28 @@ def test_writes_are_in_place_under_donation(cache_dtype):
     assert program.memory_analysis().temp_size_in_bytes < 1 << 16
     before = cache.key.unsafe_buffer_pointer()
     assert write(cache, row, row, slots).key.unsafe_buffer_pointer() == before
+
+
+KINDS = [{"dtype": dtype} for dtype in ("float8_e4m3fn", "float8_e5m2", "int4")]
+KINDS += [{"dtype": dtype, "scales": "token"} for dtype in CACHE_DTYPES]
+KINDS += [{"dtype": dtype, "key_scale": 0.5, "value_scale": 2.0} for dtype in CACHE_DTYPES]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: " ".join(map(str, kind.values())))
+def test_no_gradient_flows_through_a_write(kind):
+    """A cotangent has the cache's dtype: what float8 would keep of it is no gradient."""
+    cache, batch = init_kv_cache(2, 4, 1, 64, **kind), make_batch([3], [0], [[1]], block_size=4)
+    rows = jax.random.normal(jax.random.key(0), (3, 1, 64))
+
+    def loss(rows):
+        written = write_kv(cache, rows, rows, batch.slot_mapping)
+        return 1e4 * (paged_attention(rows + 1, written, batch, backend="xla") ** 2).sum()
+
+    def of_query(query):
+        written = write_kv(cache, rows, rows, batch.slot_mapping)
+        return 1e4 * (paged_attention(query + 1, written, batch, backend="xla") ** 2).sum()
+
+    np.testing.assert_array_equal(jax.grad(loss)(rows), jax.grad(of_query)(rows))
 
 
 def test_caches_of_the_same_scales_are_donated_one_by_one():

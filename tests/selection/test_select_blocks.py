@@ -91,3 +91,11 @@ def test_what_does_not_fit_is_refused():
     for options in ({"first": -1}, {"last": 1.5}):
         with pytest.raises(InvalidInputError, match="must be an integer of at least 0"):
             select_blocks(scores, batch, 3, **options)
+
+
+@pytest.mark.usefixtures("way")
+def test_first_and_last_blocks_come_before_infinite_scores():
+    """To give a block infinity is how a caller makes it come first, behind these."""
+    scores = jnp.zeros((1, 1, WIDTH)).at[0, 0, 2:6].set(jnp.inf)
+    selection = select_blocks(scores, batch_with([WIDTH * SIZE]), 4, first=1, last=1)
+    assert selection.blocks.tolist() == [[[0, 2, 3, WIDTH - 1]]]

@@ -25,6 +25,7 @@ from pagedattn import (
     UnsupportedError,
     available_backends,
     explain,
+    make_batch,
     merge_states,
     paged_attention,
     ragged_attention,
@@ -247,3 +248,20 @@ def test_what_new_memory_holds_does_not_matter(byte):
     environment = os.environ | {"MALLOC_PERTURB_": byte}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+UNTRUE = [1 << 28, 0, 1], [1 << 20, 0, 1], [2, 0, 1], [0, 0, 1], [0, -1, 1], [-1, 0, 1]
+
+
+@pytest.mark.parametrize("backend", HAVE)
+@pytest.mark.parametrize("blocks", UNTRUE)
+def test_what_does_not_rise_as_it_says_reads_nothing_outside(blocks, backend):
+    """It is refused where its values are known, and else has results that nothing is said of."""
+    planes = jax.random.normal(jax.random.key(0), (2, 3, 8, 1, 64))
+    cache, query = KVCache(*planes), jnp.ones((1, 2, 64))
+    batch = make_batch([1], [16], [[0, 1, 2]], block_size=8)
+    untrue = Selection(jnp.array([[blocks]]), ascending=True)
+    with pytest.raises(InvalidInputError, match=r"selection\.blocks must rise"):
+        paged_attention(query, cache, batch, backend=backend, selection=untrue)
+    in_jit = jax.jit(partial(paged_attention, backend=backend))
+    assert in_jit(query, cache, batch, selection=untrue).shape == query.shape

@@ -264,3 +264,46 @@ def test_what_does_not_fit_is_refused():
     for wrong in (query[0], query[..., :4], jnp.ones((2, 4, 8)), jnp.ones((1, 3, 8))):
         with pytest.raises(InvalidInputError, match=r"query must be"):
             score_blocks(wrong, summaries, batch)
+
+
+def test_a_batch_that_writes_nothing_changes_nothing():
+    """Of a sequence that shares its block with a longer one, too."""
+    key = jnp.arange(8.0).reshape(1, 8, 1, 1)
+    cache = KVCache(key, key)
+    summaries = summarise_blocks(cache, make_batch([1], [7], [[0]], block_size=8))
+    reading = make_batch([1, 1], None, [[0], [0]], key_lens=[8, 3], block_size=8)
+    updated = update_summaries(summaries, cache, reading)
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, updated, summaries))
+
+
+ROW = jnp.ones((1, 1, 4))
+NO_PLANES = {
+    "none": (),
+    "three": (ROW, ROW, ROW),
+    "a list": ([1.0],),
+    "nothing": (None,),
+    "two axes": (ROW[0],),
+    "no heads": (ROW[:, :0],),
+    "integers": (ROW.astype(int),),
+    "complex numbers": (ROW * 1j,),
+    "of two kinds": (ROW, ROW.astype(jnp.bfloat16)),
+    "no array": ROW,
+}
+
+
+@pytest.mark.parametrize("name", NO_PLANES)
+def test_what_holds_no_summaries_is_refused(name):
+    batch = make_batch([1], [3], [[0]], block_size=4)
+    cache = KVCache(ROW[:, None].repeat(4, 1), ROW[:, None].repeat(4, 1))
+    summaries = BlockSummaries(NO_PLANES[name])
+    with pytest.raises(InvalidInputError):
+        score_blocks(ROW, summaries, batch)
+    with pytest.raises(InvalidInputError):
+        update_summaries(summaries, cache, batch)
+
+
+def test_summaries_given_away_are_named():
+    batch, given = make_batch([1], [3], [[0]], block_size=4), ROW + 1
+    given.delete()
+    with pytest.raises(InvalidInputError, match="given away"):
+        score_blocks(ROW, BlockSummaries((given,)), batch)

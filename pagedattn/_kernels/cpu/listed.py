@@ -62,7 +62,8 @@ def column_of(args, item, index):
     if args.selection == 0:
         return index
     blocks = list_of(args, item.seq, item.kv_head)
-    return max(np.int64(get_int32(blocks, min(index, args.num_selected - 1))), 0)
+    column = np.int64(get_int32(blocks, min(index, args.num_selected - 1)))
+    return min(max(column, 0), args.max_blocks - 1)  # a list may say that it rises, and does not
 
 
 @fast
