@@ -40,11 +40,12 @@ def attn_bias(meta, attn_type: AttentionType, spec: AttentionSpec) -> list[Tenso
     given = getattr(meta, BIAS_FIELDS[attn_type])
     if given is not None:
         return given
-    spec = replace(spec, causal=attn_type.causal)
-    return [
-        attention_bias(torch.arange(keys - queries, keys), torch.arange(keys), spec)
-        for queries, keys in zip(*seq_lens(meta, attn_type), strict=True)
-    ]
+    spec, biases = replace(spec, causal=attn_type.causal), []
+    for num_queries, num_keys in zip(*seq_lens(meta, attn_type), strict=True):
+        # On a CPU, whatever torch's default device is.
+        queries = torch.arange(num_keys - num_queries, num_keys, device="cpu")
+        biases.append(attention_bias(queries, torch.arange(num_keys, device="cpu"), spec))
+    return biases
 
 
 def keys(
