@@ -197,7 +197,7 @@ def select_backend(
 def _call(query, cache, batch, spec, return_lse, batch_invariant, options):
     """The call, validated."""
     validate.attention(query, cache, batch, spec, return_lse, batch_invariant)
-    require_no_explicit_axes(query=query, **{"the cache's key": cache.key})
+    require_no_explicit_axes(query=query, cache=cache, batch=batch, **options)
     validate_arrays(options, query)
     validate_fit(options, cache, batch)
     return call_of(query, cache, batch, spec, return_lse, batch_invariant, **options)

@@ -55,16 +55,17 @@ def require_together(arguments: Mapping[str, Any]) -> None:
                     )
 
 
-def require_no_explicit_axes(**arrays) -> None:
+def require_no_explicit_axes(**arguments) -> None:
     """Refuses arrays sharded over explicit axes: JAX does not infer how attention would be."""
-    for name, array in arrays.items():
-        axes = [axis for axis in jax.typeof(array).sharding.spec if axis is not None]
-        if axes:
-            raise UnsupportedError(
-                f"{name} is sharded over {axes}, explicit axes of its mesh: call this inside "
-                "jax.shard_map, where each device has its own heads, as the page on several "
-                "devices (docs/parallel.md) shows"
-            )
+    for name, value in arguments.items():
+        for array in jax.tree.leaves(value):
+            if isinstance(array, jax.Array) and any(jax.typeof(array).sharding.spec):
+                axes = [axis for axis in jax.typeof(array).sharding.spec if axis is not None]
+                raise UnsupportedError(
+                    f"{name} is sharded over {axes}, explicit axes of its mesh: call this inside "
+                    "jax.shard_map, where each device has its own heads, as the page on several "
+                    "devices (docs/parallel.md) shows"
+                )
 
 
 def _placed(leaf) -> set | None:

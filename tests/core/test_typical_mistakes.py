@@ -1,5 +1,6 @@
 """What a newcomer gets wrong: each text names the argument, and says what to give instead."""
 
+import dataclasses
 import importlib
 import importlib.util
 
@@ -141,12 +142,24 @@ def test_heads_over_an_explicit_mesh_lead_to_shard_map(wrap, backend):
     def over(array, *axes):
         return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*axes)))
 
-    def attend(query, cache):
-        return pa.paged_attention(query, cache, BATCH, backend=backend)
+    def attend(query, cache, batch=BATCH, **options):
+        return pa.paged_attention(query, cache, batch, backend=backend, **options)
 
     query, planes = over(QUERY, None, "tensor"), over(CACHE.key, None, None, "tensor")
-    for arrays in ((query, CACHE), (over(QUERY), pa.KVCache(planes, planes))):
-        with pytest.raises(pa.UnsupportedError, match=r"explicit.*jax\.shard_map.*parallel"):
-            wrap(attend)(*arrays)
     everywhere = over(QUERY), jax.tree.map(over, CACHE)
+    lens = dataclasses.replace(BATCH, seq_lens=over(jnp.asarray(BATCH.seq_lens), "tensor"))
+    bias = over(jnp.zeros((2, 4, 4)), None, "tensor")
+    values = pa.KVCache(everywhere[1].key, planes)
+    scaled = pa.init_kv_cache(*CACHE.key.shape, "int8", scales="head")
+    scaled = dataclasses.replace(scaled, key_scale=over(jnp.ones(2), "tensor"))
+    for arrays, options in (
+        ((query, CACHE), {}),
+        ((over(QUERY), pa.KVCache(planes, planes)), {}),
+        ((over(QUERY), values), {}),
+        ((over(QUERY), scaled), {}),
+        (everywhere, {"batch": lens}),
+        (everywhere, {"bias": bias}),
+    ):
+        with pytest.raises(pa.UnsupportedError, match=r"explicit.*jax\.shard_map.*parallel"):
+            wrap(attend)(*arrays, **options)
     assert wrap(attend)(*everywhere).shape == QUERY.shape
