@@ -582,3 +582,27 @@ def test_alibi_of_prompts_without_a_kernel_for_it(monkeypatch, lens):
     registry.tried.cache_clear()  # as a process would find it in which it is installed
     monkeypatch.setattr(ipex, "why_unusable", list)
     assert_close(layer.forward(*step_of(problem)), reference(problem), **TIGHT)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("name", ["decoder", "encoder", "encoder_only"])
+def test_bounds_may_be_far_too_wide(name, cached):
+    """They bound lengths, as engines know them before the step: tables are no wider for it."""
+    layer, rows = new_layer(4, 16, num_kv_heads=2), [normal(n, 5, n, 16) for n in (4, 2, 2)]
+    outs = []
+    for longest in (3, 2**31 - 1):
+        kv_cache = torch.zeros(2, 4, 4, 2, 16) if cached else None
+        meta = AttentionMetadata(
+            num_prefills=2,
+            num_prefill_tokens=5,
+            num_decode_tokens=0,
+            slot_mapping=torch.tensor([0, 1, 2, 4, 5]),
+            seq_lens=[3, 2],
+            block_tables=torch.tensor([[0], [1]]),
+            max_query_len=longest,
+            encoder_seq_lens=[3, 2],
+            num_encoder_tokens=5,
+            max_encoder_seq_len=longest,
+        )
+        outs.append(layer.forward(*rows, kv_cache, meta, attn_type=name))
+    assert_same(*outs)
