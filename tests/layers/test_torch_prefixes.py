@@ -16,7 +16,6 @@ from torch_layers import (
     assert_same,
     hide_values,
     layer_of,
-    new_layer,
     normal,
     reference,
     step_of,
@@ -306,7 +305,7 @@ def test_tokens_without_slots_beside_a_quantised_cache(scales):
         )  # fmt: skip
         slots = torch.tensor([-1] * lacking + [*range(context + lacking, context + new)])
         meta = AttentionMetadata.from_lists([new], [context], [[0, 1, 2, 3]], block_size=BLOCK)
-        layer = new_layer(4, 16, num_kv_heads=2)
+        layer = TorchSDPABackendImpl(4, 16, num_kv_heads=2)
         query = normal(1, new, 4, 16)
         outs.append(
             layer.forward(query, *rows[:, context:], cache, metadata(meta, slot_mapping=slots))
