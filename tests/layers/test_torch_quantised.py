@@ -184,7 +184,7 @@ def test_an_attempt_without_memory_leaves_no_scale_behind(attempt):
 @pytest.mark.usefixtures("on_cpu")
 def test_a_gradient_of_a_scale_is_refused_in_every_layer():
     layer = TorchSDPABackendImpl(4, 16, num_kv_heads=2, kv_cache_dtype="int8")
-    cache, meta = torch.zeros(2, 1, 4, 2, 16, dtype=torch.int8), None
+    cache = torch.zeros(2, 1, 4, 2, 16, dtype=torch.int8)
     rows = torch.randn(3, 4, 16), torch.randn(3, 2, 16), torch.randn(3, 2, 16)
     meta = AttentionMetadata.from_lists([3], [0], [[0]], block_size=4)
     scale = torch.tensor(0.5, requires_grad=True)

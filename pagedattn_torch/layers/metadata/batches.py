@@ -62,19 +62,19 @@ def packed(meta, attn_type: AttentionType) -> BatchMetadata:
     _require_keys(meta, attn_type)
     num_tokens = meta.num_query_tokens(attn_type)
     num_keys = num_tokens if keys is queries else meta.num_encoder_tokens
-    longest_query = at_most(longest_query, num_tokens)
-    longest_key = at_most(longest_key, num_keys)
+    longest_query = _at_most(longest_query, num_tokens)
+    longest_key = _at_most(longest_key, num_keys)
     return packed_batch(num_tokens, int32(queries), int32(keys), longest_query, longest_key)
 
 
 def prefills(meta) -> BatchMetadata:
     """The batch of the prefills over the keys that they bring, without their contexts."""
     starts = int32(meta.query_start_loc[: meta.num_prefills + 1])
-    longest = at_most(meta.max_query_len, meta.num_prefill_tokens)
+    longest = _at_most(meta.max_query_len, meta.num_prefill_tokens)
     return packed_batch(meta.num_prefill_tokens, starts, starts, longest, longest)
 
 
-def at_most(longest: int, num_tokens: int | None) -> int:
+def _at_most(longest: int, num_tokens: int | None) -> int:
     """A bound on lengths, which may be far too wide: tables are as wide as it says."""
     return longest if num_tokens is None else min(longest, max(1, num_tokens))
 
