@@ -94,11 +94,13 @@ def test_each_key_is_in_one_piece(query_lens, seq_lens, programs, heads):
 @pytest.mark.parametrize(("seqs", "length"), [(64, 4096), (16, 8192), (128, 1024), (33, 4096)])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_tokens_alike_are_cut_alike(seqs, length, heads):
-    """No part has two work items, if it does not have two whole tokens."""
+    """Parts have equal steps, and no part has two work items, if it does not have whole tokens."""
     config = config_of(seqs, seqs, heads=heads)
     found = every_item(config, schedule_of(config, [1] * seqs, [length] * seqs))
     for work_items in found:
         assert len(work_items) <= 1 or all(x.first_part == x.last_part for x in work_items)
+    steps = {sum(x.steps for x in work_items) for work_items in found if work_items}
+    assert len(steps) == 1
 
 
 @pytest.mark.parametrize("starts", [[-5, 30, 10**6, 7], [0, 0, 0, 0], [9, 3, 2, 1]])

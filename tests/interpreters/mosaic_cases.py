@@ -386,6 +386,8 @@ def check_all(case: Case, examples: int):
     """The case's own problems, then as many that are drawn, always the same ones."""
     for problem in own_problems(case):
         check(case, problem)
+    if not examples:
+        return
 
     @hypothesis.seed(0)
     @hypothesis.settings(
@@ -399,5 +401,4 @@ def check_all(case: Case, examples: int):
     def drawn(problem):
         check(case, problem)
 
-    if examples:
-        drawn()
+    drawn()

@@ -90,7 +90,7 @@ def multiply(shared, thread, acc, sides, views, *, in_memory, source_info):
     sums = shared.get_buffer_content(key, access, thread)[0]
     with np.errstate(all="ignore"):  # keys that no query sees may hold anything
         # In float64: in float32 NumPy's rounding depends on the place of a row among the others.
-        sums = np.float32(sums + np.float64(a) @ np.float64(b))
+        sums = (sums + np.float64(a) @ np.float64(b)).astype(sums.dtype)
     shared.store_buffer_content(key, access, sums, thread)
     shared.issued[thread].append((key, clock))
 

@@ -82,10 +82,9 @@ def await_signal(shared, thread, name, place, value, decrement):
         del sent[: int(value)]
 
 
-def keys_as_rows(numbers):
-    """Row `8 i + 2 j + k` of a product is key `8 i + 4 (j // 2) + 2 k + j % 2` of a step."""
-    few = numbers.reshape(-1, 2, 2, 2, 4, 8, 2).astype(jnp.float16)  # 16 columns to each thread
-    return few.transpose(0, 1, 3, 2, 5, 4, 6).reshape(numbers.shape)
+def weights_as_rows(weights):
+    """Column `4 i + 2 j + k` has the weights of key `4 i + 2 k + j`."""
+    return weights.reshape(-1, 2, 2, weights.shape[1]).swapaxes(1, 2).reshape(weights.shape).T
 
 
 def values_as_rows(numbers):
@@ -110,12 +109,9 @@ INLINE = {  # what the functions in MLIR compute
     "if_any_column": lambda sums, kept: tuple(x * kept for x in sums),
     "gathered": lambda array, *indices: array[indices],
     "from_int8": lambda numbers: numbers.astype(jnp.float16),
-    "keys_as_rows": keys_as_rows,
+    "weights_as_rows": weights_as_rows,
     "values_as_rows": values_as_rows,
     "masked": masked,
-    "columns_of_keys": lambda queries: (
-        queries.reshape(-1, 4, 8, 2).swapaxes(1, 2).reshape(queries.shape)
-    ),
     "columns_in_order": columns_in_order,
     "largest_of_rows": lambda matrix, scratch: matrix.max(axis=0),
     "total_of_rows": lambda matrix, scratch: matrix.sum(axis=0),

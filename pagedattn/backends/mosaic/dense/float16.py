@@ -36,9 +36,9 @@ def queries_in_float16(source, target, scale):
     return down
 
 
-def factors(largest):
-    """A power of two that takes the largest number of a row into float16's range, and 1 over it."""
-    up = jnp.minimum(2 * BIAS + LARGEST_EXPONENT - exponent_of(largest), MOST)
+def factors(largest, exponent: int = LARGEST_EXPONENT):
+    """The power of two that gives the largest number of a row an exponent, and 1 over it."""
+    up = jnp.minimum(2 * BIAS + exponent - exponent_of(largest), MOST)
     return power(up), power(2 * BIAS - up)
 
 

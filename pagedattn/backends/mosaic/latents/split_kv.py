@@ -52,19 +52,20 @@ def cut(config: KernelConfig, cost):
     """Where tokens begin and end in the row, and the cost of a part.
 
     Where tokens are about alike, parts have whole tokens, or tokens whole parts: a work item more
-    costs as much as some steps.
+    costs as much as some steps. Whole parts of a token have equal steps: all have one work item.
     """
     ends, longest = running(cost)
     share = jnp.maximum(cdiv(ends[-1], config.parts), config.overhead + FEWEST)
     whole = cdiv(share, longest) * longest
     pieces = jnp.maximum(lax.div(longest * config.parts, ends[-1]), 1)
-    equal = jnp.maximum(cdiv(longest, pieces), share)
-    parts = cdiv(cost, equal)
+    steps = jnp.maximum(cdiv(ends[-1] - len(cost) * config.overhead, config.parts), FEWEST)
+    equal = jnp.maximum(cdiv(longest - config.overhead, pieces), steps)
+    parts = cdiv(cost - config.overhead, equal)
     parts_ends, _ = running(parts)
     by_parts = alike(equal, share) & (parts_ends[-1] <= config.parts)
     cost, ends = (jnp.where(by_parts, equal * n, m) for n, m in ((parts, cost), (parts_ends, ends)))
     share = jnp.where(by_parts, equal, jnp.where(alike(whole, share), whole, share))
-    return ends - cost, ends, share.astype(jnp.int32)
+    return ends - cost - jnp.where(by_parts, config.overhead, 0), ends, share.astype(jnp.int32)
 
 
 def alike(rounded, share):

@@ -10,11 +10,11 @@ from jax import lax
 from ...ring import Ring
 from ..kernel_config import KEYS, KernelConfig
 from ..pages import block_ids, by_warps, source
-from .warpgroups import registers
+from .roles import LOAD_REGISTERS
 
 
 def load(config: KernelConfig, arrays, ring: Ring, work_items):
-    plgpu.set_max_registers(registers(config).loads, action="decrease")
+    plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
     by_warps(config, functools.partial(load_pages, config, arrays, ring, work_items))
 
 

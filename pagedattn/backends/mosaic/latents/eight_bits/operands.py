@@ -1,9 +1,8 @@
-"""Latents of eight bits as operands of products, in registers: no 16-bit copy of them is in memory.
+"""Values of eight bits as left operands, in registers: no 16-bit copy of them is in memory.
 
-The rows of a left operand are keys where logits are computed, and columns of the values where these
-are added up. A thread loads 16 numbers of a key at once, or eight values: they are what it has of
-the operand, so rows and columns are in an order of their own. Of each eight keys it is that in
-which the threads that load values meet in no bank of shared memory.
+A thread loads eight values of a key at once, which are what it has of the operands: so their rows,
+columns of the values, are in an order of their own. Of each eight keys the order is that in which
+the threads that load values meet in no bank of shared memory: weights are in the same order.
 """
 
 from typing import Any
@@ -17,20 +16,13 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from ...dense.float16 import pair, vector_of
 from ..kernel_config import KEYS, VALUE_DIM
-from .warpgroups import HALVES
+from .roles import HALVES
 
 LAYOUT = plgpu.Layout.WGMMA
 PIECE = 64  # columns, of a product over all that a row of a swizzled tile holds
 FEW_KEYS = 16  # of a product over keys
 COLUMNS = VALUE_DIM // HALVES
 MATRICES = COLUMNS // PIECE
-# Lanes have bits 2, 0 and 1 of a key's number among eight, as `position_of_row` has it.
-KEY_NUMBERS = plgpu.Layout.TILED(
-    plgpu.Tiling(((KEYS, PIECE), (16, PIECE), (8, PIECE), (4, PIECE), (2, PIECE), (16,))),
-    warp_dims=(-11,),
-    lane_dims=(-7, -3, -5, -2),
-    vector_dim=-1,
-)
 VALUE_NUMBERS = plgpu.Layout.TILED(
     plgpu.Tiling(((FEW_KEYS, COLUMNS), (8, PIECE), (4, 8), (2, 8))),
     warp_dims=(-7,),
@@ -50,29 +42,25 @@ OUT = plgpu.Layout.TILED(
     lane_dims=(-3, -4),
     vector_dim=-1,
 )
-# Queries as they lie in memory, and with their columns in the order of a key's numbers.
-QUERY = plgpu.Layout.TILED(
-    plgpu.Tiling(((4, PIECE), (16,), (2,))), warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1
-)
-QUERY_COLUMNS = plgpu.Layout.TILED(
-    plgpu.Tiling(((4, PIECE), (8,), (2,))), warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1
+# Weights, of which a thread has two keys of a head. Lanes and registers have bits 2, 0 and 1 of a
+# key's number among eight, as those of values do.
+WEIGHTS = plgpu.Layout.TILED(
+    plgpu.Tiling(((8, KEYS), (8, 16), (8, 8), (8, 4), (2, 4), (2,))),
+    warp_dims=(-10,),
+    lane_dims=(-6, -3, -2, -5),
+    vector_dim=-1,
 )
 PAIRS_OF_LOW, PAIRS_OF_HIGH = "0x5140", "0x7362"  # bytes of two words, side by side
-
-
-def position_of_row(row):
-    """The key of a row of the logits: bits 0 and 1 of its number change places."""
-    return (row & ~3) | ((row & 1) << 1) | ((row >> 1) & 1)
 
 
 def inline(function, arguments, layouts, results):
     return plgpu.inline_mgpu(arg_types=layouts, return_type=results)(function)(*arguments)
 
 
-def key_operand(numbers):
-    """`[KEYS, PIECE]` in float16, keys in the order of rows, from `KEY_NUMBERS`."""
-    result = plgpu.ShapeDtypeStruct(numbers.shape, jnp.float16, layout=LAYOUT)
-    return inline(keys_as_rows, (numbers,), (KEY_NUMBERS,), result)
+def weight_operand(weights):
+    """Weights `float16[KEYS, heads]` by heads, of keys in the order of the values' operands."""
+    result = plgpu.ShapeDtypeStruct(weights.shape[::-1], weights.dtype, layout=WEIGHTS)
+    return inline(weights_as_rows, (weights,), (LAYOUT,), result)
 
 
 def value_operands(numbers):
@@ -85,12 +73,6 @@ def seen_alone(numbers, seen):
     """Half the values of some keys, and zeros for those that are not `seen`: bits, all or none."""
     result = plgpu.ShapeDtypeStruct(numbers.shape, numbers.dtype, layout=VALUE_NUMBERS)
     return inline(masked, (numbers, seen), (VALUE_NUMBERS, VALUE_VECTORS), result)
-
-
-def query_columns(queries):
-    """A piece of the queries with columns in the order in which products take a key's."""
-    result = plgpu.ShapeDtypeStruct(queries.shape, queries.dtype, layout=QUERY_COLUMNS)
-    return inline(columns_of_keys, (queries,), (QUERY,), result)
 
 
 def results_of(matrices):
@@ -123,13 +105,31 @@ def total_of_rows(_, matrix, scratch):
     return matrix.reduce("add", 0, scratch)
 
 
-def keys_as_rows(_, numbers):
-    registers = np.empty((PIECE // 8, 2), object)
-    for half, sixteen in enumerate(numbers.registers.flat):
-        widen = widening(numbers.mlir_dtype)
-        pairs = [two for word in words_of(sixteen) for two in widen(word)]
-        registers[:, half] = [vector.bitcast(two_float16(), two) for two in pairs]
-    return array_of(registers, numbers.shape, LAYOUT)
+def weights_as_rows(_, weights):
+    """Two threads whose keys are 2 apart exchange numbers: one has both keys of the even head."""
+    registers = np.empty(weights.registers.shape, object)
+    for place in np.ndindex(*registers.shape):
+        word = part_of(vector.bitcast(vector_of(1, i32()), weights.registers[place]), 0)
+        registers[place] = vector.bitcast(two_float16(), vector_of_one(exchanged(word)))
+    return array_of(registers, weights.shape[::-1], WEIGHTS)
+
+
+def exchanged(word):
+    text = """
+    {
+    .reg .b32 lane, mine, given, taken, both;
+    .reg .pred odd;
+    mov.u32 lane, %laneid;
+    and.b32 lane, lane, 8;
+    setp.ne.b32 odd, lane, 0;
+    selp.b32 mine, 0x1010, 0x3232, odd;
+    selp.b32 both, 0x3254, 0x5410, odd;
+    prmt.b32 given, $1, $1, mine;
+    shfl.sync.bfly.b32 taken, given, 8, 31, 0xffffffff;
+    prmt.b32 $0, $1, taken, both;
+    }
+    """
+    return llvm.inline_asm(i32(), [word], text, "=r,r", has_side_effects=True)
 
 
 def values_as_rows(_, numbers):
@@ -156,12 +156,6 @@ def masked(_, numbers, seen):
     return mgpu.FragmentedArray(
         _registers=registers, _layout=numbers.layout, _is_signed=numbers.is_signed
     )
-
-
-def columns_of_keys(_, queries):
-    # JAX 0.11 takes what leaves with the registers that came for the same array.
-    queries = mgpu.optimization_barrier(queries)
-    return array_of(queries.registers, queries.shape, QUERY_COLUMNS)
 
 
 def columns_in_order(_, *matrices):

@@ -1,4 +1,4 @@
-"""Per-token scales of a step's keys, in the order of the logits' rows, from the device's memory."""
+"""Per-token scales of a step's keys, from the device's memory."""
 
 from typing import Any, NamedTuple
 
@@ -8,8 +8,6 @@ import jax.numpy as jnp
 from ...dense.token_scales import Tokens, blocks_of, scales_at
 from ..kernel_config import KEYS, KernelConfig
 from ..softmax import LAYOUT
-from .operands import position_of_row
-from .warpgroups import turns
 
 ROWS = LAYOUT.reduce(1)
 
@@ -22,20 +20,17 @@ class Found(NamedTuple):
 
 
 class TokenScales:
-    """Of a warpgroup's steps. Blocks are looked up two turns ahead, scales one: loads take long."""
+    """Of some steps. Blocks are looked up two steps ahead, scales one: each load takes long."""
 
     def __init__(self, config: KernelConfig, arrays, work_item):
         self.config, self.arrays, self.work_item = config, arrays, work_item
 
     def first(self, step) -> Found:
-        return Found(self.scales(step, self.blocks(step)), self.blocks(step + turns(self.config)))
+        return Found(self.scales(step, self.blocks(step)), self.blocks(step + 1))
 
     def next(self, step, found: Found) -> Found:
         """What is found for a step, and then for the next one."""
-        return Found(
-            self.scales(step + turns(self.config), found.blocks),
-            self.blocks(step + 2 * turns(self.config)),
-        )
+        return Found(self.scales(step + 1, found.blocks), self.blocks(step + 2))
 
     def blocks(self, step):
         if not self.config.token_scales:
@@ -50,6 +45,6 @@ class TokenScales:
 
     def tokens(self, step) -> Tokens:
         row = plgpu.broadcasted_iota(jnp.int32, (KEYS,), 0, layout=ROWS)
-        position = (self.work_item.last - step) * KEYS + position_of_row(row)
+        position = (self.work_item.last - step) * KEYS + row
         seen = (position >= 0) & (position < self.work_item.limit)
         return Tokens(jnp.maximum(position, 0), seen)

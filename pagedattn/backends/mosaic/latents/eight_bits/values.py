@@ -14,7 +14,7 @@ from ...dense.registers import load, store
 from ..cut_tokens import Places, Sums, finish, normalised
 from ..kernel_config import KEYS, KernelConfig
 from ..opaque import opaque
-from ..softmax import LAYOUT, kept, shrink_columns
+from ..softmax import LAYOUT, shrink_columns
 from .operands import (
     COLUMNS,
     FEW_KEYS,
@@ -26,7 +26,7 @@ from .operands import (
     seen_alone,
     value_operands,
 )
-from .warpgroups import registers, turns
+from .roles import VALUE_REGISTERS
 
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]  (not private: its documents name it)
 HEADS_AXIS = 1
@@ -35,7 +35,7 @@ GROUPS = [pl.ds(begin, FEW_KEYS) for begin in range(0, KEYS, FEW_KEYS)]  # of a 
 
 def add_values(config: KernelConfig, arrays, memory, rings, work_items, place):
     half, tile = place
-    plgpu.set_max_registers(registers(config).values, action="increase")
+    plgpu.set_max_registers(VALUE_REGISTERS, action="increase")
     parts = tuple((pl.ds(i * PIECE, PIECE),) for i in range(MATRICES))
     places = Places(tile, half, parts, HEADS_AXIS)
 
@@ -45,7 +45,7 @@ def add_values(config: KernelConfig, arrays, memory, rings, work_items, place):
         values = lax.fori_loop(jnp.int32(0), work_item.steps, walk.step, (zeros,) * MATRICES)
         slot = rings.sums.slot(index)
         plgpu.barrier_wait(rings.sums.full.at[slot])
-        top, total = all_weights(config, memory.sums, slot)
+        top, total = (load(memory.sums.at[slot, i], LAYOUT.reduce(0)) for i in range(2))
         plgpu.barrier_arrive(rings.sums.free.at[slot])
         put = functools.partial(put_results, config, arrays, work_item.token, place)
         finish(arrays, work_item, places, Sums(values, top, total), put)
@@ -56,16 +56,6 @@ def add_values(config: KernelConfig, arrays, memory, rings, work_items, place):
 
 def columns_of(half):
     return pl.ds(pl.multiple_of(half * COLUMNS, COLUMNS), COLUMNS)
-
-
-def all_weights(config: KernelConfig, sums, slot):
-    """About the largest logits, and the sums of weights, of the steps of both warpgroups."""
-    each = range(turns(config))
-    tops, totals = (
-        [load(sums.at[slot, turn, i], LAYOUT.reduce(0)) for turn in each] for i in range(2)
-    )
-    top = functools.reduce(jnp.maximum, tops)
-    return top, sum(x * kept(y, top) for x, y in zip(totals, tops, strict=True))
 
 
 class Walk:
