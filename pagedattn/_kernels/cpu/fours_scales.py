@@ -1,70 +1,98 @@
 """The scales of keys and values of four bits, as rows of float32 for each group of columns."""
 
+from typing import NamedTuple
+
 from llvmlite import ir
 from numba import types
 
 from . import float16
-from .compiling import fast, intrinsic
-from .memory import get_float32, get_int32, get_int64, put_int32
-from .simd import INTEGERS, LANES, VECTOR, along, at, int64s_at, load, picks, spread, store, word
-from .softmax import CHUNK, NONE
+from .compiling import fast, intrinsic, within
+from .memory import get_float32, put_float32
+from .simd import (
+    LANES,
+    VECTOR,
+    WORD,
+    along,
+    at,
+    int64s_at,
+    load,
+    picks,
+    spread,
+    store,
+    word,
+)
+from .softmax import CHUNK, NONE, ZERO
 from .unpack import GROUP
 
+NUMBER = ir.IntType(32)
+HALVES = ir.VectorType(ir.HalfType(), 2 * LANES)
 
-@intrinsic
-def _widen_pairs(typing, first, second, unit):
-    """Pairs of float16 of a chunk as two rows of float32 times a unit; the first replaces them."""
 
-    def code(context, builder, signature, args):
-        *rows, unit = args
-        unit = spread(builder, unit)
+class Some(NamedTuple):
+    """Groups whose scales are loaded at once, as one integer of a token."""
 
-        def widen(index):
-            four = builder.mul(index, word(4))
-            pairs = load(builder, at(builder, rows[0], four, INTEGERS), 4)
-            for row, by in zip(rows, (0, 16), strict=True):
-                halves = builder.lshr(pairs, ir.Constant(INTEGERS, [by] * LANES))
-                halves = builder.trunc(halves, ir.VectorType(ir.IntType(16), LANES))
-                halves = builder.bitcast(halves, ir.VectorType(ir.HalfType(), LANES))
-                numbers = builder.fmul(float16.widened(builder, halves), unit)
-                store(builder, numbers, at(builder, row, four, VECTOR), 4)
+    groups: int
+    integer: ir.IntType
 
-        along(builder, LANES, word(0), word(CHUNK), widen)
-        return context.get_dummy_value()
+    @property
+    def tokens(self) -> int:
+        """Those of a vector."""
+        return 2 * LANES // self.groups
 
-    return types.void(types.intp, types.intp, types.float32), code
+
+FOUR, TWO = Some(4, WORD), Some(2, NUMBER)
 
 
 @intrinsic
-def set_key_scales(typing, scales, slots, dim, out):
-    """The scales of LANES keys as float32, `[groups, LANES]`."""
+def set_scales(typing, scales, slots, dim, unit, out, step):
+    """The scales of LANES tokens as float32 times a unit, `[groups, LANES]`, `step` bytes apart.
+
+    `dim` has a multiple of two groups: heads are a multiple of 64 columns.
+    """
 
     def code(context, builder, signature, args):
-        scales, slots, dim, out = args
+        scales, slots, dim, unit, out, step = args
         groups = builder.udiv(dim, word(GROUP))
         row_bytes = builder.mul(groups, word(2))
-        places = [builder.mul(slot, row_bytes) for slot in int64s_at(builder, slots, LANES)]
-        rows = [builder.add(scales, place) for place in places]
+        unit = spread(builder, unit)
 
-        def widen(group):
-            both = ir.Constant(INTEGERS, ir.Undefined)
-            for lane, row in enumerate(rows):
-                place = at(builder, row, builder.mul(group, word(2)), ir.IntType(32))
-                both = builder.insert_element(both, load(builder, place, 2), ir.IntType(32)(lane))
-            halves = builder.bitcast(both, ir.VectorType(ir.HalfType(), 2 * LANES))
-            for g in range(2):
-                lanes = picks(range(g, 2 * LANES, 2))
-                numbers = float16.widened(builder, builder.shuffle_vector(halves, halves, lanes))
-                place = builder.mul(builder.add(group, word(g)), word(4 * LANES))
+        def widen(some, group):
+            first = builder.add(scales, builder.mul(group, word(2)))
+            rows = (
+                builder.add(first, builder.mul(slot, row_bytes))
+                for slot in int64s_at(builder, slots, LANES)
+            )
+            for g, halves in enumerate(_by_groups(builder, rows, some)):
+                numbers = builder.fmul(float16.widened(builder, halves), unit)
+                place = builder.mul(builder.add(group, word(g)), step)
                 store(builder, numbers, at(builder, out, place, VECTOR), 4)
 
-        along(builder, 2, word(0), groups, widen)
+        fours = along(builder, 4, word(0), groups, lambda group: widen(FOUR, group))
+        along(builder, 2, fours, groups, lambda group: widen(TWO, group))
         return context.get_dummy_value()
 
-    return types.void(*[types.intp] * 4), code
+    return types.void(*[types.intp] * 3, types.float32, *[types.intp] * 2), code
 
 
-@fast
+def _by_groups(builder, rows, some):
+    """The float16 of some groups, which begin at these addresses: of all rows, group by group."""
+    numbers = [load(builder, at(builder, row, word(0), some.integer), 2) for row in rows]
+    starts = range(0, LANES, some.tokens)
+    vectors = [_side_by_side(builder, numbers[s : s + some.tokens]) for s in starts]
+    for g in range(some.groups):
+        lanes = picks(range(g, some.groups * LANES, some.groups))
+        yield builder.shuffle_vector(vectors[0], vectors[-1], lanes)
+
+
+def _side_by_side(builder, integers):
+    """Integers as a vector of the float16 in them."""
+    found = ir.Constant(ir.VectorType(integers[0].type, len(integers)), ir.Undefined)
+    for lane, number in enumerate(integers):
+        found = builder.insert_element(found, number, NUMBER(lane))
+    return builder.bitcast(found, HALVES)
+
+
+@within
 def set_value_scales(args, head, unit, room, out):
     """Those of a head's values times a unit, `[groups, CHUNK]`.
 
@@ -72,10 +100,15 @@ def set_value_scales(args, head, unit, room, out):
     """
     groups = args.value_columns // GROUP
     scales = args.value_scales + 2 * head * groups
-    for group in range(0, groups, 2):
-        row = out + 4 * CHUNK * group
-        for k in range(CHUNK):
-            pair = get_int32(scales + 2 * groups * get_int64(room.slots, k), group // 2)
-            hidden = args.bias != 0 and get_float32(room.shown, k) == NONE
-            put_int32(row, k, 0 if hidden else pair)
-        _widen_pairs(row, row + 4 * CHUNK, unit)
+    for k in range(0, CHUNK, LANES):
+        set_scales(scales, room.slots + 8 * k, args.value_columns, unit, out + 4 * k, 4 * CHUNK)
+    if args.bias != 0:
+        clear_hidden_rows(room.shown, out, groups)
+
+
+@fast
+def clear_hidden_rows(shown, rows, count):
+    for k in range(CHUNK):
+        if get_float32(shown, k) == NONE:
+            for row in range(count):
+                put_float32(rows, row * CHUNK + k, ZERO)

@@ -12,7 +12,7 @@ from numba.core import cgutils
 from .compiling import intrinsic, within
 from .dtypes import INT4
 from .fixed_point import NO_WORDS
-from .fours_scales import set_key_scales
+from .fours_scales import set_scales
 from .memory import get_int64
 from .qk_matmul import Words
 from .simd import (
@@ -31,7 +31,7 @@ from .simd import (
     store,
     word,
 )
-from .softmax import AHEAD, CHUNK
+from .softmax import AHEAD, CHUNK, ONE
 from .unpack import GROUP, fetch_row
 from .unpack_chunk import rows_of
 
@@ -88,7 +88,7 @@ def _qk(rows):
 
     @intrinsic
     def qk(typing, query, step, plane, offsets, scales, dim, scale, logits, width):
-        """Logits `[rows, LANES]`, `width` apart, of keys whose scales are by `set_key_scales`."""
+        """Logits `[rows, LANES]`, `width` apart, of keys whose scales are by `set_scales`."""
 
         def code(context, builder, signature, args):
             if WORDS:
@@ -160,7 +160,7 @@ def set_logits(args, queries, rows, plane, offsets, slots, head, count, scale, l
         fetch_row(plane + get_int64(offsets, k + AHEAD), dim // 2)
     for k in range(0, count, LANES):
         keys, row, out, r = offsets + 8 * k, queries, logits + 4 * k, 0
-        set_key_scales(scales, slots + 8 * k, dim, factors)
+        set_scales(scales, slots + 8 * k, dim, ONE, factors, SIZE)
         while r + 4 <= rows:
             qk_4(row, step, plane, keys, factors, dim, scale, out, CHUNK)
             r, row, out = r + 4, row + 4 * step, out + 16 * CHUNK
