@@ -131,7 +131,7 @@ def attend(args, dtypes, held, work_item, queries, state, address):
     rows, heads = work_item.num_queries * args.group, work_item.num_heads
     room = room_of(args, held, rows, heads, address)
     begin(args, held, work_item, room)
-    step = TOGETHER if rows <= 4 and not takes_fours(args, held) else AHEAD
+    step = qk_fours.STEP if takes_fours(args, held) else TOGETHER if rows <= 4 else AHEAD
     for first in range(work_item.first, work_item.last, CHUNK):
         count = min(CHUNK, work_item.last - first)
         next_chunk(args, held, work_item, first, room)

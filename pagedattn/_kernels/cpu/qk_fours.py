@@ -39,6 +39,10 @@ NUMBER = ir.IntType(32)
 PAIRS = ir.VectorType(ir.IntType(16), 2 * LANES)  # of columns, of each key
 SIZE = 4 * LANES  # bytes of a vector
 PIECE = 16  # bytes of a key that are transposed at once
+# Of keys, for which a query is loaded once: with AVX-512 there are registers for two.
+VECTORS = 2 if LANES == 16 else 1
+AT_ONCE = VECTORS * LANES
+STEP = max(AT_ONCE, AHEAD)  # keys whose logits are computed head by head
 
 
 def _of_quarters(*lanes):
@@ -84,11 +88,11 @@ def _all(number):
 
 
 def _qk(rows):
-    """Makes the products of `rows` queries and LANES keys."""
+    """Makes the products of `rows` queries and AT_ONCE keys."""
 
     @intrinsic
     def qk(typing, query, step, plane, offsets, scales, dim, scale, logits, width):
-        """Logits `[rows, LANES]`, `width` apart, of keys whose scales are by `set_scales`."""
+        """Logits of keys whose scales are by `set_scales`; rows of them are `width` apart."""
 
         def code(context, builder, signature, args):
             if WORDS:
@@ -102,39 +106,46 @@ def _qk(rows):
 
 def _code(builder, rows, query, step, plane, offsets, scales, dim, scale, logits, width):
     starts = [builder.add(query, builder.mul(step, word(r))) for r in range(rows)]
-    keys = [builder.add(plane, number) for number in int64s_at(builder, offsets, LANES)]
-    totals = [cgutils.alloca_once_value(builder, ZEROS) for _ in starts]
+    lines = [builder.add(plane, number) for number in int64s_at(builder, offsets, AT_ONCE)]
+    keys = [lines[begin : begin + LANES] for begin in range(0, AT_ONCE, LANES)]
+    totals = [[cgutils.alloca_once_value(builder, ZEROS) for _ in starts] for _ in keys]
     half = builder.lshr(dim, word(1))
 
     def add(index):
         columns = index, builder.add(index, half)
         products = _products(builder, starts, keys, columns)
-        for column, of_rows in zip(columns, products, strict=True):
-            place = at(builder, scales, builder.mul(column, word(SIZE // GROUP)), VECTOR)
-            factor = load(builder, place, 4)
-            for total, product in zip(totals, of_rows, strict=True):
-                number = builder.sitofp(product, VECTOR)
-                builder.store(fused(builder, number, factor, builder.load(total)), total)
+        for column, of_vectors in zip(columns, products, strict=True):
+            group = builder.add(scales, builder.mul(column, word(VECTORS * SIZE // GROUP)))
+            for v, of_rows in enumerate(of_vectors):
+                factor = load(builder, at(builder, group, word(v * SIZE), VECTOR), 4)
+                for total, product in zip(totals[v], of_rows, strict=True):
+                    number = builder.sitofp(product, VECTOR)
+                    builder.store(fused(builder, number, factor, builder.load(total)), total)
 
     along(builder, GROUP, word(0), half, add)
-    for r, (start, total) in enumerate(zip(starts, totals, strict=True)):
+    for r, start in enumerate(starts):
         unit = spread(builder, Words(INT4).factor(builder, start, dim, scale))
-        target = at(builder, logits, builder.mul(width, word(4 * r)), VECTOR)
-        store(builder, builder.fmul(builder.load(total), unit), target, 4)
+        row = builder.add(logits, builder.mul(width, word(4 * r)))
+        for v in range(VECTORS):
+            logit = builder.fmul(builder.load(totals[v][r]), unit)
+            store(builder, logit, at(builder, row, word(v * SIZE), VECTOR), 4)
 
 
 def _products(builder, rows, keys, columns):
-    """Sums of the products of each row and the keys, of a group of columns of each half."""
-    sums = [[NO_WORDS] * len(rows) for _ in columns]
+    """Sums of the products of a group of columns of each half: of vectors of keys, and rows."""
+    sums = [[[NO_WORDS] * len(rows) for _ in keys] for _ in columns]
     for start in range(0, GROUP, PIECE):
-        pieces = _transposed(builder, keys, builder.add(columns[0], word(start)))
+        place = builder.add(columns[0], word(start))
+        pieces = zip(*(_transposed(builder, lanes, place) for lanes in keys), strict=True)
         for first, bits in zip(range(start, start + PIECE, 4), pieces, strict=True):
-            for h, pairs in enumerate(_pairs(builder, bits)):
-                for column, pair in zip((first, first + 2), pairs, strict=True):
+            halves = zip(*(_pairs(builder, four) for four in bits), strict=True)
+            for h, vectors in enumerate(halves):
+                for i, column in enumerate((first, first + 2)):
                     place = builder.add(columns[h], word(column))
-                    queries = [_pair_of(builder, row, place) for row in rows]
-                    added = zip(sums[h], queries, strict=True)
-                    sums[h] = [add_words(builder, total, query, pair) for total, query in added]
+                    for r, row in enumerate(rows):
+                        query = _pair_of(builder, row, place)
+                        for v, pairs in enumerate(vectors):
+                            sums[h][v][r] = add_words(builder, sums[h][v][r], query, pairs[i])
     return sums
 
 
@@ -149,7 +160,7 @@ qk_1, qk_2, qk_4 = map(_qk, (1, 2, 4))
 
 @within
 def set_logits(args, queries, rows, plane, offsets, slots, head, count, scale, logits, room):
-    """Logits `[rows, count]` of up to AHEAD keys, CHUNK apart; the next ones are fetched.
+    """Logits `[rows, count]` of up to STEP keys, CHUNK apart; the next ones are fetched.
 
     `packed_room` has room for their scales.
     """
@@ -157,10 +168,12 @@ def set_logits(args, queries, rows, plane, offsets, slots, head, count, scale, l
     scales = args.key_scales + 2 * head * (dim // GROUP)
     factors = rows_of(room.tokens)
     for k in range(count):
-        fetch_row(plane + get_int64(offsets, k + AHEAD), dim // 2)
-    for k in range(0, count, LANES):
+        fetch_row(plane + get_int64(offsets, k + STEP), dim // 2)
+    for k in range(0, count, AT_ONCE):
         keys, row, out, r = offsets + 8 * k, queries, logits + 4 * k, 0
-        set_scales(scales, slots + 8 * k, dim, ONE, factors, SIZE)
+        for v in range(VECTORS):
+            tokens = slots + 8 * (k + v * LANES)
+            set_scales(scales, tokens, dim, ONE, factors + v * SIZE, VECTORS * SIZE)
         while r + 4 <= rows:
             qk_4(row, step, plane, keys, factors, dim, scale, out, CHUNK)
             r, row, out = r + 4, row + 4 * step, out + 16 * CHUNK
