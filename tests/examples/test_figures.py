@@ -282,8 +282,8 @@ def test_a_cpu_with_amx():
 
 def test_int8_on_a_cpu():
     decodes = [us for case, us in report("cpu_caches.json")["us"].items() if "decode" in case]
-    plain = span((us["bfloat16"] / us["int8"] for us in decodes), ".1f")
-    scaled = span((us["bfloat16"] / us["int8, per-token scales"] for us in decodes), ".1f")
+    plain = span((us["bfloat16"] / us["int8"] for us in decodes), ".2f")
+    scaled = span((us["bfloat16"] / us["int8, per-token scales"] for us in decodes), ".2f")
     text = page("performance.md")
     assert f"[{plain} times](#caches-of-fewer-bits), with per-token scales {scaled} times" in text
 
