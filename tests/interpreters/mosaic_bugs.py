@@ -183,7 +183,7 @@ BUGS = {
         "eight bits",
     ),
     "eight bits: queries without a factor": Bug(
-        "    up = jnp.minimum(2 * BIAS + LARGEST_EXPONENT - exponent_of(largest), MOST)\n",
+        "    up = jnp.minimum(2 * BIAS + exponent - exponent_of(largest), MOST)\n",
         "    up = jnp.full_like(exponent_of(largest), BIAS)\n",
         NUMBERS,
         "eight bits",
