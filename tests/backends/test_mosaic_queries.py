@@ -24,9 +24,8 @@ def parts_of(rows, dtype):
     up, down = queries.scales_of(largest, dtype)
     parts = queries.split(rows * up[:, None], dtype)
     assert {part.dtype for part in parts} == {jnp.dtype(dtype)}
-    return np.stack([np.asarray(part, np.float64) for part in parts]), np.asarray(down, np.float64)[
-        :, None
-    ]
+    parts = np.stack([np.asarray(part, np.float64) for part in parts])
+    return parts, np.asarray(down, np.float64)[:, None]
 
 
 def total(parts, dtype):

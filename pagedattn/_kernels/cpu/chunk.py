@@ -4,8 +4,8 @@ import numpy as np
 
 from .compiling import fast
 from .listed import column_of
-from .memory import get_float32, get_int32, get_int64, put_int64
-from .softmax import CHUNK, NONE
+from .memory import get_float32, get_int32, get_int64, put_float32, put_int64
+from .softmax import CHUNK, NONE, ZERO
 
 
 @fast
@@ -44,3 +44,11 @@ def set_shown_values(offsets, away, shown, out):
     for k in range(CHUNK):
         hidden = get_float32(shown, k) == NONE
         put_int64(out, k, away if hidden else get_int64(offsets, k))
+
+
+@fast
+def clear_hidden(factors, shown):
+    """Scales of values that a bias hides from all may be NaN: 0 for them."""
+    for k in range(CHUNK):
+        hidden = get_float32(shown, k) == NONE
+        put_float32(factors, k, ZERO if hidden else get_float32(factors, k))

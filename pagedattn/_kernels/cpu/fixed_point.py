@@ -15,6 +15,7 @@ from .simd import (
     FLOAT,
     INTEGERS,
     LANES,
+    NUMBER,
     VECTOR,
     WORDS,
     along,
@@ -27,7 +28,6 @@ from .simd import (
 from .store_row import folded
 
 COUNT = 2 * LANES  # of 16 bits in a vector
-NUMBER = ir.IntType(32)
 NO_WORDS = ir.Constant(INTEGERS, [0] * LANES)  # a sum of none
 # Bits of float32.
 EXPONENT = 0x7F800000  # all set in NaN and infinity

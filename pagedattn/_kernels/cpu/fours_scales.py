@@ -6,10 +6,11 @@ from llvmlite import ir
 from numba import types
 
 from . import float16
-from .compiling import fast, intrinsic, within
-from .memory import get_float32, put_float32
+from .chunk import clear_hidden
+from .compiling import intrinsic, within
 from .simd import (
     LANES,
+    NUMBER,
     VECTOR,
     WORD,
     along,
@@ -21,10 +22,9 @@ from .simd import (
     store,
     word,
 )
-from .softmax import CHUNK, NONE, ZERO
+from .softmax import CHUNK
 from .unpack import GROUP
 
-NUMBER = ir.IntType(32)
 HALVES = ir.VectorType(ir.HalfType(), 2 * LANES)
 
 
@@ -103,12 +103,5 @@ def set_value_scales(args, head, unit, room, out):
     for k in range(0, CHUNK, LANES):
         set_scales(scales, room.slots + 8 * k, args.value_columns, unit, out + 4 * k, 4 * CHUNK)
     if args.bias != 0:
-        clear_hidden_rows(room.shown, out, groups)
-
-
-@fast
-def clear_hidden_rows(shown, rows, count):
-    for k in range(CHUNK):
-        if get_float32(shown, k) == NONE:
-            for row in range(count):
-                put_float32(rows, row * CHUNK + k, ZERO)
+        for group in range(groups):
+            clear_hidden(out + 4 * CHUNK * group, room.shown)

@@ -8,7 +8,7 @@ keys some keys ahead, values a head ahead.
 from typing import NamedTuple
 
 from . import pv_bytes, pv_fours, qk_fours
-from .chunk import set_offsets, set_shown_values
+from .chunk import clear_hidden, set_offsets, set_shown_values
 from .compiling import fast, within
 from .masking import mask_and_soften
 from .memory import get_float32, get_int64, memcpy, memset, put_float32
@@ -16,7 +16,7 @@ from .pv_matmul import pv_1, pv_2, pv_4, set_weights
 from .qk_matmul import qk_1, qk_2, qk_4, set_query
 from .room import FOLLOWING, room_of
 from .simd import KEYS, LANES
-from .softmax import AHEAD, CHUNK, NONE, ONE, ZERO
+from .softmax import AHEAD, CHUNK, NONE, ONE
 from .token_scales import gather_scales
 from .unpack import (
     COLUMNS,
@@ -265,11 +265,3 @@ def fetch_scales(args, held, work_item, slots, count):
 def scale_bytes(dim, held):
     """Bytes of the scales of a token and a KV head."""
     return 2 * (dim // group_of(dim)) if is_packed(held) else 4
-
-
-@fast
-def clear_hidden(factors, shown):
-    """Scales of values that a bias hides from all may be NaN: 0 for them."""
-    for k in range(CHUNK):
-        hidden = get_float32(shown, k) == NONE
-        put_float32(factors, k, ZERO if hidden else get_float32(factors, k))

@@ -17,6 +17,7 @@ from .memory import get_int64
 from .qk_matmul import Words
 from .simd import (
     LANES,
+    NUMBER,
     VECTOR,
     WORDS,
     ZEROS,
@@ -35,7 +36,6 @@ from .softmax import AHEAD, CHUNK, ONE
 from .unpack import GROUP, fetch_row
 from .unpack_chunk import rows_of
 
-NUMBER = ir.IntType(32)
 PAIRS = ir.VectorType(ir.IntType(16), 2 * LANES)  # of columns, of each key
 SIZE = 4 * LANES  # bytes of a vector
 PIECE = 16  # bytes of a key that are transposed at once
@@ -134,19 +134,29 @@ def _code(builder, rows, query, step, plane, offsets, scales, dim, scale, logits
 def _products(builder, rows, keys, columns):
     """Sums of the products of a group of columns of each half: of vectors of keys, and rows."""
     sums = [[[NO_WORDS] * len(rows) for _ in keys] for _ in columns]
+    for h, first, vectors in _numbers_of(builder, keys, columns[0]):
+        for i in range(2):
+            place = builder.add(columns[h], word(first + 2 * i))
+            _add(builder, sums[h], rows, place, [pairs[i] for pairs in vectors])
+    return sums
+
+
+def _numbers_of(builder, keys, column):
+    """Four columns of a half: which, the first of them, and their two pairs in each vector."""
     for start in range(0, GROUP, PIECE):
-        place = builder.add(columns[0], word(start))
+        place = builder.add(column, word(start))
         pieces = zip(*(_transposed(builder, lanes, place) for lanes in keys), strict=True)
         for first, bits in zip(range(start, start + PIECE, 4), pieces, strict=True):
             halves = zip(*(_pairs(builder, four) for four in bits), strict=True)
-            for h, vectors in enumerate(halves):
-                for i, column in enumerate((first, first + 2)):
-                    place = builder.add(columns[h], word(column))
-                    for r, row in enumerate(rows):
-                        query = _pair_of(builder, row, place)
-                        for v, pairs in enumerate(vectors):
-                            sums[h][v][r] = add_words(builder, sums[h][v][r], query, pairs[i])
-    return sums
+            yield from ((h, first, vectors) for h, vectors in enumerate(halves))
+
+
+def _add(builder, sums, rows, column, pairs):
+    """Adds the products of two columns, for which a row is loaded once, to `sums[vector][row]`."""
+    for r, row in enumerate(rows):
+        query = _pair_of(builder, row, column)
+        for of_rows, pair in zip(sums, pairs, strict=True):
+            of_rows[r] = add_words(builder, of_rows[r], query, pair)
 
 
 def _pair_of(builder, row, column):

@@ -29,7 +29,7 @@ LOOK_UPS = PAIRS and "+avx512vbmi" in FEATURES  # of bytes, in tables in registe
 MADD = {16: "llvm.x86.avx512.pmaddw.d.512", 8: "llvm.x86.avx2.pmadd.wd"}.get(LANES)
 WORDS = MADD is not None
 
-WORD, FLOAT, BYTE = ir.IntType(64), ir.FloatType(), ir.IntType(8)
+WORD, NUMBER, FLOAT, BYTE = ir.IntType(64), ir.IntType(32), ir.FloatType(), ir.IntType(8)
 VECTOR = ir.VectorType(FLOAT, LANES)
 ZEROS = ir.Constant(VECTOR, [0.0] * LANES)
 INTEGERS = ir.VectorType(ir.IntType(32), LANES)
