@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from latent_items import latent_item
 from mosaic_rules import BF16
 
 from pagedattn import AttentionSpec
@@ -203,9 +204,7 @@ def items_of(config, starts, seq_lens):
     numbers = jnp.arange(config.num_tokens, dtype=jnp.int32)
 
     def of_part(part):
-        found = jax.vmap(lambda i: latent_split.item_at(config, part, i, schedule, jnp.int32(0)))(
-            numbers
-        )
+        found = jax.vmap(functools.partial(latent_item, config, schedule, part))(numbers)
         return schedule.parts[part, 3], found
 
     return schedule.tokens, *jax.vmap(of_part)(jnp.arange(config.parts, dtype=jnp.int32))

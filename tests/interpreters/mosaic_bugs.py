@@ -266,16 +266,28 @@ BUGS = {
         "latents of eight bits, 8 heads",
     ),
     "latents of eight bits: weights not committed": Bug(
-        "        store(self.memory.kept.at[place], shrunk)\n        plgpu.commit_smem()\n",
-        "        store(self.memory.kept.at[place], shrunk)\n",
+        "        return any_too_large(sizes)\n",
+        "        return jnp.int32(0)\n",
         RACE,
         "latents of eight bits, 8 heads",
     ),
     "latents of eight bits: weights overwritten while they are read": Bug(
-        "        place = self.rings.weights.free_slot(number)\n",
-        "        place = self.rings.weights.slot(number)\n",
+        "        place = self.rings.weights.free_slot(self.work_item.done + i)\n",
+        "        place = self.rings.weights.slot(self.work_item.done + i)\n",
         RACE,
         "latents of eight bits, 8 heads",
+    ),
+    "latents of eight bits: sums of weights that do not follow a new top": Bug(
+        "State(top, state.weights * wide(shrunk, x, 1) + weights)",
+        "State(top, state.weights + weights)",
+        NUMBERS,
+        "latents of eight bits, logits far apart",
+    ),
+    "latents of eight bits: sums of values that do not follow a new top": Bug(
+        "            self.put(place, weights, scale, shrunk)\n",
+        "            self.put(place, weights, scale, of_heads(self.config, 1.0))\n",
+        NUMBERS,
+        "latents of eight bits, logits far apart",
     ),
     "latents of eight bits: queries not committed": Bug(
         "    store(memory.query_factors, down)\n    plgpu.commit_smem()\n",

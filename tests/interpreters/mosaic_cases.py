@@ -322,6 +322,15 @@ CASES = {
         cache_dtype="float8_e5m2",
         harder=tuple(HARDER[name] for name in ("great column", "great queries", "tiny queries")),
     ),
+    "latents of eight bits, logits far apart": Case(
+        "latents",
+        (([1, 1], [700, 330]),),
+        latent_sizes(3, 1, 16, 44, num_heads=8),
+        programs=2,
+        spec=AttentionSpec(scale=1.0),
+        cache_dtype="float8_e4m3fn",
+        token_scales=True,
+    ),
     "latents, pages of 256": Case(
         "latents",
         (([1, 1], [270, 500]),),

@@ -15,6 +15,8 @@ from jax._src.pallas.mosaic_gpu.interpret import shared_memory as memory
 from jax._src.state.types import AbstractRef
 from mosaic_products import on_host
 
+from pagedattn.backends.mosaic.latents.eight_bits.operands import LARGEST_WEIGHT
+
 MOST = 32  # programs of a kernel: clocks have a fixed size
 
 
@@ -113,9 +115,11 @@ INLINE = {  # what the functions in MLIR compute
     "values_as_rows": values_as_rows,
     "masked": masked,
     "columns_in_order": columns_in_order,
+    "too_large": lambda sizes: (sizes > 2.0**LARGEST_WEIGHT).any().astype(jnp.int32),
     "largest_of_rows": lambda matrix, scratch: matrix.max(axis=0),
     "total_of_rows": lambda matrix, scratch: matrix.sum(axis=0),
 }
+COMMITTING = ("too_large",)  # as `commit_smem` does
 
 
 def inline_mgpu(interpreter, eqn, token, *operands):
@@ -125,7 +129,10 @@ def inline_mgpu(interpreter, eqn, token, *operands):
         if isinstance(var.aval, AbstractRef):
             token, value = all_of(interpreter, eqn, token, var.aval, value)
         arguments.append(value)
-    function = INLINE[eqn.params["mgpu_fn"].__name__]
+    name = eqn.params["mgpu_fn"].__name__
+    if name in COMMITTING:
+        token, _ = on_host(interpreter, token, lambda shared, thread: shared.commit_smem(thread))
+    function = INLINE[name]
     return token, jax.tree.leaves(function(*jax.tree.unflatten(structure, arguments)))
 
 

@@ -18,7 +18,9 @@ class Schedule(NamedTuple):
     """As `int32` arrays in the device's memory."""
 
     tokens: Any  # [num_tokens, 3]: sequence, keys that it sees, where it begins in the row
-    parts: Any  # [parts, 4]: where it begins and ends in the row, first token, number of tokens
+    # [parts, 7]: where it begins and ends in the row, first token, number of tokens; and what
+    # `tokens` has of the first one, as a second load would delay all that a program does.
+    parts: Any
 
 
 class WorkItem(NamedTuple):
@@ -44,22 +46,25 @@ def schedule_of(config: KernelConfig, query_start_loc, seq_lens) -> Schedule:
     first = count(ends[None, :] <= begins[:, None])
     behind = count(starts[None, :] + config.overhead < begins[:, None] + share)
     tokens = jnp.stack([sequence, key_len, starts], axis=1).astype(jnp.int32)
-    parts = jnp.stack([begins, begins + share, first, behind - first], axis=1)
-    return Schedule(tokens, parts.astype(jnp.int32))
+    parts = jnp.stack([begins, begins + share, first, behind - first], axis=1).astype(jnp.int32)
+    first_tokens = tokens[jnp.minimum(first, config.num_tokens - 1)]
+    return Schedule(tokens, jnp.concatenate([parts, first_tokens], axis=1))
 
 
 def cut(config: KernelConfig, cost):
     """Where tokens begin and end in the row, and the cost of a part.
 
     Where tokens are about alike, parts have whole tokens, or tokens whole parts: a work item more
-    costs as much as some steps. Whole parts of a token have equal steps: all have one work item.
+    costs as much as some steps. Whole parts of a token have equal steps: all have one work item. Of
+    two the second has fewer, so that its sums are there when the first, which joins them, is done.
     """
     ends, longest = running(cost)
     share = jnp.maximum(cdiv(ends[-1], config.parts), config.overhead + FEWEST)
     whole = cdiv(share, longest) * longest
     pieces = jnp.maximum(lax.div(longest * config.parts, ends[-1]), 1)
     steps = jnp.maximum(cdiv(ends[-1] - len(cost) * config.overhead, config.parts), FEWEST)
-    equal = jnp.maximum(cdiv(longest - config.overhead, pieces), steps)
+    more = pieces == 2 if config.steps_at_once == 1 else 0
+    equal = jnp.maximum(cdiv(longest - config.overhead, pieces) + more, steps)
     parts = cdiv(cost - config.overhead, equal)
     parts_ends, _ = running(parts)
     by_parts = alike(equal, share) & (parts_ends[-1] <= config.parts)
@@ -115,25 +120,26 @@ def own_part(config: KernelConfig):
 
 def items_of_part(config: KernelConfig, part, schedule: Schedule, visit, carry):
     """Visits the work items of a part, in a kernel: `visit(work_item, index, carry)`."""
+    begin, end, first, number, *found = (schedule.parts[part, i] for i in range(7))
 
     def visit_one(index, carry):
-        done, carry = carry
-        work_item = item_at(config, part, index, schedule, done)
-        return done + work_item.steps, visit(work_item, index, carry)
+        done, found, carry = carry
+        work_item = item_of(config, part, first + index, found, (begin, end), done)
+        ahead = found_of(schedule, first + index + 1)
+        return done + work_item.steps, ahead, visit(work_item, index, carry)
 
-    lax.fori_loop(jnp.int32(0), schedule.parts[part, 3], visit_one, (jnp.int32(0), carry))
-
-
-def item_at(config: KernelConfig, part, index, schedule: Schedule, done) -> WorkItem:
-    """The work item of a part at an index, after so many steps of the same program."""
-    begin, end, first = (schedule.parts[part, i] for i in range(3))
-    token = jnp.clip(first + index, 0, schedule.tokens.shape[0] - 1)
-    sequence, key_len, start = (schedule.tokens[token, i] for i in range(3))
-    return item_of(config, part, token, sequence, key_len, (begin, end), start, done)
+    lax.fori_loop(jnp.int32(0), number, visit_one, (jnp.int32(0), found, carry))
 
 
-def item_of(config: KernelConfig, part, token, sequence, key_len, ends, start, done) -> WorkItem:
-    """What of a token lies between the ends of a part; in the row it begins at `start`."""
+def found_of(schedule: Schedule, token):
+    """What a schedule has of a token; of the last one for those behind it."""
+    token = jnp.minimum(token, schedule.tokens.shape[0] - 1)
+    return [schedule.tokens[token, i] for i in range(3)]
+
+
+def item_of(config: KernelConfig, part, token, found, ends, done) -> WorkItem:
+    """What of a token lies between the ends of a part, after so many steps of the same program."""
+    sequence, key_len, start = found
     blocks = jnp.maximum(lax.div(key_len + (KEYS - 1), jnp.int32(KEYS)), 1)
     first = start + config.overhead
     begin, end = (jnp.clip(place - first, 0, blocks) for place in ends)

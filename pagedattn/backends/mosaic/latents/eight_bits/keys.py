@@ -14,8 +14,8 @@ from jax import lax
 from ....._arrays.namespace import cdiv
 from ...dense.registers import load, store
 from ..kernel_config import HEAD_DIM, KEYS, KernelConfig
-from ..softmax import LAYOUT, LOG2_E, finite, kept, wide
-from .operands import PIECE, largest, total, weight_operand
+from ..softmax import LAYOUT, LOG2_E, wide
+from .operands import LARGEST_WEIGHT, PIECE, any_too_large, largest, total, weight_operand
 from .queries import joined, query_rows, scales_of, split
 from .roles import KEY_REGISTERS
 from .scales import TokenScales
@@ -25,9 +25,9 @@ QUERY = plgpu.Layout.TILED(
     plgpu.Tiling(((8, PIECE), (2, PIECE), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
 )
 PIECES = [pl.ds(begin, PIECE) for begin in range(0, HEAD_DIM, PIECE)]
-LARGEST_WEIGHT = 15.0  # as a power of two: float16 ends at 16
 NEW_WEIGHT = 7.0  # of the largest logit, where it is a new one
 LEAST_SCALE = 2.0**-100  # so that weights without scales are numbers
+LOWEST = -float(jnp.finfo(jnp.float32).max)  # a top by which the weight of any logit is too large
 
 
 class State(NamedTuple):
@@ -82,8 +82,12 @@ def put_queries(config: KernelConfig, memory, pieces):
     plgpu.commit_smem()
 
 
+def of_heads(config: KernelConfig, number: float):
+    return plgpu.layout_cast(jnp.full((config.rows,), number, jnp.float32), LAYOUT.reduce(0))
+
+
 def nothing(config: KernelConfig) -> State:
-    top = plgpu.layout_cast(jnp.full((config.rows,), -jnp.inf, jnp.float32), LAYOUT.reduce(0))
+    top = of_heads(config, LOWEST)
     zeros = plgpu.layout_cast(jnp.zeros((KEYS, config.rows), jnp.float32), LAYOUT)
     return State(top, zeros)
 
@@ -91,6 +95,10 @@ def nothing(config: KernelConfig) -> State:
 def scaled(matrix, scale):
     """`matrix f32[keys, heads]` times a number for each key, if there are any."""
     return matrix if scale is None else matrix * wide(scale, matrix)
+
+
+def magnitude(scale):
+    return jnp.maximum(jnp.abs(scale), LEAST_SCALE)
 
 
 def columns_at_once(config: KernelConfig):
@@ -151,12 +159,22 @@ class Walk:
         return place
 
     def weigh(self, i, state: State, scale, products) -> State:
+        """Weights by the top so far, and once more by a new one where any is too large."""
         x = scaled(products, scale)
         x = self.visible(i, x * wide(self.factor(), x, 1))
-        top = self.new_top(x, scale, state.top)
-        weights, shrunk = jnp.exp2(x - wide(finite(top), x, 1)), kept(state.top, top)
-        self.put(self.work_item.done + i, scaled(weights, scale), shrunk)
-        return State(top, state.weights * wide(shrunk, x, 1) + weights)
+        place = self.rings.weights.free_slot(self.work_item.done + i)
+        weights = jnp.exp2(x - wide(state.top, x, 1))
+        too_large = self.put(place, weights, scale, of_heads(self.config, 1.0))
+
+        def anew():
+            top = self.new_top(x, scale, state.top)
+            weights, shrunk = jnp.exp2(x - wide(top, x, 1)), jnp.exp2(state.top - top)
+            self.put(place, weights, scale, shrunk)
+            return State(top, state.weights * wide(shrunk, x, 1) + weights)
+
+        state = lax.cond(too_large, anew, lambda: State(state.top, state.weights + weights))
+        plgpu.barrier_arrive(self.rings.weights.full.at[place])
+        return state
 
     def factor(self):
         """On the products of each head: its logits are then in base 2."""
@@ -168,15 +186,16 @@ class Walk:
         return jnp.where(row < inside, x, -jnp.inf)
 
     def new_top(self, x, scale, before):
-        """With its scale a weight is at most 2^LARGEST_WEIGHT: the top stays while it is."""
+        """Where a weight would be too large, so that the largest is 2^NEW_WEIGHT."""
         if scale is not None:
-            x = x + wide(jnp.log2(jnp.maximum(jnp.abs(scale), LEAST_SCALE)), x)
+            x = x + wide(jnp.log2(magnitude(scale)), x)
         most = largest(x, self.memory.scratch)
         return jnp.where(most > before + LARGEST_WEIGHT, most - NEW_WEIGHT, before)
 
-    def put(self, number, weights, shrunk):
-        place = self.rings.weights.free_slot(number)
-        self.memory.weights.at[place][...] = weight_operand(weights.astype(jnp.float16))
+    def put(self, place, weights, scale, shrunk):
+        """Whether any weight is too large to be one, once all are in their place."""
+        operand = weight_operand(scaled(weights, scale).astype(jnp.float16))
+        self.memory.weights.at[place][...] = operand
         store(self.memory.kept.at[place], shrunk)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(self.rings.weights.full.at[place])
+        sizes = weights if scale is None else weights * wide(magnitude(scale), weights)
+        return any_too_large(sizes)

@@ -16,6 +16,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from ...dense.float16 import pair, vector_of
 from ..kernel_config import KEYS, VALUE_DIM
+from ..softmax import bits
 from .roles import HALVES
 
 LAYOUT = plgpu.Layout.WGMMA
@@ -50,6 +51,16 @@ WEIGHTS = plgpu.Layout.TILED(
     lane_dims=(-6, -3, -2, -5),
     vector_dim=-1,
 )
+LARGEST_WEIGHT = 15.0  # as a power of two: float16 ends at 16
+# By a barrier of the block, as JAX gives each warpgroup one of the first.
+VOTE = """
+    {
+    .reg .pred some;
+    fence.proxy.async.shared::cta;
+    barrier.cta.red.or.pred some, 15, 128, $1;
+    selp.b32 $0, 1, 0, some;
+    }
+"""
 PAIRS_OF_LOW, PAIRS_OF_HIGH = "0x5140", "0x7362"  # bytes of two words, side by side
 
 
@@ -91,6 +102,15 @@ def total(matrix, scratch):
     return reduced(total_of_rows, matrix, scratch)
 
 
+def any_too_large(sizes):
+    """Whether one of a warpgroup's sizes of weights is more than float16 takes.
+
+    What its threads stored is seen by then, as after `commit_smem`, in whose place this is.
+    """
+    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+    return inline(too_large, (sizes,), (LAYOUT,), result)
+
+
 def reduced(function, matrix, scratch):
     layout = LAYOUT.reduce(0)
     result = plgpu.ShapeDtypeStruct(matrix.shape[1:], matrix.dtype, layout=layout)
@@ -103,6 +123,15 @@ def largest_of_rows(_, matrix, scratch):
 
 def total_of_rows(_, matrix, scratch):
     return matrix.reduce("add", 0, scratch)
+
+
+def too_large(_, sizes):
+    limit, flag = arith.constant(ir.F32Type.get(), 2.0**LARGEST_WEIGHT), arith.constant(bits(1), 0)
+    for two in sizes.registers.flat:
+        for i in range(2):
+            flag = arith.ori(flag, arith.cmpf(arith.CmpFPredicate.OGT, part_of(two, i), limit))
+    vote = llvm.inline_asm(i32(), [flag], VOTE, "=r,b", has_side_effects=True)
+    return mgpu.FragmentedArray.splat(vote, (), is_signed=True)  # pyright: ignore[reportArgumentType]
 
 
 def weights_as_rows(_, weights):
