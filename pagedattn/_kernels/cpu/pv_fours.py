@@ -22,6 +22,7 @@ from .simd import (
     INTEGERS,
     LANES,
     LOOK_UPS,
+    NUMBER,
     VECTOR,
     WORD,
     along,
@@ -30,7 +31,9 @@ from .simd import (
     load,
     permuted,
     permuted_floats,
+    picks,
     spread,
+    spread_at,
     store,
     word,
 )
@@ -41,6 +44,12 @@ from .unpack_chunk import rows_of
 AS_BFLOAT16 = np.array(NUMBERS, ml_dtypes.bfloat16).view(np.uint16).tolist()
 VECTORS = 2  # of a group
 SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
+BYTES = ir.VectorType(BYTE, GROUP)
+# Bytes of two rows in turn, LANES of each, and each byte twice: in the lower half of 16 bits, too.
+PAIRED = [
+    picks([lane + row for lane in range(start, start + LANES) for row in (0, 0, GROUP, GROUP)])
+    for start in range(0, GROUP, LANES)
+]
 
 
 class Widened(pv_matmul.Widened):
@@ -61,6 +70,9 @@ class Widened(pv_matmul.Widened):
         table = ir.Constant(VECTOR, [float(number) for number in NUMBERS])
         return [permuted_floats(builder, table, lanes) for lanes in (low, high)]
 
+    def spread(self, builder, place):
+        return builder.bitcast(spread(builder, builder.load(place)), VECTOR)
+
     def narrowed(self, builder, weights):
         return weights
 
@@ -71,17 +83,20 @@ class Pairs(pv_matmul.Pairs):
     size = 2
 
     def parts(self, builder, rows, index):
-        bytes_ = ir.VectorType(BYTE, 2 * LANES)
-        places = (at(builder, row, index, bytes_) for row in rows)
-        held = [builder.zext(load(builder, place, 1), SHORTS) for place in places]
-        pieces = [self._looked_up(builder, bits) for bits in self.side_by_side(builder, *held)]
+        places = (at(builder, row, index, BYTES) for row in rows)
+        held = [load(builder, place, 1) for place in places]
+        pieces = [self._looked_up(builder, held, lanes) for lanes in PAIRED]
         return list(zip(*pieces, strict=True))
 
-    def _looked_up(self, builder, bits):
-        low = builder.and_(bits, ir.Constant(SHORTS, [15] * 2 * LANES))
-        high = builder.lshr(bits, ir.Constant(SHORTS, [4] * 2 * LANES))
+    def _looked_up(self, builder, held, lanes):
+        """The lower five bits of each 16 count to an entry: the fifth is of no matter."""
+        low = builder.bitcast(builder.shuffle_vector(*held, lanes), SHORTS)
+        high = builder.lshr(low, ir.Constant(SHORTS, [4] * 2 * LANES))
         table = ir.Constant(SHORTS, AS_BFLOAT16 * 2)
-        return [permuted(builder, table, lanes) for lanes in (low, high)]
+        return [permuted(builder, table, bits) for bits in (low, high)]
+
+    def spread(self, builder, place):
+        return builder.bitcast(spread_at(builder, place), SHORTS)
 
     def narrowed(self, builder, weights):
         return as_bfloat16(builder, weights)
@@ -120,7 +135,7 @@ def _pv(rows):
                     totals[r, p, v] = cgutils.alloca_once_value(builder, total)
                 groups = [builder.udiv(part, word(GROUP)) for part in parts]
                 own = [
-                    builder.add(weights, builder.mul(group, word(4 * row_bytes)))
+                    at(builder, weights, builder.mul(group, word(4 * row_bytes)), NUMBER)
                     for group in groups
                 ]
                 with cgutils.for_range(builder, turns) as loop:
@@ -132,8 +147,8 @@ def _pv(rows):
                     values = way.parts(builder, starts, index)
                     for r in range(rows):
                         for p in range(2):
-                            row = builder.add(own[p], word(row_bytes * r))
-                            weight = way.weight(builder, row, loop.index)
+                            place = builder.add(loop.index, word(row_bytes // 4 * r))
+                            weight = way.spread(builder, builder.gep(own[p], [place]))
                             for v in range(VECTORS):
                                 total = builder.load(totals[r, p, v])
                                 total = way.add(builder, total, weight, values[p][v])

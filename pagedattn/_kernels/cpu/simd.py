@@ -183,6 +183,15 @@ def spread(builder, number, count=LANES):
     return builder.shuffle_vector(one, empty, picks([0] * count))
 
 
+def spread_at(builder, place):
+    """The 32-bit integer at a place in all lanes, with AVX-512.
+
+    LLVM would take `vbroadcastss` for products in float32, which keeps AMD's CPUs from shuffles.
+    """
+    kind = ir.FunctionType(INTEGERS, [place.type])
+    return builder.asm(kind, "vpbroadcastd ($1), $0", "=v,r,~{memory}", [place], True)
+
+
 def vectors_of(builder, numbers):
     """Numbers in vectors of LANES, in order."""
     count = numbers.type.count
