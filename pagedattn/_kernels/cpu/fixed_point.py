@@ -55,12 +55,12 @@ def whole_vectors(builder, dim):
     return builder.and_(up, word(-COUNT))
 
 
-def set_words(builder, row, count):
+def set_words(builder, row, count, most=MOST):
     """Turns `count` float32, a multiple of COUNT, into integers, and the last into their factor."""
     greatest = _greatest_exponent(builder, row, count)
     multiplier = builder.bitcast(builder.sub(NUMBER(MULTIPLIER), greatest), FLOAT)
     multiplier, rounding, most = (
-        spread(builder, number) for number in (multiplier, FLOAT(ROUNDING), FLOAT(MOST))
+        spread(builder, number) for number in (multiplier, FLOAT(ROUNDING), FLOAT(most))
     )
 
     def narrow(index):

@@ -3,11 +3,13 @@
 from numba import types
 from numba.core import cgutils
 
+from . import nibble_dot
 from .bf16_dot import COUNT, are_pairs, as_pairs, counts
 from .compiling import intrinsic
 from .dtypes import (
     BFLOAT16,
     FLOAT32,
+    INT4,
     INT16,
     each,
     pair_of,
@@ -16,7 +18,7 @@ from .dtypes import (
     widened,
     widened_counts,
 )
-from .fixed_point import NO_WORDS, are_words, as_words, factor_of, set_words, whole_vectors
+from .fixed_point import MOST, NO_WORDS, are_words, as_words, factor_of, set_words, whole_vectors
 from .simd import (
     KEYS,
     LANES,
@@ -92,7 +94,7 @@ class Pairs(Products):
 class Words(Products):
     """As pairs of 16-bit integers; a row of queries has a factor at its end."""
 
-    count, query_dtype, zeros = COUNT, INT16, NO_WORDS
+    count, query_dtype, zeros, most = COUNT, INT16, NO_WORDS, MOST
 
     def __init__(self, dtype):
         super().__init__(dtype)
@@ -109,7 +111,7 @@ class Words(Products):
             put_vector(builder, row, index, widened(builder, take(source), dtype), FLOAT32)
 
         each(builder, dtype, dim, (COUNT,), put)
-        set_words(builder, row, whole_vectors(builder, dim))
+        set_words(builder, row, whole_vectors(builder, dim), self.most)
 
     def floats(self, builder, total):
         return builder.sitofp(total, VECTOR)
@@ -118,7 +120,19 @@ class Words(Products):
         return builder.fmul(scale, factor_of(builder, row, whole_vectors(builder, dim)))
 
 
+class Bytes(Words):
+    """The bytes of such integers, as `qk_fours` takes them."""
+
+    most = nibble_dot.MOST
+
+    def set_query(self, builder, source, row, dim, dtype):
+        super().set_query(builder, source, row, dim, dtype)
+        nibble_dot.set_bytes(builder, row, dim)
+
+
 def products_of(query_dtype, dtype):
+    if are_words(query_dtype, dtype) and dtype == INT4:
+        return Bytes(dtype)
     if are_words(query_dtype, dtype):
         return Words(dtype)
     return (Pairs if are_pairs(query_dtype, dtype) else Products)(dtype)

@@ -28,6 +28,9 @@ LOOK_UPS = PAIRS and "+avx512vbmi" in FEATURES  # of bytes, in tables in registe
 # Sums of two products of 16-bit integers; with VNNI, LLVM adds them in the same instruction.
 MADD = {16: "llvm.x86.avx512.pmaddw.d.512", 8: "llvm.x86.avx2.pmadd.wd"}.get(LANES)
 WORDS = MADD is not None
+# Of unsigned bytes and signed ones: sums of two products in 16 bits, or with VNNI of four in 32.
+MADD_BYTES = {16: "llvm.x86.avx512.pmaddubs.w.512", 8: "llvm.x86.avx2.pmadd.ub.sw"}.get(LANES)
+VNNI = LANES == 16 and "+avx512vnni" in FEATURES
 
 WORD, NUMBER, FLOAT, BYTE = ir.IntType(64), ir.IntType(32), ir.FloatType(), ir.IntType(8)
 VECTOR = ir.VectorType(FLOAT, LANES)
@@ -129,6 +132,22 @@ def add_words(builder, total, a, b):
     kind = ir.FunctionType(INTEGERS, [words] * 2)
     function = cgutils.get_or_insert_function(builder.module, kind, MADD)
     return builder.add(total, builder.call(function, [a, b]))
+
+
+def add_bytes(builder, total, a, b):
+    """The int32 total plus products of fours of neighbours: bytes without sign, and with one."""
+    kind = ir.FunctionType(INTEGERS, [INTEGERS] * 3)
+    name = "llvm.x86.avx512.vpdpbusd.512"
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    return builder.call(function, [total, a, b])
+
+
+def add_byte_pairs(builder, total, a, b):
+    """The int16 total plus products of pairs of neighbours, of bytes as `add_bytes` takes them."""
+    bytes_, words = ir.VectorType(BYTE, 4 * LANES), ir.VectorType(ir.IntType(16), 2 * LANES)
+    kind = ir.FunctionType(words, [bytes_] * 2)
+    function = cgutils.get_or_insert_function(builder.module, kind, MADD_BYTES)
+    return builder.add(total, builder.call(function, [builder.bitcast(x, bytes_) for x in (a, b)]))
 
 
 def looked_up(builder, table, numbers):

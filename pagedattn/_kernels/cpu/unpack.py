@@ -86,7 +86,7 @@ def group_of(dim):
 
 @within
 def takes_fours(args, held):
-    """Whether short queries multiply keys of four bits as they are held; theirs are `set_words`."""
+    """Whether short queries multiply keys of four bits as they are held; theirs are `Bytes`."""
     return as_fours(held) and args.head_dim % COLUMNS == 0
 
 
