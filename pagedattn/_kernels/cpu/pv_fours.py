@@ -12,7 +12,7 @@ from numba.core import cgutils
 
 from . import pv_matmul
 from .bf16_dot import are_pairs
-from .compiling import intrinsic, within
+from .compiling import fast, intrinsic, within
 from .dtypes import BFLOAT16, INT4, pair_of
 from .fours_scales import set_value_scales
 from .memory import get_int64
@@ -199,21 +199,29 @@ def set_weights(typing, weights, factors, out, held):
 
 
 @within
+def fetch_share(coming, count, dim, group):
+    """A group's share of the rows to come: more at once keep loads waiting."""
+    groups = dim // GROUP
+    for k in range(group * CHUNK // groups, min(count, (group + 1) * CHUNK // groups)):
+        fetch_row(coming.plane + get_int64(coming.offsets, k), dim // 2)
+
+
+@fast
 def add_values(args, held, sums, plane, head, count, weights, coming, room):
     """`sums = sums * kept + weights @ values`, for the rows of a KV head.
 
     Unpacked rows have room for the scales of each group, and behind them weights of four rows for
-    each.
+    each. No `within`, for what `qk_fours.set_logits` says.
     """
     step, dim, scales = args.row_bytes, args.value_columns, rows_of(room.tokens)
     groups, r = dim // GROUP, 0
     own, size = scales + 4 * CHUNK * groups, weight_bytes(held) * CHUNK
-    for k in range(count):
-        fetch_row(coming.plane + get_int64(coming.offsets, k), dim // 2)
     set_value_scales(args, head, ONE, room, scales)
     while r < room.rows:
         many = 4 if r + 4 <= room.rows else 2 if r + 2 <= room.rows else 1
         for group in range(groups):
+            if r == 0:
+                fetch_share(coming, count, dim, group)
             for i in range(many):
                 out, row = own + size * (4 * group + i), weights + 4 * CHUNK * (r + i)
                 set_weights(row, scales + 4 * CHUNK * group, out, held)
