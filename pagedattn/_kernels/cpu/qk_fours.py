@@ -138,9 +138,9 @@ def set_logits(args, queries, rows, plane, offsets, slots, head, count, scale, l
     step, dim = args.row_bytes, args.head_dim
     scales = args.key_scales + 2 * head * (dim // GROUP)
     factors = rows_of(room.tokens)
+    for k in range(count):
+        fetch_row(plane + get_int64(offsets, k + STEP), dim // 2)
     for k in range(0, count, LANES):
-        for ahead in range(k + STEP, k + STEP + LANES):
-            fetch_row(plane + get_int64(offsets, ahead), dim // 2)
         keys, row, out, r = offsets + 8 * k, queries, logits + 4 * k, 0
         set_scales(scales, slots + 8 * k, dim, ONE, factors, SIZE)
         while r + 4 <= rows:
