@@ -8,6 +8,6 @@ from pagedattn.backends.mosaic.latents import split_kv
 def latent_item(config, schedule, part, index):
     """A work item of a part, but for the steps of the program before it."""
     begin, end, first, _, *own = schedule.parts[part]
-    others = split_kv.found_of(schedule, first + index)
-    found = [jnp.where(index == 0, *both) for both in zip(own, others, strict=True)]
-    return split_kv.item_of(config, part, first + index, found, (begin, end), jnp.int32(0))
+    others = split_kv.token_fields(schedule, first + index)
+    fields = [jnp.where(index == 0, *both) for both in zip(own, others, strict=True)]
+    return split_kv.item_of(config, part, first + index, fields, (begin, end), jnp.int32(0))

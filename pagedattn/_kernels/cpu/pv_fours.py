@@ -211,7 +211,7 @@ def add_values(args, held, sums, plane, head, count, weights, coming, room):
     """`sums = sums * kept + weights @ values`, for the rows of a KV head.
 
     Unpacked rows have room for the scales of each group, and behind them weights of four rows for
-    each. No `within`, for what `qk_fours.set_logits` says.
+    each. Not inlined, for the reason that `qk_fours.set_logits` gives.
     """
     step, dim, scales = args.row_bytes, args.value_columns, rows_of(room.tokens)
     groups, r = dim // GROUP, 0

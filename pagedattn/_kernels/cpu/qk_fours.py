@@ -132,8 +132,8 @@ qk_1, qk_2, qk_4 = map(_qk, (1, 2, 4))
 def set_logits(args, queries, rows, plane, offsets, slots, head, count, scale, logits, room):
     """Logits `[rows, count]` of up to STEP keys, CHUNK apart; the next ones are fetched.
 
-    `packed_room` has room for their scales. Put into its caller, whose addresses fill the registers
-    meanwhile, it is slower.
+    `packed_room` has room for their scales. Not inlined: its caller's addresses would take the
+    registers of the sums.
     """
     step, dim = args.row_bytes, args.head_dim
     scales = args.key_scales + 2 * head * (dim // GROUP)

@@ -131,10 +131,8 @@ class Bytes(Words):
 
 
 def products_of(query_dtype, dtype):
-    if are_words(query_dtype, dtype) and dtype == INT4:
-        return Bytes(dtype)
     if are_words(query_dtype, dtype):
-        return Words(dtype)
+        return (Bytes if dtype == INT4 else Words)(dtype)
     return (Pairs if are_pairs(query_dtype, dtype) else Products)(dtype)
 
 

@@ -63,7 +63,7 @@ def cut(config: KernelConfig, cost):
     whole = cdiv(share, longest) * longest
     pieces = jnp.maximum(lax.div(longest * config.parts, ends[-1]), 1)
     steps = jnp.maximum(cdiv(ends[-1] - len(cost) * config.overhead, config.parts), FEWEST)
-    more = pieces == 2 if config.steps_at_once == 1 else 0
+    more = (pieces == 2) if config.steps_at_once == 1 else 0
     equal = jnp.maximum(cdiv(longest - config.overhead, pieces) + more, steps)
     parts = cdiv(cost - config.overhead, equal)
     parts_ends, _ = running(parts)
@@ -120,26 +120,26 @@ def own_part(config: KernelConfig):
 
 def items_of_part(config: KernelConfig, part, schedule: Schedule, visit, carry):
     """Visits the work items of a part, in a kernel: `visit(work_item, index, carry)`."""
-    begin, end, first, number, *found = (schedule.parts[part, i] for i in range(7))
+    begin, end, first, number, *fields = (schedule.parts[part, i] for i in range(7))
 
     def visit_one(index, carry):
-        done, found, carry = carry
-        work_item = item_of(config, part, first + index, found, (begin, end), done)
-        ahead = found_of(schedule, first + index + 1)
+        done, fields, carry = carry
+        work_item = item_of(config, part, first + index, fields, (begin, end), done)
+        ahead = token_fields(schedule, first + index + 1)
         return done + work_item.steps, ahead, visit(work_item, index, carry)
 
-    lax.fori_loop(jnp.int32(0), number, visit_one, (jnp.int32(0), found, carry))
+    lax.fori_loop(jnp.int32(0), number, visit_one, (jnp.int32(0), fields, carry))
 
 
-def found_of(schedule: Schedule, token):
-    """What a schedule has of a token; of the last one for those behind it."""
+def token_fields(schedule: Schedule, token):
+    """A row of `Schedule.tokens`; of the last token for those behind it."""
     token = jnp.minimum(token, schedule.tokens.shape[0] - 1)
     return [schedule.tokens[token, i] for i in range(3)]
 
 
-def item_of(config: KernelConfig, part, token, found, ends, done) -> WorkItem:
+def item_of(config: KernelConfig, part, token, fields, ends, done) -> WorkItem:
     """What of a token lies between the ends of a part, after so many steps of the same program."""
-    sequence, key_len, start = found
+    sequence, key_len, start = fields
     blocks = jnp.maximum(lax.div(key_len + (KEYS - 1), jnp.int32(KEYS)), 1)
     first = start + config.overhead
     begin, end = (jnp.clip(place - first, 0, blocks) for place in ends)

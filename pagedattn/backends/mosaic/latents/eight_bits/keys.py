@@ -26,7 +26,7 @@ QUERY = plgpu.Layout.TILED(
 )
 PIECES = [pl.ds(begin, PIECE) for begin in range(0, HEAD_DIM, PIECE)]
 NEW_WEIGHT = 7.0  # of the largest logit, where it is a new one
-LEAST_SCALE = 2.0**-100  # so that weights without scales are numbers
+LEAST_SCALE = 2.0**-100
 LOWEST = -float(jnp.finfo(jnp.float32).max)  # a top by which the weight of any logit is too large
 
 
@@ -98,6 +98,7 @@ def scaled(matrix, scale):
 
 
 def magnitude(scale):
+    """Of scales, but not so little that weights without them overflow float32."""
     return jnp.maximum(jnp.abs(scale), LEAST_SCALE)
 
 

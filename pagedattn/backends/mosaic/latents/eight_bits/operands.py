@@ -52,7 +52,7 @@ WEIGHTS = plgpu.Layout.TILED(
     vector_dim=-1,
 )
 LARGEST_WEIGHT = 15.0  # as a power of two: float16 ends at 16
-# By a barrier of the block, as JAX gives each warpgroup one of the first.
+# Named barrier 15: JAX's own, one for each warpgroup, are the first ones.
 VOTE = """
     {
     .reg .pred some;
