@@ -22,7 +22,7 @@ from pagedattn import (
     paged_attention,
 )
 from pagedattn._dispatch.call import call_of
-from pagedattn.backends.mosaic.latents import launch, split_kv
+from pagedattn.backends.mosaic.latents import launch, pages, split_kv
 from pagedattn.backends.mosaic.latents.kernel_config import KEYS, KernelConfig
 from pagedattn.backends.mosaic.latents.launch import attend
 from pagedattn.testing import assert_attention_close, batch_of, cache_of, random_problem
@@ -107,6 +107,21 @@ def fewer(config, x):
     """Steps that the second of two parts has less than the first, which joins their sums."""
     second = x.part == x.last_part == x.first_part + 1
     return 2 if second and config.steps_at_once == 1 else 0
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 64, 256])
+def test_a_part_finds_its_first_pages_beside_it(block_size):
+    """They are what the table has for the keys of its first step, where a query sees them."""
+    config = dataclasses.replace(config_of(10, 10, programs=4, heads=16), block_size=block_size)
+    schedule = schedule_of(config, [1] * 10, LENGTHS)
+    tables = np.random.default_rng(0).integers(0, 9, (10, -(-4096 // block_size)))
+    config = dataclasses.replace(config, max_blocks=tables.shape[1])
+    found = pages.first_blocks(config, schedule, jnp.asarray(tables, jnp.int32))
+    for blocks, work_items in zip(np.asarray(found), every_item(config, schedule), strict=True):
+        for page, block in enumerate(blocks):
+            begin = work_items[0].last * KEYS + page * block_size
+            if begin < work_items[0].limit:
+                assert block == tables[work_items[0].sequence, begin // block_size]
 
 
 @pytest.mark.parametrize("starts", [[-5, 30, 10**6, 7], [0, 0, 0, 0], [9, 3, 2, 1]])

@@ -296,10 +296,28 @@ BUGS = {
         "latents of eight bits, 8 heads",
     ),
     "latents of eight bits: scales of another step": Bug(
-        "functools.partial(self.weigh, i, state, found.scales, products)",
-        "functools.partial(self.weigh, i, state, ahead.scales, products)",
+        "gather(self.memory.scales.at[self.place(i)]",
+        "gather(self.memory.scales.at[self.place(i + 1)]",
+        f"{NUMBERS}|{RACE}",
+        "latents of eight bits, per-token scales",
+    ),
+    "latents of eight bits: scales of hidden keys": Bug(
+        "        return jnp.where(row < self.inside(i), found, 0.0)\n",
+        "        return found\n",
         NUMBERS,
         "latents of eight bits, per-token scales",
+    ),
+    "latents: first pages of another work item": Bug(
+        "lax.cond(index == 0, lambda: begin",
+        "lax.cond(index >= 0, lambda: begin",
+        NUMBERS,
+        "latents of eight bits, per-token scales",
+    ),
+    "latents: hidden pages": Bug(
+        "jnp.where((begin >= 0) & (begin < work_item.limit), entry, config.num_blocks)",
+        "entry",
+        NUMBERS,
+        "latents",
     ),
     "latents of eight bits: what queries have beyond float8 left out": Bug(
         "        rest = rest - parts[-1].astype(jnp.float32)\n",

@@ -5,6 +5,7 @@ for those before them, so a signal that is not there by then never comes.
 """
 
 import collections
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -125,9 +126,11 @@ COMMITTING = ("too_large",)  # as `commit_smem` does
 def inline_mgpu(interpreter, eqn, token, *operands):
     """MLIR cannot be interpreted: it is not tested here."""
     arguments, structure = [], eqn.params["pytree_args"]
-    for var, value in zip(eqn.invars, operands[: structure.num_leaves], strict=False):
+    count = structure.num_leaves
+    views = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], operands[count:])
+    for var, value, view in zip(eqn.invars[:count], operands[:count], views, strict=True):
         if isinstance(var.aval, AbstractRef):
-            token, value = all_of(interpreter, eqn, token, var.aval, value)
+            token, value = read(interpreter, eqn, token, var.aval, value, view)
         arguments.append(value)
     name = eqn.params["mgpu_fn"].__name__
     if name in COMMITTING:
@@ -136,12 +139,13 @@ def inline_mgpu(interpreter, eqn, token, *operands):
     return token, jax.tree.leaves(function(*jax.tree.unflatten(structure, arguments)))
 
 
-def all_of(interpreter, eqn, token, aval, ref):
+def read(interpreter, eqn, token, aval, ref, view):
     """The values of a reference."""
-    ref, transforms = jaxpr_interpret.resolve_ref(aval, ref, ())
+    ref, transforms = jaxpr_interpret.resolve_ref(aval, ref, view)
+    whole = aval.inner_aval
     return host.call_get(
         token=token,
-        result_shape_and_dtype=aval.inner_aval,
+        result_shape_and_dtype=functools.reduce(lambda a, t: t.transform_type(a), view, whole),
         mesh_location=interpreter.mesh_location,
         thread=interpreter.thread,
         allocation_key_as_array=ref,

@@ -89,27 +89,26 @@ def tokens_of(config: KernelConfig, task: TileTask, step) -> Tokens:
     return Tokens(jnp.maximum(position, 0), seen)
 
 
-def blocks_of(config, tables, sequence, tokens: Tokens, layout: Any = ONE_EACH):
+def blocks_of(config: KernelConfig, tables, sequence, tokens: Tokens):
     """The entries of block tables."""
     block = lax.div(tokens.position, jnp.int32(config.block_size))
-    sequence = constant(jnp.minimum(sequence, config.num_seqs - 1), block.shape, layout)
-    return gather(tables, sequence, jnp.minimum(block, config.max_blocks - 1), layout=layout)
+    sequence = constant(jnp.minimum(sequence, config.num_seqs - 1))
+    return gather(tables, sequence, jnp.minimum(block, config.max_blocks - 1))
 
 
-def scales_at(config, scales, head, tokens: Tokens, blocks, layout: Any = ONE_EACH):
+def scales_at(config: KernelConfig, scales, head, tokens: Tokens, blocks):
     """0 where no query sees the key, whatever is there."""
     row = lax.rem(tokens.position, jnp.int32(config.block_size))
-    head = constant(head, row.shape, layout)
-    found = gather(scales, jnp.where(tokens.seen, blocks, 0), row, head, layout=layout)
+    found = gather(scales, jnp.where(tokens.seen, blocks, 0), row, constant(head))
     return jnp.where(tokens.seen, found, 0.0)
 
 
-def constant(value, shape, layout):
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.int32), layout)
+def constant(value):
+    return plgpu.layout_cast(jnp.full((THREADS,), value, jnp.int32), ONE_EACH)
 
 
-def gather(ref, *indices, layout):
-    """Elements of an array in the device's memory: each thread reads those at its indices."""
+def gather(ref, *indices, layout: Any = ONE_EACH):
+    """Elements of an array in memory: each thread reads those at its indices."""
     result = plgpu.ShapeDtypeStruct(indices[0].shape, ref.dtype, layout=layout)
     types = plgpu.RefType(), *[layout] * len(indices)
     return plgpu.inline_mgpu(arg_types=types, return_type=result)(gathered)(ref, *indices)

@@ -14,6 +14,7 @@ from .eight_bits import kernel as eight_bits
 from .few_heads import kernel as few_heads
 from .kernel_config import ROWS, VALUE_DIM, KernelConfig
 from .many_heads import kernel as many_heads
+from .pages import first_blocks
 from .split_kv import Schedule
 
 
@@ -22,10 +23,11 @@ class Arrays(NamedTuple):
 
     query: Any
     latents: Any
-    scales: Any  # of tokens, `[num_blocks, block_size, 1]`; or None
+    scales: Any  # of tokens, `[num_blocks * block_size]`; or None
     tables: Any
     tokens: Any
     parts: Any
+    first_blocks: Any  # of each part, `[parts, pages]`
     out: Any
     lse: Any
     part_sums: Any  # of the first item of each part: sums of weighted values,
@@ -42,7 +44,8 @@ def program_of(config: KernelConfig):
 def attention(config: KernelConfig, query, latents, scales, tables, schedule: Schedule):
     """out `[num_tokens, num_heads, 512]` and lse `f32[num_tokens, tiles, rows]`."""
     program = program_of(config)
-    operands, structure = jax.tree.flatten((query, latents, scales, tables, *schedule))
+    ahead = first_blocks(config, schedule, tables)
+    operands, structure = jax.tree.flatten((query, latents, scales, tables, *schedule, ahead))
 
     def body(*refs):
         inputs, results = refs[: len(operands)], refs[len(operands) :]

@@ -68,5 +68,10 @@ class KernelConfig:
         return max(1, KEYS // self.block_size)
 
     @property
+    def page_keys(self) -> int:
+        """Keys that a load brings."""
+        return min(self.block_size, KEYS)
+
+    @property
     def scale(self) -> float:
         return self.spec.scale_for(HEAD_DIM)

@@ -82,7 +82,8 @@ def attend(call: Call, query, cache, batch, programs):
     """`run` for a GPU of so many multiprocessors, wherever this is traced."""
     config = config_of(call, programs)
     schedule = schedule_of(config, batch.query_start_loc, batch.seq_lens)
-    of_tokens, of_all = (cache.key_scale, None) if call.token_scales else (None, cache.key_scale)
+    by_token = call.token_scales
+    of_tokens, of_all = (cache.key_scale.reshape(-1), None) if by_token else (None, cache.key_scale)
     query = scaled(query, of_all, 1)
     out, lse = attention(config, query, cache.key, of_tokens, batch.block_tables, schedule)
     return scaled(out, of_all, 1), lse.reshape(call.lse_shape) if call.return_lse else None

@@ -1,13 +1,16 @@
 """Where the keys of a step lie in the cache."""
 
+import functools
 from collections.abc import Callable
 
+import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 from .kernel_config import KEYS, KernelConfig
+from .split_kv import Schedule, item_of
 
 WARPS = 4  # of a warpgroup
 
@@ -32,14 +35,64 @@ def source(config: KernelConfig, work_item, step, block):
     return block, pl.ds(part * KEYS, KEYS)
 
 
-def block_ids(config: KernelConfig, arrays, work_item, step, pages):
-    """Some pages of a step; one past the cache for what is hidden: TMA fills it with zeros."""
+def first_blocks(config: KernelConfig, schedule: Schedule, tables):
+    """Pages of the first step of each part, `int32[parts, pages]`: a look-up less."""
+
+    def of_part(part):
+        begin, end, first, _, *fields = schedule.parts[part]
+        work_item = item_of(config, part, first, fields, (begin, end), jnp.int32(0))
+        entries = table_entries(config, tables, work_item, range(config.pages), 0)
+        return jnp.clip(jnp.stack(entries), 0, config.num_blocks)
+
+    return jax.vmap(of_part)(jnp.arange(config.parts, dtype=jnp.int32))
+
+
+def each_step(config: KernelConfig, arrays, work_items, pages, load_step):
+    """Has `load_step(work_item, step, blocks, turn)` load some pages of every step.
+
+    `turn` counts the steps that are taken in turn. Table entries are looked up a step ahead: a load
+    from them takes longer than a TMA. It comes behind the TMA, which would else wait for it.
+    """
+    at_once = config.steps_at_once
+    begin = [arrays.first_blocks[work_items.part, page] for page in pages]
+
+    def visit(work_item, index, begin):
+        look_up = functools.partial(table_entries, config, arrays.tables, work_item, pages)
+
+        def steps(i, entries):
+            for turn in range(at_once):
+                step = i * at_once + turn
+                blocks = seen_blocks(config, work_item, pages, step, entries)
+                load_step(work_item, step, blocks, turn)
+                entries = look_up(step + 1)
+            return entries
+
+        first = lax.cond(index == 0, lambda: begin, lambda: look_up(jnp.int32(0)))
+        lax.fori_loop(0, lax.div(work_item.steps, jnp.int32(at_once)), steps, first)
+        return begin
+
+    work_items(visit, begin)
+
+
+def begins(config: KernelConfig, work_item, pages, step):
+    """The first key of some pages of a step."""
     begin = (work_item.last - step) * KEYS
-    return [block_id(config, arrays, work_item, begin + i * config.block_size) for i in pages]
+    return [begin + i * config.block_size for i in pages]
 
 
-def block_id(config: KernelConfig, arrays, work_item, begin):
-    index = lax.div(jnp.maximum(begin, 0), jnp.int32(config.block_size))
-    index = jnp.minimum(index, config.max_blocks - 1)
-    seen = (begin >= 0) & (begin < work_item.limit)
-    return jnp.where(seen, arrays.tables[work_item.sequence, index], config.num_blocks)
+def table_entries(config: KernelConfig, tables, work_item, pages, step):
+    """Of some pages of a step; whatever else the table has for those that are hidden."""
+    places = [
+        lax.div(jnp.maximum(begin, 0), jnp.int32(config.block_size))
+        for begin in begins(config, work_item, pages, step)
+    ]
+    last = config.max_blocks - 1
+    return [tables[work_item.sequence, jnp.minimum(place, last)] for place in places]
+
+
+def seen_blocks(config: KernelConfig, work_item, pages, step, entries):
+    """One past the cache for what is hidden: TMA fills it with zeros."""
+    return [
+        jnp.where((begin >= 0) & (begin < work_item.limit), entry, config.num_blocks)
+        for begin, entry in zip(begins(config, work_item, pages, step), entries, strict=True)
+    ]

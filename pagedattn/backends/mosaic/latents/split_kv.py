@@ -5,13 +5,17 @@ that it shares with its neighbours: these leave their sums to the part in which 
 All is found on the device, from lengths on the device.
 """
 
+import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ...._arrays.namespace import cdiv
 from .kernel_config import FEWEST, KEYS, KernelConfig
+
+LEAST = -(2**16)  # below any number of a schedule
 
 
 class Schedule(NamedTuple):
@@ -108,32 +112,53 @@ def keys_of_tokens(config: KernelConfig, query_start_loc, seq_lens):
     return sequence, jnp.where(live, jnp.clip(seen, 0, key_len[sequence]), 0)
 
 
-def own_part(config: KernelConfig):
-    """The part of a program.
+class WorkItems(NamedTuple):
+    """Those of a part, in a kernel."""
 
-    The last one is that of the first programs: a part waits for those behind it, so that programs
+    config: KernelConfig
+    part: Any
+    schedule: Schedule
+
+    def __call__(self, visit, carry):
+        """Calls `visit(work_item, index, carry)` for each.
+
+        What `carry` has is loaded before the first one; no number of it is negative.
+        """
+        begin, end, first, number, *fields = (self.schedule.parts[self.part, i] for i in range(7))
+        number = loaded_together(number, (begin, end, first, *fields, *jax.tree.leaves(carry)))
+
+        def visit_one(index, carry):
+            done, fields, carry = carry
+            following = functools.partial(token_fields, self.schedule, first + index + 1)
+            ends = begin, end
+            work_item = item_of(self.config, self.part, first + index, fields, ends, done)
+            ahead = lax.cond(index + 1 < number, following, lambda: fields)
+            return done + work_item.steps, ahead, visit(work_item, index, carry)
+
+        lax.fori_loop(jnp.int32(0), number, visit_one, (jnp.int32(0), fields, carry))
+
+
+def own_items(config: KernelConfig, arrays) -> WorkItems:
+    """Those of a program.
+
+    The last part is that of the first programs: a part waits for those behind it, so that programs
     wait for none that start after them. (GPUs start blocks in the order of their numbers, although
     CUDA does not promise it.)
     """
-    return config.parts - 1 - lax.axis_index("part")
+    part = config.parts - 1 - lax.axis_index("part")
+    return WorkItems(config, part, Schedule(arrays.tokens, arrays.parts))
 
 
-def items_of_part(config: KernelConfig, part, schedule: Schedule, visit, carry):
-    """Visits the work items of a part, in a kernel: `visit(work_item, index, carry)`."""
-    begin, end, first, number, *fields = (schedule.parts[part, i] for i in range(7))
+def loaded_together(number, others):
+    """The number, for which the others are loaded, too.
 
-    def visit_one(index, carry):
-        done, fields, carry = carry
-        work_item = item_of(config, part, first + index, fields, (begin, end), done)
-        ahead = token_fields(schedule, first + index + 1)
-        return done + work_item.steps, ahead, visit(work_item, index, carry)
-
-    lax.fori_loop(jnp.int32(0), number, visit_one, (jnp.int32(0), fields, carry))
+    Else they are loaded once the number says that they are needed: half a microsecond later.
+    """
+    least = functools.reduce(jnp.minimum, others)
+    return jnp.where(least < LEAST, 0, number)
 
 
 def token_fields(schedule: Schedule, token):
-    """A row of `Schedule.tokens`; of the last token for those behind it."""
-    token = jnp.minimum(token, schedule.tokens.shape[0] - 1)
     return [schedule.tokens[token, i] for i in range(3)]
 
 

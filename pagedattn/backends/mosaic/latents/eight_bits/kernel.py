@@ -5,7 +5,6 @@ come from registers, made float16 there; heads are its columns. So memory is rea
 product and written by loads alone.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
@@ -16,7 +15,7 @@ from jax import lax
 from ...dense.token_scales import THREADS
 from ...ring import Ring
 from ..kernel_config import HEAD_DIM, KEYS, KernelConfig
-from ..split_kv import Schedule, items_of_part, own_part
+from ..split_kv import own_items
 from .keys import weigh_keys
 from .loads import load
 from .operands import COLUMNS, FEW_KEYS, PIECE
@@ -26,6 +25,7 @@ from .values import add_values
 
 COMPUTING = HALVES  # warpgroups that leave sums to others
 BUFFERS = 2  # of weights
+LINE = 32  # floats, at a multiple of which TMA writes; JAX 0.10 loads no fewer
 PLACES = 4  # for the keys of a step: with 5, for which 16 heads leave room, decodes took longer
 
 
@@ -35,6 +35,7 @@ class Memory(NamedTuple):
     query: Any  # [parts of queries * heads, columns] in eight bits
     query_factors: Any  # [heads]: on products
     latents: Any  # [places, keys, columns] in eight bits
+    scales: Any  # [places, pages, keys of a page and those behind it]: of tokens; or None
     scratch: Any  # [floats]: of reductions among the warps
     weights: Any  # [buffers, heads, keys] in float16
     kept: Any  # [buffers, heads]: by what sums shrink
@@ -90,6 +91,7 @@ def memory_of(config: KernelConfig, dtype) -> Memory:
         tiled(config.cache_dtype, PIECE, query_rows(config), HEAD_DIM),
         numbers(heads),
         tiled(config.cache_dtype, PIECE, PLACES, KEYS, HEAD_DIM),
+        numbers(PLACES, config.pages, max(LINE, config.page_keys)) if config.token_scales else None,
         numbers(scratch_size(config)),
         tiled(jnp.float16, 2 * FEW_KEYS, BUFFERS, heads, KEYS),
         numbers(BUFFERS, heads),
@@ -102,7 +104,7 @@ def barriers_of(config: KernelConfig) -> Barriers:
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots)
 
     return Barriers(
-        full=barrier(config.pages, PLACES),
+        full=barrier(config.pages * (2 if config.token_scales else 1), PLACES),
         free=barrier(HALVES, PLACES),
         weights_full=barrier(1, BUFFERS),
         weights_free=barrier(HALVES, BUFFERS),
@@ -113,8 +115,7 @@ def barriers_of(config: KernelConfig) -> Barriers:
 
 def program(config: KernelConfig, arrays, memory: Memory, barriers: Barriers):
     warpgroup, tile = lax.axis_index("wg"), lax.axis_index("group")
-    schedule = Schedule(arrays.tokens, arrays.parts)
-    work_items = functools.partial(items_of_part, config, own_part(config), schedule)
+    work_items = own_items(config, arrays)
     rings = Rings(
         Ring(memory.latents, barriers.full, barriers.free),
         Ring(memory.weights, barriers.weights_full, barriers.weights_free),
@@ -131,4 +132,4 @@ def program(config: KernelConfig, arrays, memory: Memory, barriers: Barriers):
 
     @pl.when(warpgroup > HALVES)
     def loading():
-        load(config, arrays, rings.latents, work_items)
+        load(config, arrays, memory.scales, rings.latents, work_items)

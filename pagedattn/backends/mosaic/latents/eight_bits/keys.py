@@ -13,17 +13,18 @@ from jax import lax
 
 from ....._arrays.namespace import cdiv
 from ...dense.registers import load, store
+from ...dense.token_scales import gather
 from ..kernel_config import HEAD_DIM, KEYS, KernelConfig
 from ..softmax import LAYOUT, LOG2_E, wide
 from .operands import LARGEST_WEIGHT, PIECE, any_too_large, largest, total, weight_operand
 from .queries import joined, query_rows, scales_of, split
 from .roles import KEY_REGISTERS
-from .scales import TokenScales
 
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]  (not private: its documents name it)
 QUERY = plgpu.Layout.TILED(
     plgpu.Tiling(((8, PIECE), (2, PIECE), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
 )
+ROWS = LAYOUT.reduce(1)
 PIECES = [pl.ds(begin, PIECE) for begin in range(0, HEAD_DIM, PIECE)]
 NEW_WEIGHT = 7.0  # of the largest logit, where it is a new one
 LEAST_SCALE = 2.0**-100
@@ -46,11 +47,8 @@ def weigh_keys(config: KernelConfig, arrays, memory, rings, work_items, tile):
     plgpu.set_max_registers(KEY_REGISTERS, action="increase")
 
     def visit(work_item, index, _):
-        queries = query_pieces(config, arrays, work_item.token, tile)  # while scales are looked up
-        walk = Walk(config, arrays, memory, rings, work_item)
-        found = walk.scales.first(jnp.int32(0))
-        put_queries(config, memory, queries)
-        leave_sums(memory, rings.sums, index, walk.state(found))
+        put_queries(config, memory, query_pieces(config, arrays, work_item.token, tile))
+        leave_sums(memory, rings.sums, index, Walk(config, memory, rings, work_item).state())
         return ()
 
     work_items(visit, ())
@@ -115,25 +113,22 @@ def columns_at_once(config: KernelConfig):
 class Walk:
     """The steps of one work item, one after the other."""
 
-    def __init__(self, config: KernelConfig, arrays, memory, rings, work_item):
+    def __init__(self, config: KernelConfig, memory, rings, work_item):
         self.config, self.memory, self.rings, self.work_item = config, memory, rings, work_item
-        self.scales = TokenScales(config, arrays, work_item)
 
-    def state(self, found):
-        """After all steps; `found` is of the first one."""
+    def state(self):
+        """After all steps."""
         last = self.work_item.steps - 1
         _, products = self.products(0)
-        begin = nothing(self.config), found, products
-        state, found, products = lax.fori_loop(jnp.int32(0), last, self.step, begin)
-        return self.weigh(last, state, found.scales, products)
+        state, products = lax.fori_loop(
+            jnp.int32(0), last, self.step, (nothing(self.config), products)
+        )
+        return self.weigh(last, state, products)
 
     def step(self, i, carry):
         """The next keys are multiplied while these are weighed."""
-        state, found, products = carry
-        ahead = self.scales.next(i, found)
-        weigh = functools.partial(self.weigh, i, state, found.scales, products)
-        state, products = self.products(i + 1, weigh)
-        return state, ahead, products
+        state, products = carry
+        return self.products(i + 1, functools.partial(self.weigh, i, state, products))
 
     def products(self, i, meanwhile=lambda: None):
         """What is computed meanwhile, and logits of a step's keys but for their factors.
@@ -155,12 +150,26 @@ class Walk:
 
     def loaded(self, i):
         """Where a step's keys are."""
-        place = self.rings.latents.slot(self.work_item.done + i)
+        place = self.place(i)
         plgpu.barrier_wait(self.rings.latents.full.at[place])
         return place
 
-    def weigh(self, i, state: State, scale, products) -> State:
+    def place(self, i):
+        return self.rings.latents.slot(self.work_item.done + i)
+
+    def scale(self, i):
+        """Of each key; 0 where it is hidden, whatever is there. None without scales of tokens."""
+        if not self.config.token_scales:
+            return None
+        row = plgpu.broadcasted_iota(jnp.int32, (KEYS,), 0, layout=ROWS)
+        size = jnp.int32(self.config.page_keys)
+        places = lax.div(row, size), lax.rem(row, size)
+        found = gather(self.memory.scales.at[self.place(i)], *places, layout=ROWS)
+        return jnp.where(row < self.inside(i), found, 0.0)
+
+    def weigh(self, i, state: State, products) -> State:
         """Weights by the top so far, and once more by a new one where any is too large."""
+        scale = self.scale(i)
         x = scaled(products, scale)
         x = self.visible(i, x * wide(self.factor(), x, 1))
         place = self.rings.weights.free_slot(self.work_item.done + i)
@@ -183,8 +192,11 @@ class Walk:
 
     def visible(self, i, x):
         row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=LAYOUT)
-        inside = self.work_item.limit - (self.work_item.last - i) * KEYS
-        return jnp.where(row < inside, x, -jnp.inf)
+        return jnp.where(row < self.inside(i), x, -jnp.inf)
+
+    def inside(self, i):
+        """How many keys of a step are not hidden."""
+        return self.work_item.limit - (self.work_item.last - i) * KEYS
 
     def new_top(self, x, scale, before):
         """Where a weight would be too large, so that the largest is 2^NEW_WEIGHT."""

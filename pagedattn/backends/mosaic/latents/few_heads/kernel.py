@@ -5,7 +5,6 @@ are the columns: so no row is padding, and the queries take the room of their he
 is a ring of loads, as many as there is room for: a decode waits for memory, not for products.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
@@ -16,7 +15,7 @@ from jax import lax
 from ...dense.token_scales import THREADS
 from ...ring import Ring
 from ..kernel_config import HEAD_DIM, KEYS, SWIZZLE, VALUE_DIM, KernelConfig
-from ..split_kv import Schedule, items_of_part, own_part
+from ..split_kv import own_items
 from .chunks import CHUNK, PIECE, PIECES
 from .compute import compute
 from .loads import load
@@ -87,8 +86,7 @@ def barriers_of(config: KernelConfig) -> Barriers:
 
 def program(config: KernelConfig, arrays, memory: Memory, barriers: Barriers):
     warpgroup, tile = lax.axis_index("wg"), lax.axis_index("group")
-    schedule = Schedule(arrays.tokens, arrays.parts)
-    work_items = functools.partial(items_of_part, config, own_part(config), schedule)
+    work_items = own_items(config, arrays)
     ring = Ring(memory.latents, barriers.full, barriers.free)
 
     @pl.when(warpgroup == 0)

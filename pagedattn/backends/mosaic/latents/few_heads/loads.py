@@ -7,12 +7,10 @@ import functools
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import jax.numpy as jnp
-from jax import lax
 
 from ...ring import Ring
 from ..kernel_config import KEYS, KernelConfig
-from ..pages import block_ids, by_warps, source
+from ..pages import by_warps, each_step, source
 from .chunks import CHUNK, CHUNKS
 
 
@@ -21,22 +19,13 @@ def load(config: KernelConfig, arrays, ring: Ring, work_items):
 
 
 def load_pages(config: KernelConfig, arrays, ring: Ring, work_items, pages):
-    """Table entries are looked up a step ahead: a load from the table takes longer than a TMA."""
+    def load_step(work_item, i, blocks, _):
+        for chunk in range(CHUNKS):
+            slot = ring.free_slot((work_item.done + i) * CHUNKS + chunk)
+            for page, block in zip(pages, blocks, strict=True):
+                load_page(config, arrays, ring, work_item, i, block, (slot, page, chunk))
 
-    def visit(work_item, index, _):
-        def step(i, ids):
-            ahead = block_ids(config, arrays, work_item, i + 1, pages)
-            for chunk in range(CHUNKS):
-                slot = ring.free_slot((work_item.done + i) * CHUNKS + chunk)
-                for page, block in zip(pages, ids, strict=True):
-                    load_page(config, arrays, ring, work_item, i, block, (slot, page, chunk))
-            return ahead
-
-        first = block_ids(config, arrays, work_item, jnp.int32(0), pages)
-        lax.fori_loop(0, work_item.steps, step, first)
-        return ()
-
-    work_items(visit, ())
+    each_step(config, arrays, work_items, pages, load_step)
 
 
 def load_page(config: KernelConfig, arrays, ring: Ring, work_item, step, block, place):

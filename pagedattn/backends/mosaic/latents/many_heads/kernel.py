@@ -1,6 +1,5 @@
 """Tiles of 64 heads: two warpgroups that compute and one that loads."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..kernel_config import KEYS, ROWS, SWIZZLE, KernelConfig
-from ..split_kv import Schedule, items_of_part, own_part
+from ..split_kv import own_items
 from .compute import compute
 from .loads import load
 from .shares import HALF, REST
@@ -97,8 +96,7 @@ def barriers_of(config: KernelConfig) -> Barriers:
 def program(config: KernelConfig, arrays, memory: Memory, barriers: Barriers):
     warpgroup = lax.axis_index("wg")
     tile = lax.axis_index("group") * config.cluster + lax.axis_index("mate")
-    schedule = Schedule(arrays.tokens, arrays.parts)
-    work_items = functools.partial(items_of_part, config, own_part(config), schedule)
+    work_items = own_items(config, arrays)
 
     for half in range(2):
 

@@ -1,16 +1,13 @@
 """The warpgroup that loads: a warp each for the halves of the values, the rest, and the queries.
 
-What is free comes at another time for each of them. Table entries are looked up a step ahead: a
-load from the table takes longer than a TMA.
+What is free comes at another time for each of them.
 """
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import jax.numpy as jnp
-from jax import lax
 
 from ..kernel_config import KEYS, ROWS, VALUE_DIM, KernelConfig
-from ..pages import block_ids, source
+from ..pages import each_step, source
 from .shares import HALF, REST
 
 
@@ -67,28 +64,17 @@ def load_keys(config: KernelConfig, arrays, work_items, columns, rooms):
     """Some columns of the keys of every step, into the rooms of even and of odd steps in turn."""
     size, pages = min(config.block_size, KEYS), range(config.pages)
 
-    def visit(work_item, index, _):
-        def load_step(step, ids, room, full, free):
-            @pl.when(work_item.done + step >= 2)
-            def wait_for_room():
-                plgpu.barrier_wait(free)
+    def load_step(work_item, step, blocks, turn):
+        room, full, free = rooms[turn]
 
-            for page, block in enumerate(ids):
-                rows = source(config, work_item, step, block)
-                target = room.at[pl.ds(page * size, size)]
-                keys = arrays.latents.at[*rows, 0, columns]
-                plgpu.copy_gmem_to_smem(keys, target, full, collective_axes="mate")
+        @pl.when(work_item.done + step >= 2)
+        def wait_for_room():
+            plgpu.barrier_wait(free)
 
-        def pair(i, ids):
-            for slot in range(2):
-                step = 2 * i + slot
-                new = block_ids(config, arrays, work_item, step + 1, pages)
-                load_step(step, ids, *rooms[slot])
-                ids = new
-            return ids
+        for page, block in enumerate(blocks):
+            rows = source(config, work_item, step, block)
+            target = room.at[pl.ds(page * size, size)]
+            keys = arrays.latents.at[*rows, 0, columns]
+            plgpu.copy_gmem_to_smem(keys, target, full, collective_axes="mate")
 
-        first = block_ids(config, arrays, work_item, jnp.int32(0), pages)
-        lax.fori_loop(0, lax.div(work_item.steps, jnp.int32(2)), pair, first)
-        return ()
-
-    work_items(visit, ())
+    each_step(config, arrays, work_items, pages, load_step)
