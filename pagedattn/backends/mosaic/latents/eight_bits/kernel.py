@@ -32,7 +32,7 @@ PLACES = 4  # for the keys of a step: with 5, for which 16 heads leave room, dec
 class Memory(NamedTuple):
     """In a multiprocessor's memory."""
 
-    query: Any  # [parts of queries * heads, columns] in eight bits
+    query: Any  # [1, parts of queries * heads, columns] in eight bits
     query_factors: Any  # [heads]: on products
     latents: Any  # [places, keys, columns] in eight bits
     scales: Any  # [places, pages, keys of a page and those behind it]: of tokens; or None
@@ -88,7 +88,7 @@ def memory_of(config: KernelConfig, dtype) -> Memory:
 
     heads = config.rows
     return Memory(
-        tiled(config.cache_dtype, PIECE, query_rows(config), HEAD_DIM),
+        tiled(config.cache_dtype, PIECE, 1, query_rows(config), HEAD_DIM),
         numbers(heads),
         tiled(config.cache_dtype, PIECE, PLACES, KEYS, HEAD_DIM),
         numbers(PLACES, config.pages, max(LINE, config.page_keys)) if config.token_scales else None,

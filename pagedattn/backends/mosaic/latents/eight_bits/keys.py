@@ -15,6 +15,7 @@ from ....._arrays.namespace import cdiv
 from ...dense.registers import load, store
 from ...dense.token_scales import gather
 from ..kernel_config import HEAD_DIM, KEYS, KernelConfig
+from ..opaque import opaque
 from ..softmax import LAYOUT, LOG2_E, wide
 from .operands import LARGEST_WEIGHT, PIECE, any_too_large, largest, total, weight_operand
 from .queries import joined, query_rows, scales_of, split
@@ -69,13 +70,14 @@ def query_pieces(config: KernelConfig, arrays, token, tile):
 
 def put_queries(config: KernelConfig, memory, pieces):
     """Their parts where products find them, and a factor for each head."""
-    dtype, pieces = str(config.cache_dtype), [piece.astype(jnp.float32) for piece in pieces]
+    dtype = str(config.cache_dtype)
     largest_ones = functools.reduce(jnp.maximum, map(jnp.abs, pieces)).max(axis=1)
-    up, down = scales_of(largest_ones, dtype)
-    for columns, numbers in zip(PIECES, pieces, strict=True):
+    up, down = scales_of(largest_ones.astype(jnp.float32), dtype)
+    for columns, piece in zip(PIECES, pieces, strict=True):
+        numbers = piece.astype(jnp.float32)
         factor = plgpu.layout_cast(wide(up, numbers), QUERY)  # JAX 0.10 finds none
         for i, part in enumerate(split(numbers * factor, dtype)):
-            memory.query.at[pl.ds(i * config.rows, config.rows), columns][...] = part
+            memory.query.at[0, pl.ds(i * config.rows, config.rows), columns][...] = part
     store(memory.query_factors, down)
     plgpu.commit_smem()
 
@@ -135,7 +137,8 @@ class Walk:
 
         The warpgroups of the values, which wait for their weights, release the keys.
         """
-        keys, queries = self.memory.latents.at[self.loaded(i)], self.memory.query
+        keys = self.memory.latents.at[self.loaded(i)]
+        queries = self.memory.query.at[opaque(0)]
         each = columns_at_once(self.config)
         dtype = jnp.int32 if self.config.cache_dtype == "int8" else jnp.float32
 
