@@ -14,6 +14,7 @@ from .softmax import (
     hide_other_lines,
     key_range,
     position_of,
+    raise_highest,
     soften,
 )
 
@@ -35,7 +36,10 @@ def mask_and_soften(args, item, kv_head, first, count, logits, shown, highest, t
                 done += held
             if args.bias != 0:
                 note_shown(at, shown)
-            soften(at, highest, total, kept, row)
+            raise_highest(at, highest, kept, row)
+    # Only now, for no row waits for its highest logit while others are looked for.
+    for row in range(item.num_queries * args.group):
+        soften(logits + 4 * row * CHUNK, highest, total, kept, row)
 
 
 @fast

@@ -135,17 +135,25 @@ def hide(logits, begin, end, first, count):
 
 
 @fast
-def soften(logits, highest, total, kept, row):
-    """Turns a row's logits into weights; updates its highest logit and its sum of weights."""
+def raise_highest(logits, highest, kept, row):
+    """Updates a row's highest logit, and by what its sums shrink."""
     before = get_float32(highest, row)
     top = max(before, highest_of(logits, CHUNK))
-    shift = ZERO if top == NONE else top
-    summed = ZERO
+    put_float32(highest, row, top)
+    put_float32(kept, row, ONE if top == before else exp(before - shift_of(top)))
+
+
+@fast
+def soften(logits, highest, total, kept, row):
+    """Turns a row's logits into weights; updates its sum of weights."""
+    shift, summed = shift_of(get_float32(highest, row)), ZERO
     for k in range(CHUNK):
         weight = exp(get_float32(logits, k) - shift)
         put_float32(logits, k, weight)
         summed += weight
-    factor = ONE if top == before else exp(before - shift)
-    put_float32(highest, row, top)
-    put_float32(total, row, get_float32(total, row) * factor + summed)
-    put_float32(kept, row, factor)
+    put_float32(total, row, get_float32(total, row) * get_float32(kept, row) + summed)
+
+
+@fast
+def shift_of(top):
+    return ZERO if top == NONE else top
