@@ -216,12 +216,14 @@ def look_up_fours(typing, source, scales, out, dim, held):
 
 @intrinsic
 def fetch_row(typing, row, count):
-    """Asks for the cache lines of some bytes."""
+    """Asks for the cache lines of some bytes; most rows are no longer than the first."""
 
     def code(context, builder, signature, args):
         row, count = args
         whole = builder.add(count, word(LINE - 1))
-        along(builder, LINE, word(0), whole, lambda index: fetch(builder, row, index, 1))
+        fetch(builder, row, word(0), 1)
+        with builder.if_then(builder.icmp_signed(">", count, word(LINE)), likely=False):
+            along(builder, LINE, word(LINE), whole, lambda index: fetch(builder, row, index, 1))
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp), code
