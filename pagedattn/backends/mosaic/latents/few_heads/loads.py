@@ -9,7 +9,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
 from ...ring import Ring
-from ..kernel_config import KEYS, KernelConfig
+from ..kernel_config import KernelConfig
 from ..pages import by_warps, each_step, source
 from .chunks import CHUNK, CHUNKS
 
@@ -31,8 +31,7 @@ def load_pages(config: KernelConfig, arrays, ring: Ring, work_items, pages):
 def load_page(config: KernelConfig, arrays, ring: Ring, work_item, step, block, place):
     """Some columns of a page, into the place of its keys in a slot."""
     slot, page, chunk = place
-    size = min(config.block_size, KEYS)
     rows = source(config, work_item, step, block)
     latents = arrays.latents.at[*rows, 0, pl.ds(chunk * CHUNK, CHUNK)]
-    target = ring.room.at[slot, pl.ds(page * size, size)]
+    target = ring.room.at[slot, pl.ds(page * config.page_keys, config.page_keys)]
     plgpu.copy_gmem_to_smem(latents, target, ring.full.at[slot])

@@ -6,7 +6,7 @@ What is free comes at another time for each of them.
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
-from ..kernel_config import KEYS, ROWS, VALUE_DIM, KernelConfig
+from ..kernel_config import ROWS, VALUE_DIM, KernelConfig
 from ..pages import each_step, source
 from .shares import HALF, REST
 
@@ -62,7 +62,7 @@ def load_queries(arrays, memory, barriers, work_items, tile):
 
 def load_keys(config: KernelConfig, arrays, work_items, columns, rooms):
     """Some columns of the keys of every step, into the rooms of even and of odd steps in turn."""
-    size, pages = min(config.block_size, KEYS), range(config.pages)
+    size, pages = config.page_keys, range(config.pages)
 
     def load_step(work_item, step, blocks, turn):
         room, full, free = rooms[turn]
