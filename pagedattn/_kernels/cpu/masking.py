@@ -37,7 +37,7 @@ def mask_and_soften(args, item, kv_head, first, count, logits, shown, highest, t
             if args.bias != 0:
                 note_shown(at, shown)
             raise_highest(at, highest, kept, row)
-    # Only now, for no row waits for its highest logit while others are looked for.
+    # In a loop of its own: in one with the search, each row's weights would wait for its end.
     for row in range(item.num_queries * args.group):
         soften(logits + 4 * row * CHUNK, highest, total, kept, row)
 

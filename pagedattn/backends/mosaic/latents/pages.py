@@ -36,7 +36,7 @@ def source(config: KernelConfig, work_item, step, block):
 
 
 def first_blocks(config: KernelConfig, schedule: Schedule, tables):
-    """Pages of the first step of each part, `int32[parts, pages]`: a look-up less."""
+    """Pages of the first step of each part, `int32[parts, pages]`, which need no look-up there."""
 
     def of_part(part):
         begin, end, first, _, *fields = schedule.parts[part]
@@ -74,17 +74,17 @@ def each_step(config: KernelConfig, arrays, work_items, pages, load_step):
     work_items(visit, begin)
 
 
-def begins(config: KernelConfig, work_item, pages, step):
-    """The first key of some pages of a step."""
+def first_keys(config: KernelConfig, work_item, pages, step):
+    """Where some pages of a step begin in the sequence."""
     begin = (work_item.last - step) * KEYS
     return [begin + i * config.block_size for i in pages]
 
 
 def table_entries(config: KernelConfig, tables, work_item, pages, step):
-    """Of some pages of a step; whatever else the table has for those that are hidden."""
+    """Blocks of some pages of a step; of hidden ones any, which `seen_blocks` replaces."""
     places = [
         lax.div(jnp.maximum(begin, 0), jnp.int32(config.block_size))
-        for begin in begins(config, work_item, pages, step)
+        for begin in first_keys(config, work_item, pages, step)
     ]
     last = config.max_blocks - 1
     return [tables[work_item.sequence, jnp.minimum(place, last)] for place in places]
@@ -94,5 +94,5 @@ def seen_blocks(config: KernelConfig, work_item, pages, step, entries):
     """One past the cache for what is hidden: TMA fills it with zeros."""
     return [
         jnp.where((begin >= 0) & (begin < work_item.limit), entry, config.num_blocks)
-        for begin, entry in zip(begins(config, work_item, pages, step), entries, strict=True)
+        for begin, entry in zip(first_keys(config, work_item, pages, step), entries, strict=True)
     ]

@@ -113,7 +113,7 @@ def keys_of_tokens(config: KernelConfig, query_start_loc, seq_lens):
 
 
 class WorkItems(NamedTuple):
-    """Those of a part, in a kernel."""
+    """The work items of a part, in a kernel."""
 
     config: KernelConfig
     part: Any
@@ -139,7 +139,7 @@ class WorkItems(NamedTuple):
 
 
 def own_items(config: KernelConfig, arrays) -> WorkItems:
-    """Those of a program.
+    """The work items of a program.
 
     The last part is that of the first programs: a part waits for those behind it, so that programs
     wait for none that start after them. (GPUs start blocks in the order of their numbers, although
@@ -150,9 +150,10 @@ def own_items(config: KernelConfig, arrays) -> WorkItems:
 
 
 def loaded_together(number, others):
-    """The number, for which the others are loaded, too.
+    """The number, unchanged, by an expression that needs the others from memory, too.
 
-    Else they are loaded once the number says that they are needed: half a microsecond later.
+    The GPU's assembler would load them once the number says that they are needed: half a
+    microsecond later. A barrier for XLA or LLVM does not keep it from that.
     """
     least = functools.reduce(jnp.minimum, others)
     return jnp.where(least < LEAST, 0, number)

@@ -32,7 +32,7 @@ PLACES = 4  # for the keys of a step: with 5, for which 16 heads leave room, dec
 class Memory(NamedTuple):
     """In a multiprocessor's memory."""
 
-    query: Any  # [1, parts of queries * heads, columns] in eight bits
+    query: Any  # [1, parts of queries * heads, columns] in eight bits: 1 for an `opaque` index
     query_factors: Any  # [heads]: on products
     latents: Any  # [places, keys, columns] in eight bits
     scales: Any  # [places, pages, keys of a page and those behind it]: of tokens; or None
