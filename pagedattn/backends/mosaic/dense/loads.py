@@ -1,7 +1,8 @@
 """The warpgroup that loads: queries by units, keys and values by pages, one TMA each.
 
 Its four warps share the pages of a step: one that loaded them all would issue too slowly for pages
-of 16. Table entries are looked up a step ahead: a load from the table takes longer than a TMA.
+of 16. Table entries are looked up a step ahead: a load from the table takes longer than a TMA. It
+comes behind the TMA, which would else wait for it.
 """
 
 import functools
@@ -77,14 +78,14 @@ class Loads:
 
         def step_of_loads(step, carry):
             previous, ids = carry
-            ahead = self.ids(step + 1)
             self.keys(step, ids)
             self.values(step - 1, previous)
-            return ids, ahead
+            return ids, self.ids(step + 1)
 
-        first, second = self.ids(jnp.int32(0)), self.ids(jnp.int32(1))
+        first = self.ids(jnp.int32(0))
         self.keys(jnp.int32(0), first)
-        previous, _ = lax.fori_loop(1, self.blocks.count, step_of_loads, (first, second))
+        begin = first, self.ids(jnp.int32(1))
+        previous, _ = lax.fori_loop(1, self.blocks.count, step_of_loads, begin)
         self.values(self.blocks.count - 1, previous)
 
     def page(self, i):
