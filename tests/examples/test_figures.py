@@ -192,6 +192,9 @@ def test_eight_bits_on_gpus():
     assert f"from int4 {us['decode, int4'] / plain:.2f}" in text
 
 
+MANY = ", 128 x 1024, 128 heads", ", 16 x 8192, 128 heads"
+
+
 def test_latent_caches():
     us, text = work("h100_latents.json"), page("h100.md")
     shapes = [name.removesuffix(", mosaic") for name in us if name.endswith("mosaic")]
@@ -210,15 +213,20 @@ def test_latent_caches():
     assert f"takes {one} of its time from bfloat16" in text
     assert f"{long} for 16 x 8192, and {more} for 64 x 4096 with 32 heads" in text
 
-    us, text = work("h200_latents_16_heads.json"), page("performance.md")
-    names = [
-        f"latent cache, {keys}, 16 heads, mosaic"
-        for keys in ("64 x 4096", "128 x 1024", "16 x 8192")
-    ]
-    one, short, long = (f"{us[f'{name}, float8_e4m3fn'] / us[name]:.2f}" for name in names)
-    flat = " ".join(text.split())
-    assert f"16 heads {one} of its time from bfloat16, {short} for 128 x 1024 and" in flat
-    assert f"and {long} for 16 x 8192" in flat
+    us, text = work("h200_latents_float8.json"), " ".join(page("performance.md").split())
+
+    def of_bfloat16(shape):
+        name = f"latent cache{shape}, mosaic"
+        return f"{us[f'{name}, float8_e4m3fn'] / us[name]:.2f}"
+
+    one, short, long = (
+        of_bfloat16(f", {keys}, 16 heads") for keys in ("64 x 4096", "128 x 1024", "16 x 8192")
+    )
+    assert f"takes {one} of its time from bfloat16, {short} for 128 x 1024 and {long} for" in text
+    some, more = (of_bfloat16(f", 64 x 4096, {heads} heads") for heads in (32, 64))
+    assert f"With 32 heads it takes {some}, with 64 heads {more}, with 128 heads" in text
+    most = sorted(of_bfloat16(shape) for shape in ("", *MANY))
+    assert f"with 128 heads {most[0]} to {most[-1]}:" in text
 
 
 def test_the_rate_of_matmuls_over_latents():
