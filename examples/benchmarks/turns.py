@@ -10,7 +10,7 @@ import torch
 from benchmarks.report import reason_of
 from benchmarks.timing import captured
 
-TURNS, SECONDS = 9, 0.015  # of each: turns, and seconds of a turn at least
+TURNS, SECONDS = 25, 0.015  # of each: turns, many where machines are shared; seconds of a turn
 
 
 def of_graphs(call: Callable, calls: int) -> Callable[[], float]:

@@ -1,6 +1,6 @@
 """Paged attention on Hopper GPUs, in Pallas Mosaic GPU: JAX and nothing else.
 
-A kernel for caches of keys and values, two for latent caches. Pages are loaded by TMA, one load a
+A kernel for caches of keys and values, three for latent caches. Pages are loaded by TMA, one load a
 page, so that a cache in blocks of 16 costs what one in a row does.
 """
 
