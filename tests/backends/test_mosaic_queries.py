@@ -33,7 +33,7 @@ def total(parts, dtype):
     products = jnp.concatenate(list(jnp.asarray(parts, jnp.float32)), axis=0).T
     if dtype == "int8":
         products = products.astype(jnp.int32)
-    return np.float64(queries.joined(products, HEADS)).T
+    return np.float64(queries.sum_of_parts(products, HEADS)).T
 
 
 @DTYPES

@@ -108,7 +108,7 @@ BUGS = {
         "per-token scales",
     ),
     "per-token scales: sums that keep an earlier exponent": Bug(
-        "            kept = kept * jnp.exp2(before - exponent)\n",
+        "            correction = correction * jnp.exp2(before - exponent)\n",
         "            pass\n",
         NUMBERS,
         "per-token scales",
@@ -143,7 +143,7 @@ BUGS = {
         "cut decodes",
     ),
     "sums not shrunk to the new highest": Bug(
-        "return out * wide(kept, out), state", "return out, state", NUMBERS
+        "return out * wide(correction, out), state", "return out, state", NUMBERS
     ),
     "a barrier that counts pages only": Bug(
         "return max(config.pages, WARPS)",
@@ -204,8 +204,8 @@ BUGS = {
         "eight bits, window, group of 4",
     ),
     "per-token scales: exponents written before there is room": Bug(
-        "        for place, exponent in zip(self.rows.places(slot), exponents, strict=True):\n",
-        "        for place, exponent in zip(self.rows.places(1 - slot), exponents, strict=True):\n",
+        "        for place, exponent in zip(exponent_places(slot), exponents, strict=True):\n",
+        "        for place, exponent in zip(exponent_places(1 - slot), exponents, strict=True):\n",
         RACE,
         "per-token scales",
     ),
@@ -278,13 +278,13 @@ BUGS = {
         "latents of eight bits, 8 heads",
     ),
     "latents of eight bits: sums of weights that do not follow a new top": Bug(
-        "State(top, state.weights * wide(shrunk, x, 1) + weights)",
+        "State(top, state.weights * wide(correction, x, 1) + weights)",
         "State(top, state.weights + weights)",
         NUMBERS,
         "latents of eight bits, logits far apart",
     ),
     "latents of eight bits: sums of values that do not follow a new top": Bug(
-        "            self.put(place, weights, scale, shrunk)\n",
+        "            self.put(place, weights, scale, correction)\n",
         "            self.put(place, weights, scale, of_heads(self.config, 1.0))\n",
         NUMBERS,
         "latents of eight bits, logits far apart",
@@ -302,7 +302,7 @@ BUGS = {
         "latents of eight bits, per-token scales",
     ),
     "latents of eight bits: scales of hidden keys": Bug(
-        "        return jnp.where(row < self.inside(i), found, 0.0)\n",
+        "        return jnp.where(row < self.work_item.visible_keys(i), found, 0.0)\n",
         "        return found\n",
         NUMBERS,
         "latents of eight bits, per-token scales",

@@ -1,4 +1,4 @@
-"""Small calls of the three Mosaic kernels, to be interpreted: shapes, and lengths within them.
+"""Small calls of the Mosaic kernels, to be interpreted: shapes, and lengths within them.
 
 Tracing takes 5 of a call's 8 seconds. Shapes and specs are compiled for, lengths are not: so each
 case has one program, and runs it for lengths of its own and for lengths that Hypothesis draws.

@@ -9,9 +9,15 @@ from jax import lax
 
 
 class Ring(NamedTuple):
-    """Keys or values of some steps in a multiprocessor's memory."""
+    """A ring buffer in shared memory, with its barriers: step n has slot n % slots.
 
-    room: Any  # [stages, keys, head_dim]
+    Fields:
+      room: the buffer, `[slots, ...]`.
+      full: barriers, one a slot: it has been filled.
+      free: barriers, one a slot: all who read it are done.
+    """
+
+    room: Any
     full: Any
     free: Any
 
@@ -19,7 +25,7 @@ class Ring(NamedTuple):
         return lax.rem(step, jnp.int32(self.room.shape[0]))
 
     def free_slot(self, step):
-        """The slot of a step, once what was there is no longer needed."""
+        """Waits until the slot of a step may be overwritten, and returns it."""
 
         @pl.when(step >= self.room.shape[0])
         def wait_for_room():

@@ -18,7 +18,7 @@ from .registers import LAYOUT, row_vector, wide
 from .results import join_or_leave, store
 from .scores import Softmax
 from .tiles import has_rows
-from .token_scales import Exponents, Scales
+from .token_scales import Exponents, Scales, exponent_places
 
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]  (not private: its documents name it)
 
@@ -181,11 +181,11 @@ class Walk:
     def step(self, step, carry, masked):
         out, state, weights, before = carry
         out, new, exponent = self.beside(self, step, state, masked, out, weights)
-        weights, state, kept = new
+        weights, state, correction = new
         if exponent is not None:
-            kept = kept * jnp.exp2(before - exponent)
+            correction = correction * jnp.exp2(before - exponent)
         self.end_of_step(step)
-        return out * wide(kept, out), state, weights.astype(self.memory.value.dtype), exponent
+        return out * wide(correction, out), state, weights.astype(self.memory.value.dtype), exponent
 
     def last_beside(self, following, out, weights):
         """The results, and the weights of the first step of the tile that follows."""
@@ -239,7 +239,7 @@ class Walk:
         """What the step leaves out of keys and values; its keys have been multiplied."""
         slot, exponents = self.slot(step), Exponents(None, None)
         if (scales := self.memory.scales) is not None:
-            places = scales.places(slot)
+            places = exponent_places(slot)
             exponents = Exponents(*(scales.exponents[i] for i in places))
         plgpu.barrier_arrive(self.barriers.key_free.at[slot])
         return exponents

@@ -14,11 +14,12 @@ from jax import lax
 
 from ...._arrays.shard_map import traced_apart
 from ..in_place import unfused
+from ..warpgroup import WARPS
 from . import token_scales
 from .compute import compute
 from .kernel_config import ROWS, UNIT, WARPGROUP, KernelConfig
 from .lines import Lines
-from .loads import WARPS, load
+from .loads import load
 from .split_kv import Schedule, cut_tiles
 from .tile_tasks import visit_all, whole_tiles
 from .tiles import Table

@@ -14,10 +14,9 @@ from jax import lax
 
 from ...._arrays.namespace import cdiv
 from ..ring import Ring
+from ..warpgroup import WARPS
 from .kernel_config import UNIT, WARPGROUP, KernelConfig, columns
 from .tiles import first_key, num_units, token_of
-
-WARPS = 4
 
 
 def load(config: KernelConfig, arrays, memory, barriers, schedule):

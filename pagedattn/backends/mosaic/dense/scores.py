@@ -130,7 +130,7 @@ def weigh(x, state: Softmax, factor, exponent: int):
     """
     top = jnp.maximum(state.top, x.max(axis=1) * factor)
     base = jnp.where(top == -jnp.inf, 0.0, top)
-    kept = jnp.exp2(state.top - base)
+    correction = jnp.exp2(state.top - base)
     weights = jnp.exp2(x * wide(factor, x) - wide(base - exponent, x))
     few = sum(weights[:, i : i + COLUMNS] for i in range(0, weights.shape[1], COLUMNS))
-    return weights, Softmax(top, state.total * wide(kept, few) + few), kept
+    return weights, Softmax(top, state.total * wide(correction, few) + few), correction

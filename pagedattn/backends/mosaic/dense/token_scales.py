@@ -16,6 +16,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, vector
 
 from ....cache.quantise import LARGEST
+from ..warpgroup import THREADS
 from .float16 import BIAS, LARGEST_EXPONENT, exponent_of
 from .kernel_config import KernelConfig
 from .registers import load
@@ -23,7 +24,7 @@ from .tile_tasks import TileTask
 from .tiles import first_key
 
 LEAST = 1.0 - BIAS  # of an exponent: 1 over its power is a normal number
-THREADS = 128  # of a warpgroup: as many as a step has keys
+# A step has as many keys as a warpgroup has threads.
 ONE_EACH = plgpu.Layout.TILED(
     plgpu.Tiling(((THREADS,), (32,), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
 )
@@ -66,9 +67,10 @@ class Rows(NamedTuple):
     value: Any
     exponents: Any
 
-    def places(self, slot) -> Exponents:
-        """Where the exponents of a step are, of those whose keys are in memory."""
-        return Exponents(2 * slot, 2 * slot + 1)
+
+def exponent_places(slot) -> tuple[Any, Any]:
+    """Indices into `Rows.exponents`, of the keys and of the values of the step in a slot."""
+    return 2 * slot, 2 * slot + 1
 
 
 def exponents_of(config: KernelConfig, rows: Rows, before) -> Exponents:

@@ -15,7 +15,15 @@ from .float16 import float16_of
 from .kernel_config import KernelConfig
 from .registers import NUMBERS, load, store
 from .registers import wide as wide_rows
-from .token_scales import LEAST, Scales, blocks_of, exponents_of, scales_at, tokens_of
+from .token_scales import (
+    LEAST,
+    Scales,
+    blocks_of,
+    exponent_places,
+    exponents_of,
+    scales_at,
+    tokens_of,
+)
 
 REGISTERS = 72  # of a thread: room for what is loaded at once
 
@@ -54,19 +62,19 @@ class Waiting(NamedTuple):
     exponent: Any
 
 
-def widen(config: KernelConfig, arrays, held, memory, barriers, schedule):
+def widen(config: KernelConfig, arrays, loaded, memory, barriers, schedule):
     """Fills the rings of those that multiply, in the order in which pages are loaded.
 
-    `held` are the memory and the barriers of what is loaded.
+    `loaded` are `HeldMemory` and `HeldBarriers`, which the warpgroup that loads fills.
     """
     plgpu.set_max_registers(REGISTERS, action="decrease")
-    loaded, signals = held
+    held, signals = loaded
     keys = Rings(
-        Ring(loaded.key, signals.key_full, signals.key_free),
+        Ring(held.key, signals.key_full, signals.key_free),
         Ring(memory.key, barriers.key_full, barriers.key_free),
     )
     values = Rings(
-        Ring(loaded.value, signals.value_full, signals.value_free),
+        Ring(held.value, signals.value_full, signals.value_free),
         Ring(memory.value, barriers.value_full, barriers.value_free),
     )
 
@@ -127,7 +135,7 @@ class Walk:
         numbers = take(held, position)  # and commits the scales, which other warps read
         exponents = exponents_of(self.config, self.rows, before)
         slot = wide.free_slot(position)
-        for place, exponent in zip(self.rows.places(slot), exponents, strict=True):
+        for place, exponent in zip(exponent_places(slot), exponents, strict=True):
             store(self.rows.exponents.at[place], exponent)
         put(wide, slot, numbers, factors(self.rows.key, exponents.key))
         return Waiting(scales.value, exponents.value)

@@ -1,4 +1,4 @@
-"""The kernel over latents: a persistent program a multiprocessor, by how many heads a tile has."""
+"""Launches the kernel over latents that fits the cache's dtype and the heads of a tile."""
 
 import functools
 from typing import Any, NamedTuple
@@ -44,32 +44,32 @@ def program_of(config: KernelConfig):
 def attention(config: KernelConfig, query, latents, scales, tables, schedule: Schedule):
     """out `[num_tokens, num_heads, 512]` and lse `f32[num_tokens, tiles, rows]`."""
     program = program_of(config)
+    left = config.parts, config.tiles, program.SUMMING  # one of each may leave sums to others
     ahead = first_blocks(config, schedule, tables)
     operands, structure = jax.tree.flatten((query, latents, scales, tables, *schedule, ahead))
 
     def body(*refs):
         inputs, results = refs[: len(operands)], refs[len(operands) :]
-        finished = pl.get_global(plgpu.SemaphoreType.REGULAR(parts))
+        finished = pl.get_global(plgpu.SemaphoreType.REGULAR(left))
         arrays = Arrays(*jax.tree.unflatten(structure, inputs), *results)
         arrays = arrays._replace(finished=finished)
         run = functools.partial(program.program, config, arrays)
         scratch = program.memory_of(config, query.dtype), program.barriers_of(config)
         pl.run_scoped(run, *scratch, collective_axes="wg")
 
-    parts = config.parts, config.tiles, program.COMPUTING
     kernel = plgpu.kernel(
         body,
         out_type=(
             jax.ShapeDtypeStruct((config.num_tokens, config.num_heads, VALUE_DIM), query.dtype),
             jax.ShapeDtypeStruct((config.num_tokens, config.tiles, config.rows), jnp.float32),
-            jax.ShapeDtypeStruct((*parts, *program.sums_shape(config)), jnp.float32),
-            jax.ShapeDtypeStruct((*parts, 2, config.rows), jnp.float32),
+            jax.ShapeDtypeStruct((*left, *program.sums_shape(config)), jnp.float32),
+            jax.ShapeDtypeStruct((*left, 2, config.rows), jnp.float32),
         ),
         grid=(config.parts, config.tiles // config.cluster),
         grid_names=("part", "group"),
         cluster=(config.cluster,),
         cluster_names=("mate",),
-        num_threads=program.warpgroups(config),
+        num_threads=program.WARPGROUPS,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,

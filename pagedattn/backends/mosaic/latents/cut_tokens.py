@@ -40,7 +40,7 @@ class Places(NamedTuple):
     """
 
     tile: Any
-    warpgroup: int
+    warpgroup: Any  # may be traced
     parts: tuple[Any, ...]
     axis: int
 

@@ -64,12 +64,12 @@ class KernelConfig:
 
     @property
     def pages(self) -> int:
-        """Loads that bring the keys of a step."""
+        """Pages of a step: whole blocks, or a stretch of KEYS tokens where blocks are longer."""
         return max(1, KEYS // self.block_size)
 
     @property
     def page_keys(self) -> int:
-        """Keys that a load brings."""
+        """Keys of a page."""
         return min(self.block_size, KEYS)
 
     @property

@@ -46,8 +46,8 @@ def _unsupported(call) -> list[str]:
         reasons.append("value_dim: values of another width must be columns of the keys")
     if call.dtype != "bfloat16":
         reasons.append(f"queries of latents must be bfloat16, got {call.dtype}")
-    if call.cache_dtype:
-        reasons += unsupported_bits(call)
+    if call.cache_dtype and call.cache_dtype not in CACHE_DTYPES:
+        reasons.append(f"cache_dtype: it widens {', '.join(CACHE_DTYPES)}, got {call.cache_dtype}")
     if (call.head_dim, call.out_dim) != (HEAD_DIM, VALUE_DIM):
         reasons.append(
             f"latents must have {HEAD_DIM} columns, {VALUE_DIM} of them values, "
@@ -62,13 +62,6 @@ def _unsupported(call) -> list[str]:
         reasons.append(
             f"block_size must be 8, 16, 32 or a multiple of {KEYS}, got {call.block_size}"
         )
-    return reasons
-
-
-def unsupported_bits(call) -> list[str]:
-    reasons = []
-    if call.cache_dtype not in CACHE_DTYPES:
-        reasons.append(f"cache_dtype: it widens {', '.join(CACHE_DTYPES)}, got {call.cache_dtype}")
     return reasons
 
 

@@ -9,10 +9,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from ..warpgroup import WARPS
 from .kernel_config import KEYS, KernelConfig
 from .split_kv import Schedule, item_of
-
-WARPS = 4  # of a warpgroup
 
 
 def by_warps(config: KernelConfig, load_pages: Callable[[range], None]) -> None:
@@ -36,7 +35,7 @@ def source(config: KernelConfig, work_item, step, block):
 
 
 def first_blocks(config: KernelConfig, schedule: Schedule, tables):
-    """Pages of the first step of each part, `int32[parts, pages]`, which need no look-up there."""
+    """The blocks of each part's first step, `int32[parts, pages]`: no look-ups in kernels."""
 
     def of_part(part):
         begin, end, first, _, *fields = schedule.parts[part]
@@ -50,8 +49,9 @@ def first_blocks(config: KernelConfig, schedule: Schedule, tables):
 def each_step(config: KernelConfig, arrays, work_items, pages, load_step):
     """Has `load_step(work_item, step, blocks, turn)` load some pages of every step.
 
-    `turn` counts the steps that are taken in turn. Table entries are looked up a step ahead: a load
-    from them takes longer than a TMA. It comes behind the TMA, which would else wait for it.
+    `turn` is the step modulo `config.steps_at_once`: which of the buffers it loads. Table entries
+    are looked up a step ahead: a load from them takes longer than a TMA. It comes behind the TMA,
+    which would else wait for it.
     """
     at_once = config.steps_at_once
     begin = [arrays.first_blocks[work_items.part, page] for page in pages]

@@ -11,9 +11,10 @@ from jax import lax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
-from .kernel_config import ROWS, KernelConfig
+from ..dense.registers import LAYOUT
+from ..warpgroup import THREADS
+from .kernel_config import KernelConfig
 
-LAYOUT = plgpu.Layout.WGMMA
 LOG2_E = math.log2(math.e)
 SLACK = 8.0  # by which logits may exceed the top before there is a new one
 
@@ -25,8 +26,9 @@ class State(NamedTuple):
     total: Any
 
 
-def row_vector(value):
-    return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), LAYOUT.reduce(1))
+def reduction_floats(heads: int) -> int:
+    """float32 scratch to reduce over rows of `[64, heads]`: two a thread for each eight heads."""
+    return heads // 8 * 2 * THREADS
 
 
 def wide(numbers, like, axis: int = 0):
@@ -38,8 +40,8 @@ def finite(top):
     return jnp.where(top == -jnp.inf, 0.0, top)
 
 
-def kept(before, top):
-    """By what sums shrink when the largest logit changes."""
+def correction(before, top):
+    """Online softmax: the factor on earlier sums when the top changes."""
     return jnp.exp2(before - finite(top))
 
 
@@ -54,41 +56,44 @@ def weigh(config: KernelConfig, x, before, heads_axis: int):
     largest = x.max(axis=1 - heads_axis) * factor
     top = jnp.where(largest > before + SLACK, largest, before)
     weights = jnp.exp2(x * factor - wide(finite(top), x, heads_axis))
-    return weights, top, kept(before, top)
+    return weights, top, correction(before, top)
 
 
-VOTE = "{.reg .pred p; vote.sync.any.pred p, $1, 0xffffffff; selp.b32 $0, 1, 0, p;}"
+WARP_ANY = "{.reg .pred p; vote.sync.any.pred p, $1, 0xffffffff; selp.b32 $0, 1, 0, p;}"
 
 
-def shrink(sums, kept):
-    """`sums f32[rows, columns]` times `kept f32[rows]`."""
-    return inline(if_any_row, (sums,), kept, LAYOUT.reduce(1))[0]
+def shrink(sums, correction):
+    """`sums f32[rows, columns]` times `correction f32[rows]`.
+
+    A warp whose factors are all 1 skips the products: so it is in most steps.
+    """
+    return conditional_product(if_any_row, (sums,), correction, LAYOUT.reduce(1))[0]
 
 
-def shrink_columns(sums: tuple, kept):
-    """Some matrices `f32[rows, columns]` times `kept f32[columns]`."""
-    return inline(if_any_column, sums, kept, LAYOUT.reduce(0))
+def shrink_columns(sums: tuple, correction):
+    """Some matrices `f32[rows, columns]` times `correction f32[columns]`, as by `shrink`."""
+    return conditional_product(if_any_column, sums, correction, LAYOUT.reduce(0))
 
 
-def inline(function, sums: tuple, kept, layout):
+def conditional_product(function, sums: tuple, correction, layout):
     results = tuple(plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=LAYOUT) for x in sums)
     layouts = (LAYOUT,) * len(sums), layout
-    return plgpu.inline_mgpu(arg_types=layouts, return_type=results)(function)(sums, kept)
+    return plgpu.inline_mgpu(arg_types=layouts, return_type=results)(function)(sums, correction)
 
 
-def if_any_row(_, sums, kept):
-    return if_any(sums, kept, 0)
+def if_any_row(_, sums, correction):
+    return if_any(sums, correction, 0)
 
 
-def if_any_column(_, sums, kept):
-    return if_any(sums, kept, 1)
+def if_any_column(_, sums, correction):
+    return if_any(sums, correction, 1)
 
 
-def if_any(sums, kept, axis: int):
+def if_any(sums, correction, axis: int):
     registers = [x for matrix in sums for x in matrix.registers.flat]
-    branch = scf.IfOp(voted(changed(kept)), [x.type for x in registers], has_else=True)
+    branch = scf.IfOp(voted(changed(correction)), [x.type for x in registers], has_else=True)
     with ir.InsertionPoint(branch.then_block):
-        wide_ones = (kept.broadcast_in_dim(x.shape, (axis,), x.layout) for x in sums)
+        wide_ones = (correction.broadcast_in_dim(x.shape, (axis,), x.layout) for x in sums)
         products = [x * factor for x, factor in zip(sums, wide_ones, strict=True)]
         scf.yield_([x for matrix in products for x in matrix.registers.flat])
     with ir.InsertionPoint(branch.else_block):  # pyright: ignore
@@ -104,10 +109,10 @@ def of_registers(like, registers):
     return mgpu.FragmentedArray(_registers=own, _layout=like.layout, _is_signed=None)
 
 
-def changed(kept):
+def changed(correction):
     """Whether a factor of this thread is not 1."""
     one, flag = arith.constant(ir.F32Type.get(), 1.0), arith.constant(bits(1), 0)
-    for value in {id(x): x for x in kept.registers.flat}.values():
+    for value in {id(x): x for x in correction.registers.flat}.values():
         for i in range(ir.VectorType(value.type).shape[0]):
             number = vector.extract(value, dynamic_position=[], static_position=[i])
             flag = arith.ori(flag, arith.cmpf(arith.CmpFPredicate.UNE, number, one))
@@ -117,7 +122,7 @@ def changed(kept):
 def voted(flag):
     """Whether a flag is set in any thread of the warp."""
     zero = arith.constant(bits(32), 0)
-    some = llvm.inline_asm(bits(32), [flag], VOTE, "=r,b", has_side_effects=True)
+    some = llvm.inline_asm(bits(32), [flag], WARP_ANY, "=r,b", has_side_effects=True)
     return arith.cmpi(arith.CmpIPredicate.ne, some, zero)  # pyright: ignore[reportArgumentType]
 
 

@@ -40,6 +40,10 @@ class WorkItem(NamedTuple):
     first_part: Any  # in which the token begins
     last_part: Any
 
+    def visible_keys(self, step):
+        """Keys of a step that are seen, its first ones: none if <= 0, all if >= KEYS."""
+        return self.limit - (self.last - step) * KEYS
+
 
 def schedule_of(config: KernelConfig, query_start_loc, seq_lens) -> Schedule:
     """The schedule: the parts, and where tokens lie in the row."""
@@ -60,7 +64,8 @@ def cut(config: KernelConfig, cost):
 
     Where tokens are about alike, parts have whole tokens, or tokens whole parts: a work item more
     costs as much as some steps. Whole parts of a token have equal steps: all have one work item. Of
-    two the second has fewer, so that its sums are there when the first, which joins them, is done.
+    two, if steps do not come in pairs, the second has fewer, so that its sums are there when the
+    first, which joins them, is done.
     """
     ends, longest = running(cost)
     share = jnp.maximum(cdiv(ends[-1], config.parts), config.overhead + FEWEST)

@@ -12,9 +12,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ...dense.token_scales import THREADS
 from ...ring import Ring
 from ..kernel_config import HEAD_DIM, KEYS, KernelConfig
+from ..softmax import reduction_floats
 from ..split_kv import own_items
 from .keys import weigh_keys
 from .loads import load
@@ -23,7 +23,8 @@ from .queries import query_rows
 from .roles import HALVES
 from .values import add_values
 
-COMPUTING = HALVES  # warpgroups that leave sums to others
+SUMMING = HALVES  # warpgroups that sum values, and may leave sums to others
+WARPGROUPS = 1 + SUMMING + 1  # one of keys, and one that loads
 BUFFERS = 2  # of weights
 LINE = 32  # floats, at a multiple of which TMA writes; JAX 0.10 loads no fewer
 PLACES = 4  # for the keys of a step: with 5, for which 16 heads leave room, decodes took longer
@@ -38,7 +39,7 @@ class Memory(NamedTuple):
     scales: Any  # [places, pages, keys of a page and those behind it]: of tokens; or None
     scratch: Any  # [floats]: of reductions among the warps
     weights: Any  # [buffers, heads, keys] in float16
-    kept: Any  # [buffers, heads]: by what sums shrink
+    correction: Any  # [buffers, heads]: factors on earlier sums
     sums: Any  # [1, 2, heads]: about the largest logits, and the sums of weights
 
 
@@ -57,19 +58,9 @@ class Rings(NamedTuple):
     sums: Ring
 
 
-def warpgroups(config: KernelConfig) -> int:
-    """One of keys, those of values, and one that loads."""
-    return 1 + HALVES + 1
-
-
 def scratch_bytes(config: KernelConfig) -> int:
-    """Each warpgroup has scratch of its own."""
+    """None of JAX's: the one warpgroup that reduces, that of the keys, has `Memory.scratch`."""
     return 0
-
-
-def scratch_size(config: KernelConfig) -> int:
-    """Two numbers of each thread for each eight heads."""
-    return config.rows // 8 * 2 * THREADS
 
 
 def sums_shape(config: KernelConfig) -> tuple[int, int]:
@@ -92,7 +83,7 @@ def memory_of(config: KernelConfig, dtype) -> Memory:
         numbers(heads),
         tiled(config.cache_dtype, PIECE, PLACES, KEYS, HEAD_DIM),
         numbers(PLACES, config.pages, max(LINE, config.page_keys)) if config.token_scales else None,
-        numbers(scratch_size(config)),
+        numbers(reduction_floats(config.rows)),
         tiled(jnp.float16, 2 * FEW_KEYS, BUFFERS, heads, KEYS),
         numbers(BUFFERS, heads),
         numbers(1, 2, heads),

@@ -18,16 +18,16 @@ from ..kernel_config import HEAD_DIM, KEYS, KernelConfig
 from ..opaque import opaque
 from ..softmax import LAYOUT, LOG2_E, wide
 from .operands import LARGEST_WEIGHT, PIECE, any_too_large, largest, total, weight_operand
-from .queries import joined, query_rows, scales_of, split
+from .queries import query_rows, scales_of, split, sum_of_parts
 from .roles import KEY_REGISTERS
 
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]  (not private: its documents name it)
 QUERY = plgpu.Layout.TILED(
     plgpu.Tiling(((8, PIECE), (2, PIECE), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
 )
-ROWS = LAYOUT.reduce(1)
-PIECES = [pl.ds(begin, PIECE) for begin in range(0, HEAD_DIM, PIECE)]
-NEW_WEIGHT = 7.0  # of the largest logit, where it is a new one
+PER_KEY = LAYOUT.reduce(1)  # one number for each key
+COLUMN_SLICES = [pl.ds(begin, PIECE) for begin in range(0, HEAD_DIM, PIECE)]
+NEW_WEIGHT = 7.0  # log2 of the largest weight of a head, once its top is raised
 LEAST_SCALE = 2.0**-100
 LOWEST = -float(jnp.finfo(jnp.float32).max)  # a top by which the weight of any logit is too large
 
@@ -37,7 +37,8 @@ class State(NamedTuple):
 
     Fields:
       top: what the logarithms of its weights are relative to, `f32[heads]`.
-      weights: sums of weights without scales, `f32[keys, heads]`: of every 64th key.
+      weights: sums of weights without scales, `f32[keys, heads]`: row r has those of keys r,
+        r + 64, r + 128, ...
     """
 
     top: Any
@@ -65,7 +66,7 @@ def leave_sums(memory, ring, index, state: State):
 
 def query_pieces(config: KernelConfig, arrays, token, tile):
     heads = pl.ds(tile * config.rows, config.rows)
-    return [load(arrays.query.at[token, heads, piece], QUERY) for piece in PIECES]
+    return [load(arrays.query.at[token, heads, piece], QUERY) for piece in COLUMN_SLICES]
 
 
 def put_queries(config: KernelConfig, memory, pieces):
@@ -73,7 +74,7 @@ def put_queries(config: KernelConfig, memory, pieces):
     dtype = str(config.cache_dtype)
     largest_ones = functools.reduce(jnp.maximum, map(jnp.abs, pieces)).max(axis=1)
     up, down = scales_of(largest_ones.astype(jnp.float32), dtype)
-    for columns, piece in zip(PIECES, pieces, strict=True):
+    for columns, piece in zip(COLUMN_SLICES, pieces, strict=True):
         numbers = piece.astype(jnp.float32)
         factor = plgpu.layout_cast(wide(up, numbers), QUERY)  # JAX 0.10 finds none
         for i, part in enumerate(split(numbers * factor, dtype)):
@@ -103,12 +104,13 @@ def magnitude(scale):
 
 
 def columns_at_once(config: KernelConfig):
-    """Whose products the matrix unit adds up: others add up these sums, of at most three.
+    """Slices of columns, with an accumulator each, at most three; float32 additions join them.
 
-    Of sums of float8's products it keeps 14 bits or so; an accumulator takes registers, too.
+    The matrix unit keeps about 14 bits of sums of float8 products; each accumulator takes
+    registers.
     """
     count = 1 if config.cache_dtype == "int8" else min(3, 128 // query_rows(config))
-    pieces = cdiv(len(PIECES), count) * PIECE
+    pieces = cdiv(len(COLUMN_SLICES), count) * PIECE
     return [pl.ds(i, min(pieces, HEAD_DIM - i)) for i in range(0, HEAD_DIM, pieces)]
 
 
@@ -149,7 +151,7 @@ class Walk:
 
         accumulators = [ACC((KEYS, queries.shape[0]), dtype)] * len(each)
         done, sums = pl.run_scoped(multiply, *accumulators)
-        return done, joined(sum(sums[1:], sums[0]), self.config.rows)
+        return done, sum_of_parts(sum(sums[1:], sums[0]), self.config.rows)
 
     def loaded(self, i):
         """Where a step's keys are."""
@@ -164,11 +166,11 @@ class Walk:
         """Of each key; 0 where it is hidden, whatever is there. None without scales of tokens."""
         if not self.config.token_scales:
             return None
-        row = plgpu.broadcasted_iota(jnp.int32, (KEYS,), 0, layout=ROWS)
+        row = plgpu.broadcasted_iota(jnp.int32, (KEYS,), 0, layout=PER_KEY)
         size = jnp.int32(self.config.page_keys)
         places = lax.div(row, size), lax.rem(row, size)
-        found = gather(self.memory.scales.at[self.place(i)], *places, layout=ROWS)
-        return jnp.where(row < self.inside(i), found, 0.0)
+        found = gather(self.memory.scales.at[self.place(i)], *places, layout=PER_KEY)
+        return jnp.where(row < self.work_item.visible_keys(i), found, 0.0)
 
     def weigh(self, i, state: State, products) -> State:
         """Weights by the top so far, and once more by a new one where any is too large."""
@@ -181,9 +183,9 @@ class Walk:
 
         def anew():
             top = self.new_top(x, scale, state.top)
-            weights, shrunk = jnp.exp2(x - wide(top, x, 1)), jnp.exp2(state.top - top)
-            self.put(place, weights, scale, shrunk)
-            return State(top, state.weights * wide(shrunk, x, 1) + weights)
+            weights, correction = jnp.exp2(x - wide(top, x, 1)), jnp.exp2(state.top - top)
+            self.put(place, weights, scale, correction)
+            return State(top, state.weights * wide(correction, x, 1) + weights)
 
         state = lax.cond(too_large, anew, lambda: State(state.top, state.weights + weights))
         plgpu.barrier_arrive(self.rings.weights.full.at[place])
@@ -195,11 +197,7 @@ class Walk:
 
     def visible(self, i, x):
         row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=LAYOUT)
-        return jnp.where(row < self.inside(i), x, -jnp.inf)
-
-    def inside(self, i):
-        """How many keys of a step are not hidden."""
-        return self.work_item.limit - (self.work_item.last - i) * KEYS
+        return jnp.where(row < self.work_item.visible_keys(i), x, -jnp.inf)
 
     def new_top(self, x, scale, before):
         """Where a weight would be too large, so that the largest is 2^NEW_WEIGHT."""
@@ -208,10 +206,10 @@ class Walk:
         most = largest(x, self.memory.scratch)
         return jnp.where(most > before + LARGEST_WEIGHT, most - NEW_WEIGHT, before)
 
-    def put(self, place, weights, scale, shrunk):
+    def put(self, place, weights, scale, correction):
         """Whether any weight is too large to be one, once all are in their place."""
         operand = weight_operand(scaled(weights, scale).astype(jnp.float16))
         self.memory.weights.at[place][...] = operand
-        store(self.memory.kept.at[place], shrunk)
+        store(self.memory.correction.at[place], correction)
         sizes = weights if scale is None else weights * wide(magnitude(scale), weights)
         return any_too_large(sizes)

@@ -15,12 +15,12 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from ...dense.float16 import pair, vector_of
+from ...dense.registers import LAYOUT
 from ..kernel_config import KEYS, VALUE_DIM
 from ..softmax import bits
 from .roles import HALVES
 
-LAYOUT = plgpu.Layout.WGMMA
-PIECE = 64  # columns, of a product over all that a row of a swizzled tile holds
+PIECE = 64  # columns of values in one product; in eight bits also the bytes of a swizzled row
 FEW_KEYS = 16  # of a product over keys
 COLUMNS = VALUE_DIM // HALVES
 MATRICES = COLUMNS // PIECE
@@ -53,7 +53,7 @@ WEIGHTS = plgpu.Layout.TILED(
 )
 LARGEST_WEIGHT = 15.0  # as a power of two: float16 ends at 16
 # Named barrier 15: JAX's own, one for each warpgroup, are the first ones.
-VOTE = """
+WARPGROUP_ANY = """
     {
     .reg .pred some;
     fence.proxy.async.shared::cta;
@@ -130,7 +130,7 @@ def too_large(_, sizes):
     for two in sizes.registers.flat:
         for i in range(2):
             flag = arith.ori(flag, arith.cmpf(arith.CmpFPredicate.OGT, part_of(two, i), limit))
-    vote = llvm.inline_asm(i32(), [flag], VOTE, "=r,b", has_side_effects=True)
+    vote = llvm.inline_asm(bits(32), [flag], WARPGROUP_ANY, "=r,b", has_side_effects=True)
     return mgpu.FragmentedArray.splat(vote, (), is_signed=True)  # pyright: ignore[reportArgumentType]
 
 
@@ -138,7 +138,7 @@ def weights_as_rows(_, weights):
     """Two threads whose keys are 2 apart exchange numbers: one has both keys of the even head."""
     registers = np.empty(weights.registers.shape, object)
     for place in np.ndindex(*registers.shape):
-        word = part_of(vector.bitcast(vector_of(1, i32()), weights.registers[place]), 0)
+        word = part_of(vector.bitcast(vector_of(1, bits(32)), weights.registers[place]), 0)
         registers[place] = vector.bitcast(two_float16(), vector_of_one(exchanged(word)))
     return array_of(registers, weights.shape[::-1], WEIGHTS)
 
@@ -158,7 +158,7 @@ def exchanged(word):
     prmt.b32 $0, $1, taken, both;
     }
     """
-    return llvm.inline_asm(i32(), [word], text, "=r,r", has_side_effects=True)
+    return llvm.inline_asm(bits(32), [word], text, "=r,r", has_side_effects=True)
 
 
 def values_as_rows(_, numbers):
@@ -180,7 +180,7 @@ def masked(_, numbers, seen):
     places = zip(np.ndindex(*registers.shape), seen.registers.flat, strict=True)
     for place, mask in places:
         words = [arith.andi(word, part_of(mask, 0)) for word in words_of(numbers.registers[place])]
-        words = vector.from_elements(vector_of(len(words), i32()), words)
+        words = vector.from_elements(vector_of(len(words), bits(32)), words)
         registers[place] = vector.bitcast(numbers.registers[place].type, words)
     return mgpu.FragmentedArray(
         _registers=registers, _layout=numbers.layout, _is_signed=numbers.is_signed
@@ -207,16 +207,12 @@ def array_of(registers, shape, layout):
 
 def words_of(numbers) -> list[Any]:
     count = ir.VectorType(numbers.type).shape[0] // 4
-    words = vector.bitcast(vector_of(count, i32()), numbers)
+    words = vector.bitcast(vector_of(count, bits(32)), numbers)
     return [part_of(words, i) for i in range(count)]
 
 
 def part_of(numbers, place: int):
     return vector.extract(numbers, dynamic_position=[], static_position=[place])
-
-
-def i32():
-    return ir.IntegerType.get_signless(32)
 
 
 def two_float16():
@@ -225,7 +221,7 @@ def two_float16():
 
 def permuted(low, high, places: str):
     text = f"prmt.b32 $0, $1, $2, {places};"
-    return llvm.inline_asm(i32(), [low, high], text, "=r,r,r")
+    return llvm.inline_asm(bits(32), [low, high], text, "=r,r,r")
 
 
 def widening(dtype):
@@ -237,9 +233,9 @@ def widening(dtype):
 
 
 def from_int8(word) -> list[Any]:
-    flip = arith.constant(i32(), ir.IntegerAttr.get(i32(), 0x80808080 - (1 << 32)))
+    flip = arith.constant(bits(32), ir.IntegerAttr.get(bits(32), 0x80808080 - (1 << 32)))
     word = arith.xori(word, flip)
-    return [vector_of_one(pair(i32(), word, places)) for places in ("0x4140", "0x4342")]
+    return [vector_of_one(pair(bits(32), word, places)) for places in ("0x4140", "0x4342")]
 
 
 def from_float8(word, kind: str, half: str):
@@ -250,8 +246,8 @@ def from_float8(word, kind: str, half: str):
     cvt.rn.f16x2.{kind}x2 $0, {half};
     }}
     """
-    return vector_of_one(llvm.inline_asm(i32(), [word], text, "=r,r"))
+    return vector_of_one(llvm.inline_asm(bits(32), [word], text, "=r,r"))
 
 
 def vector_of_one(word):
-    return vector.from_elements(vector_of(1, i32()), [word])
+    return vector.from_elements(vector_of(1, bits(32)), [word])

@@ -69,7 +69,7 @@ def integers(numbers) -> list[Any]:
     return [(bits + STEP // 2 >> 8).astype(jnp.int8), bits.astype(jnp.int8)]
 
 
-def joined(products, heads: int):
+def sum_of_parts(products, heads: int):
     """`f32[keys, heads]` from the products `[keys, parts * heads]` of all parts."""
     parts = [products[:, i : i + heads] for i in range(0, products.shape[1], heads)]
     if products.dtype == jnp.int32:

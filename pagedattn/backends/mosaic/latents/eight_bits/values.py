@@ -1,4 +1,4 @@
-"""The warpgroups of the values: sums of half of them, times the weights that those of keys leave.
+"""The two warpgroups that sum weighted values, 256 columns each; that of the keys leaves weights.
 
 A sum has a row for each column of the values and a column for each head.
 """
@@ -70,8 +70,8 @@ class Walk:
         place, buffer = self.rings.latents.slot(number), self.rings.weights.slot(number)
         plgpu.barrier_wait(self.rings.latents.full.at[place])
         plgpu.barrier_wait(self.rings.weights.full.at[buffer])
-        self.hide_values(place, self.work_item.limit - (self.work_item.last - i) * KEYS)
-        sums = shrink_columns(sums, load(self.memory.kept.at[buffer], LAYOUT.reduce(0)))
+        self.hide_values(place, self.work_item.visible_keys(i))
+        sums = shrink_columns(sums, load(self.memory.correction.at[buffer], LAYOUT.reduce(0)))
         sums = self.add_products(place, buffer, sums)
         plgpu.commit_smem()  # the values have been read
         plgpu.barrier_arrive(self.rings.weights.free.at[buffer])
@@ -97,15 +97,15 @@ class Walk:
     def numbers(self, place, keys):
         return load(self.memory.latents.at[place, keys, self.columns], VALUE_NUMBERS)
 
-    def hide_values(self, place, inside):
+    def hide_values(self, place, visible):
         """Zeros for the values that no query sees: a weight of 0 leaves NaN as it is."""
 
-        @pl.when((inside > 0) & (inside < KEYS))
+        @pl.when((visible > 0) & (visible < KEYS))
         def zeros():
             for begin, keys in zip(range(0, KEYS, FEW_KEYS), GROUPS, strict=True):
                 shape = FEW_KEYS, COLUMNS // 8
                 key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=VALUE_VECTORS)
-                seen = jnp.where(begin + key < inside, -1, 0)
+                seen = jnp.where(begin + key < visible, -1, 0)
                 numbers = seen_alone(self.numbers(place, keys), seen)
                 self.memory.latents.at[place, keys, self.columns][...] = numbers
 

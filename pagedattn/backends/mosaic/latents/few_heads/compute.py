@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...ring import Ring
-from .. import softmax
+from .. import hidden_values
 from ..cut_tokens import Sums, finish
 from ..kernel_config import KEYS, KernelConfig
 from ..opaque import opaque
-from ..softmax import LAYOUT
+from ..softmax import LAYOUT, shrink_columns, weigh, wide
 from .chunks import CHUNKS, PIECE, PIECES, pieces, value_columns
 from .results import HEADS_AXIS, places, store
 
@@ -30,7 +30,8 @@ class State(NamedTuple):
     Fields:
       sums: weighted values, `f32[columns, heads]` of each chunk.
       top: about the largest logit so far, `f32[heads]`.
-      weights: sums of weights relative to it, `f32[keys, heads]`: of every 64th key.
+      weights: sums of weights relative to it, `f32[keys, heads]`: row r has those of keys r,
+        r + 64, r + 128, ...
     """
 
     sums: tuple[Any, ...]
@@ -78,14 +79,14 @@ class Walk:
     def step(self, i, state: State) -> State:
         slots = [self.ring.slot((self.work_item.done + i) * CHUNKS + n) for n in range(CHUNKS)]
         x = self.visible(i, self.logits(slots))
-        weights, top, shrunk = softmax.weigh(self.config, x, state.top, HEADS_AXIS)
+        weights, top, correction = weigh(self.config, x, state.top, HEADS_AXIS)
         rounded = weights.astype(self.memory.weights.dtype)
         rounded = plgpu.layout_cast(rounded, TRANSPOSED)
         self.memory.weights.at[0].transpose((1, 0))[...] = rounded
         self.hide_values(i, slots)
         plgpu.commit_smem()
-        sums = self.add_values(slots, state.sums, shrunk)
-        return State(sums, top, state.weights * softmax.wide(shrunk, x, HEADS_AXIS) + weights)
+        sums = self.add_values(slots, state.sums, correction)
+        return State(sums, top, state.weights * wide(correction, x, HEADS_AXIS) + weights)
 
     def logits(self, slots):
         """By two accumulators: a product that adds to the last one's would wait for it."""
@@ -105,20 +106,16 @@ class Walk:
 
     def visible(self, i, x):
         row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=LAYOUT)
-        return jnp.where(row < self.inside(i), x, -jnp.inf)
+        return jnp.where(row < self.work_item.visible_keys(i), x, -jnp.inf)
 
-    def inside(self, i):
-        """How many keys of a step are not hidden."""
-        return self.work_item.limit - (self.work_item.last - i) * KEYS
-
-    def add_values(self, slots, sums, shrunk):
+    def add_values(self, slots, sums, correction):
         """Each chunk is free as soon as its values are added."""
 
         def products(*refs):
             weights = self.memory.weights.at[0].transpose((1, 0))
-            kept = softmax.shrink_columns(sums, shrunk)
+            rescaled = shrink_columns(sums, correction)
             for chunk, (slot, ref) in enumerate(zip(slots, refs, strict=True)):
-                ref[...] = kept[chunk]
+                ref[...] = rescaled[chunk]
                 values = self.ring.room.at[slot, :, pl.ds(0, value_columns(chunk))]
                 plgpu.wgmma(ref, values.transpose((1, 0)), weights)
             for behind, slot in zip(reversed(range(CHUNKS)), slots, strict=True):
@@ -130,14 +127,10 @@ class Walk:
         return pl.run_scoped(products, *accs)
 
     def hide_values(self, i, slots):
-        """Zeros for the values that no query sees: a weight of 0 leaves NaN as it is."""
-        inside = self.inside(i)
-
-        @pl.when((inside > 0) & (inside < KEYS))
-        def zeros():
-            row = plgpu.broadcasted_iota(jnp.int32, (KEYS, KEYS), 0, layout=LAYOUT)
-            for chunk, slot in enumerate(slots):
-                for begin in range(0, value_columns(chunk), KEYS):
-                    part = self.ring.room.at[slot, :, pl.ds(begin, KEYS)]
-                    values = plgpu.layout_cast(part[...], LAYOUT)
-                    part[...] = jnp.where(row < inside, values, jnp.zeros_like(values))
+        columns = hidden_values.COLUMNS
+        views = [
+            self.ring.room.at[slot, :, pl.ds(begin, columns)]
+            for chunk, slot in enumerate(slots)
+            for begin in range(0, value_columns(chunk), columns)
+        ]
+        hidden_values.zero(views, self.work_item.visible_keys(i))

@@ -12,15 +12,16 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ...dense.token_scales import THREADS
 from ...ring import Ring
 from ..kernel_config import HEAD_DIM, KEYS, SWIZZLE, VALUE_DIM, KernelConfig
+from ..softmax import reduction_floats
 from ..split_kv import own_items
 from .chunks import CHUNK, PIECE, PIECES
 from .compute import compute
 from .loads import load
 
-COMPUTING = 1  # warpgroups
+SUMMING = 1  # warpgroups that sum values, and may leave sums to others
+WARPGROUPS = SUMMING + 1  # one loads
 MEMORY_BYTES = 227 << 10  # of a multiprocessor
 BARRIER_BYTES = 256
 ALIGNED = 1 << 10  # bytes, at a multiple of which each array begins
@@ -32,7 +33,7 @@ class Memory(NamedTuple):
     query: Any  # [pieces, heads, columns]; results leave through it
     latents: Any  # [places, keys, columns]
     weights: Any  # [heads, keys]
-    lse: Any
+    lse: Any  # f32[heads]
 
 
 class Barriers(NamedTuple):
@@ -41,13 +42,9 @@ class Barriers(NamedTuple):
     free: Any
 
 
-def warpgroups(config: KernelConfig) -> int:
-    return 2
-
-
 def scratch_bytes(config: KernelConfig) -> int:
-    """Of reductions among the warps: two float32 of each thread for each eight heads."""
-    return config.rows // 8 * 2 * THREADS * 4
+    """Of reductions among the warps."""
+    return 4 * reduction_floats(config.rows)
 
 
 def sums_shape(config: KernelConfig) -> tuple[int, int]:

@@ -14,7 +14,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from .. import softmax
+from ...dense.registers import row_vector
+from .. import hidden_values, softmax
 from ..cut_tokens import Places, Sums, finish
 from ..kernel_config import KEYS, ROWS, KernelConfig
 from ..opaque import opaque
@@ -65,7 +66,7 @@ class Walk:
     def all(self):
         """Sums of weighted values, and the state after the last step."""
         zeros = plgpu.layout_cast(jnp.zeros((ROWS, HALF), jnp.float32), LAYOUT)
-        none = State(softmax.row_vector(-jnp.inf), softmax.row_vector(0.0))
+        none = State(row_vector(-jnp.inf), row_vector(0.0))
         pairs = lax.div(self.work_item.steps, jnp.int32(2))
         if self.me == 1:
             carry = self.odd(jnp.int32(0), (zeros, none), masked=True)
@@ -78,7 +79,7 @@ class Walk:
 
         def keys(x_ref):
             self.multiply_rest(x_ref)
-            return self.multiply_values(x_ref)
+            return self.multiply_latent_columns(x_ref)
 
         x = pl.run_scoped(keys, LOGITS)
         step = jnp.int32(0)
@@ -93,7 +94,7 @@ class Walk:
             self.multiply_rest(x_ref)
             summed = plgpu.wgmma_accumulator_load(out_ref, wait_n=1)
             release(self.values_free(self.other))
-            return summed, between, self.multiply_values(x_ref)
+            return summed, between, self.multiply_latent_columns(x_ref)
 
         out, state, x = pl.run_scoped(products, LOGITS, SUMS)
         return self.own_values(2 * i, out, self.weigh(x, 2 * i, state, False), False)
@@ -128,10 +129,11 @@ class Walk:
         release(self.values_free(self.other))
         return self.own_values(step, out, new, masked)
 
-    def multiply_values(self, x_ref):
-        """The logits of the first; the second begins with its keys a little before they are there.
+    def multiply_latent_columns(self, x_ref):
+        """Logits of an even step, by the columns of its keys that are values, too.
 
-        What became free first is there first.
+        `turn` lets the other warpgroup issue its products when all but the last of these are done.
+        The half that this warpgroup sums comes first: it was released first, so it is loaded first.
         """
         self.multiply_half(x_ref, self.me)
         self.multiply_half(x_ref, self.other)
@@ -159,15 +161,15 @@ class Walk:
         plgpu.barrier_wait(self.barriers.weights.at[slot])
         plgpu.barrier_wait(self.barriers.values_full.at[self.me, slot])
         top = read(self.memory.vectors.at[TOP])
-        kept = softmax.kept(before.top, top)
-        out_ref[...] = shrink(out, kept)
+        correction = softmax.correction(before.top, top)
+        out_ref[...] = shrink(out, correction)
         zero = opaque(0)
         values = self.memory.values.at[self.me + zero, slot]
         plgpu.wgmma(out_ref, self.memory.weights.at[zero], values)
-        return State(top, before.total * kept)
+        return State(top, before.total * correction)
 
     def own_values(self, step, out, new, masked):
-        weights, state, kept = new
+        weights, state, correction = new
         rounded = weights.astype(self.memory.weights.dtype)
         self.memory.weights.at[0][...] = rounded
         self.memory.vectors.at[TOP][...] = state.top
@@ -176,13 +178,13 @@ class Walk:
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.barriers.weights.at[self.me])
         # The other one waits for nothing of what follows.
-        out, weights, kept = lax.optimization_barrier((out, weights, kept))
+        out, weights, correction = lax.optimization_barrier((out, weights, correction))
 
         def products(out_ref):
-            out_ref[...] = shrink(out, kept)
+            out_ref[...] = shrink(out, correction)
             plgpu.wgmma(out_ref, rounded, self.memory.values.at[self.me + opaque(0), self.me])
             release(self.barriers.rest_free.at[self.me])
-            total = state.total * kept + weights.sum(axis=1)
+            total = state.total * correction + weights.sum(axis=1)
             return out_ref[...], State(state.top, total)
 
         result = pl.run_scoped(products, SUMS)
@@ -191,29 +193,24 @@ class Walk:
 
     def weigh(self, x, step, state, masked):
         x = self.visible(x, step) if masked else x
-        weights, top, shrunk = softmax.weigh(self.config, x, state.top, HEADS_AXIS)
-        return weights, State(top, state.total), shrunk
+        weights, top, correction = softmax.weigh(self.config, x, state.top, HEADS_AXIS)
+        return weights, State(top, state.total), correction
 
     def values_free(self, slot):
         return self.barriers.values_free.at[self.me, slot]
 
     def visible(self, x, step):
-        hidden = self.work_item.limit - (self.work_item.last - step) * KEYS
         column = plgpu.broadcasted_iota(jnp.int32, (ROWS, KEYS), 1, layout=LAYOUT)
-        return jnp.where(column < hidden, x, -jnp.inf)
+        return jnp.where(column < self.work_item.visible_keys(step), x, -jnp.inf)
 
     def hide_values(self, step):
-        """Zeros for the values that no query sees: a weight of 0 leaves NaN as it is."""
-        inside = self.work_item.limit - (self.work_item.last - step) * KEYS
-
-        @pl.when((inside > 0) & (inside < KEYS))
-        def zeros():
-            row = plgpu.broadcasted_iota(jnp.int32, (KEYS, KEYS), 0, layout=LAYOUT)
-            for half in range(2):
-                for begin in range(0, HALF, KEYS):
-                    part = self.memory.values.at[half, self.me, :, pl.ds(begin, KEYS)]
-                    values = plgpu.layout_cast(part[...], LAYOUT)
-                    part[...] = jnp.where(row < inside, values, jnp.zeros_like(values))
+        values, begins = self.memory.values, range(0, HALF, hidden_values.COLUMNS)
+        views = [
+            values.at[half, self.me, :, pl.ds(begin, hidden_values.COLUMNS)]
+            for half in range(2)
+            for begin in begins
+        ]
+        hidden_values.zero(views, self.work_item.visible_keys(step))
 
 
 def read(rows):

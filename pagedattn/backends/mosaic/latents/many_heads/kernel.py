@@ -13,18 +13,19 @@ from .compute import compute
 from .loads import load
 from .shares import HALF, REST
 
-COMPUTING = 2  # warpgroups
+SUMMING = 2  # warpgroups that sum values, and may leave sums to others
+WARPGROUPS = SUMMING + 1  # one loads
 
 
 class Memory(NamedTuple):
-    """In a multiprocessor's memory; `values` are two halves of columns, each of two steps."""
+    """In a multiprocessor's memory."""
 
-    query: Any
-    query_rest: Any
-    values: Any
-    rest: Any
-    weights: Any
-    vectors: Any  # a number for each row: top, two totals, and lse
+    query: Any  # [2 halves, heads, HALF]; results leave through it
+    query_rest: Any  # [1, heads, REST]: 1 for an `opaque` index
+    values: Any  # [2 halves, even and odd steps, keys, HALF]
+    rest: Any  # [even and odd steps, keys, REST]
+    weights: Any  # [1, heads, keys]
+    vectors: Any  # f32[4, heads]: top, two totals, and lse
 
 
 class Barriers(NamedTuple):
@@ -38,10 +39,6 @@ class Barriers(NamedTuple):
     turn: Any  # the second warpgroup multiplies keys after the first
     totals: Any  # both know them
     last: Any  # nobody of a cluster leaves before the others are done with its memory
-
-
-def warpgroups(config: KernelConfig) -> int:
-    return COMPUTING + 1
 
 
 def scratch_bytes(config: KernelConfig) -> int:

@@ -1,6 +1,6 @@
 """The warpgroup that loads: a warp each for the halves of the values, the rest, and the queries.
 
-What is free comes at another time for each of them.
+Their buffers become free at different times, so none waits for another's.
 """
 
 import jax.experimental.pallas as pl
