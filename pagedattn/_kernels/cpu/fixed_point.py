@@ -1,9 +1,10 @@
 """Rows of queries as 16-bit integers times a power of two, to multiply keys of integers by.
 
 A CPU adds up products of such integers at least as fast as those of bfloat16, and eight or four
-bits widen to them without a table. The greatest number of a row has 15 bits, so it keeps the eight
-of bfloat16; others are off by at most 2**-16 of it, which is more than bfloat16's own spacing for
-those below a 128th. So weights are no such rows: those of an attention sink, whose values are next
+bits widen to them without a table. The greatest number of a row has 15 bits. Numbers of
+bfloat16 from a 128th of it up are exact, but that `nibble_dot` lowers 32640 to 32639; smaller ones
+are off by at most 2**-15 of the greatest, which is more than bfloat16's own spacing for those below
+a 256th. So weights are no such rows: those of an attention sink, whose values are next
 to nothing, are thousands of times all others. A row with NaN or infinity has the factor NaN.
 """
 
@@ -31,7 +32,7 @@ COUNT = 2 * LANES  # of 16 bits in a vector
 NO_WORDS = ir.Constant(INTEGERS, [0] * LANES)  # a sum of none
 # Bits of float32.
 EXPONENT = 0x7F800000  # all set in NaN and infinity
-LEAST = (127 - 112) << 23  # 2**-112, the least power of two that has a multiplier
+LEAST = (127 - 112) << 23  # 2**-112: its factor, 2**-126, is the least normal float32
 MULTIPLIER = (127 + 14 + 127) << 23  # less those of 2**n, the bits of 2**(14 - n)
 UNIT = 14 << 23  # less this, those of 2**n are the bits of 2**(n - 14)
 NAN = 0x7FC00000

@@ -63,7 +63,7 @@ def column_of(args, item, index):
         return index
     blocks = list_of(args, item.seq, item.kv_head)
     column = np.int64(get_int32(blocks, min(index, args.num_selected - 1)))
-    return min(max(column, 0), args.max_blocks - 1)  # a list may say that it rises, and does not
+    return min(max(column, 0), args.max_blocks - 1)  # promised to ascend, not checked
 
 
 @fast

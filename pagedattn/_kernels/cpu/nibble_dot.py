@@ -27,7 +27,8 @@ from .simd import (
 )
 from .store_row import folded
 
-# Of a query. The upper byte of any above would be 128: of bfloat16 that is one more at most.
+# The largest query: 32640 and above would need an upper byte of 128, which int8 lacks. The greatest
+# bfloat16 scaled to 15 bits is 32640, so clamping costs at most one unit.
 MOST = 127.0 * 256 + 127
 SHORTS = ir.VectorType(ir.IntType(16), COUNT)
 BYTES = ir.VectorType(BYTE, 2 * COUNT)
@@ -37,7 +38,11 @@ IN_TURN = [half + c + i for c in range(0, COUNT, 4) for half in (0, COUNT) for i
 
 
 def set_bytes(builder, row, dim):
-    """Turns a row of int16 into its bytes, in place, and what `Sums` of each group begin with."""
+    """Replaces a row `[dim]` of int16 by its bytes `[dim // 4, 2, 4]`.
+
+    Behind them it writes an int32 for each group of columns, where `Sums` starts: -8 times the sum
+    of its queries.
+    """
     places = builder.add(row, builder.mul(dim, word(2)))
 
     def split(column):
@@ -68,7 +73,7 @@ def _spread(builder, row, index):
     return spread(builder, builder.load(builder.gep(row, [index])))
 
 
-def halves(builder, bits):
+def nibbles(builder, bits):
     """Of bytes the numbers in their lower four bits, and those in the upper ones, all plus 8."""
     upper = builder.lshr(bits, _all(INTEGERS, 4))
     mask, sign = (_all(INTEGERS, 0x01010101 * number) for number in (15, 8))
@@ -87,10 +92,12 @@ class Sums:
         self.parts = self.firsts if VNNI else [_all(SHORTS, 0)] * 2
 
     def add(self, builder, numbers):
-        """Adds the next four columns of the query and of some keys, as `halves` gives them."""
+        """Adds the next four columns of the query and of some keys, as `nibbles` gives them."""
         add = add_bytes if VNNI else add_byte_pairs
-        fours = [_spread(builder, self.row, builder.add(self.next, word(i))) for i in range(2)]
-        both = zip(self.parts, fours, strict=True)
+        query_bytes = [
+            _spread(builder, self.row, builder.add(self.next, word(i))) for i in range(2)
+        ]
+        both = zip(self.parts, query_bytes, strict=True)
         self.parts = [add(builder, part, numbers, four) for part, four in both]
         self.next = builder.add(self.next, word(2))
 

@@ -7,7 +7,7 @@ keys some keys ahead, values a head ahead.
 
 from typing import NamedTuple
 
-from . import pv_bytes, pv_fours, qk_fours
+from . import pv_int4, pv_int4_as_bytes, qk_int4
 from .chunk import clear_hidden, set_offsets, set_shown_values
 from .compiling import fast, within
 from .masking import mask_and_soften
@@ -24,21 +24,28 @@ from .unpack import (
     fetch_row,
     group_of,
     is_packed,
+    multiplies_int4_keys,
     scale_logits,
     scales_logits,
-    takes_fours,
 )
-from .unpack_chunk import clear_rows, rows_of, set_steps, steps_of, unpack_keys, unpack_values
+from .unpack_chunk import (
+    clear_rows,
+    set_unpacked_offsets,
+    unpack_keys,
+    unpack_values,
+    unpacked_rows,
+)
 
 # Values that are added up before the next ones, a multiple of what a product takes. With AVX2 few
 # are faster, as measured: a tile takes half a cache line of each row of bfloat16, and of 64 rows a
 # power of two apart the first level has lost the first ones before their other halves are taken.
 AT_ONCE = 16 if LANES == 8 else CHUNK
-# Keys that are multiplied head by head, for one tile of rows: with AVX2 one tile of keys is faster,
-# as measured, for memory is read in its order. More rows would be loaded anew for each such tile.
+# Keys multiplied for one KV head before the next one's turn, for one tile of rows: with AVX2 one
+# tile of keys is faster, as measured, for memory is read in its order. More rows would be loaded
+# anew for each such tile.
 TOGETHER = KEYS if LANES == 8 else AHEAD
 # Values of four bits, by AVX-512's tables or as bytes.
-add_fours = (pv_fours if LANES == 16 else pv_bytes).add_values
+add_int4_values = (pv_int4 if LANES == 16 else pv_int4_as_bytes).add_values
 
 
 class State(NamedTuple):
@@ -121,7 +128,7 @@ def add_few_values(args, dtypes, sums, rows, plane, offsets, coming, count, weig
 
 @fast
 def factor(scales, step, kv_head):
-    """The scale that a KV head's keys or values are held without."""
+    """The scale of a KV head's keys or values, 1 without one; `step`: bytes to the next head's."""
     return get_float32(scales + kv_head * step, 0) if scales != 0 else ONE
 
 
@@ -131,7 +138,7 @@ def attend(args, dtypes, held, work_item, queries, state, address):
     rows, heads = work_item.num_queries * args.group, work_item.num_heads
     room = room_of(args, held, rows, heads, address)
     begin(args, held, work_item, room)
-    step = qk_fours.STEP if takes_fours(args, held) else TOGETHER if rows <= 4 else AHEAD
+    step = qk_int4.STEP if multiplies_int4_keys(args, held) else TOGETHER if rows <= 4 else AHEAD
     for first in range(work_item.first, work_item.last, CHUNK):
         count = min(CHUNK, work_item.last - first)
         next_chunk(args, held, work_item, first, room)
@@ -151,7 +158,7 @@ def begin(args, held, work_item, room):
     """Sets what stays in the room, and finds the first chunk, as one that follows."""
     memset(room.zeros, 0, args.row_bytes)
     if is_packed(held):
-        set_steps(args, room.tokens)
+        set_unpacked_offsets(args, room.key_scales)
     find_chunk(args, work_item, work_item.first, room)
 
 
@@ -168,7 +175,7 @@ def next_chunk(args, held, work_item, first, room):
         memcpy(offsets, offsets + FOLLOWING, FOLLOWING)
     if scales_logits(held):
         head, heads = work_item.kv_head, work_item.num_heads
-        gather_scales(args.key_scales, head, heads, room.slots, room.tokens)
+        gather_scales(args.key_scales, head, heads, room.slots, room.key_scales)
         gather_scales(args.value_scales, head, heads, room.slots, room.value_scales)
     if first + CHUNK < work_item.last:
         find_chunk(args, work_item, first + CHUNK, room)
@@ -182,12 +189,12 @@ def multiply_keys(args, dtypes, held, work_item, queries, place, k, count, room)
     out = room.logits + place * room.head_bytes + 4 * k
     plane, offsets, slots = args.key + head * args.key_head, room.keys + 8 * k, room.slots + 8 * k
     scale = args.scale * factor(args.key_scale, args.key_scale_head, head)
-    if takes_fours(args, held):
-        qk_fours.set_logits(args, row, rows, plane, offsets, slots, head, count, scale, out, room)
+    if multiplies_int4_keys(args, held):
+        qk_int4.set_logits(args, row, rows, plane, offsets, slots, head, count, scale, out, room)
     else:
         if is_packed(held):
-            unpack_keys(args, held, plane, offsets, slots, head, count, room.tokens)
-            plane, offsets = rows_of(room.tokens), steps_of(room.tokens)
+            unpack_keys(args, held, plane, offsets, slots, head, count, room.key_scales)
+            plane, offsets = unpacked_rows(room.key_scales), room.key_scales
         set_logits(args, dtypes, row, rows, plane, offsets, count, scale, out)
 
 
@@ -197,7 +204,7 @@ def weigh(args, held, work_item, place, first, count, state, room):
     head, rows, logits = work_item.kv_head + place, room.rows, room.logits + place * room.head_bytes
     highest, totals = state.highest + 4 * place * rows, state.totals + 4 * place * rows
     if scales_logits(held):
-        scale_rows(logits, room.tokens + 4 * place * CHUNK, rows)
+        scale_rows(logits, room.key_scales + 4 * place * CHUNK, rows)
     for row in range(rows):
         for k in range(count, CHUNK):
             put_float32(logits, row * CHUNK + k, NONE)
@@ -226,13 +233,13 @@ def multiply_values(args, dtypes, held, work_item, place, count, state, room):
     coming = coming_of(args, work_item, place, room)
     plane, offsets = args.value + head * args.value_head, room.values
     if is_packed(held) and args.value_columns % COLUMNS == 0:
-        add_fours(args, held, sums, plane, head, count, weights, coming, room)
+        add_int4_values(args, held, sums, plane, head, count, weights, coming, room)
         return
     if is_packed(held):
-        unpack_values(args, held, plane, offsets, coming, room.slots, head, count, room.tokens)
+        unpack_values(args, held, plane, offsets, coming, room.slots, head, count, room.key_scales)
         if args.bias != 0:
-            clear_rows(args, room.shown, count, room.tokens)
-        plane, offsets = rows_of(room.tokens), steps_of(room.tokens)
+            clear_rows(args, room.shown, count, room.key_scales)
+        plane, offsets = unpacked_rows(room.key_scales), room.key_scales
         coming = Coming(plane, offsets)
     elif args.bias != 0:
         set_shown_values(offsets, room.zeros - plane, room.shown, room.shown_values)

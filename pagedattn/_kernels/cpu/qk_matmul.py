@@ -47,7 +47,7 @@ class Products:
 
     def __init__(self, dtype):
         self.dtype = dtype
-        self.counts = widened_counts(dtype)  # of keys at a time
+        self.counts = widened_counts(dtype)  # columns of a key widened at a time
 
     def operands(self, builder, numbers, dtype):
         """Numbers of the cache or the query as they are multiplied: vectors of `count` each."""
@@ -92,7 +92,10 @@ class Pairs(Products):
 
 
 class Words(Products):
-    """As pairs of 16-bit integers; a row of queries has a factor at its end."""
+    """As pairs of 16-bit integers; a row of queries has a factor at its end.
+
+    An int32 holds 512 sums of the largest products: of 4096 columns with AVX2, 8192 with AVX-512.
+    """
 
     count, query_dtype, zeros, most = COUNT, INT16, NO_WORDS, MOST
 
@@ -121,7 +124,7 @@ class Words(Products):
 
 
 class Bytes(Words):
-    """The bytes of such integers, as `qk_fours` takes them."""
+    """The bytes of such integers, as `qk_int4` takes them."""
 
     most = nibble_dot.MOST
 
@@ -218,7 +221,8 @@ def fetch_rows(builder, rows, row_bytes):
         for row in rows:
             fetch(builder, row, index, 1)
 
-    along(builder, LINE, word(0), row_bytes, fetch_line)
+    whole = builder.add(row_bytes, word(LINE - 1))  # the last line may be a part of one
+    along(builder, LINE, word(0), whole, fetch_line)
 
 
 def _store_tile(builder, found, scales, logits, width):

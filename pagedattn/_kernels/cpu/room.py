@@ -21,7 +21,7 @@ class Room(NamedTuple):
       zeros: a row of a value that no row sees.
       logits: `[heads, rows, CHUNK]`, which become weights.
       kept: by what the sums of a KV head's rows shrink.
-      tokens: per-token scales of keys, `[heads, CHUNK]`; of four bits, what `unpack_chunk` says.
+      key_scales: per-token scales of keys, `[heads, CHUNK]`; of int4 what `packed_room` says.
       value_scales: those of values.
       end: what lies behind it all.
       rows: of a KV head; `head_bytes`: of its logits.
@@ -35,7 +35,7 @@ class Room(NamedTuple):
     zeros: int
     logits: int
     kept: int
-    tokens: int
+    key_scales: int
     value_scales: int
     end: int
     rows: int
@@ -51,14 +51,14 @@ def room_of(args, held, rows, heads, address):
     zeros = shown_values + 8 * CHUNK
     logits, head_bytes = zeros + args.row_bytes, 4 * CHUNK * rows
     kept = logits + heads * head_bytes
-    tokens = kept + up_to(4 * rows, LINE)
-    value_scales = end = tokens
+    key_scales = kept + up_to(4 * rows, LINE)
+    value_scales = end = key_scales
     if scales_logits(held):
-        value_scales = tokens + 4 * CHUNK * heads
+        value_scales = key_scales + 4 * CHUNK * heads
         end = value_scales + 4 * CHUNK * heads
     if is_packed(held):
         end += packed_room(args)
-    places = shown, shown_values, zeros, logits, kept, tokens, value_scales
+    places = shown, shown_values, zeros, logits, kept, key_scales, value_scales
     return Room(address, values, slots, *places, end, rows, head_bytes)
 
 

@@ -49,6 +49,7 @@ def in_words() -> str:
         "products of pairs of bfloat16": PAIRS,
         "look-ups of 8-bit numbers": LOOK_UPS,
         "products of 16-bit integers": WORDS,
+        "sums of four products of 8-bit integers": VNNI,
         "float16 by integers": not HALVES,
     }
     return ", ".join(use for use, used in uses.items() if used)
@@ -151,7 +152,7 @@ def add_byte_pairs(builder, total, a, b):
 
 
 def looked_up(builder, table, numbers):
-    """Of each of 64 bytes, the entry of a table of 128 that its lower seven bits count to."""
+    """For each of 64 bytes, whose lower seven bits are an index, that entry of a table of 128."""
     bytes_ = ir.VectorType(BYTE, LINE)
     function = cgutils.get_or_insert_function(
         builder.module,
@@ -163,7 +164,7 @@ def looked_up(builder, table, numbers):
 
 
 def permuted(builder, table, lanes):
-    """Of each of 32 numbers of 16 bits, the entry of a table of 32 that it counts to."""
+    """For each of 32 int16 indices, that entry of a table of 32."""
     kind = ir.VectorType(ir.IntType(16), 32)
     function = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(kind, [kind] * 2), "llvm.x86.avx512.permvar.hi.512"
@@ -172,7 +173,7 @@ def permuted(builder, table, lanes):
 
 
 def permuted_floats(builder, table, lanes):
-    """Of each of 16 numbers, the entry of 16 float32 that its lower four bits count to."""
+    """For each of 16 numbers, whose lower four bits are an index, that entry of 16 float32."""
     function = cgutils.get_or_insert_function(
         builder.module,
         ir.FunctionType(VECTOR, [VECTOR, INTEGERS]),

@@ -10,7 +10,7 @@ from .simd import KEYS
 from .store_row import highest_of
 
 CHUNK = 64  # keys; a multiple of KEYS
-AHEAD = 4 * KEYS  # keys whose logits are computed head by head; those of the next are fetched
+AHEAD = 4 * KEYS  # keys multiplied for one KV head before the next one's turn, while others come
 NONE = np.float32(-np.inf)
 ZERO, ONE = np.float32(0), np.float32(1)
 WORD = 32  # drafts of a word of ancestors

@@ -19,7 +19,10 @@ HALVES = picks(INTERLEAVED[:EIGHT]), picks(INTERLEAVED[EIGHT:])
 
 @within
 def gather_scales(scales, head, heads, slots, out):
-    """The float32 scales `[heads, CHUNK]` from a head on; those of head 0 are at `slots`."""
+    """Copies float32 scales to `[heads, CHUNK]`, from KV head `head` on.
+
+    `slots[k]` is the index of the scale of key k for head 0.
+    """
     whole = heads - heads % EIGHT
     for place in range(0, whole, EIGHT):
         for k in range(0, CHUNK, EIGHT):

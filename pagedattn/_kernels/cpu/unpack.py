@@ -61,11 +61,11 @@ def fact(of):
     return known
 
 
-# Whether short queries multiply numbers as they are held, and then by their scales.
+# Whether one scale a token multiplies logits and weights: with eight bits, not with int4.
 scales_logits = fact(lambda held: held[-1] == TOKENS and held[1] != INT4)
 looks_up = fact(lambda held: LOOK_UPS and held[:2] == [BFLOAT16, INT4])
 COLUMNS = 2 * GROUP  # in which both halves of a row have whole groups
-as_fours = fact(lambda held: held[1] == INT4 and are_words(*held[:2]))
+has_int4_dot = fact(lambda held: held[1] == INT4 and are_words(*held[:2]))
 by_token = fact(lambda held: held[-1] == TOKENS)
 is_packed = fact(lambda held: held[1] == INT4)
 
@@ -85,16 +85,16 @@ def group_of(dim):
 
 
 @within
-def takes_fours(args, held):
+def multiplies_int4_keys(args, held):
     """Whether short queries multiply keys of four bits as they are held; theirs are `Bytes`."""
-    return as_fours(held) and args.head_dim % COLUMNS == 0
+    return has_int4_dot(held) and args.head_dim % COLUMNS == 0
 
 
 @within
 def unpack_row(source, scales, index, out, dim, itemsize, held):
     """The row of a cache whose scales are the `index`th, times these, as a row of the query."""
     if looks_up(held) and dim % COLUMNS == 0:
-        look_up_fours(source, scales + 2 * index * (dim // GROUP), out, dim, held)
+        look_up_int4(source, scales + 2 * index * (dim // GROUP), out, dim, held)
     elif is_packed(held):
         half, group, start = dim // 2, group_of(dim), np.int64(0)
         scales += 2 * index * (dim // group)
@@ -103,7 +103,7 @@ def unpack_row(source, scales, index, out, dim, itemsize, held):
             count = min(group - start % group, half - within_half)
             shift = np.int32(28 - 4 * (start // half))
             scale, target = scales + 2 * (start // group), out + start * itemsize
-            unpack_four(source + within_half, shift, scale, target, count, held)
+            unpack_int4(source + within_half, shift, scale, target, count, held)
             start += count
     else:
         unpack_eight(source, get_float32(scales, index), out, dim, held)
@@ -139,7 +139,7 @@ def unpack_eight(typing, source, scale, out, dim, held):
 
 
 @intrinsic
-def unpack_four(typing, source, shift, scale, out, count, held):
+def unpack_int4(typing, source, shift, scale, out, count, held):
     """Numbers of a group, in the low or the high bits of bytes, times its float16 scale.
 
     `shift` brings them to the top of 32 bits: 28, or 24.
@@ -172,8 +172,8 @@ def unpack_four(typing, source, shift, scale, out, count, held):
 
 
 @intrinsic
-def look_up_fours(typing, source, scales, out, dim, held):
-    """`unpack_four` for rows of whole groups of 32 in each half, as bfloat16.
+def look_up_int4(typing, source, scales, out, dim, held):
+    """`unpack_int4` for rows of whole groups of 32 in each half, as bfloat16.
 
     The 16 numbers of four bits times the scale of a group are a table in half a register; that of
     the group in the high bits is the other half.

@@ -15,17 +15,12 @@ def packed_room(args):
     its groups, and four rows' weights, or instead of bytes weights for each group.
     """
     as_held = args.value_columns + 4 * (args.value_columns // GROUP) + 4 * 4
-    return rows_of(0) + CHUNK * max(unpacked_bytes(args), as_held)
+    return unpacked_rows(0) + CHUNK * max(unpacked_bytes(args), as_held)
 
 
 @fast
-def steps_of(tokens):
-    return tokens
-
-
-@fast
-def rows_of(tokens):
-    return tokens + 16 * CHUNK
+def unpacked_rows(scratch):
+    return scratch + 16 * CHUNK
 
 
 @fast
@@ -35,16 +30,23 @@ def unpacked_bytes(args):
 
 
 @fast
-def set_steps(args, tokens):
+def set_unpacked_offsets(args, scratch):
     """The offsets of unpacked rows, again and again: what is fetched ahead is one of them."""
     for k in range(2 * CHUNK):
-        put_int64(steps_of(tokens), k, k % CHUNK * unpacked_bytes(args))
+        put_int64(scratch, k, k % CHUNK * unpacked_bytes(args))
 
 
 @within
-def unpack_keys(args, held, plane, offsets, slots, head, count, tokens):
+def fetch_share(coming, count, row_bytes, part, parts):
+    """Fetches one of `parts` shares of the rows to come: more at once keep loads waiting."""
+    for k in range(part * CHUNK // parts, min(count, (part + 1) * CHUNK // parts)):
+        fetch_row(coming.plane + get_int64(coming.offsets, k), row_bytes)
+
+
+@within
+def unpack_keys(args, held, plane, offsets, slots, head, count, scratch):
     """Some keys of a head, while those of the next group are fetched."""
-    out, size = rows_of(tokens), unpacked_bytes(args)
+    out, size = unpacked_rows(scratch), unpacked_bytes(args)
     for k in range(count):
         fetch_row(plane + get_int64(offsets, k + AHEAD), args.head_dim // 2)
         source, index = plane + get_int64(offsets, k), get_int64(slots, k) + head
@@ -54,9 +56,9 @@ def unpack_keys(args, held, plane, offsets, slots, head, count, tokens):
 
 
 @within
-def unpack_values(args, held, plane, offsets, coming, slots, head, count, tokens):
+def unpack_values(args, held, plane, offsets, coming, slots, head, count, scratch):
     """A chunk's values of a head, of an even number of keys, while those to come are fetched."""
-    out, size = rows_of(tokens), unpacked_bytes(args)
+    out, size = unpacked_rows(scratch), unpacked_bytes(args)
     dim = args.value_columns
     for k in range(up_to(count, 2)):
         fetch_row(coming.plane + get_int64(coming.offsets, k), dim // 2)
@@ -65,8 +67,8 @@ def unpack_values(args, held, plane, offsets, coming, slots, head, count, tokens
 
 
 @fast
-def clear_rows(args, shown, count, tokens):
+def clear_rows(args, shown, count, scratch):
     """Zeros for the values that a bias hides from all."""
     for k in range(up_to(count, 2)):
         if get_float32(shown, k) == NONE:
-            memset(rows_of(tokens) + k * unpacked_bytes(args), 0, unpacked_bytes(args))
+            memset(unpacked_rows(scratch) + k * unpacked_bytes(args), 0, unpacked_bytes(args))

@@ -21,7 +21,7 @@ from .room import room_bytes
 from .scalar_math import exp, log
 from .softmax import NONE, ZERO
 from .store_row import narrow_row
-from .unpack import takes_fours
+from .unpack import multiplies_int4_keys
 
 WORK_ITEM_BYTES = WORK_ITEM.itemsize
 USERS, CLAIMED, DONE = map(offset, ("users", "claimed", "done"))
@@ -82,7 +82,7 @@ def run_item(args, dtypes, held, at, scratch):
     state = work_item.state if work_item.parts > 1 else scratch + args.state_bytes
     clear(args, rows, state)
     if work_item.first < work_item.last:
-        if takes_fours(args, held):
+        if multiplies_int4_keys(args, held):
             load_queries(args, held, work_item, scratch)
         else:
             load_queries(args, dtypes, work_item, scratch)

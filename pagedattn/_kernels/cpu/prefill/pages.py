@@ -111,8 +111,8 @@ def unpack_tile(args, held, item, first, room):
     key, value = room.unpacked, room.unpacked + KEYS * size
     for at in range(begin, end):
         if at + GRAIN < end:
-            fetch_row(get_int64(keys, at + GRAIN), args.head_dim * args.cache_itemsize)
-            fetch_row(get_int64(values, at + GRAIN), args.value_columns * args.cache_itemsize)
+            fetch_row(get_int64(keys, at + GRAIN), args.key_head)
+            fetch_row(get_int64(values, at + GRAIN), args.value_head)
         listed = (first + at) // args.block_size
         slot = first + at - listed * args.block_size
         column = column_of(args, item, listed)

@@ -10,12 +10,10 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from . import pv_matmul
 from .bf16_dot import are_pairs
-from .compiling import fast, intrinsic, within
-from .dtypes import BFLOAT16, INT4, pair_of
-from .fours_scales import set_value_scales
-from .memory import get_int64
+from .compiling import fast, intrinsic
+from .dtypes import BFLOAT16, pair_of
+from .int4_scales import set_value_scales
 from .simd import (
     BYTE,
     FLOAT,
@@ -25,9 +23,11 @@ from .simd import (
     NUMBER,
     VECTOR,
     WORD,
+    add_pairs,
     along,
     as_bfloat16,
     at,
+    fused,
     load,
     permuted,
     permuted_floats,
@@ -38,24 +38,27 @@ from .simd import (
     word,
 )
 from .softmax import CHUNK, ONE
-from .unpack import GROUP, NUMBERS, fetch_row
-from .unpack_chunk import rows_of
+from .unpack import GROUP, NUMBERS
+from .unpack_chunk import fetch_share, unpacked_rows
 
 AS_BFLOAT16 = np.array(NUMBERS, ml_dtypes.bfloat16).view(np.uint16).tolist()
 VECTORS = 2  # of a group
 SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
 BYTES = ir.VectorType(BYTE, GROUP)
-# Bytes of two rows in turn, LANES of each, and each byte twice: in the lower half of 16 bits, too.
+# Each byte of two rows twice, to fill 16 bits; both rows' columns alternate, LANES at a time.
 PAIRED = [
     picks([lane + row for lane in range(start, start + LANES) for row in (0, 0, GROUP, GROUP)])
     for start in range(0, GROUP, LANES)
 ]
 
 
-class Widened(pv_matmul.Widened):
+class Widened:
     """One value at a time as float32, times weights of float32."""
 
-    size = 4  # bytes of a weight
+    keys, size = 1, 4  # values at a time, and bytes of a weight
+
+    def add(self, builder, total, weight, value):
+        return fused(builder, weight, value, total)
 
     def parts(self, builder, rows, index):
         """What `add` takes of each half of the rows: VECTORS of columns."""
@@ -77,10 +80,13 @@ class Widened(pv_matmul.Widened):
         return weights
 
 
-class Pairs(pv_matmul.Pairs):
+class Pairs:
     """Two values at a time as pairs of bfloat16, times pairs of weights, rounded like them."""
 
-    size = 2
+    keys, size = 2, 2
+
+    def add(self, builder, total, weight, value):
+        return add_pairs(builder, total, weight, value)
 
     def parts(self, builder, rows, index):
         places = (at(builder, row, index, BYTES) for row in rows)
@@ -104,7 +110,7 @@ class Pairs(pv_matmul.Pairs):
 
 def way_of(held):
     as_pairs = LOOK_UPS and are_pairs(held[0], BFLOAT16)
-    return (Pairs if as_pairs else Widened)(INT4)
+    return (Pairs if as_pairs else Widened)()
 
 
 def _pv(rows):
@@ -198,22 +204,14 @@ def set_weights(typing, weights, factors, out, held):
     return types.void(types.intp, types.intp, types.intp, held), code
 
 
-@within
-def fetch_share(coming, count, dim, group):
-    """A group's share of the rows to come: more at once keep loads waiting."""
-    groups = dim // GROUP
-    for k in range(group * CHUNK // groups, min(count, (group + 1) * CHUNK // groups)):
-        fetch_row(coming.plane + get_int64(coming.offsets, k), dim // 2)
-
-
 @fast
 def add_values(args, held, sums, plane, head, count, weights, coming, room):
     """`sums = sums * kept + weights @ values`, for the rows of a KV head.
 
     Unpacked rows have room for the scales of each group, and behind them weights of four rows for
-    each. Not inlined, for the reason that `qk_fours.set_logits` gives.
+    each. Not inlined, for the reason that `qk_int4.set_logits` gives.
     """
-    step, dim, scales = args.row_bytes, args.value_columns, rows_of(room.tokens)
+    step, dim, scales = args.row_bytes, args.value_columns, unpacked_rows(room.key_scales)
     groups, r = dim // GROUP, 0
     own, size = scales + 4 * CHUNK * groups, weight_bytes(held) * CHUNK
     set_value_scales(args, head, ONE, room, scales)
@@ -221,7 +219,7 @@ def add_values(args, held, sums, plane, head, count, weights, coming, room):
         many = 4 if r + 4 <= room.rows else 2 if r + 2 <= room.rows else 1
         for group in range(groups):
             if r == 0:
-                fetch_share(coming, count, dim, group)
+                fetch_share(coming, count, dim // 2, group, groups)
             for i in range(many):
                 out, row = own + size * (4 * group + i), weights + 4 * CHUNK * (r + i)
                 set_weights(row, scales + 4 * CHUNK * group, out, held)

@@ -10,11 +10,10 @@ from numba import types
 from numba.core import cgutils
 
 from .compiling import fast, intrinsic
-from .dtypes import INT4
-from .fours_scales import set_scales
+from .fixed_point import factor_of
+from .int4_scales import set_scales
 from .memory import get_int64
-from .nibble_dot import Sums, halves
-from .qk_matmul import Words
+from .nibble_dot import Sums, nibbles
 from .simd import (
     LANES,
     NUMBER,
@@ -33,11 +32,11 @@ from .simd import (
 )
 from .softmax import AHEAD, CHUNK, ONE
 from .unpack import GROUP, fetch_row
-from .unpack_chunk import rows_of
+from .unpack_chunk import unpacked_rows
 
 SIZE = 4 * LANES  # bytes of a vector
 PIECE = 16  # bytes of a key that are transposed at once
-STEP = 32 if LANES == 16 else AHEAD  # keys whose logits are computed head by head
+STEP = 32 if LANES == 16 else AHEAD  # keys multiplied for one KV head before the next one's turn
 
 
 def _of_quarters(*lanes):
@@ -55,16 +54,16 @@ def _transposed(builder, keys, index):
     kind = ir.VectorType(NUMBER, PIECE // 4)
     rows = [load(builder, at(builder, key, index, kind), 1) for key in keys]
     a, b, c, d = (_joined(builder, rows[k::4]) for k in range(4))
-    halves = [[builder.shuffle_vector(*p, w) for p in ((a, b), (c, d))] for w in (LOW_32, HIGH_32)]
-    return [builder.shuffle_vector(*half, w) for half in halves for w in (LOW_64, HIGH_64)]
+    pairs = [[builder.shuffle_vector(*p, w) for p in ((a, b), (c, d))] for w in (LOW_32, HIGH_32)]
+    return [builder.shuffle_vector(*pair, w) for pair in pairs for w in (LOW_64, HIGH_64)]
 
 
 def _joined(builder, parts):
     """Vectors one behind the other."""
     while len(parts) > 1:
         both = picks(range(2 * parts[0].type.count))
-        halves = zip(parts[::2], parts[1::2], strict=True)
-        parts = [builder.shuffle_vector(*pair, both) for pair in halves]
+        neighbours = zip(parts[::2], parts[1::2], strict=True)
+        parts = [builder.shuffle_vector(*pair, both) for pair in neighbours]
     return parts[0]
 
 
@@ -73,7 +72,10 @@ def _qk(rows):
 
     @intrinsic
     def qk(typing, query, step, plane, offsets, scales, dim, scale, logits, width):
-        """Logits of keys whose scales are by `set_scales`; rows of them are `width` apart."""
+        """Logits of LANES keys, whose scales are as `set_scales` writes them.
+
+        Rows of logits are `width` float32 apart, rows of queries `step` bytes.
+        """
 
         def code(context, builder, signature, args):
             if WORDS:
@@ -93,8 +95,8 @@ def _code(builder, rows, query, step, plane, offsets, scales, dim, scale, logits
     half = builder.lshr(dim, word(1))
 
     def add(index):
-        fours = [halves(builder, bits) for bits in _fours(builder, keys, index)]
-        for start, numbers in zip((word(0), half), zip(*fours, strict=True), strict=True):
+        numbers_of = [nibbles(builder, bits) for bits in _bytes_of(builder, keys, index)]
+        for start, numbers in zip((word(0), half), zip(*numbers_of, strict=True), strict=True):
             column = builder.add(index, start)
             place = builder.add(scales, builder.mul(column, word(SIZE // GROUP)))
             factor = load(builder, at(builder, place, word(0), VECTOR), 4)
@@ -104,22 +106,22 @@ def _code(builder, rows, query, step, plane, offsets, scales, dim, scale, logits
 
     along(builder, GROUP, word(0), half, add)
     for r, (start, total) in enumerate(zip(starts, totals, strict=True)):
-        unit = spread(builder, Words(INT4).factor(builder, start, dim, scale))
+        unit = spread(builder, builder.fmul(scale, factor_of(builder, start, dim)))
         row = builder.add(logits, builder.mul(width, word(4 * r)))
         logit = builder.fmul(builder.load(total), unit)
         store(builder, logit, at(builder, row, word(0), VECTOR), 4)
 
 
-def _fours(builder, keys, column):
+def _bytes_of(builder, keys, column):
     """A group's bytes of each key, four to a vector."""
     for start in range(0, GROUP, PIECE):
         yield from _transposed(builder, keys, builder.add(column, word(start)))
 
 
-def _products(builder, rows, dim, column, fours):
+def _products(builder, rows, dim, column, vectors):
     """Sums of the products of queries and a group of columns, from `column` on, of each key."""
     sums = [Sums(builder, row, dim, column) for row in rows]
-    for numbers in fours:
+    for numbers in vectors:
         for of_row in sums:
             of_row.add(builder, numbers)
     return [builder.sitofp(of_row.total(builder), VECTOR) for of_row in sums]
@@ -137,7 +139,7 @@ def set_logits(args, queries, rows, plane, offsets, slots, head, count, scale, l
     """
     step, dim = args.row_bytes, args.head_dim
     scales = args.key_scales + 2 * head * (dim // GROUP)
-    factors = rows_of(room.tokens)
+    factors = unpacked_rows(room.key_scales)
     for k in range(count):
         fetch_row(plane + get_int64(offsets, k + STEP), dim // 2)
     for k in range(0, count, LANES):

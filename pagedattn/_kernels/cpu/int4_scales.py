@@ -25,28 +25,29 @@ from .simd import (
 from .softmax import CHUNK
 from .unpack import GROUP
 
-HALVES = ir.VectorType(ir.HalfType(), 2 * LANES)
+FLOAT16S = ir.VectorType(ir.HalfType(), 2 * LANES)
 
 
-class Some(NamedTuple):
-    """Groups whose scales are loaded at once, as one integer of a token."""
+class GroupsAtOnce(NamedTuple):
+    """Neighbouring groups whose float16 scales are loaded as one integer."""
 
     groups: int
     integer: ir.IntType
 
     @property
     def tokens(self) -> int:
-        """Those of a vector."""
+        """How many tokens' integers fill one vector of float16."""
         return 2 * LANES // self.groups
 
 
-FOUR, TWO = Some(4, WORD), Some(2, NUMBER)
+FOUR, TWO = GroupsAtOnce(4, WORD), GroupsAtOnce(2, NUMBER)
 
 
 @intrinsic
 def set_scales(typing, scales, slots, dim, unit, out, step):
-    """The scales of LANES tokens as float32 times a unit, `[groups, LANES]`, `step` bytes apart.
+    """Scales of LANES slots, float16 in the cache, times `unit`: float32 `[groups, LANES]`.
 
+    Rows of `out` are `step` bytes apart. `slots` count tokens and KV heads: `slot * num_kv_heads`.
     `dim` has a multiple of two groups: heads are a multiple of 64 columns.
     """
 
@@ -67,8 +68,8 @@ def set_scales(typing, scales, slots, dim, unit, out, step):
                 place = builder.mul(builder.add(group, word(g)), step)
                 store(builder, numbers, at(builder, out, place, VECTOR), 4)
 
-        fours = along(builder, 4, word(0), groups, lambda group: widen(FOUR, group))
-        along(builder, 2, fours, groups, lambda group: widen(TWO, group))
+        done = along(builder, 4, word(0), groups, lambda group: widen(FOUR, group))
+        along(builder, 2, done, groups, lambda group: widen(TWO, group))
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 3, types.float32, *[types.intp] * 2), code
@@ -89,7 +90,7 @@ def _side_by_side(builder, integers):
     found = ir.Constant(ir.VectorType(integers[0].type, len(integers)), ir.Undefined)
     for lane, number in enumerate(integers):
         found = builder.insert_element(found, number, NUMBER(lane))
-    return builder.bitcast(found, HALVES)
+    return builder.bitcast(found, FLOAT16S)
 
 
 @within

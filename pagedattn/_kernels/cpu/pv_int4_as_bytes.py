@@ -12,8 +12,9 @@ from numba.core import cgutils
 
 from .compiling import intrinsic, within
 from .dtypes import INT8, row_vector, widened
-from .fours_scales import set_value_scales
+from .int4_scales import set_value_scales
 from .memory import get_int64
+from .pv_int4 import set_weights
 from .simd import (
     BYTE,
     FLOAT,
@@ -29,8 +30,8 @@ from .simd import (
     word,
 )
 from .softmax import CHUNK
-from .unpack import GROUP, fetch_row
-from .unpack_chunk import rows_of
+from .unpack import GROUP, up_to
+from .unpack_chunk import fetch_share, unpacked_rows
 
 BYTES = ir.VectorType(BYTE, 4 * LANES)
 UNIT = np.float32(1 / 16)  # of the bytes, for their scales
@@ -52,23 +53,6 @@ def _set_bytes(typing, row, out, dim):
             store(builder, high, at(builder, out, builder.add(index, half), BYTES), 4)
 
         along(builder, 4 * LANES, word(0), half, part)
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 3), code
-
-
-@intrinsic
-def _set_weights(typing, weights, factors, out):
-    """A row of weights of a chunk, times the scales of a group; all are float32."""
-
-    def code(context, builder, signature, args):
-        def multiply(index):
-            four = builder.mul(index, word(4))
-            weight, factor, place = (at(builder, row, four, VECTOR) for row in args)
-            product = builder.fmul(load(builder, weight, 4), load(builder, factor, 4))
-            store(builder, product, place, 4)
-
-        along(builder, LANES, word(0), word(CHUNK), multiply)
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 3), code
@@ -119,21 +103,13 @@ pv_1, pv_2, pv_4 = map(_pv, (1, 2, 4))
 
 
 @within
-def fetch_share(args, coming, count, column):
-    """A group's share of the rows to come: more at once keep loads waiting."""
-    end = min(count, (column + GROUP) * CHUNK // args.value_dim)
-    for k in range(column * CHUNK // args.value_dim, end):
-        fetch_row(coming.plane + get_int64(coming.offsets, k), args.value_columns // 2)
-
-
-@within
 def add_values(args, held, sums, plane, head, count, weights, coming, room):
     """`sums = sums * kept + weights @ values`, for the rows of a KV head.
 
     `packed_room` has room for the bytes, for their scales, and for weights of four rows.
     """
     step, dim, r = args.row_bytes, args.value_columns, 0
-    values = rows_of(room.tokens)
+    values = unpacked_rows(room.key_scales)
     scales = values + CHUNK * dim
     own = scales + 4 * CHUNK * (dim // GROUP)
     for k in range(count):
@@ -144,10 +120,11 @@ def add_values(args, held, sums, plane, head, count, weights, coming, room):
         for first in range(0, args.value_dim, GROUP):
             factors = scales + 4 * CHUNK * (first // GROUP)
             if r == 0:
-                fetch_share(args, coming, count, first)
+                groups = up_to(args.value_dim, GROUP) // GROUP
+                fetch_share(coming, count, dim // 2, first // GROUP, groups)
             for i in range(many):
-                of_row = 4 * CHUNK * i
-                _set_weights(weights + 4 * CHUNK * r + of_row, factors, own + of_row)
+                row = weights + 4 * CHUNK * (r + i)
+                set_weights(row, factors, own + 4 * CHUNK * i, held)
             columns, kept = sums + r * step + 4 * first, room.kept + 4 * r
             if many == 4:
                 pv_4(columns, step, values + first, dim, count, own, kept)
