@@ -112,8 +112,8 @@ def _query(query, dtype, num_kv_heads, head_dim, spec):
     if not goes_with(query.dtype, dtype):
         raise InvalidInputError(
             f"keys and values of {dtype} do not go with a query of {query.dtype}, which must be of "
-            f"{dtypes_for(dtype)}: make the cache with the query's dtype (init_kv_cache(..., "
-            "dtype=query.dtype)), or cast the query"
+            f"{dtypes_for(dtype)}: cast the query, or make a cache that is not quantised with its "
+            "dtype (init_kv_cache(..., dtype=query.dtype))"
         )
     num_heads = query.shape[1]
     if not (num_heads > 0 and num_kv_heads > 0 and num_heads % num_kv_heads == 0):

@@ -184,7 +184,7 @@ def goes_with(dtype, cache_dtype) -> bool:
 def dtypes_for(cache_dtype) -> str:
     if largest(cache_dtype) is None:
         return f"the cache's dtype {cache_dtype}"
-    return f"a floating dtype of 16 bits or more, which a cache of {cache_dtype} goes with"
+    return f"a floating dtype of 16 bits or more, for a cache of {cache_dtype}"
 
 
 def value_plane(cache) -> None:
