@@ -1,11 +1,11 @@
 """Rows of queries as 16-bit integers times a power of two, to multiply keys of integers by.
 
 A CPU adds up products of such integers at least as fast as those of bfloat16, and eight or four
-bits widen to them without a table. The greatest number of a row has 15 bits. Numbers of
-bfloat16 from a 128th of it up are exact, but that `nibble_dot` lowers 32640 to 32639; smaller ones
-are off by at most 2**-15 of the greatest, which is more than bfloat16's own spacing for those below
-a 256th. So weights are no such rows: those of an attention sink, whose values are next
-to nothing, are thousands of times all others. A row with NaN or infinity has the factor NaN.
+bits widen to them without a table. The greatest number of a row has 15 bits. Numbers of bfloat16
+from a 128th of it up are exact, but that `nibble_dot` lowers 32640 to 32639; smaller ones are off
+by at most 2**-15 of the greatest, which is more than bfloat16's own spacing for those below a
+256th. So weights are no such rows: those of an attention sink, whose values are next to nothing,
+are thousands of times all others. A row with NaN or infinity has the factor NaN.
 """
 
 from llvmlite import ir

@@ -21,7 +21,8 @@ class Room(NamedTuple):
       zeros: a row of a value that no row sees.
       logits: `[heads, rows, CHUNK]`, which become weights.
       kept: by what the sums of a KV head's rows shrink.
-      key_scales: per-token scales of keys, `[heads, CHUNK]`; of int4 what `packed_room` says.
+      key_scales: per-token scales of keys, `[heads, CHUNK]`. For int4 what `packed_room` describes:
+        offsets of unpacked rows, and behind them the rows.
       value_scales: those of values.
       end: what lies behind it all.
       rows: of a KV head; `head_bytes`: of its logits.
