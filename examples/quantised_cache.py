@@ -3,18 +3,18 @@
     python examples/quantised_cache.py
 
 Held-out text goes through the model as in serving: what is written to the cache is rounded. Scales
-of heads are the largest numbers of other text, over the largest that the dtype holds. The first
+of heads are the largest numbers of other text, over the largest that the dtype holds. A cache of
+float32, which rounds nothing, shows how many tokens differ by bfloat16's own rounding. The first
 run compiles for minutes.
 """
 
-import functools
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from pagedattn_serving.checkpoint.folder import SHIPPED, load_checkpoint
-from pagedattn_serving.families.forward import forward_paged
+from pagedattn_serving.families.forward import Operands, cached_attention, forward_paged
 from pagedattn_serving.training.corpus import split_topics
 
 from pagedattn import KVCache, init_kv_cache, make_batch
@@ -22,7 +22,9 @@ from pagedattn import KVCache, init_kv_cache, make_batch
 WINDOWS, LENGTH, BLOCK_SIZE = 8, 512, 16
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 BASE = "bfloat16"
-KINDS = [(dtype, scales) for scales in ("head", "token") for dtype in LARGEST] + [("int4", "token")]
+SCALED = [(dtype, scales) for scales in ("head", "token") for dtype in LARGEST]
+EXACT = "float32"
+KINDS = [(EXACT, "none"), *SCALED, ("int4", "token")]
 
 
 def main() -> Iterator[tuple[str, tuple[float, float, float]]]:
@@ -34,10 +36,12 @@ def main() -> Iterator[tuple[str, tuple[float, float, float]]]:
     other, held_out = (text[: WINDOWS * LENGTH].astype(jnp.int32) for text in split_topics())
     size = tables.size, BLOCK_SIZE, model.num_key_value_heads, model.head_dim
 
-    @functools.partial(jax.jit, static_argnames="of")
-    def run(tokens, caches, of=model):
-        hidden, caches = forward_paged(params, of, tokens, caches, batch)
-        return of.logits(params, hidden).astype(jnp.float32), caches
+    @jax.jit
+    def run(tokens, caches):
+        exact = caches[0].key.dtype == EXACT
+        attend = exact_attention if exact else cached_attention
+        hidden, caches = forward_paged(params, model, tokens, caches, batch, attend=attend)
+        return model.logits(params, hidden).astype(jnp.float32), caches
 
     plain = [init_kv_cache(*size, BASE)] * model.num_hidden_layers
     _, calibrated = run(other, plain)
@@ -51,8 +55,17 @@ def main() -> Iterator[tuple[str, tuple[float, float, float]]]:
         yield f"{dtype}, {scales}", (agree, rise, bits_of(caches[0]))
 
 
+def exact_attention(operands, cache, batch, spec, backend):
+    """By float32, which a cache of float32 takes."""
+    exact = Operands(*jax.tree.map(lambda x: x.astype(EXACT), operands))
+    out, cache = cached_attention(exact, cache, batch, spec, backend)
+    return out.astype(operands.query.dtype), cache
+
+
 def new_cache(size: tuple, dtype: str, scales: str, calibrated: KVCache) -> KVCache:
     """An empty one; `calibrated` holds other text."""
+    if scales == "none":
+        return init_kv_cache(*size, dtype)
     if scales == "token":
         return init_kv_cache(*size, dtype=dtype, scales="token")
     highest = (abs(x).max((0, 1, 3)).astype("float32") for x in calibrated.planes)
