@@ -13,7 +13,7 @@ from numba.core import cgutils
 
 jax.config.update("jax_platforms", "cpu")
 from pagedattn._kernels.cpu.prefill import amx
-from pagedattn._kernels.cpu.simd import LANES, VECTOR, add_pairs, at, load, spread, store, word
+from pagedattn._kernels.cpu.simd import LANES, VECTOR, add_pairs, at, i64, load, spread, store
 
 ROWS, ROW, TILE = 16, 64, 1024
 REGISTERS = np.full(8 * TILE + ROW, 0xFF, np.uint8)  # NaN: what is not set is seen
@@ -23,7 +23,7 @@ called = set()
 
 
 def _row(number, row):
-    return word(BASE + TILE * number.constant + ROW * row)
+    return i64(BASE + TILE * number.constant + ROW * row)
 
 
 def tilezero(builder, number):
@@ -31,7 +31,7 @@ def tilezero(builder, number):
         store(
             builder,
             ir.Constant(VECTOR, [0.0] * LANES),
-            at(builder, _row(number, row), word(0), VECTOR),
+            at(builder, _row(number, row), i64(0), VECTOR),
             4,
         )
 
@@ -42,26 +42,26 @@ def _address(builder, pointer):
 
 def tileloadd64(builder, number, pointer, stride):
     for row in range(ROWS):
-        source = builder.add(_address(builder, pointer), builder.mul(stride, word(row)))
-        line = load(builder, at(builder, source, word(0), WORDS), 4)
-        store(builder, line, at(builder, _row(number, row), word(0), WORDS), 4)
+        source = builder.add(_address(builder, pointer), builder.mul(stride, i64(row)))
+        line = load(builder, at(builder, source, i64(0), WORDS), 4)
+        store(builder, line, at(builder, _row(number, row), i64(0), WORDS), 4)
 
 
 def tilestored64(builder, number, pointer, stride):
     for row in range(ROWS):
-        target = builder.add(_address(builder, pointer), builder.mul(stride, word(row)))
-        line = load(builder, at(builder, _row(number, row), word(0), WORDS), 4)
-        store(builder, line, at(builder, target, word(0), WORDS), 4)
+        target = builder.add(_address(builder, pointer), builder.mul(stride, i64(row)))
+        line = load(builder, at(builder, _row(number, row), i64(0), WORDS), 4)
+        store(builder, line, at(builder, target, i64(0), WORDS), 4)
 
 
 def tdpbf16ps(builder, c, a, b):
     for row in range(ROWS):
-        place = at(builder, _row(c, row), word(0), VECTOR)
+        place = at(builder, _row(c, row), i64(0), VECTOR)
         total = cgutils.alloca_once_value(builder, load(builder, place, 4))
-        with cgutils.for_range(builder, word(ROWS)) as loop:
-            pair = at(builder, _row(a, row), builder.mul(loop.index, word(4)), ir.IntType(32))
+        with cgutils.for_range(builder, i64(ROWS)) as loop:
+            pair = at(builder, _row(a, row), builder.mul(loop.index, i64(4)), ir.IntType(32))
             left = spread(builder, load(builder, pair, 4))
-            line = at(builder, _row(b, 0), builder.mul(loop.index, word(ROW)), WORDS)
+            line = at(builder, _row(b, 0), builder.mul(loop.index, i64(ROW)), WORDS)
             right = load(builder, line, 4)
             builder.store(add_pairs(builder, builder.load(total), left, right), total)
         store(builder, builder.load(total), place, 4)

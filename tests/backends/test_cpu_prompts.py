@@ -26,7 +26,7 @@ from cases import grown
 from cpu_prompts import CASES, SIZES, attend, check, problem_of
 
 from pagedattn._kernels.cpu.prefill import weights
-from pagedattn._kernels.cpu.simd import PAIRS
+from pagedattn._kernels.cpu.simd import HAS_BF16_DOT
 from pagedattn.backends import numba
 
 LONG = 97  # queries, whatever the dtypes and the group are
@@ -270,7 +270,7 @@ def test_queries_that_a_bound_denied_are_computed():
     assert_attention_close(np.asarray(out), np.asarray(lse), problem)
 
 
-@pytest.mark.skipif(not PAIRS, reason="needs products of pairs of bfloat16")
+@pytest.mark.skipif(not HAS_BF16_DOT, reason="needs products of pairs of bfloat16")
 def test_amx_emulated(tmp_path):
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(

@@ -31,7 +31,7 @@ if not can_load("numba") or jax.default_backend() != "cpu":
     pytest.skip("needs numba, and JAX on a CPU", allow_module_level=True)
 
 from pagedattn._kernels.cpu import compiled, thread_pool
-from pagedattn._kernels.cpu.simd import LANES, PAIRS
+from pagedattn._kernels.cpu.simd import HAS_BF16_DOT, LANES
 from pagedattn.backends import numba as backend
 
 HERE = Path(__file__).parent
@@ -413,7 +413,7 @@ def test_vectors_are_those_that_numba_compiles_for(setting, code, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.skipif(not PAIRS, reason="needs products of pairs of bfloat16")
+@pytest.mark.skipif(not HAS_BF16_DOT, reason="needs products of pairs of bfloat16")
 def test_products_that_this_cpu_would_not_take_are_right():
     in_a_process(OTHERS + USE + DECODES)
 

@@ -10,7 +10,7 @@ from llvmlite import ir
 
 from . import rates
 from .dtypes import BFLOAT16, EIGHT_BITS, INT8, UNITS
-from .simd import LANES, LINE, LOOK_UPS, PAIRS, looked_up, picks
+from .simd import HAS_BF16_DOT, HAS_BYTE_LOOK_UPS, I8, I16, LANES, LINE, looked_up, picks
 
 COUNT = 2 * LANES  # bfloat16 in a vector
 SIGN = 0x80
@@ -21,7 +21,7 @@ def can_be_pairs(query_dtype, dtype):
     """Whether numbers of these dtypes, of queries and a cache, are exact as pairs of bfloat16."""
     if query_dtype != BFLOAT16:
         return False
-    return PAIRS if dtype == BFLOAT16 else LOOK_UPS and dtype in EIGHT_BITS
+    return HAS_BF16_DOT if dtype == BFLOAT16 else HAS_BYTE_LOOK_UPS and dtype in EIGHT_BITS
 
 
 def are_pairs(query_dtype, dtype):
@@ -51,7 +51,7 @@ def as_pairs(builder, numbers, dtype):
     for start in range(0, given, COUNT):
         lanes = [lane + half for lane in range(start, start + COUNT) for half in (0, LINE)]
         mixed = builder.shuffle_vector(lower, upper, picks(lanes))
-        vectors.append(builder.bitcast(mixed, ir.VectorType(ir.IntType(16), COUNT)))
+        vectors.append(builder.bitcast(mixed, ir.VectorType(I16, COUNT)))
     return vectors
 
 
@@ -69,4 +69,4 @@ def _tables(name):
 
 
 def _all(byte):
-    return ir.Constant(ir.VectorType(ir.IntType(8), LINE), [byte] * LINE)
+    return ir.Constant(ir.VectorType(I8, LINE), [byte] * LINE)

@@ -12,13 +12,27 @@ from numba.core import cgutils
 from numba.extending import models, register_model, typeof_impl
 
 from . import float16
-from .simd import BYTE, FLOAT, LANES, PAIRS, along, as_bfloat16, at, load, store, word
+from .simd import (
+    F16,
+    F32,
+    HAS_BF16_DOT,
+    I8,
+    I16,
+    I32,
+    LANES,
+    along,
+    as_bfloat16,
+    at,
+    i64,
+    load,
+    store,
+)
 
 # In memory; dtypes of eight bits are bytes.
 TYPES = {
-    **dict.fromkeys(("bfloat16", "int16"), ir.IntType(16)),
-    "float16": ir.HalfType(),
-    "float32": FLOAT,
+    **dict.fromkeys(("bfloat16", "int16"), I16),
+    "float16": F16,
+    "float32": F32,
 }
 SIZES = {"bfloat16": 2, "float16": 2, "int16": 2, "float32": 4}
 
@@ -32,7 +46,7 @@ class Dtype:
     @property
     def memory(self) -> ir.Type:
         """The type of a number in memory."""
-        return TYPES.get(self.name, BYTE)
+        return TYPES.get(self.name, I8)
 
     @property
     def size(self) -> int:
@@ -78,7 +92,7 @@ def widened_counts(dtype):
 
 def widened(builder, numbers, dtype):
     """A vector of numbers of the cache as float32, but for their factor in `UNITS`."""
-    wide = ir.VectorType(FLOAT, numbers.type.count)
+    wide = ir.VectorType(F32, numbers.type.count)
     if dtype == FLOAT32:
         return numbers
     if dtype == FLOAT16:
@@ -86,8 +100,8 @@ def widened(builder, numbers, dtype):
     if dtype == INT8:
         return builder.sitofp(numbers, wide)
     if dtype == BFLOAT16:
-        return _shifted(builder, numbers, ir.IntType(32), wide, 16)
-    bits = ir.VectorType(ir.IntType(16), numbers.type.count)
+        return _shifted(builder, numbers, I32, wide, 16)
+    bits = ir.VectorType(I16, numbers.type.count)
     half = _e4m3 if dtype == E4M3 else _e5m2
     return float16.widened(builder, half(builder, numbers, bits))
 
@@ -100,7 +114,7 @@ def _shifted(builder, numbers, bits, wide, by):
 
 def _e5m2(builder, numbers, bits):
     """float8_e5m2 is the upper byte of float16."""
-    return _shifted(builder, numbers, bits.element, ir.VectorType(ir.HalfType(), bits.count), 8)
+    return _shifted(builder, numbers, bits.element, ir.VectorType(F16, bits.count), 8)
 
 
 def _e4m3(builder, numbers, bits):
@@ -112,7 +126,7 @@ def _e4m3(builder, numbers, bits):
     placed = builder.shl(builder.sext(numbers, bits), _all(bits, 7))
     placed = builder.and_(placed, _all(bits, 0xBF80))
     carry = builder.and_(builder.add(placed, _all(bits, 0x80)), _all(bits, 0x4000))
-    return builder.bitcast(builder.or_(placed, carry), ir.VectorType(ir.HalfType(), bits.count))
+    return builder.bitcast(builder.or_(placed, carry), ir.VectorType(F16, bits.count))
 
 
 def _all(vector, number):
@@ -122,7 +136,7 @@ def _all(vector, number):
 def narrowed(builder, numbers, dtype):
     """A vector of float32 as numbers of a floating dtype, rounded to even."""
     if dtype == BFLOAT16:
-        return (as_bfloat16 if PAIRS else _bfloat16)(builder, numbers)
+        return (as_bfloat16 if HAS_BF16_DOT else _bfloat16)(builder, numbers)
     if dtype == FLOAT16:
         return float16.narrowed(builder, numbers)
     return numbers
@@ -143,15 +157,15 @@ def row_vector(builder, row, index, dtype, count=LANES):
     """Numbers of a row of the cache from `index` on, as they are."""
     size = dtype.size
     numbers = ir.VectorType(dtype.memory, count)
-    return load(builder, at(builder, row, builder.mul(index, word(size)), numbers), size)
+    return load(builder, at(builder, row, builder.mul(index, i64(size)), numbers), size)
 
 
 def row_end(builder, row, index, end, dtype, count=LANES):
     """The last numbers of a row, and zeros: nothing past the row is read."""
-    numbers, size = ir.VectorType(dtype.memory, count), word(dtype.size)
+    numbers, size = ir.VectorType(dtype.memory, count), i64(dtype.size)
     room = cgutils.alloca_once(builder, numbers)
     builder.store(ir.Constant(numbers, None), room)
-    source = at(builder, row, builder.mul(index, size), BYTE)
+    source = at(builder, row, builder.mul(index, size), I8)
     left = builder.mul(builder.sub(end, index), size)
     cgutils.raw_memcpy(builder, room, source, left, 1)
     return builder.load(room)
@@ -160,15 +174,15 @@ def row_end(builder, row, index, end, dtype, count=LANES):
 def put_vector(builder, row, index, numbers, dtype):
     """Writes numbers to a row from `index` on."""
     size = dtype.size
-    place = at(builder, row, builder.mul(index, word(size)), numbers.type)
+    place = at(builder, row, builder.mul(index, i64(size)), numbers.type)
     store(builder, numbers, place, size)
 
 
 def put_end(builder, row, index, end, numbers, dtype):
     """Writes the last numbers of a row, and nothing past it."""
-    size = word(dtype.size)
+    size = i64(dtype.size)
     room = cgutils.alloca_once_value(builder, numbers)
-    target = at(builder, row, builder.mul(index, size), BYTE)
+    target = at(builder, row, builder.mul(index, size), I8)
     cgutils.raw_memcpy(builder, target, room, builder.mul(builder.sub(end, index), size), 1)
 
 
@@ -182,7 +196,7 @@ def each(builder, dtype, dim, counts, body):
     def whole(count):
         return lambda index: body(index, lambda row: row_vector(builder, row, index, dtype, count))
 
-    stop = word(0)
+    stop = i64(0)
     for count in counts:
         stop = along(builder, count, stop, dim, whole(count))
     with builder.if_then(builder.icmp_signed("<", stop, dim), likely=False):

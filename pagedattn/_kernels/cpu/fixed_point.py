@@ -13,23 +13,23 @@ from numba.core import cgutils
 
 from .dtypes import BFLOAT16, INT4, INT8
 from .simd import (
-    FLOAT,
-    INTEGERS,
+    F32,
+    HAS_INT16_MADD,
+    I16,
+    I32,
+    I32_VECTOR,
     LANES,
-    NUMBER,
     VECTOR,
-    WORDS,
     along,
     at,
+    i64,
     load,
     spread,
     store,
-    word,
 )
 from .store_row import folded
 
 COUNT = 2 * LANES  # of 16 bits in a vector
-NO_WORDS = ir.Constant(INTEGERS, [0] * LANES)  # a sum of none
 # Bits of float32.
 EXPONENT = 0x7F800000  # all set in NaN and infinity
 LEAST = (127 - 112) << 23  # 2**-112: its factor, 2**-126, is the least normal float32
@@ -42,40 +42,40 @@ ROUNDING = 1.5 * 2.0**23  # a sum with it has the nearest integer in its lowest 
 
 def are_words(query_dtype, dtype) -> bool:
     """Whether queries and a cache of these dtypes are multiplied as 16-bit integers."""
-    return WORDS and query_dtype == BFLOAT16 and dtype in (INT8, INT4)
+    return HAS_INT16_MADD and query_dtype == BFLOAT16 and dtype in (INT8, INT4)
 
 
 def as_words(builder, numbers):
     """Integers of eight bits as ones of sixteen."""
-    return builder.sext(numbers, ir.VectorType(ir.IntType(16), numbers.type.count))
+    return builder.sext(numbers, ir.VectorType(I16, numbers.type.count))
 
 
 def whole_vectors(builder, dim):
     """The least multiple of COUNT that is not below a number of columns."""
-    up = builder.add(dim, word(COUNT - 1))
-    return builder.and_(up, word(-COUNT))
+    up = builder.add(dim, i64(COUNT - 1))
+    return builder.and_(up, i64(-COUNT))
 
 
 def set_words(builder, row, count, most=MOST):
     """Turns `count` float32, a multiple of COUNT, into integers, and the last into their factor."""
     greatest = _greatest_exponent(builder, row, count)
-    multiplier = builder.bitcast(builder.sub(NUMBER(MULTIPLIER), greatest), FLOAT)
+    multiplier = builder.bitcast(builder.sub(I32(MULTIPLIER), greatest), F32)
     multiplier, rounding, most = (
-        spread(builder, number) for number in (multiplier, FLOAT(ROUNDING), FLOAT(most))
+        spread(builder, number) for number in (multiplier, F32(ROUNDING), F32(most))
     )
 
     def narrow(index):
         numbers = builder.fmul(_floats(builder, row, index), multiplier)
         below = builder.fcmp_ordered("<", numbers, most)
         numbers = builder.fadd(builder.select(below, numbers, most), rounding)
-        words = ir.VectorType(ir.IntType(16), LANES)
-        words = builder.trunc(builder.bitcast(numbers, INTEGERS), words)
-        store(builder, words, at(builder, row, builder.mul(index, word(2)), words.type), 2)
+        words = ir.VectorType(I16, LANES)
+        words = builder.trunc(builder.bitcast(numbers, I32_VECTOR), words)
+        store(builder, words, at(builder, row, builder.mul(index, i64(2)), words.type), 2)
 
-    along(builder, LANES, word(0), count, narrow)
-    finite = builder.icmp_unsigned("<", greatest, NUMBER(EXPONENT))
-    factor = builder.select(finite, builder.sub(greatest, NUMBER(UNIT)), NUMBER(NAN))
-    builder.store(builder.bitcast(factor, FLOAT), _factor(builder, row, count))
+    along(builder, LANES, i64(0), count, narrow)
+    finite = builder.icmp_unsigned("<", greatest, I32(EXPONENT))
+    factor = builder.select(finite, builder.sub(greatest, I32(UNIT)), I32(NAN))
+    builder.store(builder.bitcast(factor, F32), _factor(builder, row, count))
 
 
 def factor_of(builder, row, count):
@@ -84,23 +84,23 @@ def factor_of(builder, row, count):
 
 
 def _factor(builder, row, count):
-    return at(builder, row, builder.mul(builder.sub(count, word(1)), word(4)), FLOAT)
+    return at(builder, row, builder.mul(builder.sub(count, i64(1)), i64(4)), F32)
 
 
 def _floats(builder, row, index):
-    return load(builder, at(builder, row, builder.mul(index, word(4)), VECTOR), 4)
+    return load(builder, at(builder, row, builder.mul(index, i64(4)), VECTOR), 4)
 
 
 def _greatest_exponent(builder, row, count):
     """The bits of the greatest power of two in any number of a row, LEAST or more."""
-    top = cgutils.alloca_once_value(builder, ir.Constant(INTEGERS, [LEAST] * LANES))
+    top = cgutils.alloca_once_value(builder, ir.Constant(I32_VECTOR, [LEAST] * LANES))
 
     def take(index):
-        bits = builder.bitcast(_floats(builder, row, index), INTEGERS)
-        bits = builder.and_(bits, ir.Constant(INTEGERS, [EXPONENT] * LANES))
+        bits = builder.bitcast(_floats(builder, row, index), I32_VECTOR)
+        bits = builder.and_(bits, ir.Constant(I32_VECTOR, [EXPONENT] * LANES))
         builder.store(_greater(builder, bits, builder.load(top)), top)
 
-    along(builder, LANES, word(0), count, take)
+    along(builder, LANES, i64(0), count, take)
     return folded(builder, builder.load(top), _greater)
 
 

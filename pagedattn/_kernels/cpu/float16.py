@@ -5,9 +5,8 @@ LLVM would call functions of the compiler's library there, which no Python proce
 
 from llvmlite import ir
 
-from .simd import FLOAT, HALVES
+from .simd import F16, F32, HAS_FLOAT16, I16, I32
 
-HALF, SHORT, WORD = ir.HalfType(), ir.IntType(16), ir.IntType(32)
 SIGN = 0x8000
 LEAST_NORMAL, TOO_LARGE, INFINITE = 0x38800000, 0x47800000, 0x7F800000  # 2**-14, 65536, in float32
 
@@ -15,10 +14,10 @@ LEAST_NORMAL, TOO_LARGE, INFINITE = 0x38800000, 0x47800000, 0x7F800000  # 2**-14
 def widened(builder, numbers):
     """float32 of float16."""
     count = numbers.type.count
-    if HALVES:
-        return builder.fpext(numbers, ir.VectorType(FLOAT, count))
-    words, floats = ir.VectorType(WORD, count), ir.VectorType(FLOAT, count)
-    given = builder.zext(builder.bitcast(numbers, ir.VectorType(SHORT, count)), words)
+    if HAS_FLOAT16:
+        return builder.fpext(numbers, ir.VectorType(F32, count))
+    words, floats = ir.VectorType(I32, count), ir.VectorType(F32, count)
+    given = builder.zext(builder.bitcast(numbers, ir.VectorType(I16, count)), words)
     size = builder.and_(given, _all(words, SIGN - 1))
     shifted = builder.shl(size, _all(words, 13))
     # The exponent counts from 15 there and from 127 here. No float32 is subnormal on the way: XLA's
@@ -36,9 +35,9 @@ def widened(builder, numbers):
 def narrowed(builder, numbers):
     """float16 of float32, rounded to even."""
     count = numbers.type.count
-    if HALVES:
-        return builder.fptrunc(numbers, ir.VectorType(HALF, count))
-    words = ir.VectorType(WORD, count)
+    if HAS_FLOAT16:
+        return builder.fptrunc(numbers, ir.VectorType(F16, count))
+    words = ir.VectorType(I32, count)
     given = builder.bitcast(numbers, words)
     size = builder.and_(given, _all(words, INFINITE | 0x7FFFFF))
     is_nan = builder.icmp_unsigned(">", size, _all(words, INFINITE))
@@ -48,8 +47,8 @@ def narrowed(builder, numbers):
     is_large = builder.icmp_unsigned(">=", size, _all(words, TOO_LARGE))
     made = builder.select(is_large, large, made)
     sign = builder.and_(builder.lshr(given, _all(words, 16)), _all(words, SIGN))
-    short = builder.trunc(builder.or_(made, sign), ir.VectorType(SHORT, count))
-    return builder.bitcast(short, ir.VectorType(HALF, count))
+    short = builder.trunc(builder.or_(made, sign), ir.VectorType(I16, count))
+    return builder.bitcast(short, ir.VectorType(F16, count))
 
 
 def _normal(builder, size):
@@ -63,7 +62,7 @@ def _normal(builder, size):
 def _subnormal(builder, size):
     """The sum with 0.5, whose last place is that of subnormals, rounds as it should."""
     words = size.type
-    floats = ir.VectorType(FLOAT, words.count)
+    floats = ir.VectorType(F32, words.count)
     total = builder.fadd(builder.bitcast(size, floats), _all(floats, 0.5))
     return builder.sub(builder.bitcast(total, words), _all(words, 0x3F000000))
 

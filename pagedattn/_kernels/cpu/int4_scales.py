@@ -9,23 +9,24 @@ from . import float16
 from .chunk import clear_hidden
 from .compiling import intrinsic, within
 from .simd import (
+    F16,
+    I32,
+    I64,
     LANES,
-    NUMBER,
     VECTOR,
-    WORD,
     along,
     at,
+    i64,
     int64s_at,
     load,
     picks,
     spread,
     store,
-    word,
 )
 from .softmax import CHUNK
 from .unpack import GROUP
 
-FLOAT16S = ir.VectorType(ir.HalfType(), 2 * LANES)
+FLOAT16S = ir.VectorType(F16, 2 * LANES)
 
 
 class GroupsAtOnce(NamedTuple):
@@ -40,7 +41,7 @@ class GroupsAtOnce(NamedTuple):
         return 2 * LANES // self.groups
 
 
-FOUR, TWO = GroupsAtOnce(4, WORD), GroupsAtOnce(2, NUMBER)
+FOUR, TWO = GroupsAtOnce(4, I64), GroupsAtOnce(2, I32)
 
 
 @intrinsic
@@ -53,22 +54,22 @@ def set_scales(typing, scales, slots, dim, unit, out, step):
 
     def code(context, builder, signature, args):
         scales, slots, dim, unit, out, step = args
-        groups = builder.udiv(dim, word(GROUP))
-        row_bytes = builder.mul(groups, word(2))
+        groups = builder.udiv(dim, i64(GROUP))
+        row_bytes = builder.mul(groups, i64(2))
         unit = spread(builder, unit)
 
         def widen(some, group):
-            first = builder.add(scales, builder.mul(group, word(2)))
+            first = builder.add(scales, builder.mul(group, i64(2)))
             rows = (
                 builder.add(first, builder.mul(slot, row_bytes))
                 for slot in int64s_at(builder, slots, LANES)
             )
             for g, halves in enumerate(_by_groups(builder, rows, some)):
                 numbers = builder.fmul(float16.widened(builder, halves), unit)
-                place = builder.mul(builder.add(group, word(g)), step)
+                place = builder.mul(builder.add(group, i64(g)), step)
                 store(builder, numbers, at(builder, out, place, VECTOR), 4)
 
-        done = along(builder, 4, word(0), groups, lambda group: widen(FOUR, group))
+        done = along(builder, 4, i64(0), groups, lambda group: widen(FOUR, group))
         along(builder, 2, done, groups, lambda group: widen(TWO, group))
         return context.get_dummy_value()
 
@@ -77,7 +78,7 @@ def set_scales(typing, scales, slots, dim, unit, out, step):
 
 def _by_groups(builder, rows, some):
     """The float16 of some groups, which begin at these addresses: of all rows, group by group."""
-    numbers = [load(builder, at(builder, row, word(0), some.integer), 2) for row in rows]
+    numbers = [load(builder, at(builder, row, i64(0), some.integer), 2) for row in rows]
     starts = range(0, LANES, some.tokens)
     vectors = [_side_by_side(builder, numbers[s : s + some.tokens]) for s in starts]
     for g in range(some.groups):
@@ -89,7 +90,7 @@ def _side_by_side(builder, integers):
     """Integers as a vector of the float16 in them."""
     found = ir.Constant(ir.VectorType(integers[0].type, len(integers)), ir.Undefined)
     for lane, number in enumerate(integers):
-        found = builder.insert_element(found, number, NUMBER(lane))
+        found = builder.insert_element(found, number, I32(lane))
     return builder.bitcast(found, FLOAT16S)
 
 

@@ -15,19 +15,21 @@ from .compiling import fast, intrinsic
 from .dtypes import BFLOAT16, pair_of
 from .int4_scales import set_value_scales
 from .simd import (
-    BYTE,
-    FLOAT,
-    INTEGERS,
+    F32,
+    HAS_BYTE_LOOK_UPS,
+    I8,
+    I16,
+    I32,
+    I32_VECTOR,
+    I64,
     LANES,
-    LOOK_UPS,
-    NUMBER,
     VECTOR,
-    WORD,
     add_pairs,
     along,
     as_bfloat16,
     at,
     fused,
+    i64,
     load,
     permuted,
     permuted_floats,
@@ -35,7 +37,6 @@ from .simd import (
     spread,
     spread_at,
     store,
-    word,
 )
 from .softmax import CHUNK, ONE
 from .unpack import GROUP, NUMBERS
@@ -43,8 +44,8 @@ from .unpack_chunk import fetch_share, unpacked_rows
 
 AS_BFLOAT16 = np.array(NUMBERS, ml_dtypes.bfloat16).view(np.uint16).tolist()
 VECTORS = 2  # of a group
-SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
-BYTES = ir.VectorType(BYTE, GROUP)
+SHORTS = ir.VectorType(I16, 2 * LANES)
+BYTES = ir.VectorType(I8, GROUP)
 # Each byte of two rows twice, to fill 16 bits; both rows' columns alternate, LANES at a time.
 PAIRED = [
     picks([lane + row for lane in range(start, start + LANES) for row in (0, 0, GROUP, GROUP)])
@@ -66,10 +67,10 @@ class Widened:
         return list(zip(*pieces, strict=True))
 
     def _piece(self, builder, row, index, start):
-        place = builder.add(index, word(start))
-        held = load(builder, at(builder, row, place, ir.VectorType(BYTE, LANES)), 1)
-        low = builder.zext(held, INTEGERS)
-        high = builder.lshr(low, ir.Constant(INTEGERS, [4] * LANES))
+        place = builder.add(index, i64(start))
+        held = load(builder, at(builder, row, place, ir.VectorType(I8, LANES)), 1)
+        low = builder.zext(held, I32_VECTOR)
+        high = builder.lshr(low, ir.Constant(I32_VECTOR, [4] * LANES))
         table = ir.Constant(VECTOR, [float(number) for number in NUMBERS])
         return [permuted_floats(builder, table, lanes) for lanes in (low, high)]
 
@@ -109,7 +110,7 @@ class Pairs:
 
 
 def way_of(held):
-    as_pairs = LOOK_UPS and are_pairs(held[0], BFLOAT16)
+    as_pairs = HAS_BYTE_LOOK_UPS and are_pairs(held[0], BFLOAT16)
     return (Pairs if as_pairs else Widened)()
 
 
@@ -123,8 +124,8 @@ def _pv(rows):
         def code(context, builder, signature, args):
             sums, step, plane, offsets, count, dim, weights, kept, _ = args
             way = way_of(pair_of(signature.args[-1]))
-            half = builder.lshr(dim, word(1))
-            turns = builder.udiv(builder.add(count, word(way.keys - 1)), word(way.keys))
+            half = builder.lshr(dim, i64(1))
+            turns = builder.udiv(builder.add(count, i64(way.keys - 1)), i64(way.keys))
             row_bytes = way.size * CHUNK
 
             def add(index):
@@ -132,28 +133,28 @@ def _pv(rows):
                 tile = [(r, p, v) for r in range(rows) for p in range(2) for v in range(VECTORS)]
                 places, totals = {}, {}
                 for r, p, v in tile:
-                    column = builder.mul(builder.add(parts[p], word(v * LANES)), word(4))
-                    start = builder.add(sums, builder.mul(step, word(r)))
+                    column = builder.mul(builder.add(parts[p], i64(v * LANES)), i64(4))
+                    start = builder.add(sums, builder.mul(step, i64(r)))
                     places[r, p, v] = at(builder, start, column, VECTOR)
-                    factor = builder.load(at(builder, kept, word(4 * r), FLOAT))
+                    factor = builder.load(at(builder, kept, i64(4 * r), F32))
                     total = load(builder, places[r, p, v], 4)
                     total = builder.fmul(total, spread(builder, factor))
                     totals[r, p, v] = cgutils.alloca_once_value(builder, total)
-                groups = [builder.udiv(part, word(GROUP)) for part in parts]
+                groups = [builder.udiv(part, i64(GROUP)) for part in parts]
                 own = [
-                    at(builder, weights, builder.mul(group, word(4 * row_bytes)), NUMBER)
+                    at(builder, weights, builder.mul(group, i64(4 * row_bytes)), I32)
                     for group in groups
                 ]
                 with cgutils.for_range(builder, turns) as loop:
-                    turn = builder.mul(loop.index, word(8 * way.keys))
+                    turn = builder.mul(loop.index, i64(8 * way.keys))
                     starts = []
                     for i in range(way.keys):
-                        place = at(builder, offsets, builder.add(turn, word(8 * i)), WORD)
+                        place = at(builder, offsets, builder.add(turn, i64(8 * i)), I64)
                         starts.append(builder.add(plane, builder.load(place)))
                     values = way.parts(builder, starts, index)
                     for r in range(rows):
                         for p in range(2):
-                            place = builder.add(loop.index, word(row_bytes // 4 * r))
+                            place = builder.add(loop.index, i64(row_bytes // 4 * r))
                             weight = way.spread(builder, builder.gep(own[p], [place]))
                             for v in range(VECTORS):
                                 total = builder.load(totals[r, p, v])
@@ -162,7 +163,7 @@ def _pv(rows):
                 for place in tile:
                     store(builder, builder.load(totals[place]), places[place], 4)
 
-            along(builder, GROUP, word(0), half, add)
+            along(builder, GROUP, i64(0), half, add)
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 8, held), code
@@ -178,7 +179,7 @@ def weight_bytes(typing, held):
     """Bytes of a weight, as `set_weights` writes it."""
 
     def code(context, builder, signature, args):
-        return word(way_of(pair_of(signature.args[0])).size)
+        return i64(way_of(pair_of(signature.args[0])).size)
 
     return types.intp(held), code
 
@@ -192,13 +193,13 @@ def set_weights(typing, weights, factors, out, held):
         way = way_of(pair_of(signature.args[-1]))
 
         def narrow(index):
-            four = builder.mul(index, word(4))
+            four = builder.mul(index, i64(4))
             pair = [load(builder, at(builder, row, four, VECTOR), 4) for row in (weights, factors)]
             numbers = way.narrowed(builder, builder.fmul(*pair))
-            place = at(builder, out, builder.mul(index, word(way.size)), numbers.type)
+            place = at(builder, out, builder.mul(index, i64(way.size)), numbers.type)
             store(builder, numbers, place, way.size)
 
-        along(builder, LANES, word(0), word(CHUNK), narrow)
+        along(builder, LANES, i64(0), i64(CHUNK), narrow)
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp, types.intp, held), code

@@ -16,24 +16,24 @@ from .int4_scales import set_value_scales
 from .memory import get_int64
 from .pv_int4 import set_weights
 from .simd import (
-    BYTE,
-    FLOAT,
+    F32,
+    I8,
     LANES,
     SPAN,
     VECTOR,
     along,
     at,
     fused,
+    i64,
     load,
     spread,
     store,
-    word,
 )
 from .softmax import CHUNK
 from .unpack import GROUP, up_to
 from .unpack_chunk import fetch_share, unpacked_rows
 
-BYTES = ir.VectorType(BYTE, 4 * LANES)
+BYTES = ir.VectorType(I8, 4 * LANES)
 UNIT = np.float32(1 / 16)  # of the bytes, for their scales
 
 
@@ -43,7 +43,7 @@ def _set_bytes(typing, row, out, dim):
 
     def code(context, builder, signature, args):
         row, out, dim = args
-        half = builder.lshr(dim, word(1))
+        half = builder.lshr(dim, i64(1))
 
         def part(index):
             held = load(builder, at(builder, row, index, BYTES), 1)
@@ -52,7 +52,7 @@ def _set_bytes(typing, row, out, dim):
             store(builder, low, at(builder, out, index, BYTES), 4)
             store(builder, high, at(builder, out, builder.add(index, half), BYTES), 4)
 
-        along(builder, 4 * LANES, word(0), half, part)
+        along(builder, 4 * LANES, i64(0), half, part)
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 3), code
@@ -77,20 +77,20 @@ def _pv(rows):
 
 def _add_columns(builder, rows, start, sums, step, values, row_bytes, count, weights, kept):
     tile = [(r, v) for r in range(rows) for v in range(SPAN)]
-    lines = [builder.add(sums, builder.mul(step, word(r))) for r in range(rows)]
-    places = {(r, v): at(builder, lines[r], word(4 * (start + v * LANES)), VECTOR) for r, v in tile}
-    factors = [builder.load(at(builder, kept, word(4 * r), FLOAT)) for r in range(rows)]
+    lines = [builder.add(sums, builder.mul(step, i64(r))) for r in range(rows)]
+    places = {(r, v): at(builder, lines[r], i64(4 * (start + v * LANES)), VECTOR) for r, v in tile}
+    factors = [builder.load(at(builder, kept, i64(4 * r), F32)) for r in range(rows)]
     totals = {}
     for r, v in tile:
         total = builder.fmul(load(builder, places[r, v], 4), spread(builder, factors[r]))
         totals[r, v] = cgutils.alloca_once_value(builder, total)
     with cgutils.for_range(builder, count) as loop:
         row = builder.add(values, builder.mul(loop.index, row_bytes))
-        held = [row_vector(builder, row, word(start + v * LANES), INT8) for v in range(SPAN)]
+        held = [row_vector(builder, row, i64(start + v * LANES), INT8) for v in range(SPAN)]
         numbers = [widened(builder, bytes_, INT8) for bytes_ in held]
-        four = builder.mul(loop.index, word(4))
+        four = builder.mul(loop.index, i64(4))
         for r in range(rows):
-            place = at(builder, builder.add(weights, four), word(4 * CHUNK * r), FLOAT)
+            place = at(builder, builder.add(weights, four), i64(4 * CHUNK * r), F32)
             weight = spread(builder, builder.load(place))
             for v, number in enumerate(numbers):
                 total = builder.load(totals[r, v])

@@ -8,24 +8,26 @@ from .bf16_dot import COUNT, are_pairs, as_pairs, counts
 from .compiling import intrinsic
 from .dtypes import pair_of, row_end, row_vector, widened, widened_counts
 from .simd import (
-    FLOAT,
+    F32,
+    I16,
+    I32,
+    I64,
     LANES,
     LINE,
     SPAN,
     VECTOR,
-    WORD,
     add_pairs,
     along,
     as_bfloat16,
     at,
     fetch,
     fused,
+    i64,
     load,
     picks,
     spread,
     store,
     vectors_of,
-    word,
 )
 
 
@@ -40,12 +42,12 @@ class Widened:
     def values(self, builder, take, rows, index, columns):
         """What `add` takes of columns of the rows, LANES of them in a vector."""
         most = min(columns, widened_counts(self.dtype)[0])
-        starts = (builder.add(index, word(start)) for start in range(0, columns, most))
+        starts = (builder.add(index, i64(start)) for start in range(0, columns, most))
         held = [widened(builder, take(rows[0], start, most), self.dtype) for start in starts]
         return [vector for numbers in held for vector in vectors_of(builder, numbers)]
 
     def weight(self, builder, weights, index):
-        place = at(builder, weights, builder.mul(index, word(4)), FLOAT)
+        place = at(builder, weights, builder.mul(index, i64(4)), F32)
         return spread(builder, builder.load(place))
 
     def add(self, builder, total, weight, value):
@@ -62,7 +64,7 @@ class Pairs(Widened):
         most = min(columns, counts(self.dtype)[0])
         vectors = []
         for start in range(0, columns, most):
-            here = builder.add(index, word(start))
+            here = builder.add(index, i64(start))
             halves = [as_pairs(builder, take(row, here, most), self.dtype) for row in rows]
             for pair in zip(*halves, strict=True):
                 vectors += self.side_by_side(builder, *pair)
@@ -74,9 +76,8 @@ class Pairs(Widened):
         return [builder.shuffle_vector(a, b, picks(lanes)) for lanes in mixed]
 
     def weight(self, builder, weights, index):
-        number = ir.IntType(32)
-        pair = builder.load(at(builder, weights, builder.mul(index, word(4)), number))
-        return builder.bitcast(spread(builder, pair), ir.VectorType(ir.IntType(16), 2 * LANES))
+        pair = builder.load(at(builder, weights, builder.mul(index, i64(4)), I32))
+        return builder.bitcast(spread(builder, pair), ir.VectorType(I16, 2 * LANES))
 
     def add(self, builder, total, weight, value):
         return add_pairs(builder, total, weight, value)
@@ -103,32 +104,32 @@ def _pv(rows):
             sums, step, plane, offsets, later, ahead, count, dim, weights, width, kept, _ = args
             query_dtype, number = pair_of(signature.args[-1])
             way, size = way_of(query_dtype, number), number.size
-            turns = builder.udiv(builder.add(count, word(way.keys - 1)), word(way.keys))
+            turns = builder.udiv(builder.add(count, i64(way.keys - 1)), i64(way.keys))
 
             def add(index, columns, take):
                 tile = [(r, v) for r in range(rows) for v in range(columns // LANES)]
                 places, totals = {}, {}
                 for r, v in tile:
-                    start = builder.add(sums, builder.mul(step, word(r)))
-                    offset = builder.mul(builder.add(index, word(v * LANES)), word(4))
+                    start = builder.add(sums, builder.mul(step, i64(r)))
+                    offset = builder.mul(builder.add(index, i64(v * LANES)), i64(4))
                     places[r, v] = at(builder, start, offset, VECTOR)
-                    factor = builder.load(at(builder, kept, word(4 * r), FLOAT))
+                    factor = builder.load(at(builder, kept, i64(4 * r), F32))
                     total = load(builder, places[r, v], 4)
                     total = builder.fmul(total, spread(builder, factor))
                     totals[r, v] = cgutils.alloca_once_value(builder, total)
                 with cgutils.for_range(builder, turns) as loop:
                     starts = []
                     for key in range(way.keys):
-                        turn = builder.mul(loop.index, word(way.keys))
-                        eight = builder.mul(builder.add(turn, word(key)), word(8))
-                        row = builder.load(at(builder, offsets, eight, WORD))
+                        turn = builder.mul(loop.index, i64(way.keys))
+                        eight = builder.mul(builder.add(turn, i64(key)), i64(8))
+                        row = builder.load(at(builder, offsets, eight, I64))
                         starts.append(builder.add(plane, row))
-                        coming = builder.add(later, builder.load(at(builder, ahead, eight, WORD)))
+                        coming = builder.add(later, builder.load(at(builder, ahead, eight, I64)))
                         for start in range(0, columns, LINE // size):
-                            fetch(builder, coming, builder.add(index, word(start)), size)
+                            fetch(builder, coming, builder.add(index, i64(start)), size)
                     values = way.values(builder, take, starts, index, columns)
                     for r in range(rows):
-                        start = builder.add(weights, builder.mul(width, word(4 * r)))
+                        start = builder.add(weights, builder.mul(width, i64(4 * r)))
                         weight = way.weight(builder, start, loop.index)
                         for v, value in enumerate(values):
                             total = way.add(builder, builder.load(totals[r, v]), weight, value)
@@ -143,7 +144,7 @@ def _pv(rows):
                 return row_end(builder, row, index, dim, number, count)
 
             many, few = SPAN * LANES, way.count
-            stop = along(builder, many, word(0), dim, lambda i: add(i, many, whole))
+            stop = along(builder, many, i64(0), dim, lambda i: add(i, many, whole))
             stop = along(builder, few, stop, dim, lambda i: add(i, few, whole))
             with builder.if_then(builder.icmp_signed("<", stop, dim), likely=False):
                 add(stop, few, end)
@@ -165,14 +166,14 @@ def set_weights(typing, weights, count, dtypes):
         weights, count, _ = args
 
         def narrow(index):
-            place = builder.mul(index, word(4))
+            place = builder.mul(index, i64(4))
             numbers = load(builder, at(builder, weights, place, VECTOR), 4)
             numbers = as_bfloat16(builder, numbers)
-            place = at(builder, weights, builder.mul(index, word(2)), numbers.type)
+            place = at(builder, weights, builder.mul(index, i64(2)), numbers.type)
             store(builder, numbers, place, 2)
 
         if way_of(*pair_of(signature.args[-1])).keys > 1:
-            along(builder, LANES, word(0), count, narrow)
+            along(builder, LANES, i64(0), count, narrow)
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp, dtypes), code

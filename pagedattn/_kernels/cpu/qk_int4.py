@@ -15,22 +15,22 @@ from .int4_scales import set_scales
 from .memory import get_int64
 from .nibble_dot import Sums, nibbles
 from .simd import (
+    HAS_INT16_MADD,
+    I32,
+    I64,
     LANES,
-    NUMBER,
     VECTOR,
-    WORD,
-    WORDS,
     ZEROS,
     along,
     at,
     fetch,
     fused,
+    i64,
     int64s_at,
     load,
     picks,
     spread,
     store,
-    word,
 )
 from .softmax import AHEAD, CHUNK, ONE
 from .unpack import GROUP, fetch_row
@@ -54,7 +54,7 @@ LOW_64, HIGH_64 = _of_quarters(0, 1, 4, 5), _of_quarters(2, 3, 6, 7)
 
 def _transposed(builder, keys, index):
     """PIECE bytes of each key from `index` on, four to a vector."""
-    kind = ir.VectorType(NUMBER, PIECE // 4)
+    kind = ir.VectorType(I32, PIECE // 4)
     rows = [load(builder, at(builder, key, index, kind), 1) for key in keys]
     a, b, c, d = (_joined(builder, rows[k::4]) for k in range(4))
     pairs = [[builder.shuffle_vector(*p, w) for p in ((a, b), (c, d))] for w in (LOW_32, HIGH_32)]
@@ -81,7 +81,7 @@ def _qk(rows):
         """
 
         def code(context, builder, signature, args):
-            if WORDS:
+            if HAS_INT16_MADD:
                 _code(builder, rows, *args)
             return context.get_dummy_value()
 
@@ -91,41 +91,41 @@ def _qk(rows):
 
 
 def _code(builder, rows, query, step, plane, offsets, scales, dim, scale, logits, width):
-    starts = [builder.add(query, builder.mul(step, word(r))) for r in range(rows)]
+    starts = [builder.add(query, builder.mul(step, i64(r))) for r in range(rows)]
     keys = [builder.add(plane, number) for number in int64s_at(builder, offsets, LANES)]
-    places = [builder.inttoptr(start, NUMBER.as_pointer()) for start in starts]
+    places = [builder.inttoptr(start, I32.as_pointer()) for start in starts]
     totals = [cgutils.alloca_once_value(builder, ZEROS) for _ in starts]
-    half = builder.lshr(dim, word(1))
+    half = builder.lshr(dim, i64(1))
 
     def add(index):
         numbers_of = [nibbles(builder, bits) for bits in _bytes_of(builder, keys, index)]
         fetches = _fetches(builder, plane, offsets, index) if SPREAD_FETCHES else iter(())
-        for start, numbers in zip((word(0), half), zip(*numbers_of, strict=True), strict=True):
+        for start, numbers in zip((i64(0), half), zip(*numbers_of, strict=True), strict=True):
             column = builder.add(index, start)
-            place = builder.add(scales, builder.mul(column, word(SIZE // GROUP)))
-            factor = load(builder, at(builder, place, word(0), VECTOR), 4)
+            place = builder.add(scales, builder.mul(column, i64(SIZE // GROUP)))
+            factor = load(builder, at(builder, place, i64(0), VECTOR), 4)
             products = _products(builder, places, dim, column, numbers, fetches)
             for number, total in zip(products, totals, strict=True):
                 builder.store(fused(builder, number, factor, builder.load(total)), total)
 
-    along(builder, GROUP, word(0), half, add)
+    along(builder, GROUP, i64(0), half, add)
     for r, (start, total) in enumerate(zip(starts, totals, strict=True)):
         unit = spread(builder, builder.fmul(scale, factor_of(builder, start, dim)))
-        row = builder.add(logits, builder.mul(width, word(4 * r)))
+        row = builder.add(logits, builder.mul(width, i64(4 * r)))
         logit = builder.fmul(builder.load(total), unit)
-        store(builder, logit, at(builder, row, word(0), VECTOR), 4)
+        store(builder, logit, at(builder, row, i64(0), VECTOR), 4)
 
 
 def _bytes_of(builder, keys, column):
     """A group's bytes of each key, four to a vector."""
     for start in range(0, GROUP, PIECE):
-        yield from _transposed(builder, keys, builder.add(column, word(start)))
+        yield from _transposed(builder, keys, builder.add(column, i64(start)))
 
 
 def _fetches(builder, plane, offsets, index):
     """Fetches a group's bytes of the keys STEP later: a key's, each time it is asked for one."""
     for k in range(STEP, STEP + LANES):
-        offset = load(builder, at(builder, offsets, word(8 * k), WORD), 8)
+        offset = load(builder, at(builder, offsets, i64(8 * k), I64), 8)
         yield fetch(builder, builder.add(plane, offset), index, 1)
 
 

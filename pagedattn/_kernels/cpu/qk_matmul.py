@@ -18,8 +18,9 @@ from .dtypes import (
     widened,
     widened_counts,
 )
-from .fixed_point import MOST, NO_WORDS, are_words, as_words, factor_of, set_words, whole_vectors
+from .fixed_point import MOST, are_words, as_words, factor_of, set_words, whole_vectors
 from .simd import (
+    I32_ZEROS,
     KEYS,
     LANES,
     LINE,
@@ -31,12 +32,12 @@ from .simd import (
     at,
     fetch,
     fused,
+    i64,
     int64s_at,
     picks,
     spread,
     store,
     vectors_of,
-    word,
 )
 
 
@@ -97,7 +98,7 @@ class Words(Products):
     An int32 holds 512 sums of the largest products: of 4096 columns with AVX2, 8192 with AVX-512.
     """
 
-    count, query_dtype, zeros, most = COUNT, INT16, NO_WORDS, MOST
+    count, query_dtype, zeros, most = COUNT, INT16, I32_ZEROS, MOST
 
     def __init__(self, dtype):
         super().__init__(dtype)
@@ -149,16 +150,16 @@ def _code(builder, dtypes, rows, planes, arguments):
     tile = [(r, k) for r in range(rows) for k in range(KEYS)]
     totals = {at_: cgutils.alloca_once_value(builder, products.zeros) for at_ in tile}
     places, later = (int64s_at(builder, held, KEYS) for held in (offsets, ahead))
-    starts = [builder.add(query, builder.mul(step, word(r))) for r in range(rows)]
+    starts = [builder.add(query, builder.mul(step, i64(r))) for r in range(rows)]
     scales = [products.factor(builder, start, dim, scale) for start in starts]
-    apart = builder.udiv(step, word(len(planes)))
+    apart = builder.udiv(step, i64(len(planes)))
     for plane in planes:
         keys = [builder.add(plane, place) for place in places]
 
         def add(index, take, starts=starts, keys=keys):
             taken = [products.operands(builder, take(key), products.dtype) for key in keys]
             for part, vectors in enumerate(zip(*taken, strict=True)):
-                here = builder.add(index, word(part * products.count))
+                here = builder.add(index, i64(part * products.count))
                 for r, start in enumerate(starts):
                     row = row_vector(builder, start, here, products.query_dtype, products.count)
                     for k, key in enumerate(vectors):
@@ -166,7 +167,7 @@ def _code(builder, dtypes, rows, planes, arguments):
                         builder.store(total, totals[r, k])
 
         coming = [builder.add(plane, place) for place in later]
-        fetch_rows(builder, coming, builder.mul(dim, word(products.dtype.size)))
+        fetch_rows(builder, coming, builder.mul(dim, i64(products.dtype.size)))
         each(builder, products.dtype, dim, products.counts, add)
         starts = [builder.add(start, apart) for start in starts]
     found = [products.floats(builder, builder.load(totals[at_])) for at_ in tile]
@@ -221,8 +222,8 @@ def fetch_rows(builder, rows, row_bytes):
         for row in rows:
             fetch(builder, row, index, 1)
 
-    whole = builder.add(row_bytes, word(LINE - 1))  # the last line may be a part of one
-    along(builder, LINE, word(0), whole, fetch_line)
+    whole = builder.add(row_bytes, i64(LINE - 1))  # the last line may be a part of one
+    along(builder, LINE, i64(0), whole, fetch_line)
 
 
 def _store_tile(builder, found, scales, logits, width):
@@ -233,8 +234,8 @@ def _store_tile(builder, found, scales, logits, width):
         for r, scale in enumerate(scales[first : first + at_once]):
             row = builder.shuffle_vector(packed, packed, picks(range(r * KEYS, (r + 1) * KEYS)))
             row = builder.fmul(row, spread(builder, scale, KEYS))
-            place = builder.add(logits, builder.mul(width, word(4 * (first + r))))
-            store(builder, row, at(builder, place, word(0), row.type), 4)
+            place = builder.add(logits, builder.mul(width, i64(4 * (first + r))))
+            store(builder, row, at(builder, place, i64(0), row.type), 4)
 
 
 def sums(builder, vectors):

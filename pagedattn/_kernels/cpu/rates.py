@@ -13,7 +13,7 @@ from numba import cfunc, types
 from numba.core import cgutils
 
 from .compiling import MODE, intrinsic
-from .simd import LANES, PAIRS, VECTOR, add_pairs, at, fused, load, store, word
+from .simd import HAS_BF16_DOT, I16, LANES, VECTOR, add_pairs, at, fused, i64, load, store
 
 SUMS, TURNS = 24, 1000  # as many sums as hide the latency of each
 TRIES = 100  # in turns, 3 ms in all: with 5 tries under load, one machine changed its answer
@@ -27,7 +27,7 @@ def _products(pairs):
 
         def code(context, builder, signature, args):
             numbers, turns = args
-            place = at(builder, numbers, word(0), VECTOR)
+            place = at(builder, numbers, i64(0), VECTOR)
             vector = load(builder, place, 4)
             firsts = [ir.Constant(VECTOR, [float(i)] * LANES) for i in range(SUMS)]
             totals = [cgutils.alloca_once_value(builder, first) for first in firsts]
@@ -49,7 +49,7 @@ def _products(pairs):
 
 def _add(builder, total, vector, pairs):
     if pairs:
-        numbers = builder.bitcast(vector, ir.VectorType(ir.IntType(16), 2 * LANES))
+        numbers = builder.bitcast(vector, ir.VectorType(I16, 2 * LANES))
         return add_pairs(builder, total, numbers, numbers)
     return fused(builder, vector, vector, total)
 
@@ -69,7 +69,7 @@ def _seconds(function, numbers: np.ndarray) -> float:
 @functools.cache
 def pairs_are_faster() -> bool:
     """Whether products of pairs of bfloat16 do more work a second than those of float32."""
-    if not PAIRS:
+    if not HAS_BF16_DOT:
         return False
     functions = [_compiled(pairs) for pairs in (True, False)]
     numbers = np.zeros(2 * LANES, np.float32)

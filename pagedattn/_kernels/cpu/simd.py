@@ -22,20 +22,23 @@ SPAN = 4 if MANY else 2  # vectors of a value row in a tile of sums
 LINE = 64  # bytes that are fetched at once
 # Products of pairs of bfloat16, added up in float32. To LLVM 15, that of Numba 0.61, they are
 # products of integers, and bfloat16 is no number.
-PAIRS = "+avx512bf16" in FEATURES and llvm_version_info >= (16,)
-HALVES = "+f16c" in FEATURES or not TRIPLE.startswith("x86")  # float16 from float32 and back
-LOOK_UPS = PAIRS and "+avx512vbmi" in FEATURES  # of bytes, in tables in registers
+HAS_BF16_DOT = "+avx512bf16" in FEATURES and llvm_version_info >= (16,)
+HAS_FLOAT16 = "+f16c" in FEATURES or not TRIPLE.startswith("x86")  # float16 from float32 and back
+HAS_BYTE_LOOK_UPS = HAS_BF16_DOT and "+avx512vbmi" in FEATURES  # of bytes, in tables in registers
 # Sums of two products of 16-bit integers; with VNNI, LLVM adds them in the same instruction.
 MADD = {16: "llvm.x86.avx512.pmaddw.d.512", 8: "llvm.x86.avx2.pmadd.wd"}.get(LANES)
-WORDS = MADD is not None
+HAS_INT16_MADD = MADD is not None
 # Of unsigned bytes and signed ones: sums of two products in 16 bits, or with VNNI of four in 32.
 MADD_BYTES = {16: "llvm.x86.avx512.pmaddubs.w.512", 8: "llvm.x86.avx2.pmadd.ub.sw"}.get(LANES)
-VNNI = LANES == 16 and "+avx512vnni" in FEATURES
+HAS_VNNI = LANES == 16 and "+avx512vnni" in FEATURES
 
-WORD, NUMBER, FLOAT, BYTE = ir.IntType(64), ir.IntType(32), ir.FloatType(), ir.IntType(8)
-VECTOR = ir.VectorType(FLOAT, LANES)
+# By LLVM's names.
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+F16, F32 = ir.HalfType(), ir.FloatType()
+VECTOR = ir.VectorType(F32, LANES)
 ZEROS = ir.Constant(VECTOR, [0.0] * LANES)
-INTEGERS = ir.VectorType(ir.IntType(32), LANES)
+I32_VECTOR = ir.VectorType(I32, LANES)
+I32_ZEROS = ir.Constant(I32_VECTOR, [0] * LANES)
 
 
 def in_words() -> str:
@@ -46,11 +49,11 @@ def in_words() -> str:
     """
     uses = {
         f"vectors of {LANES} float32": True,
-        "products of pairs of bfloat16": PAIRS,
-        "look-ups of 8-bit numbers": LOOK_UPS,
-        "products of 16-bit integers": WORDS,
-        "sums of four products of 8-bit integers": VNNI,
-        "float16 by integers": not HALVES,
+        "products of pairs of bfloat16": HAS_BF16_DOT,
+        "look-ups of 8-bit numbers": HAS_BYTE_LOOK_UPS,
+        "products of 16-bit integers": HAS_INT16_MADD,
+        "sums of four products of 8-bit integers": HAS_VNNI,
+        "float16 by integers": not HAS_FLOAT16,
     }
     return ", ".join(use for use, used in uses.items() if used)
 
@@ -68,8 +71,8 @@ class BFloat16(ir.Type):
         return hash(BFloat16)
 
 
-def word(number):
-    return ir.Constant(WORD, number)
+def i64(number):
+    return ir.Constant(I64, number)
 
 
 def at(builder, address, offset, kind):
@@ -89,25 +92,25 @@ def store(builder, value, pointer, align):
 
 def int64s_at(builder, address, count):
     """Some int64 that follow each other."""
-    return [builder.load(at(builder, address, word(8 * i), WORD)) for i in range(count)]
+    return [builder.load(at(builder, address, i64(8 * i), I64)) for i in range(count)]
 
 
 def along(builder, width, begin, end, body):
     """`body(index)` for each whole `width` from `begin` to `end`; gives where they stop."""
-    whole = builder.mul(builder.udiv(builder.sub(end, begin), word(width)), word(width))
+    whole = builder.mul(builder.udiv(builder.sub(end, begin), i64(width)), i64(width))
     stop = builder.add(begin, whole)
-    with cgutils.for_range_slice(builder, begin, stop, word(width), WORD) as (index, _):
+    with cgutils.for_range_slice(builder, begin, stop, i64(width), I64) as (index, _):
         body(index)
     return stop
 
 
 def fetch(builder, row, index, size):
     """Asks for the cache line of an element of a row, into the second level."""
-    pointer, number = BYTE.as_pointer(), ir.IntType(32)
-    kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+    pointer = I8.as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
     function = builder.module.declare_intrinsic("llvm.prefetch", (pointer,), kind)
-    hints = [number(hint) for hint in (0, 2, 1)]  # to read, second level, data
-    address = builder.add(row, builder.mul(index, word(size)))
+    hints = [I32(hint) for hint in (0, 2, 1)]  # to read, second level, data
+    address = builder.add(row, builder.mul(index, i64(size)))
     builder.call(function, [builder.inttoptr(address, pointer), *hints])
 
 
@@ -129,15 +132,15 @@ def add_pairs(builder, total, a, b):
 
 def add_words(builder, total, a, b):
     """The int32 total plus products of pairs of neighbours: twice as many int16 in `a` and `b`."""
-    words = ir.VectorType(ir.IntType(16), 2 * LANES)
-    kind = ir.FunctionType(INTEGERS, [words] * 2)
+    words = ir.VectorType(I16, 2 * LANES)
+    kind = ir.FunctionType(I32_VECTOR, [words] * 2)
     function = cgutils.get_or_insert_function(builder.module, kind, MADD)
     return builder.add(total, builder.call(function, [a, b]))
 
 
 def add_bytes(builder, total, a, b):
     """The int32 total plus products of fours of neighbours: bytes without sign, and with one."""
-    kind = ir.FunctionType(INTEGERS, [INTEGERS] * 3)
+    kind = ir.FunctionType(I32_VECTOR, [I32_VECTOR] * 3)
     name = "llvm.x86.avx512.vpdpbusd.512"
     function = cgutils.get_or_insert_function(builder.module, kind, name)
     return builder.call(function, [total, a, b])
@@ -145,7 +148,7 @@ def add_bytes(builder, total, a, b):
 
 def add_byte_pairs(builder, total, a, b):
     """The int16 total plus products of pairs of neighbours, of bytes as `add_bytes` takes them."""
-    bytes_, words = ir.VectorType(BYTE, 4 * LANES), ir.VectorType(ir.IntType(16), 2 * LANES)
+    bytes_, words = ir.VectorType(I8, 4 * LANES), ir.VectorType(I16, 2 * LANES)
     kind = ir.FunctionType(words, [bytes_] * 2)
     function = cgutils.get_or_insert_function(builder.module, kind, MADD_BYTES)
     return builder.add(total, builder.call(function, [builder.bitcast(x, bytes_) for x in (a, b)]))
@@ -153,7 +156,7 @@ def add_byte_pairs(builder, total, a, b):
 
 def looked_up(builder, table, numbers):
     """For each of 64 bytes, whose lower seven bits are an index, that entry of a table of 128."""
-    bytes_ = ir.VectorType(BYTE, LINE)
+    bytes_ = ir.VectorType(I8, LINE)
     function = cgutils.get_or_insert_function(
         builder.module,
         ir.FunctionType(bytes_, [bytes_] * 3),
@@ -165,7 +168,7 @@ def looked_up(builder, table, numbers):
 
 def permuted(builder, table, lanes):
     """For each of 32 int16 indices, that entry of a table of 32."""
-    kind = ir.VectorType(ir.IntType(16), 32)
+    kind = ir.VectorType(I16, 32)
     function = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(kind, [kind] * 2), "llvm.x86.avx512.permvar.hi.512"
     )
@@ -176,7 +179,7 @@ def permuted_floats(builder, table, lanes):
     """For each of 16 numbers, whose lower four bits are an index, that entry of 16 float32."""
     function = cgutils.get_or_insert_function(
         builder.module,
-        ir.FunctionType(VECTOR, [VECTOR, INTEGERS]),
+        ir.FunctionType(VECTOR, [VECTOR, I32_VECTOR]),
         "llvm.x86.avx512.permvar.sf.512",
     )
     return builder.call(function, [table, lanes])
@@ -199,7 +202,7 @@ def as_bfloat16_pair(builder, first, second):
 def spread(builder, number, count=LANES):
     """A number in all lanes."""
     empty = ir.Constant(ir.VectorType(number.type, count), ir.Undefined)
-    one = builder.insert_element(empty, number, ir.IntType(32)(0))
+    one = builder.insert_element(empty, number, I32(0))
     return builder.shuffle_vector(one, empty, picks([0] * count))
 
 
@@ -208,7 +211,7 @@ def spread_at(builder, place):
 
     LLVM would take `vbroadcastss` for products in float32, which keeps AMD's CPUs from shuffles.
     """
-    kind = ir.FunctionType(INTEGERS, [place.type])
+    kind = ir.FunctionType(I32_VECTOR, [place.type])
     return builder.asm(kind, "vpbroadcastd ($1), $0", "=v,r,~{memory}", [place], True)
 
 
@@ -223,4 +226,4 @@ def vectors_of(builder, numbers):
 
 def picks(lanes):
     """A constant that says which lanes a shuffle takes."""
-    return ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), list(lanes))
+    return ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))

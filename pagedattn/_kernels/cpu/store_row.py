@@ -6,7 +6,7 @@ from numba.core import cgutils
 
 from .compiling import intrinsic
 from .dtypes import narrowed, pair_of, put_end, put_vector
-from .simd import LANES, VECTOR, along, at, load, picks, spread, word
+from .simd import I32, LANES, VECTOR, along, at, i64, load, picks, spread
 
 
 @intrinsic
@@ -18,13 +18,13 @@ def narrow_row(typing, row, scale, out, dim, dtypes):
         number, factor = pair_of(signature.args[-1])[0], spread(builder, scale)
 
         def rounded(index):
-            numbers = load(builder, at(builder, row, builder.mul(index, word(4)), VECTOR), 4)
+            numbers = load(builder, at(builder, row, builder.mul(index, i64(4)), VECTOR), 4)
             return narrowed(builder, builder.fmul(numbers, factor), number)
 
         def put(index):
             put_vector(builder, out, index, rounded(index), number)
 
-        stop = along(builder, LANES, word(0), dim, put)
+        stop = along(builder, LANES, i64(0), dim, put)
         with builder.if_then(builder.icmp_signed("<", stop, dim), likely=False):
             put_end(builder, out, stop, dim, rounded(stop), number)
         return context.get_dummy_value()
@@ -44,13 +44,13 @@ def highest_of(typing, numbers, count):
         def take(tops):
             def take_at(index):
                 for i, top in enumerate(tops):  # of which none waits for another
-                    offset = builder.mul(builder.add(index, word(LANES * i)), word(4))
+                    offset = builder.mul(builder.add(index, i64(LANES * i)), i64(4))
                     numbers_here = load(builder, at(builder, numbers, offset, VECTOR), 4)
                     builder.store(higher(builder, numbers_here, builder.load(top)), top)
 
             return take_at
 
-        stop = along(builder, 4 * LANES, word(0), count, take(tops))
+        stop = along(builder, 4 * LANES, i64(0), count, take(tops))
         along(builder, LANES, stop, count, take(tops[:1]))
         pairs = [higher(builder, *map(builder.load, tops[i : i + 2])) for i in (0, 2)]
         return folded(builder, higher(builder, *pairs), higher)
@@ -72,4 +72,4 @@ def folded(builder, vector, join):
             for start in (0, lanes)
         )
         vector = join(builder, *halves)
-    return builder.extract_element(vector, ir.IntType(32)(0))
+    return builder.extract_element(vector, I32(0))

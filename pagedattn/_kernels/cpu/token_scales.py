@@ -8,11 +8,11 @@ from numba import types
 
 from .compiling import intrinsic, within
 from .memory import get_float32, get_int64, put_float32
-from .simd import FLOAT, at, load, picks, store, word
+from .simd import F32, at, i64, load, picks, store
 from .softmax import CHUNK
 
 EIGHT = 8  # heads, and keys
-VECTOR = ir.VectorType(FLOAT, EIGHT)
+VECTOR = ir.VectorType(F32, EIGHT)
 INTERLEAVED = [lane for i in range(EIGHT) for lane in (i, EIGHT + i)]  # those of two vectors
 HALVES = picks(INTERLEAVED[:EIGHT]), picks(INTERLEAVED[EIGHT:])
 
@@ -42,15 +42,15 @@ def _transpose(typing, scales, slots, out):
         scales, slots, out = args
 
         def of_key(k):
-            slot = builder.load(at(builder, slots, word(8 * k), scales.type))
-            return load(builder, at(builder, scales, builder.mul(slot, word(4)), VECTOR), 4)
+            slot = builder.load(at(builder, slots, i64(8 * k), scales.type))
+            return load(builder, at(builder, scales, builder.mul(slot, i64(4)), VECTOR), 4)
 
         rows = [of_key(k) for k in range(EIGHT)]
         for _ in range(3):  # each interleaves the first half of the rows and the second
             pairs = list(zip(rows[: EIGHT // 2], rows[EIGHT // 2 :], strict=True))
             rows = [builder.shuffle_vector(*pair, half) for pair in pairs for half in HALVES]
         for head, row in enumerate(rows):
-            store(builder, row, at(builder, out, word(4 * CHUNK * head), VECTOR), 4)
+            store(builder, row, at(builder, out, i64(4 * CHUNK * head), VECTOR), 4)
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp, types.intp), code

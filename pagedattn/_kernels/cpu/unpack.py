@@ -27,22 +27,25 @@ from .dtypes import (
 from .fixed_point import are_words
 from .memory import get_float32, put_float32
 from .simd import (
-    BYTE,
-    FLOAT,
+    F16,
+    F32,
+    HAS_BYTE_LOOK_UPS,
+    I8,
+    I16,
+    I32,
     LANES,
     LINE,
-    LOOK_UPS,
     VECTOR,
     along,
     as_bfloat16,
     at,
     fetch,
+    i64,
     load,
     permuted,
     picks,
     spread,
     store,
-    word,
 )
 
 NUMBERS = [*range(8), *range(-8, 0)]  # in the order of their four bits
@@ -63,7 +66,7 @@ def fact(of):
 
 # Whether one scale a token multiplies logits and weights: with eight bits, not with int4.
 scales_logits = fact(lambda held: held[-1] == TOKENS and held[1] != INT4)
-looks_up = fact(lambda held: LOOK_UPS and held[:2] == [BFLOAT16, INT4])
+looks_up = fact(lambda held: HAS_BYTE_LOOK_UPS and held[:2] == [BFLOAT16, INT4])
 COLUMNS = 2 * GROUP  # in which both halves of a row have whole groups
 has_int4_dot = fact(lambda held: held[1] == INT4 and are_words(*held[:2]))
 by_token = fact(lambda held: held[-1] == TOKENS)
@@ -147,17 +150,17 @@ def unpack_int4(typing, source, shift, scale, out, count, held):
 
     def code(context, builder, signature, args):
         source, shift, scale, out, count, _ = args
-        query, words = pair_of(signature.args[-1])[0], ir.VectorType(ir.IntType(32), LANES)
-        half = builder.load(at(builder, scale, word(0), ir.HalfType()))
+        query, words = pair_of(signature.args[-1])[0], ir.VectorType(I32, LANES)
+        half = builder.load(at(builder, scale, i64(0), F16))
         factor = float16.widened(builder, spread(builder, half))
         up, down = spread(builder, shift), ir.Constant(words, [28] * LANES)
 
         def widened_four(take):
             bits = builder.shl(builder.zext(take(source), words), up)
-            return builder.sitofp(builder.ashr(bits, down), ir.VectorType(FLOAT, LANES))
+            return builder.sitofp(builder.ashr(bits, down), ir.VectorType(F32, LANES))
 
         def put(index, take):
-            whole = builder.icmp_signed("<=", builder.add(index, word(LANES)), count)
+            whole = builder.icmp_signed("<=", builder.add(index, i64(LANES)), count)
             numbers = widened_four(take)
             with builder.if_else(whole, likely=True) as (then, otherwise):
                 with then:
@@ -180,35 +183,35 @@ def look_up_int4(typing, source, scales, out, dim, held):
     """
 
     def code(context, builder, signature, args):
-        if not LOOK_UPS:
+        if not HAS_BYTE_LOOK_UPS:
             return context.get_dummy_value()
         source, scales, out, dim, _ = args
-        half = builder.lshr(dim, word(1))
-        words = ir.VectorType(ir.IntType(16), 2 * LANES)
+        half = builder.lshr(dim, i64(1))
+        words = ir.VectorType(I16, 2 * LANES)
         numbers = ir.Constant(VECTOR, [float(number) for number in NUMBERS])
 
         def table(group):
-            place = builder.add(scales, builder.mul(group, word(2)))
-            scale = builder.load(at(builder, place, word(0), ir.HalfType()))
+            place = builder.add(scales, builder.mul(group, i64(2)))
+            scale = builder.load(at(builder, place, i64(0), F16))
             factor = float16.widened(builder, spread(builder, scale))
             numbers_ = as_bfloat16(builder, builder.fmul(numbers, factor))
-            return builder.bitcast(numbers_, ir.VectorType(ir.IntType(16), LANES))
+            return builder.bitcast(numbers_, ir.VectorType(I16, LANES))
 
         def body(index):
-            group = builder.udiv(index, word(GROUP))
-            others = builder.add(group, builder.udiv(half, word(GROUP)))
+            group = builder.udiv(index, i64(GROUP))
+            others = builder.add(group, builder.udiv(half, i64(GROUP)))
             both = builder.shuffle_vector(table(group), table(others), picks(range(2 * LANES)))
-            bytes_ = ir.VectorType(BYTE, 2 * LANES)
+            bytes_ = ir.VectorType(I8, 2 * LANES)
             bits = builder.zext(load(builder, at(builder, source, index, bytes_), 1), words)
             low = builder.and_(bits, ir.Constant(words, [15] * 2 * LANES))
             high = builder.lshr(bits, ir.Constant(words, [4] * 2 * LANES))
             high = builder.or_(high, ir.Constant(words, [16] * 2 * LANES))
             for lanes, column in ((low, index), (high, builder.add(index, half))):
                 found = permuted(builder, both, lanes)
-                place = at(builder, out, builder.mul(column, word(2)), words)
+                place = at(builder, out, builder.mul(column, i64(2)), words)
                 store(builder, found, place, 2)
 
-        along(builder, GROUP, word(0), half, body)
+        along(builder, GROUP, i64(0), half, body)
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp, types.intp, types.intp, held), code
@@ -220,10 +223,10 @@ def fetch_row(typing, row, count):
 
     def code(context, builder, signature, args):
         row, count = args
-        whole = builder.add(count, word(LINE - 1))
-        fetch(builder, row, word(0), 1)
-        with builder.if_then(builder.icmp_signed(">", count, word(LINE)), likely=False):
-            along(builder, LINE, word(LINE), whole, lambda index: fetch(builder, row, index, 1))
+        whole = builder.add(count, i64(LINE - 1))
+        fetch(builder, row, i64(0), 1)
+        with builder.if_then(builder.icmp_signed(">", count, i64(LINE)), likely=False):
+            along(builder, LINE, i64(LINE), whole, lambda index: fetch(builder, row, index, 1))
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp), code

@@ -11,7 +11,7 @@ import platform
 from llvmlite import binding, ir
 from numba.core import cgutils
 
-from ..simd import BYTE, FEATURES, WORD, at, store, word
+from ..simd import FEATURES, I8, I16, I64, at, i64, store
 
 REQUEST, TILE_DATA = 0x1023, 18  # ARCH_REQ_XCOMP_PERM and XFEATURE_XTILEDATA of Linux
 ARCH_PRCTL = 158  # the number of the system call on x86-64
@@ -38,8 +38,8 @@ def product(builder, kernel, rows, arguments, adds):
     tiles = [(2 * i + j, i, j) for i in range(high) for j in range(2)]
     places = {}
     for register, i, j in tiles:
-        corner = builder.add(c, builder.mul(row_bytes, word(ROWS * i)))
-        places[register] = builder.add(corner, word(ROW * j))
+        corner = builder.add(c, builder.mul(row_bytes, i64(ROWS * i)))
+        places[register] = builder.add(corner, i64(ROW * j))
     with builder.if_else(adds) as (added, set_):
         with added:
             for register, place in places.items():
@@ -47,14 +47,14 @@ def product(builder, kernel, rows, arguments, adds):
         with set_:
             for register in places:
                 _call(builder, "tilezero", _number(register))
-    with cgutils.for_range_slice(builder, word(0), slabs, word(1), WORD) as (slab, _):
-        here = builder.add(a, builder.mul(slab, word(kernel.block * ROW)))
+    with cgutils.for_range_slice(builder, i64(0), slabs, i64(1), I64) as (slab, _):
+        here = builder.add(a, builder.mul(slab, i64(kernel.block * ROW)))
         for i in range(high):
-            _load(builder, 4 + i, builder.add(here, word(ROWS * ROW * i)), word(ROW))
-        here = builder.add(panels, builder.mul(slab, word(ROWS * ROW)))
+            _load(builder, 4 + i, builder.add(here, i64(ROWS * ROW * i)), i64(ROW))
+        here = builder.add(panels, builder.mul(slab, i64(ROWS * ROW)))
         for j in range(2):
-            panel = builder.add(here, builder.mul(panel_bytes, word(j)))
-            _load(builder, 6 + j, panel, word(ROW))
+            panel = builder.add(here, builder.mul(panel_bytes, i64(j)))
+            _load(builder, 6 + j, panel, i64(ROW))
         for register, i, j in tiles:
             _call(builder, "tdpbf16ps", *map(_number, (register, 4 + i, 6 + j)))
     for register, place in places.items():
@@ -66,11 +66,11 @@ def _load(builder, register, address, row_bytes):
 
 
 def _number(register):
-    return BYTE(register)
+    return I8(register)
 
 
 def _pointer(builder, address):
-    return builder.inttoptr(address, BYTE.as_pointer())
+    return builder.inttoptr(address, I8.as_pointer())
 
 
 def _call(builder, name, *arguments):
@@ -85,13 +85,12 @@ def _call(builder, name, *arguments):
 
 def configure(builder, memory):
     """Sets the shapes of this thread's registers; `memory` is room for CONFIG_BYTES."""
-    short = ir.IntType(16)
     for offset in range(0, CONFIG_BYTES, 8):
-        store(builder, word(0), at(builder, memory, word(offset), WORD), 1)
-    store(builder, BYTE(1), at(builder, memory, word(0), BYTE), 1)  # the palette
+        store(builder, i64(0), at(builder, memory, i64(offset), I64), 1)
+    store(builder, I8(1), at(builder, memory, i64(0), I8), 1)  # the palette
     for register in range(8):
-        store(builder, short(ROW), at(builder, memory, word(16 + 2 * register), short), 1)
-        store(builder, BYTE(ROWS), at(builder, memory, word(48 + register), BYTE), 1)
+        store(builder, I16(ROW), at(builder, memory, i64(16 + 2 * register), I16), 1)
+        store(builder, I8(ROWS), at(builder, memory, i64(48 + register), I8), 1)
     _call(builder, "ldtilecfg", _pointer(builder, memory))
 
 

@@ -4,14 +4,13 @@ Each number is summed up in the order of `micro_kernel`'s products of packed one
 bits. A lies as there; keys and values are given by their addresses.
 """
 
-from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
 from ..bf16_dot import COUNT
 from ..compiling import intrinsic
 from ..dtypes import each, pair_of
-from ..simd import FLOAT, LANES, VECTOR, WORD, ZEROS, at, fetch, load, spread, store, word
+from ..simd import F32, I32, I64, LANES, VECTOR, ZEROS, at, fetch, i64, load, spread, store
 from .micro_kernel import SLAB, kernel_of, multiplied
 from .packing import as_operand, side_by_side, transposed
 
@@ -20,8 +19,8 @@ AHEAD = 2 * LANES  # keys
 
 def _left(builder, kernel, a, step):
     """The numbers or pairs of A's few rows at a step of a slab, each in all lanes."""
-    number = ir.IntType(32) if kernel.pairs else FLOAT
-    places = (at(builder, a, word(row * SLAB + 4 * step), number) for row in range(kernel.few))
+    number = I32 if kernel.pairs else F32
+    places = (at(builder, a, i64(row * SLAB + 4 * step), number) for row in range(kernel.few))
     return [spread(builder, load(builder, place, 4)) for place in places]
 
 
@@ -44,9 +43,9 @@ def set_logits(typing, logits, row_bytes, queries, rows, later, dim, dtypes):
     def code(context, builder, signature, args):
         logits, row_bytes, queries, rows, later, dim, _ = args
         kernel, dtype = kernel_of(signature.args[-1]), pair_of(signature.args[-1])[1]
-        ahead = builder.add(rows, word(8 * AHEAD))
+        ahead = builder.add(rows, i64(8 * AHEAD))
         sources, *fetched = (
-            [builder.load(at(builder, base, word(8 * i), WORD)) for i in range(LANES)]
+            [builder.load(at(builder, base, i64(8 * i), I64)) for i in range(LANES)]
             for base in (rows, ahead, later)
         )
         totals = [cgutils.alloca_once(builder, VECTOR) for _ in range(kernel.few)]
@@ -57,15 +56,15 @@ def set_logits(typing, logits, row_bytes, queries, rows, later, dim, dtypes):
             taken = [as_operand(builder, kernel, take(source), dtype) for source in sources]
             for source in (*fetched[0], *fetched[1]):
                 fetch(builder, source, index, dtype.size)
-            slab = builder.udiv(index, word(kernel.depth))
-            a = builder.add(queries, builder.mul(slab, word(kernel.block * SLAB)))
+            slab = builder.udiv(index, i64(kernel.depth))
+            a = builder.add(queries, builder.mul(slab, i64(kernel.block * SLAB)))
             for step, column in enumerate(transposed(builder, taken)):
                 right = builder.bitcast(column, VECTOR)
                 _add(builder, kernel, totals, _left(builder, kernel, a, step), right)
 
         each(builder, dtype, dim, (kernel.depth,), add)
         for row, total in enumerate(totals):
-            place = at(builder, logits, builder.mul(row_bytes, word(row)), VECTOR)
+            place = at(builder, logits, builder.mul(row_bytes, i64(row)), VECTOR)
             store(builder, builder.load(total), place, 4)
         return context.get_dummy_value()
 
@@ -88,30 +87,30 @@ def add_values(typing, sums, row_bytes, weights, rows, later, count, dim, dtypes
         vectors = width // LANES
 
         def columns(index, take):
-            lines = [builder.add(sums, builder.mul(row_bytes, word(r))) for r in range(kernel.few)]
-            offset = builder.mul(index, word(4))
+            lines = [builder.add(sums, builder.mul(row_bytes, i64(r))) for r in range(kernel.few)]
+            offset = builder.mul(index, i64(4))
             places = [
                 [
-                    at(builder, builder.add(line, offset), word(4 * LANES * v), VECTOR)
+                    at(builder, builder.add(line, offset), i64(4 * LANES * v), VECTOR)
                     for line in lines
                 ]
                 for v in range(vectors)
             ]
             totals = [_totals(builder, [load(builder, p, 4) for p in of]) for of in places]
-            steps = word(0), count, word(many * LANES), WORD
+            steps = i64(0), count, i64(many * LANES), I64
             with cgutils.for_range_slice(builder, *steps) as (key, _):
-                slab = builder.udiv(key, word(kernel.depth))
-                a = builder.add(weights, builder.mul(slab, word(kernel.block * SLAB)))
+                slab = builder.udiv(key, i64(kernel.depth))
+                a = builder.add(weights, builder.mul(slab, i64(kernel.block * SLAB)))
                 for step in range(LANES):
-                    place = builder.add(rows, builder.mul(key, word(8)))
+                    place = builder.add(rows, builder.mul(key, i64(8)))
                     sources = [
-                        builder.load(at(builder, place, word(8 * (many * step + i)), WORD))
+                        builder.load(at(builder, place, i64(8 * (many * step + i)), I64))
                         for i in range(many)
                     ]
-                    ahead = builder.add(later, builder.mul(key, word(8)))
+                    ahead = builder.add(later, builder.mul(key, i64(8)))
                     for i in range(many):
-                        offset_of_row = word(8 * (many * step + i))
-                        source = builder.load(at(builder, ahead, offset_of_row, WORD))
+                        offset_of_row = i64(8 * (many * step + i))
+                        source = builder.load(at(builder, ahead, offset_of_row, I64))
                         fetch(builder, source, index, dtype.size)
                     left = _left(builder, kernel, a, step)
                     right = side_by_side(builder, kernel, [take(x) for x in sources], dtype)

@@ -8,7 +8,6 @@ this is compiled, and AMX takes the same layout as `vdpbf16ps`.
 
 from typing import NamedTuple
 
-from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
@@ -17,18 +16,19 @@ from ..bf16_dot import can_be_pairs
 from ..compiling import intrinsic
 from ..dtypes import pair_of
 from ..simd import (
-    FLOAT,
+    F32,
+    I32,
+    I64,
     LANES,
     VECTOR,
-    WORD,
     ZEROS,
     add_pairs,
     at,
     fused,
+    i64,
     load,
     spread,
     store,
-    word,
 )
 from . import amx
 
@@ -103,7 +103,7 @@ def constant(of):
     @intrinsic
     def number(typing, dtypes):
         def code(context, builder, signature, args):
-            return word(of(kernel_of(signature.args[0])))
+            return i64(of(kernel_of(signature.args[0])))
 
         return types.intp(dtypes), code
 
@@ -153,8 +153,8 @@ def _in_registers(builder, kernel, rows, arguments, adds):
     c, row_bytes, a, panels, panel_bytes, slabs = arguments
     vectors = kernel.columns // LANES
     tile = [(row, v) for row in range(rows) for v in range(vectors)]
-    lines = [builder.add(c, builder.mul(row_bytes, word(row))) for row in range(rows)]
-    places = {(row, v): at(builder, lines[row], word(4 * LANES * v), VECTOR) for row, v in tile}
+    lines = [builder.add(c, builder.mul(row_bytes, i64(row))) for row in range(rows)]
+    places = {(row, v): at(builder, lines[row], i64(4 * LANES * v), VECTOR) for row, v in tile}
     totals = {}
     for place in tile:
         first = builder.select(adds, load(builder, places[place], 4), ZEROS)
@@ -162,30 +162,30 @@ def _in_registers(builder, kernel, rows, arguments, adds):
     starts = []
     for v in range(vectors):
         panel, within = divmod(v * LANES, PANEL)
-        offset = builder.add(builder.mul(panel_bytes, word(panel)), word(4 * within))
+        offset = builder.add(builder.mul(panel_bytes, i64(panel)), i64(4 * within))
         starts.append(builder.add(panels, offset))
-    number = ir.IntType(32) if kernel.pairs else FLOAT
-    slab_bytes = word(kernel.block * SLAB)
+    number = I32 if kernel.pairs else F32
+    slab_bytes = i64(kernel.block * SLAB)
 
     def add_steps(slab, step):
         """UNROLLED numbers of A's rows, times as many rows of B."""
-        a_here = builder.add(builder.mul(slab, slab_bytes), builder.mul(step, word(4)))
+        a_here = builder.add(builder.mul(slab, slab_bytes), builder.mul(step, i64(4)))
         a_here = builder.add(a, a_here)
-        line = builder.add(builder.mul(slab, word(LANES)), step)
-        b_here = [builder.add(start, builder.mul(line, word(LINE))) for start in starts]
+        line = builder.add(builder.mul(slab, i64(LANES)), step)
+        b_here = [builder.add(start, builder.mul(line, i64(LINE))) for start in starts]
         for ahead in range(UNROLLED):
-            places = [at(builder, here, word(LINE * ahead), VECTOR) for here in b_here]
+            places = [at(builder, here, i64(LINE * ahead), VECTOR) for here in b_here]
             right = [load(builder, place, 4) for place in places]
             for row in range(rows):
-                left = at(builder, a_here, word(row * SLAB + 4 * ahead), number)
+                left = at(builder, a_here, i64(row * SLAB + 4 * ahead), number)
                 left = spread(builder, load(builder, left, 4), LANES)
                 for v, columns in enumerate(right):
                     total = totals[row, v]
                     held = builder.load(total)
                     builder.store(multiplied(builder, kernel, held, left, columns), total)
 
-    with cgutils.for_range_slice(builder, word(0), slabs, word(1), WORD) as (slab, _):
-        steps = word(0), word(LANES), word(UNROLLED), WORD
+    with cgutils.for_range_slice(builder, i64(0), slabs, i64(1), I64) as (slab, _):
+        steps = i64(0), i64(LANES), i64(UNROLLED), I64
         with cgutils.for_range_slice(builder, *steps) as (step, _):
             add_steps(slab, step)
     for place in tile:

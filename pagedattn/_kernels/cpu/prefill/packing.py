@@ -3,16 +3,13 @@
 Rows are given by their addresses, and end with zeros where head_dim is no multiple of a slab.
 """
 
-from llvmlite import ir
 from numba import types
 
 from ..bf16_dot import COUNT, as_pairs
 from ..compiling import intrinsic
 from ..dtypes import each, pair_of, widened
-from ..simd import LANES, WORD, at, picks, store, word
+from ..simd import I32_VECTOR, I64, LANES, at, i64, picks, store
 from .micro_kernel import LINE, PANEL, SLAB, kernel_of
-
-WORDS = ir.VectorType(ir.IntType(32), LANES)
 
 
 def as_operand(builder, kernel, numbers, dtype):
@@ -20,7 +17,7 @@ def as_operand(builder, kernel, numbers, dtype):
     if not kernel.pairs:
         return widened(builder, numbers, dtype)
     (pairs,) = as_pairs(builder, numbers, dtype)
-    return builder.bitcast(pairs, WORDS)
+    return builder.bitcast(pairs, I32_VECTOR)
 
 
 @intrinsic
@@ -32,8 +29,8 @@ def pack_query(typing, source, row, dim, dtypes):
         kernel, dtype = kernel_of(signature.args[-1]), pair_of(signature.args[-1])[0]
 
         def put(index, take):
-            slab = builder.udiv(index, word(kernel.depth))
-            place = builder.mul(slab, word(kernel.block * SLAB))
+            slab = builder.udiv(index, i64(kernel.depth))
+            place = builder.mul(slab, i64(kernel.block * SLAB))
             numbers = as_operand(builder, kernel, take(source), dtype)
             store(builder, numbers, at(builder, row, place, numbers.type), 4)
 
@@ -50,14 +47,14 @@ def pack_keys(typing, rows, panels, dim, dtypes):
     def code(context, builder, signature, args):
         rows, panels, dim, _ = args
         kernel, dtype = kernel_of(signature.args[-1]), pair_of(signature.args[-1])[1]
-        sources = [builder.load(at(builder, rows, word(8 * i), WORD)) for i in range(LANES)]
+        sources = [builder.load(at(builder, rows, i64(8 * i), I64)) for i in range(LANES)]
 
         def put(index, take):
             taken = [as_operand(builder, kernel, take(source), dtype) for source in sources]
-            slab = builder.udiv(index, word(kernel.depth))
-            place = builder.add(panels, builder.mul(slab, word(LANES * LINE)))
+            slab = builder.udiv(index, i64(kernel.depth))
+            place = builder.add(panels, builder.mul(slab, i64(LANES * LINE)))
             for i, column in enumerate(transposed(builder, taken)):
-                store(builder, column, at(builder, place, word(LINE * i), column.type), 4)
+                store(builder, column, at(builder, place, i64(LINE * i), column.type), 4)
 
         each(builder, dtype, dim, (kernel.depth,), put)
         return context.get_dummy_value()
@@ -74,16 +71,16 @@ def pack_values(typing, rows, panels, panel_bytes, dim, dtypes):
         kernel, dtype = kernel_of(signature.args[-1]), pair_of(signature.args[-1])[1]
         count = COUNT if kernel.pairs else LANES
         many = 2 if kernel.pairs else 1
-        sources = [builder.load(at(builder, rows, word(8 * i), WORD)) for i in range(many)]
+        sources = [builder.load(at(builder, rows, i64(8 * i), I64)) for i in range(many)]
 
         def put(index, take):
-            panel = builder.mul(builder.udiv(index, word(PANEL)), panel_bytes)
-            within = builder.mul(builder.urem(index, word(PANEL)), word(4))
+            panel = builder.mul(builder.udiv(index, i64(PANEL)), panel_bytes)
+            within = builder.mul(builder.urem(index, i64(PANEL)), i64(4))
             place = builder.add(panels, builder.add(panel, within))
             columns = side_by_side(builder, kernel, [take(source) for source in sources], dtype)
             for i, vector in enumerate(columns):
-                here = builder.add(place, builder.mul(panel_bytes, word(i)))
-                store(builder, vector, at(builder, here, word(0), vector.type), 4)
+                here = builder.add(place, builder.mul(panel_bytes, i64(i)))
+                store(builder, vector, at(builder, here, i64(0), vector.type), 4)
 
         each(builder, dtype, dim, (count,), put)
         return context.get_dummy_value()

@@ -11,6 +11,8 @@ from numba.core import cgutils
 
 from ..compiling import intrinsic
 from ..simd import (
+    I16,
+    I32,
     LANES,
     VECTOR,
     ZEROS,
@@ -18,10 +20,10 @@ from ..simd import (
     as_bfloat16_pair,
     at,
     fused,
+    i64,
     load,
     spread,
     store,
-    word,
 )
 from ..store_row import folded, higher
 from .micro_kernel import SLAB, kernel_of
@@ -50,7 +52,7 @@ def _exp2(builder, x, terms):
         x = builder.select(is_small, _constant(LEAST), x)
         n = _of_vector(builder, f"floor.v{LANES}f32", x)
         return _times_power(builder, _power(builder, builder.fsub(x, n), terms), n)
-    r = _masked(builder, "reduce", x, ir.IntType(32)(TOWARDS_LESS))  # 0 of -inf
+    r = _masked(builder, "reduce", x, I32(TOWARDS_LESS))  # 0 of -inf
     return _masked(builder, "scalef", _power(builder, r, terms), x)
 
 
@@ -63,7 +65,7 @@ def _power(builder, r, terms):
 
 def _times_power(builder, numbers, n):
     """Numbers times 2 ** n for whole n, 0 at LEAST."""
-    words = ir.VectorType(ir.IntType(32), LANES)
+    words = ir.VectorType(I32, LANES)
     power = builder.add(builder.fptosi(n, words), ir.Constant(words, [127] * LANES))
     power = builder.bitcast(builder.shl(power, ir.Constant(words, [23] * LANES)), VECTOR)
     return builder.fmul(numbers, power)
@@ -76,7 +78,7 @@ def _of_vector(builder, name, x):
 
 def _masked(builder, name, *operands):
     """An instruction of AVX-512 for all lanes: `scalef(a, b)` is a * 2 ** floor(b)."""
-    every, current = ir.IntType(16)(0xFFFF), ir.IntType(32)(4)  # lanes; the rounding that is set
+    every, current = I16(0xFFFF), I32(4)  # lanes; the rounding that is set
     operands = (*operands, ZEROS, every, current)
     kind = ir.FunctionType(VECTOR, [operand.type for operand in operands])
     name = f"llvm.x86.avx512.mask.{name}.ps.512"
@@ -96,22 +98,22 @@ def set_weights(typing, logits, weights, count, top, limit, factor, totals, dtyp
         kernel = kernel_of(signature.args[-1])
         terms = FOUR if kernel.pairs else FIVE
         top, limit, factor = (spread(builder, number) for number in (top, limit, factor))
-        sums = at(builder, totals, word(0), VECTOR)
+        sums = at(builder, totals, i64(0), VECTOR)
         total = cgutils.alloca_once_value(builder, load(builder, sums, 4))
         highest = cgutils.alloca_once_value(builder, _constant(-float("inf")))
 
         def weigh(index):
-            place = builder.add(logits, builder.mul(index, word(4)))
+            place = builder.add(logits, builder.mul(index, i64(4)))
             found = []
             for part in range(2):
-                x = load(builder, at(builder, place, word(4 * LANES * part), VECTOR), 4)
+                x = load(builder, at(builder, place, i64(4 * LANES * part), VECTOR), 4)
                 builder.store(higher(builder, x, builder.load(highest)), highest)
                 x = builder.fmul(builder.fsub(x, top), factor)
                 found.append(_exp2(builder, x, terms))
                 builder.store(_in_order(builder, builder.load(total), found[-1]), total)
             _put(builder, kernel, weights, index, found)
 
-        along(builder, 2 * LANES, word(0), count, weigh)
+        along(builder, 2 * LANES, i64(0), count, weigh)
         lanes = ir.IntType(LANES)
         above = builder.fcmp_ordered(">", builder.load(highest), limit)
         is_done = builder.icmp_unsigned("==", builder.bitcast(above, lanes), lanes(0))
@@ -125,15 +127,15 @@ def set_weights(typing, logits, weights, count, top, limit, factor, totals, dtyp
 
 def _put(builder, kernel, weights, index, two):
     """Two vectors as a slab of bfloat16, or as two of float32."""
-    slab = builder.mul(builder.udiv(index, word(kernel.depth)), word(kernel.block * SLAB))
+    slab = builder.mul(builder.udiv(index, i64(kernel.depth)), i64(kernel.block * SLAB))
     place = builder.add(weights, slab)
     if kernel.pairs:
         both = as_bfloat16_pair(builder, *two)
-        store(builder, both, at(builder, place, word(0), both.type), 4)
+        store(builder, both, at(builder, place, i64(0), both.type), 4)
         return
     for part, vector in enumerate(two):
-        here = builder.add(place, word(kernel.block * SLAB * part))
-        store(builder, vector, at(builder, here, word(0), VECTOR), 4)
+        here = builder.add(place, i64(kernel.block * SLAB * part))
+        store(builder, vector, at(builder, here, i64(0), VECTOR), 4)
 
 
 @intrinsic
@@ -145,10 +147,10 @@ def scale_row(typing, row, factor, count):
         factor = spread(builder, factor)
 
         def scale(index):
-            place = at(builder, row, builder.mul(index, word(4)), VECTOR)
+            place = at(builder, row, builder.mul(index, i64(4)), VECTOR)
             store(builder, builder.fmul(load(builder, place, 4), factor), place, 4)
 
-        along(builder, LANES, word(0), count, scale)
+        along(builder, LANES, i64(0), count, scale)
         return context.get_dummy_value()
 
     return types.void(types.intp, types.float32, types.intp), code
@@ -172,12 +174,12 @@ def join_row(typing, kept, row, count, top, kept_top, row_top, factor):
             scales.append(_exp2(builder, apart, FIVE))
 
         def join(index):
-            offset = builder.mul(index, word(4))
+            offset = builder.mul(index, i64(4))
             place, other = (at(builder, base, offset, VECTOR) for base in (kept, row))
             scaled = builder.fmul(load(builder, place, 4), scales[0], flags=["nsz"])
             store(builder, fused(builder, load(builder, other, 4), scales[1], scaled), place, 4)
 
-        along(builder, LANES, word(0), count, join)
+        along(builder, LANES, i64(0), count, join)
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 3, *[types.float32] * 4), code
@@ -188,7 +190,7 @@ def total_of(typing, totals):
     """The sum of LANES float32."""
 
     def code(context, builder, signature, args):
-        vector = load(builder, at(builder, args[0], word(0), VECTOR), 4)
+        vector = load(builder, at(builder, args[0], i64(0), VECTOR), 4)
         return folded(builder, vector, lambda builder, a, b: builder.fadd(a, b))
 
     return types.float32(types.intp), code
