@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from pagedattn_serving.checkpoint.folder import SHIPPED, load_checkpoint
-from pagedattn_serving.families.forward import Operands, cached_attention, forward_paged
+from pagedattn_serving.families.forward import cached_attention, forward_paged
 from pagedattn_serving.training.corpus import split_topics
 
 from pagedattn import KVCache, init_kv_cache, make_batch
@@ -57,7 +57,7 @@ def main() -> Iterator[tuple[str, tuple[float, float, float]]]:
 
 def exact_attention(operands, cache, batch, spec, backend):
     """By float32, which a cache of float32 takes."""
-    exact = Operands(*jax.tree.map(lambda x: x.astype(EXACT), operands))
+    exact = jax.tree.map(lambda x: x.astype(EXACT), operands)
     out, cache = cached_attention(exact, cache, batch, spec, backend)
     return out.astype(operands.query.dtype), cache
 
