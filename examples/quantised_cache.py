@@ -65,7 +65,7 @@ def exact_attention(operands, cache, batch, spec, backend):
 def new_cache(size: tuple, dtype: str, scales: str, calibrated: KVCache) -> KVCache:
     """An empty one; `calibrated` holds other text."""
     if scales == "none":
-        return init_kv_cache(*size, dtype)
+        return init_kv_cache(*size, dtype=dtype)
     if scales == "token":
         return init_kv_cache(*size, dtype=dtype, scales="token")
     highest = (abs(x).max((0, 1, 3)).astype("float32") for x in calibrated.planes)
