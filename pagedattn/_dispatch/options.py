@@ -169,7 +169,8 @@ def _with_sinks(
     seen = lse > -xp.inf
     known = xp.where(seen, lse, 0.0)  # -inf - -inf is NaN, in a gradient too
     sinks = as_dtype(sinks, lse.dtype)[None]
-    total = xp.logaddexp(known, sinks)
+    # That is `logaddexp`, whose last elements of an array have other bits in torch 2.13: no vectors.
+    total = xp.maximum(known, sinks) + xp.log1p(xp.exp(-abs(known - sinks)))
     weight = xp.where(live[:, None], xp.exp(known - total), 0)[..., None]
     wide = as_dtype(out, wide_dtype(out))
     out = as_dtype(wide * as_dtype(weight, wide.dtype), out.dtype)

@@ -68,7 +68,7 @@ def kernel() -> str | None:
     """What of the CPU the compiled kernel may use; None where it cannot be loaded."""
     if not registry.can_load("numba"):
         return None
-    from .._kernels.cpu.simd import in_words
+    from .._kernels.cpu.simd import cpu_features
     from ..backends.numba.support import num_threads
 
-    return f"{in_words()}; {num_threads()} threads"
+    return f"{cpu_features()}; {num_threads()} threads"

@@ -8,17 +8,28 @@ import sys
 
 import jax
 import numpy as np
-from llvmlite import ir
 from numba.core import cgutils
 
 jax.config.update("jax_platforms", "cpu")
 from pagedattn._kernels.cpu.prefill import amx
-from pagedattn._kernels.cpu.simd import LANES, VECTOR, add_pairs, at, i64, load, spread, store
+from pagedattn._kernels.cpu.simd import (
+    I32,
+    I32_VECTOR,
+    I64,
+    VECTOR,
+    ZEROS,
+    add_pairs,
+    at,
+    i64,
+    load,
+    spread,
+    store,
+)
 
 ROWS, ROW, TILE = 16, 64, 1024
 REGISTERS = np.full(8 * TILE + ROW, 0xFF, np.uint8)  # NaN: what is not set is seen
 BASE = -(-REGISTERS.ctypes.data // ROW) * ROW
-WORDS = ir.VectorType(ir.IntType(32), LANES)
+
 called = set()
 
 
@@ -28,30 +39,25 @@ def _row(number, row):
 
 def tilezero(builder, number):
     for row in range(ROWS):
-        store(
-            builder,
-            ir.Constant(VECTOR, [0.0] * LANES),
-            at(builder, _row(number, row), i64(0), VECTOR),
-            4,
-        )
+        store(builder, ZEROS, at(builder, _row(number, row), i64(0), VECTOR), 4)
 
 
 def _address(builder, pointer):
-    return builder.ptrtoint(pointer, ir.IntType(64))
+    return builder.ptrtoint(pointer, I64)
 
 
 def tileloadd64(builder, number, pointer, stride):
     for row in range(ROWS):
         source = builder.add(_address(builder, pointer), builder.mul(stride, i64(row)))
-        line = load(builder, at(builder, source, i64(0), WORDS), 4)
-        store(builder, line, at(builder, _row(number, row), i64(0), WORDS), 4)
+        line = load(builder, at(builder, source, i64(0), I32_VECTOR), 4)
+        store(builder, line, at(builder, _row(number, row), i64(0), I32_VECTOR), 4)
 
 
 def tilestored64(builder, number, pointer, stride):
     for row in range(ROWS):
         target = builder.add(_address(builder, pointer), builder.mul(stride, i64(row)))
-        line = load(builder, at(builder, _row(number, row), i64(0), WORDS), 4)
-        store(builder, line, at(builder, target, i64(0), WORDS), 4)
+        line = load(builder, at(builder, _row(number, row), i64(0), I32_VECTOR), 4)
+        store(builder, line, at(builder, target, i64(0), I32_VECTOR), 4)
 
 
 def tdpbf16ps(builder, c, a, b):
@@ -59,9 +65,9 @@ def tdpbf16ps(builder, c, a, b):
         place = at(builder, _row(c, row), i64(0), VECTOR)
         total = cgutils.alloca_once_value(builder, load(builder, place, 4))
         with cgutils.for_range(builder, i64(ROWS)) as loop:
-            pair = at(builder, _row(a, row), builder.mul(loop.index, i64(4)), ir.IntType(32))
+            pair = at(builder, _row(a, row), builder.mul(loop.index, i64(4)), I32)
             left = spread(builder, load(builder, pair, 4))
-            line = at(builder, _row(b, 0), builder.mul(loop.index, i64(ROW)), WORDS)
+            line = at(builder, _row(b, 0), builder.mul(loop.index, i64(ROW)), I32_VECTOR)
             right = load(builder, line, 4)
             builder.store(add_pairs(builder, builder.load(total), left, right), total)
         store(builder, builder.load(total), place, 4)

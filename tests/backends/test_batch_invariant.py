@@ -75,6 +75,16 @@ def test_the_property_sees_a_backend_without_the_mode():
 
 
 @every_backend
+def test_sinks_leave_a_token_the_same_bits_alone_and_among_others(framework, name):
+    """Where they are left to torch: the last elements of an array are no vector there."""
+    sizes = SIZES | {"num_heads": 1, "num_kv_heads": 1, "arrays": ["sinks"], "seed": 1}
+    problem = random_problem([1] * 40, [4] * 40, pa.AttentionSpec(), **sizes)
+    layout = Layout(4, 0, 0, 0, 0, 0, np.nan, 0)
+    calls = [Call([Piece(seq, 0, 1)], layout, jit=False) for seq in range(40)]
+    assert not differing(problem, calls, solver(framework, name))
+
+
+@every_backend
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("options", IN_ORDER)
 def test_results_are_right(framework, name, options, phase):

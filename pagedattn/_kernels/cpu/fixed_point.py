@@ -40,12 +40,12 @@ MOST = 32767.0
 ROUNDING = 1.5 * 2.0**23  # a sum with it has the nearest integer in its lowest bits
 
 
-def are_words(query_dtype, dtype) -> bool:
+def are_int16(query_dtype, dtype) -> bool:
     """Whether queries and a cache of these dtypes are multiplied as 16-bit integers."""
     return HAS_INT16_MADD and query_dtype == BFLOAT16 and dtype in (INT8, INT4)
 
 
-def as_words(builder, numbers):
+def as_int16(builder, numbers):
     """Integers of eight bits as ones of sixteen."""
     return builder.sext(numbers, ir.VectorType(I16, numbers.type.count))
 
@@ -56,7 +56,7 @@ def whole_vectors(builder, dim):
     return builder.and_(up, i64(-COUNT))
 
 
-def set_words(builder, row, count, most=MOST):
+def set_int16(builder, row, count, most=MOST):
     """Turns `count` float32, a multiple of COUNT, into integers, and the last into their factor."""
     greatest = _greatest_exponent(builder, row, count)
     multiplier = builder.bitcast(builder.sub(I32(MULTIPLIER), greatest), F32)
@@ -79,7 +79,7 @@ def set_words(builder, row, count, most=MOST):
 
 
 def factor_of(builder, row, count):
-    """What integers that `set_words` made stand for multiples of."""
+    """What integers that `set_int16` made stand for multiples of."""
     return builder.load(_factor(builder, row, count))
 
 

@@ -18,7 +18,7 @@ from .simd import (
     I32_ZEROS,
     add_byte_pairs,
     add_bytes,
-    add_words,
+    add_int16_pairs,
     along,
     at,
     i64,
@@ -52,7 +52,7 @@ def set_bytes(builder, row, dim):
         for start in range(0, GROUP, COUNT):
             place = at(builder, row, builder.mul(builder.add(column, i64(start)), i64(2)), SHORTS)
             words = load(builder, place, 2)
-            total = add_words(builder, total, words, ONES)
+            total = add_int16_pairs(builder, total, words, ONES)
             pointer = builder.bitcast(place, BYTES.as_pointer())
             store(builder, _bytes(builder, words), pointer, 2)
         total = builder.mul(folded(builder, total, ir.IRBuilder.add), I32(-8))
@@ -106,7 +106,7 @@ class Sums:
         upper, lower = self.parts
         if not HAS_VNNI:
             both = zip(self.firsts, self.parts, strict=True)
-            upper, lower = (add_words(builder, first, part, ONES) for first, part in both)
+            upper, lower = (add_int16_pairs(builder, first, part, ONES) for first, part in both)
         return builder.add(builder.shl(upper, _all(I32_VECTOR, 8)), lower)
 
 

@@ -18,7 +18,7 @@ from .dtypes import (
     widened,
     widened_counts,
 )
-from .fixed_point import MOST, are_words, as_words, factor_of, set_words, whole_vectors
+from .fixed_point import MOST, are_int16, as_int16, factor_of, set_int16, whole_vectors
 from .simd import (
     I32_ZEROS,
     KEYS,
@@ -26,8 +26,8 @@ from .simd import (
     LINE,
     VECTOR,
     ZEROS,
+    add_int16_pairs,
     add_pairs,
-    add_words,
     along,
     at,
     fetch,
@@ -92,7 +92,7 @@ class Pairs(Products):
         return add_pairs(builder, total, a, b)
 
 
-class Words(Products):
+class Int16Pairs(Products):
     """As pairs of 16-bit integers; a row of queries has a factor at its end.
 
     An int32 holds 512 sums of the largest products: of 4096 columns with AVX2, 8192 with AVX-512.
@@ -105,17 +105,17 @@ class Words(Products):
         self.counts = (COUNT,)
 
     def operands(self, builder, numbers, dtype):
-        return [as_words(builder, numbers)]
+        return [as_int16(builder, numbers)]
 
     def add(self, builder, total, a, b):
-        return add_words(builder, total, a, b)
+        return add_int16_pairs(builder, total, a, b)
 
     def set_query(self, builder, source, row, dim, dtype):
         def put(index, take):
             put_vector(builder, row, index, widened(builder, take(source), dtype), FLOAT32)
 
         each(builder, dtype, dim, (COUNT,), put)
-        set_words(builder, row, whole_vectors(builder, dim), self.most)
+        set_int16(builder, row, whole_vectors(builder, dim), self.most)
 
     def floats(self, builder, total):
         return builder.sitofp(total, VECTOR)
@@ -124,7 +124,7 @@ class Words(Products):
         return builder.fmul(scale, factor_of(builder, row, whole_vectors(builder, dim)))
 
 
-class Bytes(Words):
+class Int16Bytes(Int16Pairs):
     """The bytes of such integers, as `qk_int4` takes them."""
 
     most = nibble_dot.MOST
@@ -135,8 +135,8 @@ class Bytes(Words):
 
 
 def products_of(query_dtype, dtype):
-    if are_words(query_dtype, dtype):
-        return (Bytes if dtype == INT4 else Words)(dtype)
+    if are_int16(query_dtype, dtype):
+        return (Int16Bytes if dtype == INT4 else Int16Pairs)(dtype)
     return (Pairs if are_pairs(query_dtype, dtype) else Products)(dtype)
 
 

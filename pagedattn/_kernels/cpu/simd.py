@@ -41,10 +41,10 @@ I32_VECTOR = ir.VectorType(I32, LANES)
 I32_ZEROS = ir.Constant(I32_VECTOR, [0] * LANES)
 
 
-def in_words() -> str:
+def cpu_features() -> str:
     """What the CPU has of what may be used.
 
-    >>> "float32" in in_words()
+    >>> "float32" in cpu_features()
     True
     """
     uses = {
@@ -130,7 +130,7 @@ def add_pairs(builder, total, a, b):
     return builder.call(function, [total, *(builder.bitcast(x, pairs) for x in (a, b))])
 
 
-def add_words(builder, total, a, b):
+def add_int16_pairs(builder, total, a, b):
     """The int32 total plus products of pairs of neighbours: twice as many int16 in `a` and `b`."""
     words = ir.VectorType(I16, 2 * LANES)
     kind = ir.FunctionType(I32_VECTOR, [words] * 2)

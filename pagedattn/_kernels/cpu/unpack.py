@@ -2,7 +2,7 @@
 
 Prompts multiply such rows. Short queries read eight bits in the cache itself: a key's scale is a
 factor on its logits, a value's one on its weight. Four bits they read so in heads of a multiple of
-COLUMNS; keys only where `are_words`.
+COLUMNS; keys only where `are_int16`.
 """
 
 import numpy as np
@@ -24,7 +24,7 @@ from .dtypes import (
     put_vector,
     widened,
 )
-from .fixed_point import are_words
+from .fixed_point import are_int16
 from .memory import get_float32, put_float32
 from .simd import (
     F16,
@@ -68,7 +68,7 @@ def fact(of):
 scales_logits = fact(lambda held: held[-1] == TOKENS and held[1] != INT4)
 looks_up = fact(lambda held: HAS_BYTE_LOOK_UPS and held[:2] == [BFLOAT16, INT4])
 COLUMNS = 2 * GROUP  # in which both halves of a row have whole groups
-has_int4_dot = fact(lambda held: held[1] == INT4 and are_words(*held[:2]))
+has_int4_dot = fact(lambda held: held[1] == INT4 and are_int16(*held[:2]))
 by_token = fact(lambda held: held[-1] == TOKENS)
 is_packed = fact(lambda held: held[1] == INT4)
 
@@ -89,7 +89,7 @@ def group_of(dim):
 
 @within
 def multiplies_int4_keys(args, held):
-    """Whether short queries multiply keys of four bits as they are held; theirs are `Bytes`."""
+    """Whether short queries multiply keys of four bits as they are held; theirs are `Int16Bytes`."""
     return has_int4_dot(held) and args.head_dim % COLUMNS == 0
 
 
