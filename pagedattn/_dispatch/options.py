@@ -169,7 +169,7 @@ def _with_sinks(
     seen = lse > -xp.inf
     known = xp.where(seen, lse, 0.0)  # -inf - -inf is NaN, in a gradient too
     sinks = as_dtype(sinks, lse.dtype)[None]
-    # That is `logaddexp`, whose last elements of an array have other bits in torch 2.13: no vectors.
+    # That is `logaddexp`, whose last elements of an array have other bits in torch 2.13.
     total = xp.maximum(known, sinks) + xp.log1p(xp.exp(-abs(known - sinks)))
     weight = xp.where(live[:, None], xp.exp(known - total), 0)[..., None]
     wide = as_dtype(out, wide_dtype(out))

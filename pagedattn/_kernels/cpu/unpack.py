@@ -89,7 +89,7 @@ def group_of(dim):
 
 @within
 def multiplies_int4_keys(args, held):
-    """Whether short queries multiply keys of four bits as they are held; theirs are `Int16Bytes`."""
+    """Whether short queries, as `Int16Bytes`, multiply keys of four bits as they are held."""
     return has_int4_dot(held) and args.head_dim % COLUMNS == 0
 
 
