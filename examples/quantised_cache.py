@@ -53,7 +53,7 @@ def attend(operands, cache, *rest):
     return out.astype(BASE), cache
 
 
-def new_cache(size: tuple, dtype: str, scales: str | None, calibrated: KVCache) -> KVCache:
+def new_cache(size: tuple, dtype: str, scales, calibrated: KVCache) -> KVCache:
     """An empty one; `calibrated` holds other text."""
     if scales != "head":
         return init_kv_cache(*size, dtype=dtype, scales=scales)
